@@ -1,0 +1,22 @@
+"""All that a supervisor needs to know about a program: how to start it, when it is ready, when to give up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Readiness = Callable[[], Awaitable[bool]]
+"""Asks the program once whether it is ready. Never raises for "not yet": a refused connection is False."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One program to supervise. `environment` is the whole environment of the child, not an addition to ours."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_ready: Readiness
+    socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
+    stall_timeout_s: float = 120.0  # not ready, no line in the log and no CPU time used for this long
+    stop_grace_s: float = 2.0  # between SIGTERM and SIGKILL

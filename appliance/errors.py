@@ -1,0 +1,111 @@
+"""Every way to end badly, with its exit code (DESIGN.md section 6).
+
+FatalError                      1
+├─ UsageError                   2  the command line itself
+├─ ConfigError                 10  a setting, a file of settings, or a missing choice
+├─ NoKernelError               20  this image has no kernels for this GPU
+├─ DriverTooOldError           21
+├─ CpuUnsupportedError         22  the CPU lacks an instruction set
+├─ GpuUnusableError            23  a GPU was asked for and cannot be used
+├─ ModelUnreadableError        30  missing, damaged, or not a model at all
+├─ ModelDoesNotFitError        31
+├─ DownloadError               32
+├─ EngineError                     an ending of the engine; never raised itself
+│  ├─ EngineArgumentsError     40
+│  ├─ EngineGpuMemoryError     41
+│  ├─ EngineHostMemoryError    42
+│  ├─ EngineNotReadyError      43  also every ending that is not understood
+│  ├─ EngineLibraryError       44
+│  └─ EngineDiedError          45  while serving
+└─ VolumeError                 50  not writable, full, or locked
+
+Each is raised with what failed, with which value and where that came from; `hint` says what to do. Caught once, in
+`__main__`.
+"""
+
+from __future__ import annotations
+
+
+class FatalError(Exception):
+    """Ends the program with `exit_code`; the message has no final period and the value stands after the colon."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(FatalError):
+    exit_code = 2
+
+
+class ConfigError(FatalError):
+    exit_code = 10
+
+
+class NoKernelError(FatalError):
+    exit_code = 20
+
+
+class DriverTooOldError(FatalError):
+    exit_code = 21
+
+
+class CpuUnsupportedError(FatalError):
+    exit_code = 22
+
+
+class GpuUnusableError(FatalError):
+    exit_code = 23
+
+
+class ModelUnreadableError(FatalError):
+    exit_code = 30
+
+
+class ModelDoesNotFitError(FatalError):
+    exit_code = 31
+
+
+class DownloadError(FatalError):
+    exit_code = 32
+
+
+class EngineError(FatalError):
+    """An ending of the engine. `log` holds its last lines, oldest first, so that the cause can be shown."""
+
+    exit_code = 43
+
+    def __init__(self, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.log = log
+
+
+class EngineArgumentsError(EngineError):
+    exit_code = 40
+
+
+class EngineGpuMemoryError(EngineError):
+    exit_code = 41
+
+
+class EngineHostMemoryError(EngineError):
+    exit_code = 42
+
+
+class EngineNotReadyError(EngineError):
+    exit_code = 43
+
+
+class EngineLibraryError(EngineError):
+    exit_code = 44
+
+
+class EngineDiedError(EngineError):
+    exit_code = 45
+
+
+class VolumeError(FatalError):
+    exit_code = 50

@@ -1,0 +1,98 @@
+"""What this image was built for and what its engine can do: written while the image is built, read at every start.
+
+Two files lie beside each other in an image. `image_facts.json` is rendered from the matrix; `engine_facts.json` is what
+the engine's own binary said when it was asked (`appliance engine-facts`), so nothing parses `--help` at start.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SCHEMA = 1
+IMAGE_FACTS_PATH = "/opt/appliance/image_facts.json"
+ENGINE_FACTS_PATH = "/opt/appliance/engine_facts.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The model that a named image serves when it is given none."""
+
+    name: str
+    file: str  # below models/ on the volume
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFacts:
+    """What it was built for. `build_id` hashes Dockerfile, locks, sources and base; it keys caches and profiles."""
+
+    build_id: str
+    cell: str
+    engine: str
+    engine_version: str
+    engine_build: int
+    engine_commit: str
+    cuda: str | None = None
+    sm: tuple[str, ...] = ()
+    driver_floor_sass: str | None = None
+    driver_floor_ptx: str | None = None
+    cpu_variants: tuple[str, ...] = ()
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What the engine binary says of itself."""
+
+    version: str
+    build: int
+    commit: str
+    flags: tuple[str, ...]  # every spelling that --help lists, sorted
+    kv_types: tuple[str, ...]
+    kv_pairs: tuple[tuple[str, str], ...] = ()  # pairs with fast flash attention; empty: any pair of equal types
+    backends: tuple[str, ...] = ()  # file names of the loadable backends, sorted
+
+
+def dump_facts(facts: ImageFacts | EngineFacts) -> str:
+    """JSON with sorted keys and a final newline: the same facts are the same bytes."""
+    return json.dumps({"schema": SCHEMA, **asdict(facts)}, indent=1, sort_keys=True) + "\n"
+
+
+def parse_image_facts(text: str) -> ImageFacts:
+    """Raises ValueError when `text` is not what `dump_facts` writes."""
+    data = _checked(text, "image facts")
+    recipe = data.pop("recipe", None)
+    return _built(ImageFacts, {**data, "recipe": Recipe(**recipe) if recipe else None})
+
+
+def parse_engine_facts(text: str) -> EngineFacts:
+    """Raises ValueError when `text` is not what `dump_facts` writes."""
+    return _built(EngineFacts, _checked(text, "engine facts"))
+
+
+def _checked(text: str, what: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        message = f"{what} are not JSON: {error}"
+        raise ValueError(message) from error
+    if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+        message = f"{what} have another schema than {SCHEMA}"
+        raise ValueError(message)
+    return data
+
+
+def _built(kind: type[T], data: dict[str, Any]) -> T:
+    tuples = {name: _as_tuple(value) for name, value in data.items() if isinstance(value, list)}
+    try:
+        return kind(**{**data, **tuples})
+    except TypeError as error:
+        message = f"{kind.__name__}: {error}"
+        raise ValueError(message) from error
+
+
+def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - JSON
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

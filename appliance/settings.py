@@ -1,0 +1,274 @@
+"""Defaults < /data/appliance.yaml < APPLIANCE_* variables < flags: resolved once, frozen, each value with its source.
+
+The same words everywhere: the setting `ctx_size` is `--ctx-size`, `APPLIANCE_CTX_SIZE` and the key `ctx_size` (or
+`ctx-size`) in the file. This is the only module that reads the process environment, and it does so in one place,
+`process_environment`, so that everything else can be given another one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from appliance.errors import ConfigError
+
+PREFIX = "APPLIANCE_"
+FILE_NAME = "appliance.yaml"
+MIN_CONTEXT = 256  # llama.cpp's own padding: less is rounded up, and every figure would be short by a page
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        message = "is empty"
+        raise ValueError(message)
+    return value
+
+
+def _switch(value: str) -> bool:
+    """One spelling of true is not enough for people, four are: on/off, true/false, yes/no, 1/0."""
+    known = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if value.lower() not in known:
+        message = "is neither on nor off"
+        raise ValueError(message)
+    return known[value.lower()]
+
+
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            message = "is not a whole number"
+            raise ValueError(message) from None
+        if not low <= number <= high:
+            message = f"is outside {low} to {high}"
+            raise ValueError(message)
+        return number
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[str], float]:
+    def parse(value: str) -> float:
+        try:
+            number = float(value.removesuffix("s"))
+        except ValueError:
+            message = "is not a number of seconds"
+            raise ValueError(message) from None
+        if not low <= number <= high:
+            message = f"is outside {low:g} to {high:g} seconds"
+            raise ValueError(message)
+        return number
+
+    return parse
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in words:
+            near = difflib.get_close_matches(value, words, 1)
+            message = f"is none of {', '.join(words)}" + (f"; perhaps you meant '{near[0]}'" if near else "")
+            raise ValueError(message)
+        return value
+
+    return parse
+
+
+def _setting(parse: Callable[[str], Any], default: Any, help_text: str, metavar: str) -> Any:  # noqa: ANN401
+    return field(default=default, metadata={"parse": parse, "help": help_text, "metavar": metavar})
+
+
+KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Every value a user can set. `sources` maps each name to where its value came from, in words."""
+
+    model: str | None = _setting(_text, None, "model to serve: a file name on the volume, or a path", "MODEL")
+    data_dir: Path = _setting(Path, Path("/data"), "the volume", "DIR")
+    host: str = _setting(_text, "0.0.0.0", "address to listen on inside the container", "ADDRESS")  # noqa: S104
+    port: int = _setting(_integer(1, 65535), 11435, "port to listen on", "PORT")
+    auth: bool = _setting(_switch, True, "ask for the API key", "on|off")
+    alias: str | None = _setting(_text, None, "name of the model in the API (default: the file's name)", "NAME")
+    ctx_size: int | None = _setting(
+        _integer(MIN_CONTEXT, 2**24), None, "context in tokens (default: what memory carries, at most native)", "N"
+    )
+    kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache", "TYPE")
+    threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
+    ubatch: int | None = _setting(_integer(16, 16384), None, "tokens computed at once (default: measured)", "N")
+    parallel: int = _setting(_integer(1, 256), 4, "requests served at the same time", "N")
+    cache_ram_mib: int | None = _setting(
+        _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB"
+    )
+    load_mode: str = _setting(
+        _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
+    )
+    allow_disk: bool = _setting(
+        _switch, False, "start even when weights exceed memory, and read them from disk", "on|off"
+    )
+    tune: str = _setting(
+        _one_of("first", "off"), "first", "measure before the first serving, or serve the prediction", "WHEN"
+    )
+    budget_s: float = _setting(_seconds(5, 86400), 120.0, "time that measuring may take", "SECONDS")
+    drain_s: float = _setting(_seconds(0, 6), 5.0, "time that running streams get when stopping", "SECONDS")
+    stall_timeout_s: float = _setting(
+        _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
+    )
+    log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
+    engine_dir: Path = _setting(Path, Path("/opt/llama"), "where the engine's binaries are", "DIR")
+    facts_dir: Path = _setting(Path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
+    runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def profiles_dir(self) -> Path:
+        return self.data_dir / "profiles"
+
+    @property
+    def key_path(self) -> Path:
+        return self.data_dir / "secrets" / "api_key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One row of the table that `--help`, the variables and the file share."""
+
+    name: str
+    help: str
+    metavar: str
+    default: object
+    parse: Callable[[str], Any]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        f.name: Setting(
+            name=f.name,
+            help=f.metadata["help"],
+            metavar=f.metadata["metavar"],
+            default=f.default if f.default is not MISSING else None,
+            parse=f.metadata["parse"],
+        )
+        for f in fields(Settings)
+        if f.metadata
+    }
+)
+
+
+def process_environment() -> Mapping[str, str]:
+    """The environment of this process, read here and nowhere else."""
+    return dict(os.environ)
+
+
+def resolve_settings(
+    flags: Mapping[str, str], environment: Mapping[str, str], file_text: str | None = None, file_name: str = FILE_NAME
+) -> Settings:
+    """Least specific first. Raises ConfigError that names the value and where it came from."""
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(SETTINGS, "default")
+    from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
+    for name, text, source in (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags):
+        values[name] = _parsed(name, text, source)
+        sources[name] = source
+    return Settings(**values, sources=MappingProxyType(sources))
+
+
+def load_settings(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
+    """Reads the file on the volume that flags and environment point to, then resolves."""
+    without_file = resolve_settings(flags, environment)
+    path = without_file.data_dir / FILE_NAME
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return without_file
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"settings file cannot be read: {path}: {error}"
+        raise ConfigError(message, hint="mend or remove the file") from error
+    return resolve_settings(flags, environment, text, str(path))
+
+
+_Row = tuple[str, str, str]  # name, text, source
+
+
+def _from_file(text: str | None, file_name: str) -> list[_Row]:
+    if text is None or not text.strip():
+        return []
+    import yaml  # here, since it is not needed where there is no file and costs 20 ms of every start
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        message = f"settings file is not YAML: {file_name}: {' '.join(str(error).split())}"
+        raise ConfigError(message, hint="lines look like `ctx_size: 8192`") from error
+    if data is None:
+        return []
+    if not isinstance(data, dict):
+        message = f"settings file must hold `name: value` lines: {file_name}: found {type(data).__name__}"
+        raise ConfigError(message, hint="lines look like `ctx_size: 8192`")
+    rows: list[_Row] = []
+    for key, value in data.items():
+        name = _known(str(key).replace("-", "_"), f"file {file_name}", str(key), tuple(SETTINGS))
+        if isinstance(value, dict | list):
+            message = f"setting {key} in {file_name} takes one value, not a {type(value).__name__}"
+            raise ConfigError(message, hint=f"lines look like `{key}: {SETTINGS[name].metavar}`")
+        if value is not None:
+            rows.append((name, _yaml_word(value), f"file {file_name}"))
+    return rows
+
+
+def _yaml_word(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[_Row]:
+    rows: list[_Row] = []
+    names = {setting.variable: name for name, setting in SETTINGS.items()}
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX) or _is_service_link(variable, environment[variable]):
+            continue
+        _known(variable, "environment", variable, tuple(names))
+        if environment[variable] != "":  # compose passes an unset `${X:-}` as an empty variable
+            rows.append((names[variable], environment[variable], f"variable {variable}"))
+    return rows
+
+
+def _is_service_link(variable: str, value: str) -> bool:
+    """Kubernetes gives every pod APPLIANCE_PORT=tcp://… and more when a Service is called `appliance`."""
+    return bool(re.fullmatch(r"APPLIANCE_(SERVICE_.+|PORT_\d+_.+)", variable)) or "://" in value
+
+
+def _known(name: str, where: str, shown: str, names: tuple[str, ...]) -> str:
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, 1)
+    message = f"unknown setting in {where}: {shown}"
+    raise ConfigError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"known are {', '.join(names)}")
+
+
+def _parsed(name: str, text: str, source: str) -> Any:  # noqa: ANN401
+    try:
+        return SETTINGS[name].parse(text)
+    except ValueError as problem:
+        message = f"setting {name} {problem}: '{text}' ({source})"
+        raise ConfigError(
+            message, hint=f"{SETTINGS[name].flag} {SETTINGS[name].metavar}: {SETTINGS[name].help}"
+        ) from None
