@@ -1,0 +1,296 @@
+"""The command line: verbs, exit codes, and the one place where FatalError is caught."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from appliance import __version__
+from appliance.errors import EngineError, FatalError, UsageError
+from appliance.settings import SETTINGS, Settings, load_settings, process_environment
+
+DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
+EPILOG = (
+    "Every setting is a flag, a variable (APPLIANCE_CTX_SIZE=8192) and a line of /data/appliance.yaml "
+    "(ctx_size: 8192); flags win, then variables. Exit codes: 2 usage, 10 configuration, "
+    "20 to 23 hardware, 30 to 32 model, 40 to 45 engine, 50 volume."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as UsageError, with the near miss of a misspelt flag or verb named."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except FatalError as error:
+        _show(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    options = _parse(argv)
+    verb: Callable[[argparse.Namespace, Settings, Mapping[str, str]], int] = options.run
+    environment = process_environment()
+    flags = {name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None}
+    return verb(options, load_settings(flags, environment), environment)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser, known = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, known, 1)
+        message = f"unknown argument: {unknown[0]}"
+        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{parser.prog} --help`")
+    return options
+
+
+def _parser() -> tuple[_Parser, list[str]]:
+    parser = _Parser(prog="appliance", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+    rows: tuple[tuple[str, Callable[..., int], str], ...] = (
+        ("serve", _serve, "measure on the first start, then serve"),
+        ("plan", _plan, "show what would be served, and why"),
+        ("tune", _tune, "measure now, keep the profile, and end"),
+        ("probe", _probe, "show what this container may use"),
+        ("profiles", _profiles, "list what was found before"),
+        ("models", _models, "list, add or remove models on the volume"),
+        ("key", _key, "print the API key"),
+        ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
+        ("version", _version, "print versions"),
+        ("engine-facts", _engine_facts, "write what the engine's binary says of itself (while an image is built)"),
+    )
+    for name, run, words in rows:
+        verb = verbs.add_parser(name, help=words, description=words, allow_abbrev=False)
+        verb.set_defaults(run=run)
+        _add_settings(verb)
+        if name in _ADDITIONS:
+            _ADDITIONS[name](verb)
+    return parser, [setting.flag for setting in SETTINGS.values()] + ["--json", "--explain", "--dry-run"]
+
+
+def _add_settings(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group("settings")
+    for setting in SETTINGS.values():
+        default = "" if setting.default is None else f" [{_shown(setting.default)}]"
+        group.add_argument(setting.flag, metavar=setting.metavar, help=(setting.help + default).replace("%", "%%"))
+
+
+def _shown(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _add_model(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].help, default=argparse.SUPPRESS)
+
+
+def _add_plan(verb: argparse.ArgumentParser) -> None:
+    _add_model(verb)
+    verb.add_argument("--explain", action="store_true", help="every value with its reason and its source (default)")
+    verb.add_argument("--dry-run", action="store_true", help="print the engine's command line and nothing else")
+    verb.add_argument("--json", action="store_true", help="for scripts")
+
+
+def _add_json(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--json", action="store_true", help="for scripts")
+
+
+def _add_models(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list", help="default: list")
+    verb.add_argument("file", nargs="?", metavar="FILE", help="name on the volume, as in model.gguf")
+    verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else")
+    _add_json(verb)
+
+
+def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
+    verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
+
+
+_ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
+    "serve": _add_model,
+    "tune": _add_model,
+    "plan": _add_plan,
+    "probe": _add_json,
+    "profiles": _add_json,
+    "models": _add_models,
+    "version": _add_json,
+    "engine-facts": _add_engine_facts,
+}
+
+# Each verb imports what it needs when it runs: `serve` must not pay for the others, nor `health` for `serve`.
+
+
+def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.boot import boot
+    from appliance.report import Report
+
+    return _run_story(boot(settings, environment, Report(settings.log)))
+
+
+def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.boot import measure_only
+    from appliance.report import Report
+
+    return _run_story(measure_only(settings, environment, Report(settings.log)))
+
+
+def _run_story(story: object) -> int:
+    import uvloop
+
+    uvloop.run(story)  # type: ignore[arg-type]
+    return 0
+
+
+def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.boot import find_plans
+    from appliance.engines.llama_server import BINARY, arguments
+    from appliance.plan import as_document, explain, explain_settings
+
+    plans, engine = find_plans(settings, environment)
+    argv = [str(settings.engine_dir / BINARY), *arguments(plans[0], engine, settings.runtime_dir / "appliance.sock")]
+    if options.json:
+        print(json.dumps({"plans": [as_document(plan) for plan in plans], "argv": argv}, indent=1))
+    elif options.dry_run:
+        import shlex
+
+        print(shlex.join(argv))
+    else:
+        print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(plans[0]))}")
+        print(f"\n{len(plans) - 1} more plans differ in threads and ubatch only; measuring decides between them")
+    return 0
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _probe(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.probe import as_document, probe
+
+    document = as_document(probe(settings.data_dir, environment))
+    print(json.dumps(document, indent=1) if options.json else _as_lines(document))
+    return 0
+
+
+def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
+    lines = []
+    for name, value in document.items():
+        if isinstance(value, dict):
+            lines.append(_as_lines(value, f"{prefix}{name}."))
+        else:
+            shown = (
+                "unknown" if value is None else " ".join(map(str, value)) if isinstance(value, tuple | list) else value
+            )
+            lines.append(f"{prefix}{name}: {shown}")
+    return "\n".join(lines)
+
+
+def _profiles(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.profile import ProfileStore
+
+    found = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr)).all()
+    if options.json:
+        rows = [{"id": p.key.id, "created": p.created, "speed": p.speed, "key": p.key.parts} for p in found]
+        print(json.dumps(rows, indent=1))
+        return 0
+    for profile in found:
+        chosen = f"{profile.plan.threads} threads, ubatch {profile.plan.ubatch}"
+        print(f"{profile.key.id}  {profile.created}  {profile.plan.alias}: {chosen}; {profile.speed}")
+    if not found:
+        print(f"no profiles in {settings.profiles_dir}", file=sys.stderr)
+    return 0
+
+
+def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.model import list_models
+    from appliance.volume import add_model, open_volume, remove_model
+
+    if options.action == "list":
+        names = [str(path.relative_to(settings.models_dir)) for path in list_models(settings.models_dir)]
+        print(json.dumps(names) if options.json else "\n".join(names) or f"no models in {settings.models_dir}")
+        return 0
+    if not options.file:
+        message = f"models {options.action} needs a file name"
+        raise UsageError(message, hint=f"as in `appliance models {options.action} model.gguf`")
+    open_volume(settings.data_dir)
+    if options.action == "add":
+        print(add_model(settings.models_dir, options.file, sys.stdin.buffer, options.sha256))
+    else:
+        print(remove_model(settings.models_dir, options.file))
+    return 0
+
+
+def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
+    from appliance.volume import open_volume, read_or_make_key
+
+    open_volume(settings.data_dir)
+    print(read_or_make_key(settings.key_path))
+    return 0
+
+
+def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
+    import http.client
+
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    connection = http.client.HTTPConnection(host, settings.port, timeout=5)
+    try:
+        connection.request("GET", "/health/ready")
+        reply = connection.getresponse()
+        print(reply.read().decode(errors="replace").strip())
+    except OSError as error:
+        print(f"no answer on port {settings.port}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+    return 0 if reply.status == 200 else 1
+
+
+def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+    from appliance.boot import load_facts
+
+    image, engine = load_facts(settings)
+    row = {
+        "appliance": __version__,
+        "cell": image.cell,
+        "build_id": image.build_id,
+        "engine": f"{image.engine} {engine.version} (build {engine.build}, commit {engine.commit})",
+    }
+    print(json.dumps(row) if options.json else "\n".join(f"{name}: {value}" for name, value in row.items()))
+    return 0
+
+
+def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str]) -> int:
+    from pathlib import Path
+
+    from appliance.engines.llama_facts import query_facts
+    from appliance.image_facts import dump_facts
+
+    Path(options.out).write_text(dump_facts(query_facts(Path(options.bin))), encoding="utf-8")
+    return 0
+
+
+def _show(error: FatalError) -> None:
+    """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
+    if isinstance(error, EngineError):
+        for line in error.log[-40:]:
+            print(f"  | {line}", file=sys.stderr)
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"\nhint: {error.hint}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

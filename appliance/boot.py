@@ -1,0 +1,74 @@
+"""The story of a start, one line a step: start reading here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from appliance.checks import check_supported
+from appliance.errors import ConfigError
+from appliance.house import House
+from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
+from appliance.model import digest, read_model, resolve_model
+from appliance.plan import Plan, plan
+from appliance.probe import probe
+from appliance.profile import ProfileStore, make_key
+from appliance.report import Report
+from appliance.settings import Settings
+from appliance.supervisor import become_subreaper
+from appliance.volume import open_volume
+
+
+async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
+    """Returns after a stop was asked for and everything is gone; raises FatalError for every other ending."""
+    become_subreaper()
+    image, engine = load_facts(settings)
+    open_volume(settings.data_dir)
+    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    hardware = probe(settings.data_dir, environment)
+    check_supported(image, hardware)
+    plans = plan(settings, image, engine, hardware, model)
+    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    house = House(settings, image, engine, hardware, report)
+    house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
+    async with house.stoppable(), house.open_gateway():
+        if not house.has_engine:
+            house.launch(await house.decide(plans, key, store))
+        await house.serve()
+
+
+def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
+    """Raises ConfigError when the files of the image are missing or damaged."""
+    try:
+        image = parse_image_facts((settings.facts_dir / "image_facts.json").read_text(encoding="utf-8"))
+        engine = parse_engine_facts((settings.facts_dir / "engine_facts.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"facts of this image cannot be read: {settings.facts_dir}: {error}"
+        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
+    return image, engine
+
+
+def find_plans(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts]:
+    """The first half of the story: what would be tried, without a volume that can be written and without an engine."""
+    image, engine = load_facts(settings)
+    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    return plan(settings, image, engine, probe(settings.data_dir, environment), model), engine
+
+
+async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
+    """The story without serving: always measures, and keeps the profile."""
+    become_subreaper()
+    image, engine = load_facts(settings)
+    open_volume(settings.data_dir)
+    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    hardware = probe(settings.data_dir, environment)
+    check_supported(image, hardware)
+    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    house = House(settings, image, engine, hardware, report)
+    async with house.stoppable():
+        with store.tuning(key) as is_ours:
+            if not is_ours:
+                message = "another container on this volume is measuring for the same key"
+                raise ConfigError(message, hint="wait for it; its profile will serve both")
+            await house.tune(plan(settings, image, engine, hardware, model), key, store)

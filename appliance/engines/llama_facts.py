@@ -1,0 +1,64 @@
+"""EngineFacts of llama.cpp, from what its own binary prints: read once, while an image is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from appliance.errors import EngineArgumentsError, EngineLibraryError
+from appliance.image_facts import EngineFacts
+from appliance.run import run
+
+TIMEOUT_S = 30.0
+
+
+def query_facts(binary: Path) -> EngineFacts:
+    """Raises EngineLibraryError when the binary does not run, EngineArgumentsError when it says something unknown."""
+    backends = tuple(sorted(path.name for path in binary.parent.glob("libggml-*.so") if path.name != "libggml-base.so"))
+    return parse_facts(version=_said(binary, "--version"), usage=_said(binary, "--help"), backends=backends)
+
+
+def _said(binary: Path, flag: str) -> str:
+    done = run((str(binary), flag), timeout_s=TIMEOUT_S)
+    if done.returncode != 0:
+        message = f"engine does not answer {flag}: {binary}: exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+        raise EngineLibraryError(message, hint="run ldd on it: a library is missing, or the CPU is too old")
+    return done.stdout + done.stderr
+
+
+def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> EngineFacts:
+    """`version` as `version: 0.5.0-dev (build 11312, commit 0c1e57098)`, `usage` as --help prints it."""
+    said = re.search(r"version: (\S+) \(build (\d+), commit (\S+)\)", version)
+    if not said:
+        message = f"engine names no version: {version.strip()[:200]!r}"
+        raise EngineArgumentsError(message, hint="expected `version: X (build N, commit C)`")
+    return EngineFacts(
+        version=said[1],
+        build=int(said[2]),
+        commit=said[3],
+        flags=parse_flags(usage),
+        kv_types=parse_kv_types(usage),
+        backends=backends,
+    )
+
+
+def parse_flags(usage: str) -> tuple[str, ...]:
+    """Every spelling at the head of a help entry: `-fit,  --fit [on|off]   whether to …` gives -fit and --fit."""
+    flags: set[str] = set()
+    for line in usage.splitlines():
+        if not line.startswith("-") or line.startswith("-----"):
+            continue
+        head = re.split(r"\s{2,}(?![\s-])", line, maxsplit=1)[0]
+        flags.update(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9-]*)", head))
+    if not flags:
+        message = "engine's --help lists no flags"
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
+    return tuple(sorted(flags))
+
+
+def parse_kv_types(usage: str) -> tuple[str, ...]:
+    found = re.search(r"--cache-type-k.*?allowed values:\s*(.*?)\n\s*\(default", usage, re.S)
+    if not found:
+        message = "engine's --help lists no KV cache types"
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
+    return tuple(word.strip() for word in found[1].replace("\n", " ").split(",") if word.strip())

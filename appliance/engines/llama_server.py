@@ -1,0 +1,174 @@
+"""llama-server: Plan -> Command, and what its output means. Every flag of it lives here and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.command import Command, Readiness
+from appliance.errors import (
+    EngineArgumentsError,
+    EngineDiedError,
+    EngineError,
+    EngineHostMemoryError,
+    EngineLibraryError,
+    EngineNotReadyError,
+)
+from appliance.image_facts import EngineFacts
+from appliance.plan import Plan
+
+BINARY = "llama-server"
+LOG_UNTIL_READY = 4  # buffer sizes appear at 4, not at the default 3
+
+
+class _Flags:
+    """Collects an argument list of flags that this binary has; a flag that it lacks is refused before it is started."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._known = frozenset(facts.flags)
+        self._build = f"build {facts.build}"
+        self.argv: list[str] = []
+
+    def need(self, flag: str, value: str | int | None = None) -> None:
+        if flag not in self._known:
+            message = f"engine has no flag {flag}: {BINARY} {self._build}, by the engine facts of this image"
+            raise EngineArgumentsError(
+                message, hint="this image's engine and appliance do not belong together; rebuild it"
+            )
+        self.argv += [flag] if value is None else [flag, str(value)]
+
+    def use(self, flag: str, value: str | int | None = None) -> None:
+        """For what is good to have: left out where the binary does not know it."""
+        if flag in self._known:
+            self.need(flag, value)
+
+
+def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, ...]:
+    """The engine's whole argument list, explicit in everything that a plan decides."""
+    flags = _Flags(facts)
+    flags.need("--model", plan.model_path)
+    flags.need("--alias", plan.alias)
+    flags.need("--host", str(socket_path))
+    flags.need("--fit", "off")  # its own fit reads the host's memory, knows no cgroup, and costs 0.17 s a start
+    flags.need("--ctx-size", plan.context)
+    flags.need("--cache-type-k", plan.kv_type)
+    flags.need("--cache-type-v", plan.kv_type)
+    flags.need("--flash-attn", "on" if plan.flash_attention else "off")
+    flags.need("--threads", plan.threads)
+    flags.need("--threads-batch", plan.threads_batch)
+    flags.need("--batch-size", plan.batch)
+    flags.need("--ubatch-size", plan.ubatch)
+    flags.need("--parallel", plan.parallel)
+    flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
+    flags.need("--cache-ram", plan.cache_ram_mib)
+    flags.use("--load-mode", plan.load_mode)
+    flags.use("--offline")
+    flags.use("--no-ui")
+    flags.use("--no-slots")
+    flags.use("--log-prefix")
+    flags.use("--log-colors", "off")
+    flags.need("--log-verbosity", LOG_UNTIL_READY)
+    return tuple(flags.argv)
+
+
+def command(
+    plan: Plan, facts: EngineFacts, *, engine_dir: Path, socket_path: Path, cache_dir: Path, stall_timeout_s: float
+) -> Command:
+    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
+    return Command(
+        argv=(str(engine_dir / BINARY), *arguments(plan, facts, socket_path)),
+        environment=environment(cache_dir),
+        is_ready=_health(socket_path),
+        socket_path=socket_path,
+        stall_timeout_s=stall_timeout_s,
+    )
+
+
+def environment(cache_dir: Path) -> dict[str, str]:
+    return {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocated:
+    """What the engine says that it allocated, in MiB: the sum over its buffers of each kind."""
+
+    model: float = 0.0
+    kv: float = 0.0
+    compute: float = 0.0
+    output: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.model + self.kv + self.compute + self.output
+
+
+_BUFFER = re.compile(r"\b(model|KV|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+
+
+def parse_allocated(lines: Iterable[str]) -> Allocated:
+    """From lines like `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
+    sums = {"model": 0.0, "kv": 0.0, "compute": 0.0, "output": 0.0}
+    for line in lines:
+        if found := _BUFFER.search(line):
+            sums[found[1].lower()] += float(found[2])
+    return Allocated(**sums)
+
+
+def is_worth_showing(line: str) -> bool:
+    """Warnings and errors of the engine; the rest is kept for a crash and not repeated in our log."""
+    return bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")
+
+
+_ENDINGS: tuple[tuple[re.Pattern[str], type[EngineError], str], ...] = (
+    (
+        re.compile(r"error while loading shared libraries|cannot open shared object file", re.I),
+        EngineLibraryError,
+        "the image is damaged or was changed; pull or build it again",
+    ),
+    (
+        re.compile(r"invalid argument|unknown argument|error while handling argument|unsupported cache type", re.I),
+        EngineArgumentsError,
+        "see `appliance plan --dry-run` for the command line",
+    ),
+    (
+        re.compile(r"bad_alloc|failed to allocate|unable to allocate|cannot allocate memory|out of memory", re.I),
+        EngineHostMemoryError,
+        "give the container more memory, or use a smaller --ctx-size or model",
+    ),
+)
+
+
+def ending(description: str, *, first_error: str | None, log: tuple[str, ...], was_ready: bool) -> EngineError:
+    """Which error an ending of the engine is. Only words decide: a time-out or a bad flag is never called memory."""
+    message = f"engine {BINARY} {description}"
+    if was_ready:
+        return EngineDiedError(
+            message, hint="its last lines are above; a restart policy starts the container again", log=log
+        )
+    for pattern, kind, hint in _ENDINGS:
+        if first_error and pattern.search(first_error):
+            return kind(message, hint=hint, log=log)
+    return EngineNotReadyError(message, hint="its last lines are above", log=log)
+
+
+def _health(socket_path: Path) -> Readiness:
+    """GET /health by hand: an HTTP library costs a quarter of a second to import, and this runs before that."""
+
+    async def ask() -> bool:
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket_path)), 1.0)
+        except (OSError, TimeoutError):
+            return False
+        try:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n")
+            status = await asyncio.wait_for(reader.readline(), 5.0)
+        except (OSError, TimeoutError):
+            return False
+        finally:
+            writer.close()
+        return status.split(b" ", 2)[1:2] == [b"200"]
+
+    return ask

@@ -1,0 +1,101 @@
+"""Every error that is ours and not the engine's: OpenAI's shape, and a header that says who speaks.
+
+The body has the four keys that OpenAI's errors have and no more, so the source stands in `x-appliance-error`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from appliance.gateway.progress import Phase, Progress
+from appliance.gateway.routes import Dialect
+
+if TYPE_CHECKING:
+    from starlette.types import Send
+
+RETRY_SOON_S = 2
+RETRY_LATER_S = 10
+
+
+class Refusal(Exception):  # noqa: N818 - an answer as much as an error
+    """Raised where a request cannot go on; `detail` is the sentence for the client and holds nothing secret."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        *,
+        kind: str = "invalid_request_error",
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.code = code
+        self.detail = detail
+        self.kind = kind
+        self.headers = headers
+
+    def document(self) -> dict[str, Any]:
+        return {"error": {"message": self.detail, "type": self.kind, "param": None, "code": self.code}}
+
+    def event(self, dialect: Dialect) -> bytes:
+        """One server-sent event. Anthropic's SDK passes over events that are not named `error`."""
+        data = self.document()
+        if dialect == "anthropic":
+            return b"event: error\ndata: " + _compact({"type": "error", **data}) + b"\n\n"
+        return b"data: " + _compact(data) + b"\n\n"
+
+    async def send(self, send: Send) -> None:
+        """The whole response; nothing may have been sent before."""
+        body = _compact(self.document())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-appliance-error", self.code.encode()),
+            *self.headers,
+        ]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def invalid_key() -> Refusal:
+    return Refusal(
+        401,
+        "invalid_api_key",
+        "a valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`; "
+        "`docker exec NAME appliance key` shows it",
+        headers=((b"www-authenticate", b"Bearer"),),
+    )
+
+
+def body_too_large(limit_bytes: int) -> Refusal:
+    return Refusal(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
+
+
+def shutting_down() -> Refusal:
+    return Refusal(503, "shutting_down", "the appliance is stopping", kind="service_unavailable")
+
+
+def engine_died(status: int, detail: str) -> Refusal:
+    """502 when it left in the middle of a request, 503 when it could not be reached at all."""
+    return Refusal(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def not_ready(progress: Progress) -> Refusal:
+    if progress.phase is Phase.STOPPING:
+        return shutting_down()
+    if progress.phase is Phase.FAILED:
+        # No Retry-After: nothing is under way that would make waiting worth it.
+        return Refusal(503, "engine_died", progress.sentence(), kind="service_unavailable")
+    wait_s = RETRY_LATER_S if progress.phase in (Phase.DOWNLOADING, Phase.TUNING) else RETRY_SOON_S
+    return Refusal(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=(_retry(wait_s),))
+
+
+def _retry(seconds: int) -> tuple[bytes, bytes]:
+    return b"retry-after", str(seconds).encode()
+
+
+def _compact(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()

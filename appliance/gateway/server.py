@@ -1,0 +1,134 @@
+"""Listening and stopping. Signals are not this module's business: whoever opens the gateway drains it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from appliance.errors import ConfigError
+from appliance.gateway.traffic import Traffic
+
+# Together with uvicorn's own steps of 0.1 s these stay below the second that `drain` may take after its `drain_s`.
+TELL_S = 0.25  # for the error events to reach the clients
+FLUSH_S = 0.35  # for connections to be closed in order
+ABORT_S = 0.2  # after those that were not have been torn
+
+KEEP_ALIVE_S = 65  # longer than the pools of the usual clients and proxies keep a connection, so that they close first
+BIND_HINTS = {
+    errno.EADDRINUSE: "stop the program that listens there, or choose another port with --port (APPLIANCE_PORT)",
+    errno.EACCES: "choose a port above 1023 with --port (APPLIANCE_PORT)",
+    errno.EADDRNOTAVAIL: "choose an address of this machine with --host (APPLIANCE_HOST), 0.0.0.0 for all of them",
+}
+
+
+class Gateway:
+    """The application on its port, from `open` to `drain`."""
+
+    def __init__(self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, port: int) -> None:
+        self._server = server
+        self._serving = serving
+        self._traffic = traffic
+        self.port = port
+
+    @classmethod
+    async def open(cls, app: FastAPI, host: str, port: int) -> Gateway:
+        """Binds at once and serves in the running loop; raises ConfigError when it cannot. Port 0: any free one."""
+        listener = await bind(host, port)
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="none",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            log_level="error",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
+        is_up = asyncio.create_task(server.is_up.wait())
+        await asyncio.wait([serving, is_up], return_when=asyncio.FIRST_COMPLETED)
+        is_up.cancel()
+        if serving.done():
+            listener.close()
+            await serving
+        return cls(server, serving, app.state.traffic, listener.getsockname()[1])
+
+    async def drain(self, drain_s: float) -> None:
+        """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
+        rest, every connection closed. Returns within `drain_s` + 1 s whatever the clients do; a second call waits for
+        the same end."""
+        self._traffic.close()
+        self._server.stop_accepting()
+        if not await self._traffic.until_idle(drain_s):
+            self._traffic.end_all()
+            await self._traffic.until_idle(TELL_S)
+        self._server.should_exit = True
+        if not await self._has_ended(FLUSH_S):
+            self._server.abort_connections()
+            if not await self._has_ended(ABORT_S):
+                self._serving.cancel()
+        await asyncio.wait([self._serving], timeout=0.1)
+
+    async def _has_ended(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._serving], timeout=timeout_s)
+        return bool(done)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_up.set()
+
+    def stop_accepting(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def abort_connections(self) -> None:
+        """For clients that read nothing: their buffers would never empty."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+async def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to `host`; a name stands for its IPv4 address where it has one. Raises ConfigError."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, OverflowError) as error:
+        message = f"the address to listen on is unknown: {host} port {port}"
+        raise ConfigError(message, hint=BIND_HINTS[errno.EADDRNOTAVAIL]) from error
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Here and not in the server: with SO_REUSEADDR, two sockets may be bound as long as neither of them listens.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        reason = os.strerror(error.errno or 0).lower()
+        message = f"cannot listen on port {port} of {host}: {reason}"
+        hint = BIND_HINTS.get(error.errno or 0, "choose another port with --port (APPLIANCE_PORT)")
+        raise ConfigError(message, hint=hint) from error
+    listener.setblocking(False)
+    return listener

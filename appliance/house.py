@@ -1,0 +1,276 @@
+"""What is alive during a start and after it: one engine, one gateway, and what they show of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance import __version__
+from appliance.command import Command
+from appliance.engines.llama_server import Allocated, command, ending, is_worth_showing, parse_allocated
+from appliance.errors import EngineError
+from appliance.gateway.progress import Phase
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.plan import Plan, as_document, explain_memory
+from appliance.probe import Hardware
+from appliance.probe import as_document as hardware_document
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.report import Report
+from appliance.settings import Settings
+from appliance.supervisor import Crash, Restart, State, Supervisor
+from appliance.volume import read_or_make_key
+
+if TYPE_CHECKING:
+    from appliance.tune.measure import Step
+    from appliance.tune.search import Measurement
+
+
+class House:
+    """Made inside the running loop. The order of its verbs is `boot`'s business."""
+
+    def __init__(
+        self, settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, report: Report
+    ) -> None:
+        self._settings = settings
+        self._image = image
+        self._engine = engine
+        self._hardware = hardware
+        self._report = report
+        self._socket = settings.runtime_dir / f"appliance-{os.getpid()}.sock"  # short: 107 bytes is all a socket has
+        self._lines: list[str] = []
+        self._supervisor = Supervisor(restart=Restart(), on_line=self._on_line)
+        self._plan: Plan | None = None
+        self._profile: Profile | None = None
+        self._allocated: Allocated | None = None
+        self._measurements: list[Measurement] = []
+        self._stop = asyncio.Event()
+
+    @property
+    def has_engine(self) -> bool:
+        return self._plan is not None
+
+    def adopt(self, profile: Profile | None, plans: Sequence[Plan]) -> None:
+        """Starts the engine from a profile that still fits; with less memory than when it was made, on a new plan."""
+        if profile is None:
+            return
+        self._profile = profile
+        chosen = profile.plan
+        if chosen.memory.total > plans[0].usable_mib and not self._settings.allow_disk:
+            chosen = replace(plans[0], threads=chosen.threads, threads_batch=chosen.threads_batch)
+            words = f"profile {profile.key.id} needs more memory than is free now; planned anew, nothing measured"
+            self._report.warning("profile_too_large", words, needs_mib=profile.plan.memory.total)
+        self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
+        self.launch(chosen)
+
+    def launch(self, chosen: Plan) -> None:
+        """Spawns the engine at once; `serve` waits for it."""
+        self._plan = chosen
+        self._lines.clear()
+        self._report.phase(Phase.LOADING, Path(chosen.model_path).name)
+        self._report.info("engine_start", f"starting the engine: {explain_memory(chosen)}", context=chosen.context)
+        self._supervisor.start(self.command(chosen))
+
+    def command(self, chosen: Plan) -> Command:
+        return command(
+            chosen,
+            self._engine,
+            engine_dir=self._settings.engine_dir,
+            socket_path=self._socket,
+            cache_dir=self._settings.data_dir / "cache",
+            stall_timeout_s=self._settings.stall_timeout_s,
+        )
+
+    async def decide(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Plan:
+        """Measures, unless told not to; while another container measures for the same key, waits for its profile."""
+        if changed := store.why_unused(key):
+            self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
+        if self._settings.tune == "off":
+            self._report.info("tune_off", "measuring is off: serving the prediction")
+            return plans[0]
+        while True:
+            with store.tuning(key) as is_ours:
+                if (profile := store.load(key)) is not None:
+                    self._profile = profile
+                    return profile.plan
+                if is_ours:
+                    return (await self.tune(plans, key, store)).plan
+            self._report.phase(Phase.TUNING, "another container on this volume is measuring")
+            await asyncio.sleep(0.5)
+
+    async def tune(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Profile:
+        from appliance.tune.search import job_s
+        from appliance.tune.tuner import speed_in_words, tune  # here, since a start from a profile never needs it
+
+        self._report.phase(Phase.TUNING, "starting")
+        self._report.info("tune_start", f"measuring up to {len(plans)} plans within {self._settings.budget_s:g} s")
+        tuned = await tune(
+            plans, self.command, budget_s=self._settings.budget_s, tell=self._on_step, done=self._on_measured
+        )
+        speed = speed_in_words(tuned)
+        self._profile = Profile(
+            key=key,
+            plan=tuned.plan,
+            measurements=tuned.measurements,
+            job_s=job_s(tuned.chosen, tuned.workload),
+            workload=tuned.workload.name,
+            speed=speed,
+            seconds=tuned.seconds,
+            stopped_by=tuned.stopped_by,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            allocated=tuned.chosen.allocated,
+        )
+        store.save(self._profile)
+        words = f"chose {tuned.plan.threads} threads, ubatch {tuned.plan.ubatch} in {tuned.seconds:.0f} s: {speed}"
+        self._report.info("tuned", words, profile=key.id, stopped_by=tuned.stopped_by)
+        return self._profile
+
+    def _on_step(self, step: Step) -> None:
+        words = f"{step.plan.threads} threads, ubatch {step.plan.ubatch}: {step.what}"
+        self._report.phase(Phase.TUNING, words)
+        self._report.info("tune_step", words)
+
+    def _on_measured(self, measurement: Measurement) -> None:
+        self._measurements.append(measurement)
+        what = f"{measurement.threads} threads, ubatch {measurement.ubatch}"
+        if measurement.error:
+            self._report.warning("tune_failed", f"{what}: {measurement.error}")
+            return
+        curve = ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in measurement.points)
+        self._report.info("tune_measured", f"{what}: {curve}", points=[asdict(p) for p in measurement.points])
+
+    @asynccontextmanager
+    async def stoppable(self) -> AsyncIterator[None]:
+        """SIGTERM and SIGINT stop whatever is going on; the engine is gone when this ends, however it ends."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        story = asyncio.current_task()
+        watcher = asyncio.create_task(self._cancel_when_stopped(story))
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                raise
+        finally:
+            watcher.cancel()
+            self._report.phase(Phase.STOPPING)
+            await self._supervisor.stop()
+            self._report.info("stopped", "the engine is gone")
+
+    async def _cancel_when_stopped(self, story: asyncio.Task[Any] | None) -> None:
+        await self._stop.wait()
+        self._report.info("stopping", "asked to stop")
+        if story is not None:
+            story.cancel()
+
+    @asynccontextmanager
+    async def open_gateway(self) -> AsyncIterator[None]:
+        """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
+        keys = self._keys()
+        # Here and not above: FastAPI, uvicorn and aiohttp take half a second, in which the engine is loading already.
+        from appliance.gateway.app import create_app
+        from appliance.gateway.auth import Keys
+        from appliance.gateway.server import Gateway
+
+        app = create_app(
+            socket_path=self._socket,
+            keys=Keys(frozenset({keys})) if keys else None,
+            progress=lambda: self._report.progress,
+            documents={
+                "status": self._status,
+                "hardware": lambda: hardware_document(self._hardware),
+                "plan": lambda: as_document(self._plan) if self._plan else {},
+                "profile": self._profile_document,
+                "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},
+            },
+            engine_restarts=lambda: self._supervisor.restarts,
+        )
+        gateway = await Gateway.open(app, self._settings.host, self._settings.port)
+        self._report.info("listening", f"listening on {self._settings.host}:{gateway.port}", port=gateway.port)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(gateway.drain(self._settings.drain_s))
+
+    def _keys(self) -> str | None:
+        if not self._settings.auth:
+            self._report.warning("auth_off", "authentication is off: whoever reaches the port can use the model")
+            return None
+        return read_or_make_key(self._settings.key_path)
+
+    async def serve(self) -> None:
+        """Waits until the engine answers, then until it is given up. Raises EngineError in the second case."""
+        crash = await self._supervisor.wait_ready()
+        if crash is not None:
+            raise self._as_error(crash)
+        self._on_ready()
+        watcher = asyncio.create_task(self._follow_state())
+        try:
+            raise self._as_error(await self._supervisor.wait_failed())
+        finally:
+            watcher.cancel()
+
+    def _on_ready(self) -> None:
+        self._allocated = parse_allocated(self._lines)
+        self._lines.clear()
+        self._report.phase(Phase.READY)
+        seconds = self._supervisor.ready_seconds or 0.0
+        words = f"ready: the engine loaded in {seconds:.1f} s and allocated {self._allocated.total:,.0f} MiB"
+        self._report.info("ready", words, seconds=round(seconds, 3), allocated_mib=asdict(self._allocated))
+
+    async def _follow_state(self) -> None:
+        """After a crash clients are told so until the next engine answers."""
+        was_ready = True
+        while True:
+            is_ready = self._supervisor.state is State.READY
+            if was_ready and not is_ready and (crash := self._supervisor.crash) is not None:
+                self._report.phase(Phase.RESTARTING, crash.describe())
+                self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+            if is_ready and not was_ready:
+                self._on_ready()
+            was_ready = is_ready
+            await asyncio.sleep(0.05)
+
+    def _as_error(self, crash: Crash) -> EngineError:
+        return ending(crash.describe(), first_error=crash.first_error, log=crash.log, was_ready=crash.was_ready)
+
+    def _on_line(self, line: str) -> None:
+        if self._report.progress.phase is not Phase.READY:
+            self._lines.append(line)
+            del self._lines[:-5000]
+        if is_worth_showing(line):
+            self._report.warning("engine", line[:1000])
+
+    def _status(self) -> dict[str, Any]:
+        progress = self._report.progress
+        return {
+            "phase": str(progress.phase),
+            "message": progress.sentence(),
+            "version": __version__,
+            "cell": self._image.cell,
+            "build_id": self._image.build_id,
+            "engine": {"name": self._image.engine, "version": self._engine.version, "build": self._engine.build},
+            "model": self._plan.alias if self._plan else None,
+            "context": self._plan.context if self._plan else None,
+            "speed": self._profile.speed if self._profile else None,
+            "from_profile": self._profile is not None and not self._measurements,
+            "engine_restarts": self._supervisor.restarts,
+        }
+
+    def _profile_document(self) -> dict[str, Any]:
+        if self._profile is None:
+            return {}
+        error = self._profile.prediction_error
+        return {**asdict(self._profile), "key": {"id": self._profile.key.id, "parts": self._profile.key.parts}} | {
+            "memory_prediction_error": error,
+            "allocated_now": asdict(self._allocated) if self._allocated else None,
+        }

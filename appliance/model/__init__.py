@@ -1,0 +1,17 @@
+"""Step 1: what model this is, from its header alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance.model.digest import ModelDigest, digest
+from appliance.model.facts import Model, parse_facts
+from appliance.model.find import list_models, resolve_model
+from appliance.model.gguf import read_gguf
+
+__all__ = ["Model", "ModelDigest", "digest", "list_models", "read_model", "resolve_model"]
+
+
+def read_model(path: Path) -> Model:
+    """Raises ModelUnreadableError for whatever is not a whole GGUF file of a language model."""
+    return parse_facts(read_gguf(path))

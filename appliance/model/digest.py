@@ -1,0 +1,65 @@
+"""Which model a file is, without reading all of it: a profile's key, not a proof that the weights are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.errors import ModelUnreadableError
+
+SAMPLES = 64
+SAMPLE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDigest:
+    """`samples_sha256` covers SAMPLES evenly spaced pieces, or the whole of a file that is no longer than they are."""
+
+    size: int
+    header_sha256: str
+    samples_sha256: str
+
+    @property
+    def key(self) -> str:
+        """Sixteen hexadecimal digits over all of it."""
+        text = f"{self.size}:{self.header_sha256}:{self.samples_sha256}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def digest(path: Path, header_bytes: int) -> ModelDigest:
+    """Two models with the same shape differ in their weights: the samples see that. Raises ModelUnreadableError."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            return ModelDigest(
+                size=size,
+                header_sha256=_hash(file.fileno(), [(0, min(header_bytes, size))]),
+                samples_sha256=_hash(file.fileno(), _pieces(size)),
+            )
+    except OSError as error:
+        message = f"model cannot be read: {path}: {error.strerror or error}"
+        raise ModelUnreadableError(message, hint="look at the file's owner and mode, and at the disk") from error
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Offsets and lengths; the first piece begins the file and the last ends it."""
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return [(0, size)]
+    last = size - SAMPLE_BYTES
+    return [(last * position // (SAMPLES - 1), SAMPLE_BYTES) for position in range(SAMPLES)]
+
+
+def _hash(descriptor: int, pieces: list[tuple[int, int]]) -> str:
+    sha256 = hashlib.sha256()
+    for offset, length in pieces:
+        end = offset + length
+        while offset < end:
+            chunk = os.pread(descriptor, min(end - offset, 1 << 20), offset)
+            if not chunk:
+                message = f"it ended at byte {offset} while it was read"
+                raise OSError(message)
+            sha256.update(chunk)
+            offset += len(chunk)
+    return sha256.hexdigest()

@@ -1,0 +1,143 @@
+"""Which model to serve: the one asked for, else the image's, else the only one on the volume."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from appliance.errors import ConfigError, ModelUnreadableError
+
+DEPTH = 2  # models/organisation/repository/file.gguf
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_LISTED = 20
+
+
+def list_models(models_dir: Path) -> tuple[Path, ...]:
+    """Every *.gguf that could be served, sorted; of a split file the first part, and no multimodal projector.
+
+    Hidden folders (unfinished downloads) and `lost+found` are passed over. Raises ModelUnreadableError for a folder
+    that cannot be read; a `models_dir` that is not there holds nothing.
+    """
+    if not _is_there(models_dir):
+        return ()
+    return tuple(sorted(path for path in _walk(models_dir, DEPTH) if _is_served(path.name)))
+
+
+def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path) -> Path:
+    """The file to serve. Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one."""
+    if request:
+        return _checked(_requested(request, models_dir))
+    models = list_models(models_dir)
+    if recipe_file:
+        path = models_dir / recipe_file
+        if not _is_there(path):
+            message = f"the model of this image's recipe is not on the volume: {path}{_listing(models)}"
+            raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
+        return _checked(path)
+    if len(models) == 1:
+        return _checked(models[0])
+    if not models:
+        message = f"no model was named and none is on the volume: {models_dir}"
+        raise ConfigError(message, hint=f"put a .gguf file into {models_dir}, or name one with APPLIANCE_MODEL")
+    message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
+    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {models[0].stem}")
+
+
+def _requested(request: str, models_dir: Path) -> Path:
+    for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
+        if _is_there(path):
+            return path
+    models = list_models(models_dir)
+    wanted = request.casefold()
+    found = [path for path in models if wanted in (path.name.casefold(), path.stem.casefold())]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        message = f"model name {request} means {len(found)} files on the volume{_listing(tuple(found))}"
+        raise ConfigError(message, hint="give the path of the one that is meant")
+    if Path(request).is_absolute():
+        message = f"model cannot be opened: {request}: no such file{_listing(models)}"
+        raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
+    message = f"no model of that name is on the volume: {request}{_listing(models)}"
+    raise ConfigError(message, hint=_near_miss(request, models, models_dir))
+
+
+def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
+    names = {name.casefold(): name for path in models for name in (path.name, path.stem)}
+    near = difflib.get_close_matches(request.casefold(), names, n=1)
+    if near:
+        return f"perhaps you meant {names[near[0]]}"
+    return f"put the file into {models_dir}, or name one that is there"
+
+
+def _checked(path: Path) -> Path:
+    if _is_folder(path):
+        message = f"model is a folder: {path}"
+        raise ModelUnreadableError(message, hint=_folder_hint(path))
+    part = _PART.search(path.name)
+    if part and int(part[2]) > 1:
+        message = f"model is split into {int(part[2])} files, which is not supported yet: {path}"
+        raise ModelUnreadableError(message, hint="join them with llama-gguf-split --merge, then give the joined file")
+    return path
+
+
+def _folder_hint(folder: Path) -> str:
+    inside = list_models(folder)
+    if inside:
+        return f"name the file itself, for instance {inside[0]}"
+    if any(folder.glob("*.safetensors")):
+        return "safetensors folders are not supported yet: give the model as a GGUF file"
+    return "give the path of a GGUF file"
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        message = f"folder of models cannot be read: {folder}: {(error.strerror or str(error)).lower()}"
+        hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
+        raise ModelUnreadableError(message, hint=hint) from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name == "lost+found":
+            continue
+        path = Path(entry.path)
+        if not _is_folder(path):
+            yield path
+        elif depth:
+            yield from _walk(path, depth - 1)
+
+
+def _is_there(path: Path) -> bool:
+    """True also for what may not be looked at: opening it then says why, which "not there" would hide."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL byte
+        return False
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _is_served(name: str) -> bool:
+    part = _PART.search(name)
+    is_later_part = part is not None and int(part[1]) != 1
+    return name.lower().endswith(".gguf") and not name.lower().startswith("mmproj") and not is_later_part
+
+
+def _listing(models: tuple[Path, ...]) -> str:
+    """The names below each other; empty without any."""
+    lines = [f"\n  {path}" for path in models[:_LISTED]]
+    more = len(models) - _LISTED
+    return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")

@@ -1,0 +1,40 @@
+"""A plan as a person reads it, and as a script does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from appliance.plan.decide import Plan
+from appliance.settings import SETTINGS, Settings
+
+
+def explain(plan: Plan) -> str:
+    """One line a choice: value, reason, and the fact or setting that decided."""
+    width = max(len(choice.name) for choice in plan.choices)
+    lines = [f"{c.name:<{width}}  {c.value}: {c.reason} [{c.source}]" for c in plan.choices]
+    return "\n".join((*lines, f"{'memory':<{width}}  {explain_memory(plan)}"))
+
+
+def explain_memory(plan: Plan) -> str:
+    m = plan.memory
+    left = plan.usable_mib - m.total
+    return (
+        f"{m.total:,.0f} MiB predicted: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache, {m.compute + m.output:,.0f} "
+        f"buffers, {m.cache:,.0f} prompt cache at most, {m.overhead:,.0f} programs; "
+        + (f"leaves {left:,.0f} of {plan.usable_mib:,.0f} usable" if left >= 0 else f"{-left:,.0f} more than usable")
+    )
+
+
+def explain_settings(settings: Settings) -> str:
+    """Each setting with its value and where it came from."""
+    width = max(len(name) for name in SETTINGS)
+    return "\n".join(f"{name:<{width}}  {getattr(settings, name)} [{settings.sources[name]}]" for name in SETTINGS)
+
+
+def as_document(plan: Plan) -> dict[str, Any]:
+    """JSON-able; `choices` carry the reasons."""
+    document = asdict(plan)
+    document["memory"]["total"] = plan.memory.total
+    document["choices"] = [asdict(choice) for choice in plan.choices]
+    return document

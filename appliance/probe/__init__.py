@@ -1,0 +1,38 @@
+"""Step 1: what machine this is, as far as this process may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from appliance.probe.hardware import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint
+from appliance.probe.host import query_host
+from appliance.probe.nvidia import is_gpu_requested, query_gpus
+
+__all__ = [
+    "Cpu",
+    "Gpu",
+    "GpuProbe",
+    "Hardware",
+    "Memory",
+    "NumaNode",
+    "Volume",
+    "as_document",
+    "fingerprint",
+    "probe",
+]
+
+_ROOT = Path("/")
+
+
+def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:
+    """Ask the machine. Raises OSError where there is no /proc; a GPU's trouble is in `gpus.problem`."""
+    cpu, memory, numa, space = query_host(_ROOT, volume)
+    return Hardware(
+        cpu=cpu,
+        memory=memory,
+        numa=numa,
+        volume=space,
+        gpus=query_gpus(_ROOT, environment),
+        gpu_requested=is_gpu_requested(_ROOT, environment),
+    )

@@ -1,0 +1,121 @@
+"""What a probe found. Facts only: None means unknown, unless a field's comment says that it means "no limit"."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """The CPU as far as this process may use it."""
+
+    model_name: str | None
+    logical: int  # CPUs in the affinity mask, which a cpuset narrows
+    physical: int | None  # distinct cores among those
+    quota: float | None  # cores' worth of time, the tightest of the cgroup path; None: no limit
+    isa: tuple[str, ...]  # the kernel's names of the flags that an engine's kernels are chosen by, sorted
+
+    @property
+    def threads_max(self) -> int:
+        """More threads than this are throttled or share a CPU."""
+        return _whole_cores(self.logical, self.quota)
+
+    @property
+    def cores(self) -> int:
+        """Where tuning of the thread count starts: SMT siblings rarely help matrix work."""
+        return _whole_cores(self.physical or self.logical, self.quota)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Host memory and what the cgroups leave of it."""
+
+    total_mib: int
+    available_mib: int  # the kernel's own estimate (MemAvailable)
+    limit_mib: int | None  # the tightest limit of the cgroup path; None: no limit
+    limit_used_mib: int | None  # of that limit; cache of files, which the kernel drops on demand, is not counted
+    memlock_limit_mib: int | None  # RLIMIT_MEMLOCK, which always can be read; None: no limit
+
+    @property
+    def usable_mib(self) -> int:
+        """What can be allocated now without swapping and without being killed."""
+        if self.limit_mib is None:
+            return self.available_mib
+        return max(0, min(self.available_mib, self.limit_mib - (self.limit_used_mib or 0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumaNode:
+    id: int
+    cpus: tuple[int, ...]  # all of the node, not only those that this process may use
+    memory_mib: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    path: Path
+    free_mib: int | None  # for this user; None: the folder is not there
+    total_mib: int | None
+    is_writable: bool  # by permission and mount; a full disk still counts as writable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    index: int  # NVML's, which is PCI order
+    name: str | None
+    uuid: str | None
+    sm: str | None  # "90" for compute capability 9.0
+    vram_total_mib: int | None
+    vram_free_mib: int | None
+    pci_bus_id: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProbe:
+    """What NVML said. `problem` says in words why less is known than should be; None with no GPUs: there is none."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    cuda_driver: str | None = None  # the newest CUDA release that the driver runs: "13.0"
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    cpu: Cpu
+    memory: Memory
+    numa: tuple[NumaNode, ...]
+    volume: Volume
+    gpus: GpuProbe
+    gpu_requested: bool  # somebody gave this container a GPU, whether or not it can be used
+
+
+def as_document(hardware: Hardware) -> dict[str, Any]:
+    """All facts, with what follows from them, as values that JSON knows."""
+    document = asdict(hardware)
+    document["volume"]["path"] = str(hardware.volume.path)
+    document["cpu"] |= {"threads_max": hardware.cpu.threads_max, "cores": hardware.cpu.cores}
+    document["memory"]["usable_mib"] = hardware.memory.usable_mib
+    return document
+
+
+def fingerprint(hardware: Hardware) -> dict[str, Any]:
+    """The parts that a profile is keyed by: kinds and limits; no serial numbers, nothing that changes while it runs."""
+    cpu, memory = hardware.cpu, hardware.memory
+    gpus = sorted(hardware.gpus.gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
+    return {
+        "cpu": cpu.model_name,
+        "threads_max": cpu.threads_max,
+        "physical": cpu.physical,
+        "isa": list(cpu.isa),
+        "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
+        "gpus": [{"name": gpu.name, "sm": gpu.sm, "vram_mib": gpu.vram_total_mib} for gpu in gpus],
+        "driver": hardware.gpus.driver,
+    }
+
+
+def _whole_cores(count: int, quota: float | None) -> int:
+    return max(1, math.floor(count if quota is None else min(count, quota)))

@@ -1,0 +1,6 @@
+"""Step 4: the best plan and how it was found, kept on the volume."""
+
+from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile
+from appliance.profile.store import ProfileStore
+
+__all__ = ["Key", "Profile", "ProfileStore", "dump_profile", "make_key", "parse_profile"]

@@ -1,0 +1,144 @@
+"""What was found for one model on one machine, as it stands on the volume.
+
+Keyed by the model's digest, the build id, the hardware and the settings that matter. The parts are kept beside their
+hash, so that a profile that is not used can name the part that changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from appliance.engines.llama_server import Allocated
+from appliance.image_facts import ImageFacts
+from appliance.model import Model, ModelDigest
+from appliance.plan import Choice, Memory, Plan
+from appliance.probe import Hardware, fingerprint
+from appliance.settings import Settings
+from appliance.tune.search import Measurement, Point
+
+SCHEMA = 1
+SETTINGS_THAT_MATTER = (
+    "alias",
+    "allow_disk",
+    "cache_ram_mib",
+    "ctx_size",
+    "kv_type",
+    "load_mode",
+    "parallel",
+    "threads",
+    "ubatch",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """`parts` are flat: name -> value in words or numbers. `id` is the file's name."""
+
+    parts: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        text = json.dumps({"schema": SCHEMA, **self.parts}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def changed(self, other: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the parts that differ, with both values: "build: a1 -> b2"."""
+        names = sorted({*self.parts, *other})
+        return tuple(f"{n}: {other.get(n)} -> {self.parts.get(n)}" for n in names if other.get(n) != self.parts.get(n))
+
+
+def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, model: Model, digest: ModelDigest) -> Key:
+    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "model_file": model.path.name}
+    parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
+    parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
+    return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The best plan and how it was found. `measured` is False for a prediction that was never measured."""
+
+    key: Key
+    plan: Plan
+    measurements: tuple[Measurement, ...]
+    job_s: float
+    workload: str
+    speed: str  # in words
+    seconds: float
+    stopped_by: str
+    created: str  # ISO 8601, UTC
+    allocated: Allocated | None = None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """(predicted - allocated) / allocated over weights, KV cache and buffers; None if nothing was read."""
+        if self.allocated is None or not self.allocated.total:
+            return None
+        memory = self.plan.memory
+        predicted = memory.weights + memory.kv + memory.compute + memory.output
+        return (predicted - self.allocated.total) / self.allocated.total
+
+
+def dump_profile(profile: Profile) -> str:
+    document = {"schema": SCHEMA, **asdict(profile)}
+    document["key"] = {"id": profile.key.id, "parts": profile.key.parts}
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def parse_profile(text: str) -> Profile:
+    """Raises ValueError for everything that `dump_profile` of this schema did not write."""
+    try:
+        document = json.loads(text)
+        if document.pop("schema") != SCHEMA:
+            message = f"profile has another schema than {SCHEMA}"
+            raise ValueError(message)
+        return _profile(document)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        message = f"profile lacks something: {type(error).__name__}: {error}"
+        raise ValueError(message) from error
+
+
+def _profile(document: dict[str, Any]) -> Profile:
+    key = Key(parts=dict(document["key"]["parts"]))
+    if key.id != document["key"]["id"]:
+        message = "profile's key does not match its parts"
+        raise ValueError(message)
+    return Profile(
+        **{
+            **_only(Profile, document),
+            "key": key,
+            "plan": _plan(document["plan"]),
+            "measurements": tuple(_measurement(m) for m in document["measurements"]),
+            "allocated": Allocated(**document["allocated"]) if document["allocated"] else None,
+        }
+    )
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    choices = tuple(Choice(**_only(Choice, choice)) for choice in data["choices"])
+    return Plan(**{**_only(Plan, data), "memory": Memory(**_only(Memory, data["memory"])), "choices": choices})
+
+
+def _measurement(data: dict[str, Any]) -> Measurement:
+    points = tuple(Point(**_only(Point, point)) for point in data["points"])
+    allocated = Allocated(**data["allocated"]) if data["allocated"] else None
+    return Measurement(**{**_only(Measurement, data), "points": points, "allocated": allocated})
+
+
+_SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _only(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Exactly the fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
+    if unknown := set(data) - {f.name for f in fields(kind)}:
+        message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
+        raise TypeError(message)
+    for f in fields(kind):
+        simple = _SIMPLE.get(str(f.type))
+        if simple and not (isinstance(data[f.name], simple) and isinstance(data[f.name], bool) == (f.type == "bool")):
+            message = f"{kind.__name__}.{f.name} is not {f.type}: {data[f.name]!r}"
+            raise TypeError(message)
+    return {f.name: data[f.name] for f in fields(kind)}

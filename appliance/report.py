@@ -1,0 +1,59 @@
+"""What a start says: rich text on a terminal, JSON lines otherwise, and the phase that clients are shown.
+
+One event a line, as {"time", "level", "event", "message", …facts}; `event` is stable for scripts, `message` for people.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from appliance.gateway.progress import Phase, Progress
+
+_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+class Report:
+    """`form` is auto, text or json. `progress` is what /health/ready answers from."""
+
+    def __init__(self, form: str = "auto", stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_text = form == "text" or (form == "auto" and self._stream.isatty())
+        self.progress = Progress(phase=Phase.STARTING)
+        self.began = time.monotonic()
+
+    def info(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401 - anything that JSON knows
+        self._say("info", event, message, facts)
+
+    def warning(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401
+        self._say("warning", event, message, facts)
+
+    def error(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401
+        self._say("error", event, message, facts)
+
+    def phase(self, phase: Phase, message: str = "", *, fraction: float | None = None) -> None:
+        """Kept for clients; `since` stays while the phase does."""
+        since = self.progress.since if phase is self.progress.phase else time.monotonic()
+        self.progress = Progress(phase=phase, message=message, fraction=fraction, since=since)
+
+    def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
+        if self._is_text:
+            self._say_text(level, message)
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        row = {"time": now, "level": level, "event": event, "message": message, **facts}
+        print(json.dumps(row, default=str), file=self._stream, flush=True)
+
+    def _say_text(self, level: str, message: str) -> None:
+        from rich.console import (
+            Console,
+        )  # here, since a container without a terminal never needs it, and it costs 60 ms
+        from rich.text import Text
+
+        seconds = f"{time.monotonic() - self.began:6.1f} s  "
+        Console(file=self._stream, soft_wrap=True, highlight=False).print(
+            Text.assemble((seconds, "dim"), (message, _STYLES[level]))
+        )

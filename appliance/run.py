@@ -1,0 +1,122 @@
+"""Short commands: run one, bounded in time and in output, and leave none of its processes behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+OUTPUT_LIMIT_BYTES = 4 * 1024 * 1024  # of each stream; the longest `--help` of an engine is under 100 KiB
+_CHUNK_BYTES = 64 * 1024
+_EXIT_POLL_S = 0.05  # only felt when a grandchild keeps the pipes open after the child itself has gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a command ended. `returncode` is minus the signal's number when it was killed, as in `subprocess`."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    is_cut: bool = False  # a stream went beyond OUTPUT_LIMIT_BYTES; the rest was read and dropped
+
+
+class RunTimeout(Exception):  # noqa: N818 - the name says what happened, as in asyncio
+    """The command ran past its limit and was killed with its whole process group."""
+
+    def __init__(self, argv: Sequence[str], timeout_s: float, stderr: str) -> None:
+        super().__init__(f"{argv[0]} did not end within {timeout_s:g} s")
+        self.argv = tuple(argv)
+        self.timeout_s = timeout_s
+        self.stderr = stderr
+
+
+def run(argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> Finished:
+    """Run `argv` in its own process group and without standard input; text is UTF-8, other bytes are replaced.
+
+    `environment` is the child's whole environment; None inherits ours. A non-zero exit raises nothing. Raises
+    RunTimeout, and OSError when the program cannot be started. Whatever the command left in its group is killed.
+    """
+    process = subprocess.Popen(
+        list(argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=None if environment is None else dict(environment),
+        start_new_session=True,
+    )
+    output = _Output(process)
+    try:
+        is_done = output.collect(time.monotonic() + timeout_s)
+    finally:
+        _kill_group(process)
+        output.close()
+    stdout, stderr = output.texts()
+    if not is_done:
+        raise RunTimeout(argv, timeout_s, stderr)
+    return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr, is_cut=output.is_cut)
+
+
+class _Output:
+    """Both streams of one child, read as they come: a full pipe would stop it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.is_cut = False
+        self._process = process
+        self._pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+        self._kept = {pipe.fileno(): bytearray() for pipe in self._pipes}
+        self._selector = selectors.DefaultSelector()
+        for descriptor in self._kept:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def collect(self, deadline_s: float) -> bool:
+        """Read until the child has ended; False when the deadline came first."""
+        while not self._has_exited():
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            if self._selector.get_map():
+                self._read_ready(min(remaining_s, _EXIT_POLL_S))
+            else:
+                time.sleep(min(remaining_s, 0.002))  # both streams are closed: the end is a moment away
+        while self._selector.get_map() and self._read_ready(0):
+            pass
+        return True
+
+    def _has_exited(self) -> bool:
+        # WNOWAIT leaves the child a zombie, so its id, which is the group's, cannot be given to anybody else yet.
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def _read_ready(self, timeout_s: float) -> bool:
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            data = os.read(key.fd, _CHUNK_BYTES)
+            if not data:
+                self._selector.unregister(key.fd)
+            room = OUTPUT_LIMIT_BYTES - len(self._kept[key.fd])
+            self._kept[key.fd] += data[:room]
+            self.is_cut = self.is_cut or len(data) > room
+        return bool(ready)
+
+    def texts(self) -> tuple[str, str]:
+        stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._kept.values())
+        return stdout, stderr
+
+    def close(self) -> None:
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # the group is empty already
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

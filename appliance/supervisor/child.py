@@ -1,0 +1,212 @@
+"""One life of one program: spawned, its log read, its exit seen, its family buried."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from appliance.command import Command
+from appliance.errors import EngineNotReadyError
+from appliance.supervisor.crash import Crash
+from appliance.supervisor.log import Log
+from appliance.supervisor.reaper import TAG_NAME, Family, cpu_seconds, die_with_parent
+
+PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+# How much may still be read of a dead engine's log; more can only come from a survivor that keeps writing.
+_DRAIN_BYTES = 4 * PIPE_BYTES
+_BURIAL_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Counters of the whole family; they move while it works. Major faults: a mapped model is being read from disk."""
+
+    lines: int
+    cpu_s: float
+    major_faults: int
+
+
+class Child:
+    """Spawned by its constructor, which raises EngineNotReadyError when the program cannot be executed.
+
+    Must be made in the main thread, inside a running loop. `bury()` or `abandon()` ends its use.
+    """
+
+    def __init__(self, command: Command, on_line: Callable[[str], None] | None) -> None:
+        self.log = Log(on_line)
+        self.was_ready = False
+        self.exited = asyncio.Event()
+        self._started_at = time.monotonic()
+        self._seconds: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._socket_path = command.socket_path
+        self._is_closed = False
+        _free(command.socket_path)
+        tag = secrets.token_hex(8)
+        self._pipe, write_end = _open_pipe()
+        try:
+            self._process = _spawn(command.argv, {**command.environment, TAG_NAME: tag}, write_end)
+        except BaseException:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(write_end)
+        self._family = Family(leader_pid=self._process.pid, tag=tag)
+        self._pidfd = self._open_pidfd()
+        self._loop.add_reader(self._pipe, self._read_log)
+        self._loop.add_reader(self._pidfd, self._see_exit)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def mark_ready(self) -> float:
+        """Seconds since the start."""
+        self.was_ready = True
+        self.log.mark_ready()
+        self._family.sample()  # who has left the group and the session is seen while its parents still live
+        return time.monotonic() - self._started_at
+
+    def progress(self) -> Progress:
+        members = self._family.sample()
+        return Progress(
+            lines=self.log.count,
+            cpu_s=cpu_seconds(members),
+            major_faults=sum(process.major_faults for process in members),
+        )
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """Only before `bury()`: until the leader is reaped its number cannot be given to somebody else's group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    async def bury(self, *, exit_timeout_s: float | None = None) -> None:
+        """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""
+        self.signal_group(signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(exit_timeout_s):
+                await self.exited.wait()
+        self._process.poll()
+        survivors = await self._family.end(timeout_s=_BURIAL_S)
+        if survivors:
+            _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
+        self._close()
+
+    def abandon(self) -> None:
+        """The loop is going away: the same as `bury()` without it, blocking for a second at most."""
+        self.signal_group(signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_BURIAL_S)
+        self._family.end_now(timeout_s=_BURIAL_S)
+        self._close()
+
+    def crash(self, *, stalled: bool = False, stopped: bool = False) -> Crash:
+        """After `bury()`."""
+        code = self._process.returncode
+        return Crash(
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            first_error=self.log.first_error(),
+            log=self.log.lines,
+            was_ready=self.was_ready,
+            stalled=stalled,
+            seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
+            stopped=stopped,
+        )
+
+    def _open_pidfd(self) -> int:
+        try:
+            return os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._pipe)
+            message = f"the engine cannot be watched: pidfd_open: {error.strerror}"
+            raise EngineNotReadyError(
+                message, hint="this needs Linux 5.3 and a seccomp profile that allows it"
+            ) from error
+
+    def _see_exit(self) -> None:
+        # The descriptor stays readable for good: without this the loop would spin until the burial.
+        self._loop.remove_reader(self._pidfd)
+        self._seconds = time.monotonic() - self._started_at
+        self.exited.set()
+
+    def _read_log(self) -> None:
+        """One piece a call: a program that floods its log shares the loop with everybody else."""
+        with suppress(BlockingIOError):
+            data = os.read(self._pipe, _READ_BYTES)
+            if not data:
+                self._loop.remove_reader(self._pipe)
+            self.log.feed(data)
+
+    def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._pipe)
+        left = _DRAIN_BYTES
+        with suppress(BlockingIOError):
+            while left > 0 and (data := os.read(self._pipe, _READ_BYTES)):
+                self.log.feed(data)
+                left -= len(data)
+        self.log.close()
+        os.close(self._pipe)
+        os.close(self._pidfd)
+        # Where it cannot be removed the next start says so.
+        with suppress(OSError):
+            _unlink(self._socket_path)
+
+
+def _free(socket_path: Path | None) -> None:
+    try:
+        _unlink(socket_path)
+    except OSError as error:
+        message = f"the engine's socket cannot be replaced: {socket_path}: {error.strerror}"
+        raise EngineNotReadyError(message, hint="remove it, or give /tmp a tmpfs of its own") from error
+
+
+def _unlink(socket_path: Path | None) -> None:
+    if socket_path:
+        socket_path.unlink(missing_ok=True)
+
+
+def _open_pipe() -> tuple[int, int]:
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(read_end, False)
+    # The loop may be busy for half a second with imports, and the engine must not wait on its log meanwhile. Where the
+    # limit for pipes forbids it, the default size is only slower.
+    with suppress(PermissionError):
+        fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return read_end, write_end
+
+
+def _spawn(argv: tuple[str, ...], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+    parent_pid = os.getpid()
+    try:
+        return subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a group of its own, and a session by which its children are known
+            preexec_fn=lambda: die_with_parent(parent_pid),
+        )
+    except OSError as error:
+        message = f"the engine cannot be started: {argv[0]}: {error.strerror}"
+        raise EngineNotReadyError(message, hint="the image may be damaged or of another architecture") from error

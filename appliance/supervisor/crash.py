@@ -1,0 +1,61 @@
+"""How an engine ended when nobody had asked it to, in facts and in words."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass
+
+SIGNAL_WORDS = {
+    signals.SIGILL: "illegal instruction: this CPU lacks one that the program uses",
+    signals.SIGABRT: "it gave up by itself",
+    signals.SIGBUS: "bus error: a mapped file was cut short, or /dev/shm is full",
+    signals.SIGSEGV: "segmentation fault",
+    signals.SIGKILL: "sent from outside: it may be the kernel's memory killer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash:
+    """One ending. With neither `exit_code` nor `signal` the program could not be executed, or outlived even SIGKILL.
+
+    `first_error` is the first line that looks like an error: before readiness in the whole log, afterwards among the
+    kept lines. `seconds` is the time from start to end.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    first_error: str | None
+    log: tuple[str, ...] = ()  # the last lines, at most 200, oldest first
+    was_ready: bool = False
+    stalled: bool = False  # killed by us: no line in the log and no CPU time for Command.stall_timeout_s
+    seconds: float
+    stopped: bool = False  # not a crash at all: stop() was called before it was ready
+    not_executed: bool = False  # `first_error` says why
+
+    def describe(self) -> str:
+        """One sentence without a subject and without a final period: "exited with code 1 before it was ready: …"."""
+        if self.not_executed:
+            return f"could not be started again: {self.first_error}"
+        when = f"while serving, after {self.seconds:.1f} s" if self.was_ready else "before it was ready"
+        cause = f": {self.first_error}" if self.first_error else ""
+        return f"{self._ending()} {when}{cause}"
+
+    def _ending(self) -> str:
+        if self.stopped:
+            return "was stopped on request"
+        if self.stalled:
+            return f"made no progress (no log line, no CPU time) and was killed {self.seconds:.1f} s after its start,"
+        if self.signal is not None:
+            return f"was killed by {_signal_in_words(self.signal)}"
+        if self.exit_code is not None:
+            return f"exited with code {self.exit_code}"
+        return "did not end even after SIGKILL"
+
+
+def _signal_in_words(number: int) -> str:
+    try:
+        known = signals.Signals(number)
+    except ValueError:
+        return f"signal {number}"
+    words = SIGNAL_WORDS.get(known)
+    return f"{known.name} ({words})" if words else known.name

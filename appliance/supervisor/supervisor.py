@@ -1,0 +1,301 @@
+"""The supervisor: one task owns the child and every change of state; callers ask for an outcome and wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from appliance.command import Command
+from appliance.errors import EngineNotReadyError
+from appliance.supervisor.child import Child
+from appliance.supervisor.crash import Crash
+from appliance.supervisor.state import State, checked
+
+# At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.
+_POLL_MIN_S, _POLL_MAX_S, _POLL_SHARE = 0.01, 0.1, 0.05
+_PROBE_TIMEOUT_S = 5.0
+_SAMPLE_S = 0.25
+# Less than this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5 %.
+_IDLE_SHARE = 0.01
+_IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
+_UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
+_STOP_MARGIN_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """After a death: wait `backoff_s[n]` (the last one again and again) and start anew, `max_in_row` times.
+
+    The row ends when an engine was ready for `healthy_after_s`. One that was never ready since `start()` is not
+    restarted: a bad flag fails the same way five times, and the user would wait for the reason.
+    """
+
+    max_in_row: int = 5
+    backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
+    healthy_after_s: float = 60.0
+
+    def delay_s(self, deaths_in_row: int) -> float:
+        return self.backoff_s[min(deaths_in_row, len(self.backoff_s)) - 1]
+
+
+class _Event(Enum):
+    STOP = "stop"
+    EXIT = "exit"
+    STALL = "stall"
+    READY = "ready"
+
+
+class Supervisor:
+    """One child process. Made and used inside one running loop, in the main thread.
+
+    `restart=None` never restarts. `on_line` gets every line of the log as it comes; it must not block or raise.
+    """
+
+    def __init__(self, *, restart: Restart | None = None, on_line: Callable[[str], None] | None = None) -> None:
+        self._restart = restart
+        self._on_line = on_line
+        self._state = State.STOPPED
+        self._child: Child | None = None
+        self._owner: asyncio.Task[None] | None = None
+        self._stop_requested: asyncio.Event | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._command: Command | None = None
+        self._crash: Crash | None = None
+        self._ready_seconds: float | None = None
+        self._restarts = 0
+        self._was_ever_ready = False
+
+    @property
+    def state(self) -> State:
+        """Advisory: it may have changed when you act on it."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine while it lives."""
+        is_alive = self._state in (State.STARTING, State.READY, State.STOPPING)
+        return self._child.pid if self._child and is_alive else None
+
+    @property
+    def crash(self) -> Crash | None:
+        """The last one since `start()`, also when the engine runs again."""
+        return self._crash
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The last 200 lines at most, of the engine that runs or ran last."""
+        return self._child.log.lines if self._child else ()
+
+    @property
+    def ready_seconds(self) -> float | None:
+        """From the last start to readiness; None while it is not ready."""
+        return self._ready_seconds
+
+    @property
+    def restarts(self) -> int:
+        """Since `start()`."""
+        return self._restarts
+
+    def start(self, command: Command) -> None:
+        """Spawns at once. Raises EngineNotReadyError when the program cannot be executed, or the last still lives."""
+        if threading.current_thread() is not threading.main_thread():
+            # PR_SET_PDEATHSIG follows the thread that forked: in a short-lived one the engine would die with it.
+            message = "start() was called outside the main thread"
+            raise RuntimeError(message)
+        if self._state is State.STOPPING:
+            message = f"the last engine has not ended yet: process {self.pid}"
+            raise EngineNotReadyError(message, hint="a stuck driver can cause this; restart the container")
+        if self._state not in (State.STOPPED, State.FAILED):
+            message = f"start() was called while the engine is {self._state}"
+            raise RuntimeError(message)
+        child = Child(command, self._on_line)
+        self._command, self._crash, self._restarts, self._was_ever_ready = command, None, 0, False
+        stop = self._stop_requested = asyncio.Event()
+        self._begin(child)  # the owner does not exist yet, so there is still one writer
+        self._owner = asyncio.create_task(self._own(command, stop), name="supervisor")
+
+    async def wait_ready(self) -> Crash | None:
+        """None once it is ready. A Crash when it will not be; its `stopped` is true when `stop()` was the reason."""
+        await self._wait_for(State.READY, State.FAILED, State.STOPPED)
+        if self._state is State.READY:
+            return None
+        if self._state is State.FAILED and self._crash:
+            return self._crash
+        return self._current().crash(stopped=True)
+
+    async def wait_failed(self) -> Crash:
+        """The crash after which nothing is restarted any more. After a `stop()` it never returns: cancel it."""
+        await self._wait_for(State.FAILED)
+        if self._crash is None:
+            message = "failed without a crash"
+            raise RuntimeError(message)
+        return self._crash
+
+    async def stop(self) -> None:
+        """Returns when the engine and all that it started are gone, at the latest 1 s after its grace. In any state."""
+        if self._owner is None or self._command is None or self._stop_requested is None:
+            return
+        self._stop_requested.set()
+        done, _ = await asyncio.wait({self._owner}, timeout=self._command.stop_grace_s + _STOP_MARGIN_S)
+        if not done:
+            _log.warning("the engine outlived SIGKILL, which a stuck driver can cause: process %s", self.pid)
+        elif not self._owner.cancelled():
+            self._owner.result()
+
+    async def _own(self, command: Command, stop: asyncio.Event) -> None:
+        try:
+            await self._supervise(command, stop)
+        finally:
+            if self._state in (State.STARTING, State.READY, State.STOPPING):
+                # Cancelled with its loop, or a bug: the engine goes in any case.
+                if self._state is not State.STOPPING:
+                    self._go(State.STOPPING)
+                self._current().abandon()
+                self._go(State.STOPPED)
+
+    async def _supervise(self, command: Command, stop: asyncio.Event) -> None:
+        deaths_in_row = 0
+        while crash := await self._live(self._current(), command, stop):
+            self._crash = crash
+            deaths_in_row = 1 if self._was_healthy(crash) else deaths_in_row + 1
+            if self._restart is None or not self._was_ever_ready or deaths_in_row > self._restart.max_in_row:
+                return self._go(State.FAILED)
+            self._go(State.BACKOFF)
+            if await _is_set_within(stop, self._restart.delay_s(deaths_in_row)):
+                self._go(State.STOPPING)
+                break
+            try:
+                child = Child(command, self._on_line)
+            except EngineNotReadyError as error:
+                self._crash = Crash(
+                    exit_code=None, signal=None, first_error=error.message, seconds=0.0, not_executed=True
+                )
+                return self._go(State.FAILED)
+            self._restarts += 1
+            self._begin(child)
+        return self._go(State.STOPPED)
+
+    async def _live(self, child: Child, command: Command, stop: asyncio.Event) -> Crash | None:
+        """From STARTING to the end of the child; None when that was asked for, and the state is STOPPING then."""
+        event = await _first_of(
+            {
+                _Event.STOP: stop.wait(),
+                _Event.EXIT: child.exited.wait(),
+                _Event.STALL: _until_stalled(child, command.stall_timeout_s),
+                _Event.READY: _until_ready(command),
+            }
+        )
+        if event is _Event.READY:
+            self._ready_seconds = child.mark_ready()
+            self._was_ever_ready = True
+            self._go(State.READY)
+            event = await _first_of({_Event.STOP: stop.wait(), _Event.EXIT: child.exited.wait()})
+        if event is _Event.STOP:
+            self._go(State.STOPPING)
+            child.signal_group(signal.SIGTERM)
+            await _is_set_within(child.exited, command.stop_grace_s)
+            await child.bury()
+            return None
+        await child.bury(exit_timeout_s=_UNKILLABLE_S)
+        return child.crash(stalled=event is _Event.STALL)
+
+    def _was_healthy(self, crash: Crash) -> bool:
+        if self._restart is None or not crash.was_ready or self._ready_seconds is None:
+            return False
+        return crash.seconds - self._ready_seconds >= self._restart.healthy_after_s
+
+    def _begin(self, child: Child) -> None:
+        self._child = child
+        self._ready_seconds = None
+        self._go(State.STARTING)
+
+    def _go(self, state: State) -> None:
+        """Called by the owner only, and by `start()` before there is one."""
+        self._state = checked(self._state, state)
+        if self._changed:
+            self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
+
+    async def _wait_for(self, *states: State) -> None:
+        while True:
+            if self._owner is None or self._changed is None:
+                message = "the engine was never started"
+                raise RuntimeError(message)
+            waits: set[asyncio.Future[None]] = {self._changed}
+            if self._owner.done():
+                self._owner.result()  # a bug must not strand those who wait
+            else:
+                waits.add(self._owner)
+            if self._state in states:
+                return
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+    def _current(self) -> Child:
+        if self._child is None:
+            message = "the engine was never started"
+            raise RuntimeError(message)
+        return self._child
+
+
+async def _first_of(waits: Mapping[_Event, Coroutine[Any, Any, object]]) -> _Event:
+    """What happened first; of things that happened together, what stands first."""
+    tasks = {asyncio.create_task(wait): event for event, wait in waits.items()}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done = [task for task in tasks if task.done()]
+        for task in done:
+            task.result()  # a readiness check that raises is a bug, and comes out here
+        return tasks[done[0]]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    # asyncio.timeout, here and below: wait_for of Python 3.11 can swallow a cancellation, and its task then never ends.
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _until_ready(command: Command) -> None:
+    begin = time.monotonic()
+    task = asyncio.current_task()
+    while not await _is_ready(command):
+        if task and task.cancelling():
+            raise asyncio.CancelledError  # the check swallowed it, and would be asked for ever
+        elapsed_s = time.monotonic() - begin
+        await asyncio.sleep(min(_POLL_MAX_S, max(_POLL_MIN_S, _POLL_SHARE * elapsed_s)))
+
+
+async def _is_ready(command: Command) -> bool:
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            return await command.is_ready()
+    except TimeoutError:
+        return False  # it took the question and never answered; the stall timer decides what that means
+
+
+async def _until_stalled(child: Child, timeout_s: float) -> None:
+    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk."""
+    since, before = time.monotonic(), child.progress()
+    while time.monotonic() - since < timeout_s:
+        await asyncio.sleep(min(_SAMPLE_S, timeout_s / 4))
+        now, progress = time.monotonic(), child.progress()
+        worked_s = abs(progress.cpu_s - before.cpu_s)
+        is_at_work = worked_s > max(_IDLE_S, _IDLE_SHARE * (now - since))
+        if is_at_work or (progress.lines, progress.major_faults) != (before.lines, before.major_faults):
+            since, before = now, progress

@@ -1,0 +1,145 @@
+"""The volume: its folders, the check that it can be written, and the API key."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import IO
+
+from appliance.errors import ConfigError, DownloadError, VolumeError
+
+FOLDERS = ("models", "profiles", "cache", "cache/home", "secrets")
+KEY_BYTES = 32
+_CHUNK_BYTES = 2**20
+_PROBE_BYTES = 65536  # more than fits beside an inode, so that a full disk refuses it
+
+
+def open_volume(path: Path) -> None:
+    """Makes the folders and proves that a file can be written. Raises VolumeError in words; removes nothing."""
+    if not path.is_dir():
+        message = f"volume is not there: {path}"
+        raise VolumeError(message, hint=f"mount one, as in `-v appliance:{path}`")
+    try:
+        for name in FOLDERS:
+            (path / name).mkdir(exist_ok=True)
+        _prove_writable(path / "cache" / f".probe.{os.getpid()}")
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def read_or_make_key(path: Path) -> str:
+    """The API key. Two containers that start at once on an empty volume agree on one: the first link wins."""
+    try:
+        found = _read(path)
+        if found:
+            return found
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        # 0640 and not 0600: another start may run as another user of group 0, who must be able to read it.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(f"sk-{secrets.token_urlsafe(KEY_BYTES)}\n")
+            _link_unless_there(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return _read(path)
+    except OSError as error:
+        message = f"API key cannot be kept on the volume: {path}: {_words(error)}"
+        raise VolumeError(message, hint="check owner and mode of the volume, or set APPLIANCE_AUTH=off") from error
+
+
+def _link_unless_there(temporary: Path, path: Path) -> None:
+    if path.exists():  # only an empty file comes here: a torn write of something else, worth nothing
+        temporary.replace(path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return  # another container was faster; its key is the key
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        message = f"API key is not text: {path}"
+        raise VolumeError(message, hint="remove the file; a new key is made at the next start") from error
+
+
+def _prove_writable(probe: Path) -> None:
+    try:
+        with probe.open("wb", buffering=0) as file:
+            written = file.write(b"\0" * _PROBE_BYTES)
+            if written < _PROBE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _refusal(path: Path, error: OSError) -> VolumeError:
+    who = f"user {os.getuid()}, group {os.getgid()}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            message = f"volume is full: {path}"
+            return VolumeError(message, hint="free some space, or remove models that are not served")
+        case errno.EROFS:
+            message = f"volume is read-only: {path}"
+            return VolumeError(message, hint="mount it writable, without `:ro`")
+        case errno.EACCES | errno.EPERM:
+            owner = path.stat()
+            message = f"volume is not writable by {who}: {path} belongs to {owner.st_uid}:{owner.st_gid}"
+            return VolumeError(message, hint="run with `--user ANY:0`, or make it writable for this user or group")
+    message = f"volume cannot be written: {error.filename or path}: {_words(error)}"
+    return VolumeError(message, hint="check the disk")
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None) -> str:
+    """Streams `source` into a model of that name; returns a sentence. What was there stays until all has come."""
+    path = _inside(models_dir, name)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    digest, size = hashlib.sha256(), 0
+    try:
+        with temporary.open("wb") as file:
+            while chunk := source.read(_CHUNK_BYTES):
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if sha256 and digest.hexdigest() != sha256.lower():
+            message = f"model is not what was announced: {name}: sha256 {digest.hexdigest()}, expected {sha256}"
+            raise DownloadError(message, hint="fetch it again")
+        temporary.replace(path)
+    except OSError as error:
+        raise _refusal(models_dir, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return f"{name}: {size:,} bytes, sha256 {digest.hexdigest()}"
+
+
+def remove_model(models_dir: Path, name: str) -> str:
+    path = _inside(models_dir, name)
+    try:
+        path.unlink()
+    except FileNotFoundError as error:
+        message = f"no such model on the volume: {name}"
+        raise ConfigError(message, hint="`appliance models list` shows what is there") from error
+    except OSError as error:
+        raise _refusal(models_dir, error) from error
+    return f"{name}: removed"
+
+
+def _inside(models_dir: Path, name: str) -> Path:
+    if Path(name).name != name or name.startswith(".") or not name.endswith(".gguf"):
+        message = f"not a file name for a model: {name}"
+        raise ConfigError(message, hint="a plain name that ends in .gguf, as in model.gguf")
+    return models_dir / name

@@ -1,0 +1,317 @@
+"""Step 3: Cell -> buildx argv (pure), and running it.
+
+The image always leaves BuildKit as an OCI archive and enters the engine by `load`: every other exporter conflicts with
+rewrite-timestamp on the containerd store, and so what runs is what was compared. Nothing stays behind when it fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from images import docker, render
+from images.errors import BuildError, MatrixError, UsageError
+from images.matrix import Cell
+
+ARCHIVES = Path(".make/images")
+# 2026-01-01T00:00:00Z. Without git there is no date to take; any fixed one gives the same bytes twice.
+FALLBACK_EPOCH_S = 1767225600
+REGISTRY_TIMEOUT_S = 8.0
+BUILD_ID_DIGITS = 32
+BUILD_ID_LABEL = "io.appliance.build-id"
+BASE_OVERRIDE_LABEL = "io.appliance.base-override"
+DISK_FULL = ("no space left on device", "disk quota exceeded")
+NO_BASE = ("failed to resolve source metadata", "pull access denied", "failed to do request", "failed to authorize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseChoice:
+    """What the build stands on. `context` replaces the FROM string when it is given; `identity` is a digest."""
+
+    identity: str
+    context: str | None = None
+    override: str | None = None  # set when this is not the pinned base; recorded in a label
+
+    def describe(self, cell: Cell) -> str:
+        if self.override is None:
+            return f"base: {cell.base.reference} (pinned, {cell.base.status})"
+        return f"base: {self.override} ({self.identity}) instead of {cell.base.reference}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the sources come from. Without git `revision` is None and the date is a fixed one."""
+
+    epoch_s: int
+    revision: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line asks for."""
+
+    base: str | None = None  # None: the pinned one; "auto": whichever is there; else an image name
+    ca_bundle: Path | None = None
+    tag: str | None = None
+    epoch_s: int | None = None
+    no_cache: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One build, decided to the last value."""
+
+    cell: Cell
+    base: BaseChoice
+    origin: Origin
+    build_id: str
+    version: str  # of this project
+    tag: str
+    archive: Path
+    ca_bundle: Path | None = None
+    no_cache: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    cell: str
+    tag: str
+    build_id: str
+    digest: str  # of the image's manifest
+    is_reused: bool
+
+
+def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice) -> Job:
+    """Reads the inputs below `root` and asks git; builds nothing."""
+    files = render.render(cell, render.load_template(root, cell))
+    _refuse_drift(root, cell, files)
+    return Job(
+        cell=cell,
+        base=base,
+        origin=query_origin(root, cell, epoch_s=options.epoch_s),
+        build_id=build_id(read_inputs(root, cell), base.identity),
+        version=_project_version(root),
+        tag=options.tag or cell.tag,
+        archive=root / ARCHIVES / f"{cell.id}.oci.tar",
+        ca_bundle=options.ca_bundle,
+        no_cache=options.no_cache,
+    )
+
+
+def buildx_argv(job: Job) -> tuple[str, ...]:
+    """The whole command; its last word is the context, the project's root."""
+    dockerfile = job.cell.folder / "Dockerfile"
+    return (
+        *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false"),
+        *("--file", dockerfile.as_posix()),
+        *_pairs("--build-arg", {"APPLIANCE_BUILD_ID": job.build_id, "SOURCE_DATE_EPOCH": str(job.origin.epoch_s)}),
+        *_pairs("--label", moment_labels(job)),
+        *(("--secret", f"id=ca,src={job.ca_bundle}") if job.ca_bundle else ()),
+        *(("--build-context", f"{job.cell.base.reference}={job.base.context}") if job.base.context else ()),
+        *(("--no-cache",) if job.no_cache else ()),
+        *("--output", f"type=oci,name={job.tag},dest={job.archive},rewrite-timestamp=true,oci-mediatypes=true"),
+        ".",
+    )
+
+
+def moment_labels(job: Job) -> dict[str, str]:
+    """The labels that the matrix cannot know. A revision that is not known has no label."""
+    created = datetime.fromtimestamp(job.origin.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    labels = {
+        BASE_OVERRIDE_LABEL: job.base.override or render.NONE,
+        BUILD_ID_LABEL: job.build_id,
+        "org.opencontainers.image.created": created,
+        "org.opencontainers.image.version": job.version,
+    }
+    if job.origin.revision:
+        labels["org.opencontainers.image.revision"] = job.origin.revision
+    if job.base.override:
+        labels["org.opencontainers.image.base.name"] = job.base.override
+        labels["org.opencontainers.image.base.digest"] = job.base.identity
+    return labels
+
+
+def build(root: Path, job: Job, engine: docker.Engine) -> Built:
+    """Runs the build and loads the result. BuildError in words; the archive is gone either way."""
+    if engine.platform not in job.cell.platforms:
+        message = f"cell {job.cell.id} cannot be built here: the engine is {engine.platform}"
+        raise BuildError(
+            message, hint=f"it is for {', '.join(job.cell.platforms)}; BuildKit would only relabel the files"
+        )
+    job.archive.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        finished = docker.stream(buildx_argv(job), cwd=root)
+        if finished.code != 0:
+            raise explain_failure(job.cell, finished.lines)
+        digest = manifest_digest(job.archive)
+        engine.load(job.archive)
+    finally:
+        job.archive.unlink(missing_ok=True)
+    return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
+
+
+def find_built(job: Job, engine: docker.Engine) -> Built | None:
+    """An image that was made from the same inputs, under this job's tag from now on."""
+    found = engine.images_labelled({BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id})
+    if not found:
+        return None
+    if not any(_same_name(job.tag, tag) for image in found for tag in image.tags):
+        engine.tag(found[0].id, job.tag)
+    return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=found[0].id, is_reused=True)
+
+
+def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseChoice:
+    """BuildError when the wanted base cannot be had; `auto` takes the pinned one where it can."""
+    if wanted == "auto":
+        return _auto_base(cell, engine)
+    if wanted is not None:
+        return _local_base(cell, wanted, engine.image(wanted))
+    if cell.base.digest is None:
+        message = f"cell {cell.id}: its base has no digest yet: {cell.base.image}"
+        raise BuildError(message, hint="give one that is here: --base IMAGE")
+    return BaseChoice(identity=cell.base.digest)
+
+
+def _auto_base(cell: Cell, engine: docker.Engine) -> BaseChoice:
+    here = engine.image(cell.base.image)
+    pinned = cell.base.digest
+    if pinned and here and (here.id == pinned or any(digest.endswith(pinned) for digest in here.digests)):
+        # By its name and as a context: BuildKit asks a registry for a digest even when the engine has it.
+        return BaseChoice(identity=pinned, context=f"docker-image://{cell.base.image}")
+    if pinned and docker.registry_has(cell.base.reference, timeout_s=REGISTRY_TIMEOUT_S):
+        return BaseChoice(identity=pinned)
+    if here:
+        return _local_base(cell, cell.base.image, here)
+    message = f"cell {cell.id}: no base to build on: no registry answers for {cell.base.reference}, and it is not here"
+    raise BuildError(message, hint=f"docker pull {cell.base.image}, or name an image that is here: --base IMAGE")
+
+
+def _local_base(cell: Cell, name: str, image: docker.Image | None) -> BaseChoice:
+    if image is None:
+        message = f"cell {cell.id}: the base is not among the engine's images: {name}"
+        raise BuildError(message, hint=f"docker pull {name}, or --base auto")
+    is_pinned = image.id == cell.base.digest
+    return BaseChoice(identity=image.id, context=f"docker-image://{name}", override=None if is_pinned else name)
+
+
+def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:
+    """Every file that decides what is in the image, by its path below the project. MatrixError when one is missing."""
+    folder = [cell.folder / name for name in ("Dockerfile", "image_facts.json")]
+    files: dict[str, bytes] = {}
+    for path in (*render.inputs(cell), *folder):
+        if not (root / path).exists():
+            message = f"cell {cell.id}: an input of its build is missing: {path}"
+            raise MatrixError(message, hint=f"committed files are made by: {render.RENDER_COMMAND}")
+        files.update({file.relative_to(root).as_posix(): file.read_bytes() for file in _files(root / path)})
+    return files
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """As the .dockerignore lets them through."""
+    if path.is_file():
+        yield path
+        return
+    for file in path.rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc":
+            yield file
+
+
+def build_id(files: Mapping[str, bytes], base_identity: str) -> str:
+    """A hash of all inputs by name and content, and of the base: it names caches and profiles on the volume."""
+    total = hashlib.sha256(f"base {base_identity}\n".encode())
+    for path in sorted(files):
+        total.update(f"{hashlib.sha256(files[path]).hexdigest()} {path}\n".encode())
+    return total.hexdigest()[:BUILD_ID_DIGITS]
+
+
+def query_origin(root: Path, cell: Cell, *, epoch_s: int | None) -> Origin:
+    """The last commit that touched the inputs; `+dirty` when the working tree holds something else."""
+    paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder)]
+    log = docker.capture(("git", "log", "-1", "--format=%H %ct", "--", *paths), cwd=root)
+    status = docker.capture(("git", "status", "--porcelain", "--", *paths), cwd=root)
+    found = parse_git_log(log.lines[0]) if log.code == 0 and log.lines else None
+    revision, date_s = found if found else (None, FALLBACK_EPOCH_S)
+    if revision and status.lines:
+        revision += "+dirty"
+    return Origin(epoch_s=date_s if epoch_s is None else epoch_s, revision=revision)
+
+
+def parse_git_log(line: str) -> tuple[str, int] | None:
+    """`<40 digits> <seconds>`; None for anything else."""
+    commit, _, date_s = line.partition(" ")
+    return (commit, int(date_s)) if len(commit) == 40 and date_s.isdecimal() else None
+
+
+def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
+    """The likely cause of a failed build from its last lines."""
+    said = list(lines)
+    errors = [line for line in said if "ERROR" in line or line.startswith("error:")]
+    last = (errors or said or ["it said nothing"])[-1].strip()
+    text = "\n".join(said).lower()
+    if any(sign in text for sign in DISK_FULL):
+        message = f"cell {cell.id} was not built: the disk is full: {last}"
+        return BuildError(message, hint="docker buildx prune gives space back; docker system df says how much")
+    if any(sign in text for sign in NO_BASE):
+        message = f"cell {cell.id} was not built: its base cannot be had: {last}"
+        return BuildError(message, hint="--base auto takes an image that is here")
+    if "certificate" in text:
+        message = f"cell {cell.id} was not built: a certificate was refused: {last}"
+        return BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
+    return BuildError(f"cell {cell.id} was not built: {last}", hint="the cause stands in the lines above")
+
+
+def manifest_digest(archive: Path) -> str:
+    """The digest of the one manifest that an OCI archive's index names. BuildError when it is not such an archive."""
+    try:
+        with tarfile.open(archive) as tar:
+            index = tar.extractfile("index.json")
+            manifests = json.load(index)["manifests"] if index else []
+    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
+        message = f"buildx left no readable OCI archive: {archive}: {error}"
+        raise BuildError(message) from error
+    if len(manifests) != 1:
+        message = f"the OCI archive holds {len(manifests)} manifests where one is expected: {archive}"
+        raise BuildError(message)
+    return str(manifests[0]["digest"])
+
+
+def check_ca_bundle(path: Path | None) -> Path | None:
+    """UsageError unless the file holds certificates; an empty one would be ignored in silence."""
+    if path is None:
+        return None
+    try:
+        text = path.read_text("utf-8", errors="replace")
+    except OSError as error:
+        message = f"--ca-bundle cannot be read: {path}: {error.strerror}"
+        raise UsageError(message) from error
+    if "-----BEGIN CERTIFICATE-----" not in text:
+        message = f"--ca-bundle holds no certificate: {path}"
+        raise UsageError(message, hint="it must be a PEM file")
+    return path.resolve()
+
+
+def _refuse_drift(root: Path, cell: Cell, files: Mapping[Path, str]) -> None:
+    lines = render.drift(root, files)
+    if lines:
+        message = f"cell {cell.id}: the committed files are not what the matrix renders: {'; '.join(lines)}"
+        raise BuildError(message, hint=render.RENDER_COMMAND)
+
+
+def _project_version(root: Path) -> str:
+    return str(tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["version"])
+
+
+def _pairs(flag: str, values: Mapping[str, str]) -> Iterator[str]:
+    for name, value in values.items():
+        yield from (flag, f"{name}={value}")
+
+
+def _same_name(wanted: str, tag: str) -> bool:
+    return tag in (wanted, f"docker.io/library/{wanted}", f"{wanted}:latest")

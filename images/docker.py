@@ -1,0 +1,203 @@
+"""The only file of the build half that starts programs or talks to the engine.
+
+buildx has no HTTP interface of its own, so it is the docker command; everything else goes through docker-py. git and uv
+are started here too, so that there is one place to look for what runs on the user's machine.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import requests.exceptions
+
+from images.errors import BuildError
+
+KEPT_LINES = 400
+ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A program that ended. `lines` are its last lines, both streams together, oldest first."""
+
+    code: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    id: str
+    tags: tuple[str, ...]
+    digests: tuple[str, ...]  # of the registries it came from, `name@sha256:…`
+    config: Mapping[str, Any]
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        return self.config.get("Labels") or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardening:
+    """How a container is restricted: the harshest form that DESIGN.md section 5 promises to work."""
+
+    user: str = "12345:0"
+    memory_bytes: int = 1 << 30
+
+
+def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
+    """Runs a program and copies what it says to stderr as it comes: stdout stays data."""
+    kept: deque[str] = deque(maxlen=KEPT_LINES)
+    with _started(argv, cwd) as process:
+        for line in process.stdout or ():
+            sys.stderr.write(line)
+            kept.append(line.rstrip("\n"))
+        return Finished(code=process.wait(), lines=tuple(kept))
+
+
+def capture(argv: tuple[str, ...], *, cwd: Path) -> Finished:
+    """Runs a short program in silence."""
+    try:
+        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        return Finished(code=127, lines=(f"{argv[0]}: {error.strerror}",))
+    return Finished(code=done.returncode, lines=tuple((done.stdout + done.stderr).splitlines()))
+
+
+@contextmanager
+def _started(argv: tuple[str, ...], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running program that is gone when the block is left, also by an interrupt."""
+    try:
+        process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError as error:
+        message = f"program not found: {argv[0]}"
+        raise BuildError(message, hint="install Docker with its buildx plugin") from error
+    with process:
+        try:
+            yield process
+        except BaseException:
+            process.terminate()
+            raise
+
+
+class Engine:
+    """The Docker engine, connected to when it is first needed; BuildError in words when there is none."""
+
+    @cached_property
+    def _client(self) -> docker.DockerClient:
+        with _in_words("the Docker engine does not answer"):
+            client = docker.from_env(timeout=int(ENGINE_TIMEOUT_S))
+            client.ping()
+            return client
+
+    @property
+    def platform(self) -> str:
+        """As the matrix writes it: linux/amd64."""
+        with _in_words("the engine does not say what it is"):
+            version = self._client.version()
+        architecture = str(version["Arch"])
+        return f"{version['Os']}/{ARCHITECTURES.get(architecture, architecture)}"
+
+    def image(self, reference: str) -> Image | None:
+        """None when the engine has no such image."""
+        with _in_words(f"the engine cannot inspect {reference}"):
+            try:
+                return _image(self._client.images.get(reference).attrs)
+            except docker.errors.ImageNotFound:
+                return None
+
+    def images_labelled(self, labels: Mapping[str, str]) -> list[Image]:
+        wanted = [f"{name}={value}" for name, value in labels.items()]
+        with _in_words("the engine cannot list its images"):
+            return [_image(image.attrs) for image in self._client.images.list(filters={"label": wanted})]
+
+    def tag(self, image_id: str, tag: str) -> None:
+        with _in_words(f"the engine cannot tag {image_id}"):
+            self._client.images.get(image_id).tag(tag)
+
+    def load(self, archive: Path) -> None:
+        """Loads an OCI archive under the name that it carries."""
+        with _in_words(f"the engine cannot load {archive}"), archive.open("rb") as data:
+            self._client.images.load(data)
+
+    def save(self, reference: str, archive: Path) -> None:
+        """Writes an image's layers and configuration as one archive. The file is gone if that fails."""
+        with _in_words(f"the engine cannot save {reference}"), _whole(archive), archive.open("wb") as file:
+            for chunk in self._client.images.get(reference).save(named=True):
+                file.write(chunk)
+
+    def run(self, image: str, argv: tuple[str, ...], *, entrypoint: tuple[str, ...] | None = None) -> Finished:
+        """Runs one command in a hardened container without a network, waits for it and removes it with its volume."""
+        with _in_words(f"the engine cannot run {image}"):
+            container = self._client.containers.create(
+                image, list(argv), entrypoint=list(entrypoint) if entrypoint else None, **_hardened(Hardening())
+            )
+            try:
+                container.start()
+                code = int(container.wait()["StatusCode"])
+                text = container.logs(stdout=True, stderr=True).decode("utf-8", "replace")
+            finally:
+                container.remove(v=True, force=True)
+        return Finished(code=code, lines=tuple(text.splitlines()))
+
+
+def registry_has(reference: str, *, timeout_s: float) -> bool:
+    """Whether a registry, asked through the engine, knows this reference; False also when none answers in time."""
+    try:
+        docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
+    except (docker.errors.DockerException, requests.exceptions.RequestException):
+        return False
+    return True
+
+
+def _image(attributes: Mapping[str, Any]) -> Image:
+    return Image(
+        id=attributes["Id"],
+        tags=tuple(attributes.get("RepoTags") or ()),
+        digests=tuple(attributes.get("RepoDigests") or ()),
+        config=attributes.get("Config") or {},
+    )
+
+
+def _hardened(hardening: Hardening) -> dict[str, Any]:
+    return {
+        "user": hardening.user,
+        "read_only": True,
+        "tmpfs": {"/tmp": ""},  # noqa: S108 - a path inside the container
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "network_mode": "none",
+        "mem_limit": hardening.memory_bytes,
+    }
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        message = f"{what}: {error}"
+        raise BuildError(message, hint="is Docker running, and may this user use it? `docker info` says") from error
+    except OSError as error:
+        message = f"{what}: {error}"
+        raise BuildError(message, hint="look at the free space with: docker system df") from error
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Leaves a file only if it was written to its end."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,73 @@
+"""images/locks/<name>.in -> <name>.txt, hash-locked by uv. Nothing else writes these files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from images import docker
+from images.errors import BuildError
+from images.matrix import LOCKS, LockForm
+
+# A lock is read on other machines: an address or a path in it would be this machine's.
+FOREIGN = re.compile(
+    r"^.*(?:[a-z+]+://|--(?:extra-)?index-url|--find-links|--trusted-host|(?:^|[\s'\"=@])/(?!/)\S).*$", re.MULTILINE
+)
+COMMON = ("--generate-hashes", "--no-header", "--quiet", "--python-version", "3.11")
+FORMS: dict[LockForm, tuple[str, ...]] = {
+    "wheels": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_28"),
+    "sdist": ("--no-deps", "--no-binary", ":all:"),
+}
+
+
+def uv_argv(name: str, form: LockForm, output: Path, *, ca_bundle: Path | None, upgrade: bool) -> tuple[str, ...]:
+    """`output` is read too: versions that stand there are kept unless `upgrade`. Run it in the project's root."""
+    # By env, since uv has no flag for a file of certificates.
+    certificates = ("env", f"SSL_CERT_FILE={ca_bundle}") if ca_bundle else ()
+    source = (LOCKS / f"{name}.in").as_posix()
+    return (
+        *certificates,
+        *(sys.executable, "-m", "uv", "pip", "compile", *COMMON, *FORMS[form]),
+        *(("--upgrade",) if upgrade else ()),
+        *("--output-file", output.as_posix(), source),
+    )
+
+
+def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgrade: bool) -> bool:
+    """Writes one lock, whole or not at all; True when it changed."""
+    target = root / LOCKS / f"{name}.txt"
+    with tempfile.TemporaryDirectory(prefix="lock-", dir=target.parent) as folder:
+        fresh = Path(folder) / target.name
+        if target.exists():
+            shutil.copyfile(target, fresh)
+        done = docker.capture(uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=upgrade), cwd=root)
+        if done.code != 0:
+            message = f"uv could not lock {name}: {' '.join(done.lines[-3:])}"
+            raise BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
+        text = fresh.read_text("utf-8")
+        refuse_foreign(name, text)
+        refuse_unhashed(name, text)
+        has_changed = not target.exists() or target.read_text("utf-8") != text
+        fresh.replace(target)
+    return has_changed
+
+
+def refuse_foreign(name: str, text: str) -> None:
+    """BuildError when a line names an index, an address or a path of this machine."""
+    found = FOREIGN.search(text)
+    if found:
+        message = f"lock {name} would hold an index address or a machine path: {found.group(0).strip()}"
+        raise BuildError(message, hint="name packages and versions only in the .in file")
+
+
+def refuse_unhashed(name: str, text: str) -> None:
+    """BuildError when a requirement has no version or no hash."""
+    joined = re.sub(r"\\\n", " ", text)
+    for line in joined.splitlines():
+        requirement = line.strip()
+        if requirement and not requirement.startswith("#") and not re.search(r"^\S+==\S+.*--hash=sha256:", requirement):
+            message = f"lock {name} would hold a requirement without a hash: {requirement}"
+            raise BuildError(message, hint="name packages and versions only in the .in file")

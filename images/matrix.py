@@ -1,0 +1,364 @@
+"""Step 1: build_matrix.yaml -> tuple[Cell, ...].
+
+Pydantic stands where the bytes enter and nowhere else; what leaves is frozen. A row of `cells` names an engine and a
+list of targets, and each pair is one Cell, so a CUDA release or an SM is a row of data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from images.errors import MatrixError, UsageError
+
+MATRIX_FILE = Path("build_matrix.yaml")
+LOCKS = Path("images/locks")
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Platform = Literal["linux/amd64", "linux/arm64"]
+LockForm = Literal["wheels", "sdist"]
+BaseStatus = Literal["pinned", "unverified", "unresolved"]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _BaseSourceRow(_Row):
+    repository: str
+    path: str
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    date: str | object
+
+
+class _BaseRow(_Row):
+    image: str
+    digest: Digest | None = None
+    status: BaseStatus
+    source: _BaseSourceRow | None = None
+    platforms: list[Platform]
+
+
+class _SourceRow(_Row):
+    distribution: Name
+    release: str
+    lock: Name
+
+
+class _VariantsRow(_Row):
+    offered: list[Name]
+    built: list[Name]
+
+
+class _EngineRow(_Row):
+    title: str
+    license: str
+    version: str
+    build: int
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    source: _SourceRow
+    backend_lock: Name
+    patch: str
+    cpu_variants: dict[Platform, _VariantsRow] = {}
+
+
+class _TargetRow(_Row):
+    cuda: Annotated[str, Field(pattern=r"^\d+\.\d+$")] | None = None
+    sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None
+
+
+class _CellRow(_Row):
+    engine: Name
+    targets: list[Name]
+    template: Name
+    base: Name
+    platforms: list[Platform]
+    size_budget_mib: Annotated[int, Field(gt=0)]
+
+
+class _LockRow(_Row):
+    form: LockForm
+
+
+class _MatrixFile(_Row):
+    bases: dict[Name, _BaseRow]
+    engines: dict[Name, _EngineRow]
+    targets: dict[Name, _TargetRow]
+    cells: list[_CellRow]
+    locks: dict[Name, _LockRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """An image to build on. Without a digest it is `unresolved`: its cells render, and `build` refuses them."""
+
+    image: str
+    digest: str | None
+    status: BaseStatus
+    platforms: tuple[Platform, ...]
+
+    @property
+    def reference(self) -> str:
+        """What stands after FROM, and the key of a named build context that replaces it."""
+        return f"{self.image}@{self.digest}" if self.digest else self.image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A hash-locked source distribution."""
+
+    distribution: str
+    release: str
+    lock: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variants:
+    """CPU variants by name: all that upstream offers, the baseline first, and those that are built."""
+
+    offered: tuple[str, ...]
+    built: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    name: str
+    title: str
+    license: str
+    version: str
+    build: int
+    commit: str  # all 40 digits
+    source: Source
+    backend_lock: str
+    patch: str  # applied to the source tree; relative to the project
+    cpu_variants: Mapping[Platform, Variants]
+
+    @property
+    def commit_short(self) -> str:
+        return self.commit[:9]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The second half of a cell id. `cuda` and `sm` are both given or both None (a machine without a GPU)."""
+
+    name: str
+    cuda: str | None
+    sm: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One image of the matrix. Its id is its folder, its tag, its test id and its log prefix."""
+
+    engine: Engine
+    target: Target
+    template: str
+    base: Base
+    platforms: tuple[Platform, ...]
+    size_budget_mib: int  # files of the finished image, uncompressed
+
+    @property
+    def id(self) -> str:
+        return f"{self.engine.name}-{self.target.name}"
+
+    @property
+    def tag(self) -> str:
+        return f"appliance:{self.id}"
+
+    @property
+    def cpu_variants(self) -> tuple[str, ...]:
+        """Those of all its platforms: the patched CMake list takes from it what its own platform knows."""
+        built = (
+            variants.built for platform, variants in self.engine.cpu_variants.items() if platform in self.platforms
+        )
+        return tuple(name for names in built for name in names)
+
+    @property
+    def folder(self) -> Path:
+        """Where its rendered files stand, relative to the project."""
+        return Path("images/rendered") / self.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    cells: tuple[Cell, ...]
+    locks: Mapping[str, LockForm]
+
+
+def load(root: Path) -> Matrix:
+    """Reads build_matrix.yaml and the locks that it names, below `root`. MatrixError when they cannot be."""
+    path = root / MATRIX_FILE
+    try:
+        data = yaml.load(path.read_bytes(), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (OSError, yaml.YAMLError) as error:
+        message = f"{MATRIX_FILE} cannot be read: {error}"
+        raise MatrixError(message) from error
+    return parse_matrix(data, {lock.stem: lock.read_text("utf-8") for lock in sorted((root / LOCKS).glob("*.txt"))})
+
+
+def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
+    """`data` is the YAML as values; `locks` are the texts of the lock files by name."""
+    try:
+        rows = _MatrixFile.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from error
+    bases = {name: _base(name, row) for name, row in rows.bases.items()}
+    engines = {name: _engine(name, row, rows.locks, locks) for name, row in rows.engines.items()}
+    targets = {name: _target(name, row) for name, row in rows.targets.items()}
+    cells = [cell for row in rows.cells for cell in _cells(row, engines, targets, bases)]
+    _refuse_duplicates(cell.id for cell in cells)
+    return Matrix(cells=tuple(cells), locks={name: row.form for name, row in rows.locks.items()})
+
+
+def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
+    """The cells whose id matches the glob. UsageError, with the nearest id, when none does."""
+    known = tuple(cells)
+    chosen = tuple(cell for cell in known if fnmatch.fnmatchcase(cell.id, pattern))
+    if not chosen:
+        ids = [cell.id for cell in known]
+        message = f"no cell matches: {pattern}"
+        raise UsageError(message, hint=near_miss(pattern, ids) or f"the cells are {', '.join(ids)}")
+    return chosen
+
+
+def parse_source_sha256(text: str, *, distribution: str, release: str, lock: str) -> str:
+    """The one hash of the one file that a source lock names; it must name this release and nothing else."""
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\;]+)", text, re.MULTILINE)
+    hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", text)
+    if pins != [(distribution, release)] or len(hashes) != 1:
+        message = f"images/locks/{lock}.txt must lock {distribution}=={release} alone, with one hash: {text[:120]!r}"
+        raise MatrixError(message, hint="change the pin in the .in file and the matrix together, then: images lock")
+    return str(hashes[0])
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key is there twice: {key}", node.start_mark
+                )  # fmt: skip
+        return super().construct_mapping(node, deep)
+
+
+def _base(name: str, row: _BaseRow) -> Base:
+    if (row.digest is None) != (row.status == "unresolved"):
+        message = f"base {name}: status {row.status} does not fit digest: {row.digest}"
+        raise MatrixError(message, hint="a base without a digest is `unresolved`, and only that one")
+    if row.status == "unverified" and row.source is None:
+        message = f"base {name}: an unverified digest needs the public file that it was copied from: source is missing"
+        raise MatrixError(message, hint="name repository, path, commit and date under `source:`")
+    return Base(image=row.image, digest=row.digest, status=row.status, platforms=tuple(row.platforms))
+
+
+def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str]) -> Engine:
+    for lock in (row.source.lock, row.backend_lock):
+        _refuse_unknown(lock, known, f"engine {name}: lock")
+    text = locks.get(row.source.lock, "")
+    sha256 = parse_source_sha256(
+        text, distribution=row.source.distribution, release=row.source.release, lock=row.source.lock
+    )
+    variants = {
+        platform: Variants(offered=tuple(row.offered), built=tuple(row.built))
+        for platform, row in row.cpu_variants.items()
+    }
+    source = Source(**row.source.model_dump(), sha256=sha256)
+    return Engine(
+        name=name,
+        **row.model_dump(exclude={"source", "cpu_variants"}),
+        source=source,
+        cpu_variants=variants,
+    )
+
+
+def _target(name: str, row: _TargetRow) -> Target:
+    expected = "cpu" if row.cuda is None else f"cu{row.cuda.replace('.', '')}-sm{row.sm}"
+    if (row.cuda is None) != (row.sm is None) or name != expected:
+        message = f"target {name}: its name does not say cuda {row.cuda}, sm {row.sm}"
+        raise MatrixError(message, hint=f"call it {expected}, and give both cuda and sm or neither")
+    return Target(name=name, cuda=row.cuda, sm=row.sm)
+
+
+def _cells(
+    row: _CellRow, engines: Mapping[str, Engine], targets: Mapping[str, Target], bases: Mapping[str, Base]
+) -> list[Cell]:
+    _refuse_unknown(row.engine, engines, "cells: engine")
+    _refuse_unknown(row.base, bases, f"cells of {row.engine}: base")
+    for target in row.targets:
+        _refuse_unknown(target, targets, f"cells of {row.engine}: target")
+    return [
+        Cell(
+            engine=engines[row.engine],
+            target=targets[target],
+            template=row.template,
+            base=bases[row.base],
+            platforms=tuple(row.platforms),
+            size_budget_mib=row.size_budget_mib,
+        )
+        for target in row.targets
+    ]
+
+
+def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
+    names = list(known)
+    if name not in names:
+        message = f"{MATRIX_FILE}: {where} is not defined: {name}"
+        raise MatrixError(message, hint=near_miss(name, names) or f"defined are {', '.join(names)}")
+
+
+def _refuse_duplicates(ids: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for cell_id in ids:
+        if cell_id in seen:
+            message = f"{MATRIX_FILE}: cell is there twice: {cell_id}"
+            raise MatrixError(message, hint="an engine and a target make one cell; take it out of one of the rows")
+        seen.add(cell_id)
+
+
+def _explain(error: ValidationError) -> MatrixError:
+    """The first complaint of pydantic in words: where, which value, and for a key the one that was probably meant."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return MatrixError(f"{MATRIX_FILE}: {where}: {first['msg']}: {first['input']!r}")
+    key = str(first["loc"][-1])
+    return MatrixError(f"{MATRIX_FILE}: unknown key: {where}", hint=near_miss(key, _keys_at(first["loc"][:-1])))
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    """The keys that may stand at a place of the file."""
+    kinds: dict[str, type[_Row]] = {
+        "bases": _BaseRow,
+        "engines": _EngineRow,
+        "targets": _TargetRow,
+        "cells": _CellRow,
+        "locks": _LockRow,
+        "source": _SourceRow,
+        "cpu_variants": _VariantsRow,
+    }
+    kind: type[_Row] = _MatrixFile
+    for part in location:
+        kind = kinds.get(str(part), kind)
+    if location[:1] == ("bases",) and kind is _SourceRow:
+        kind = _BaseSourceRow
+    return list(kind.model_fields)
+
+
+def near_miss(name: str, known: Iterable[str]) -> str | None:
+    """A hint that names the known spelling closest to `name`, if one is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"perhaps you meant {near[0]}" if near else None

@@ -1,0 +1,397 @@
+"""A program that behaves like llama-server on a unix socket, with knobs for everything that can go wrong.
+
+    fake_engine.py --host /tmp/x.sock [knobs] [any other llama-server flag: ignored]
+
+It binds at once (a stale socket file makes that fail), answers 503 until it is loaded, and leaves its socket file
+behind. Times of `--die-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells what was received
+and is answered in every state. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from typing import Any
+
+STARTED = time.monotonic()
+TEXT_ROUTES = {"/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions", "/completion", "/infill"}
+MESSAGE_ROUTES = {"/v1/messages", "/responses", "/v1/responses"}
+
+
+def log(level: str, text: str) -> None:
+    """One line as llama-server writes it: minutes.seconds.milliseconds.microseconds, level, text."""
+    micros = int((time.monotonic() - STARTED) * 1e6)
+    stamp = f"{micros // 60_000_000}.{micros // 1_000_000 % 60:02}.{micros // 1000 % 1000:03}.{micros % 1000:03}"
+    write_line(f"{stamp} {level} {text}")
+
+
+def write_line(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+class Ledger:
+    """What was received, kept under one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+        self.requests: list[dict[str, Any]] = []
+        self.disconnects = 0
+        self.open_streams = 0
+        self.finished_streams = 0
+
+    def record(self, handler: Handler, body: bytes) -> None:
+        entry = {
+            "method": handler.command,
+            "path": handler.path,
+            "headers": {name.lower(): value for name, value in handler.headers.items()},
+            "body": body.decode("utf-8", "replace"),
+        }
+        with self.lock:
+            self.counts[f"{handler.command} {handler.path.partition('?')[0]}"] += 1
+            if handler.path != "/health":
+                self.requests = [*self.requests[-199:], entry]
+
+    def add(self, name: str, amount: int) -> None:
+        with self.lock:
+            setattr(self, name, getattr(self, name) + amount)
+
+    def snapshot(self) -> dict[str, Any]:
+        with self.lock:
+            return {
+                "counts": dict(self.counts),
+                "requests": self.requests,
+                "disconnects": self.disconnects,
+                "open_streams": self.open_streams,
+                "finished_streams": self.finished_streams,
+            }
+
+
+class Engine(ThreadingMixIn, UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.ledger = Ledger()
+        self.is_loaded = threading.Event()
+        self.is_terminating = threading.Event()
+        super().__init__(options.host, Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):
+            log("E", f"srv  handle: {error!r}")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Engine
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        if "/health" not in self.path and "/fake/" not in self.path:
+            log("I", f"srv  log_server_r: {format % args}")
+
+    def do_GET(self) -> None:
+        self.dispatch(b"")
+
+    def do_POST(self) -> None:
+        self.dispatch(self.read_body())
+
+    do_DELETE = do_PUT = do_PATCH = do_POST  # noqa: N815 - the names that BaseHTTPRequestHandler wants
+    do_HEAD = do_OPTIONS = do_GET  # noqa: N815 - the names that BaseHTTPRequestHandler wants
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def dispatch(self, body: bytes) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/fake/requests":
+            return self.reply(200, self.server.ledger.snapshot())
+        self.server.ledger.record(self, body)
+        if not self.server.is_loaded.is_set():
+            return self.fail(503, "unavailable_error", "Loading model")
+        if self.command == "POST":
+            return self.answer_post(path, body)
+        return self.answer_get(path)
+
+    def answer_get(self, path: str) -> None:
+        model = self.server.options.alias
+        if path in ("/health", "/v1/health"):
+            return self.reply(200, {"status": "ok"})
+        if path in ("/v1/models", "/models"):
+            meta = {"n_ctx_train": 8192, "n_params": 134_515_008}
+            return self.reply(200, {"object": "list", "data": [{"id": model, "object": "model", "meta": meta}]})
+        if path == "/slots":
+            return self.reply(200, [{"id": 0, "is_processing": False, "prompt": "secret of another client"}])
+        if path == "/props":
+            return self.reply(200, {"model_path": "/data/models/fake.gguf", "total_slots": 1})
+        return self.fail(404, "not_found_error", "File Not Found")
+
+    def answer_post(self, path: str, body: bytes) -> None:
+        options = self.server.options
+        if options.die_on_request is not None and options.die_on_request == 0:
+            die(1)
+        try:
+            request = json.loads(body or b"{}")
+        except ValueError as error:
+            return self.fail(400, "invalid_request_error", f"[json.exception.parse_error.101] {error}")
+        if path in TEXT_ROUTES | MESSAGE_ROUTES:
+            return self.stream(path, request) if request.get("stream") else self.complete(path, request)
+        if path == "/tokenize":
+            return self.reply(200, {"tokens": [len(word) for word in str(request.get("content", "")).split()]})
+        if path == "/v1/messages/count_tokens":
+            return self.reply(200, {"input_tokens": len(prompt_of(request).split())})
+        if path in ("/v1/embeddings", "/embeddings"):
+            return self.reply(200, {"object": "list", "data": [{"index": 0, "embedding": [0.0, 1.0]}]})
+        if path == "/props":
+            return self.reply(200, {"success": True})
+        return self.fail(404, "not_found_error", "File Not Found")
+
+    def complete(self, path: str, request: dict[str, Any]) -> None:
+        text = prompt_of(request)
+        words = max(1, len(text.split()))
+        reply: dict[str, Any] = {
+            "id": "chatcmpl-fake",
+            "object": "chat.completion" if "chat" in path else "text_completion",
+            "model": self.server.options.alias,
+            "content": text,
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "text": text,
+                    "message": {"role": "assistant", "content": text},
+                }
+            ],
+            "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
+            "timings": timings(words, words),
+        }
+        self.reply(200, reply)
+
+    def stream(self, path: str, request: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        ledger = self.server.ledger
+        ledger.add("open_streams", 1)
+        try:
+            is_whole = self.send_events(path, prompt_of(request))
+        except OSError:
+            is_whole = False
+        finally:
+            ledger.add("open_streams", -1)
+        ledger.add("finished_streams" if is_whole else "disconnects", 1)
+        self.close_connection = self.close_connection or not is_whole
+
+    def send_events(self, path: str, text: str) -> bool:
+        """False when the client left before the end."""
+        options = self.server.options
+        words = (text.split() or ["nothing"]) * options.chunks
+        for index, word in enumerate(words[: options.chunks]):
+            if options.die_on_request is not None and index >= options.die_on_request:
+                die(1)
+            if self.client_left(options.chunk_interval if index else 0.0):
+                return False
+            if self.server.is_terminating.is_set():
+                return not self.hold()
+            choice = {"index": 0, "finish_reason": None, "text": f"{word} ", "delta": {"content": f"{word} "}}
+            kind = "chat.completion.chunk" if "chat" in path else "text_completion"
+            self.send_event({"id": "chatcmpl-fake", "object": kind, "model": options.alias, "choices": [choice]})
+        last = {"choices": [{"index": 0, "finish_reason": "stop", "delta": {}}], "timings": timings(1, options.chunks)}
+        self.send_event({"id": "chatcmpl-fake", "object": "chat.completion.chunk", "model": options.alias, **last})
+        self.send_chunk(b"data: [DONE]\n\n")
+        self.send_chunk(b"")
+        return True
+
+    def hold(self) -> bool:
+        """After SIGTERM nothing more is decoded, but the stream stays open until the client leaves."""
+        while not self.client_left(60.0):
+            pass
+        return True
+
+    def client_left(self, wait_s: float) -> bool:
+        """Waits up to `wait_s`, or until the connection says something; True when that something is its end."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            # Short steps: a SIGTERM must end the wait for the next chunk too.
+            if select.select([self.connection], [], [], min(left_s, 0.05))[0]:
+                return not self.connection.recv(1, socket.MSG_PEEK)
+            if left_s == 0.0 or (wait_s < 60.0 and self.server.is_terminating.is_set()):
+                return False
+
+    def send_event(self, event: dict[str, Any]) -> None:
+        self.send_chunk(f"data: {json.dumps(event)}\n\n".encode())
+
+    def send_chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def fail(self, status: int, kind: str, message: str) -> None:
+        self.reply(status, {"error": {"code": status, "message": message, "type": kind}})
+
+    def reply(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+
+def prompt_of(request: dict[str, Any]) -> str:
+    """The last words of the request, whatever its shape: they are echoed."""
+    messages = request.get("messages")
+    content = messages[-1].get("content", "") if messages else request.get("prompt", request.get("input", ""))
+    if isinstance(content, list):
+        return " ".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return str(content)
+
+
+def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
+    return {
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_n * 4.0,
+        "prompt_per_second": 250.0,
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_n * 10.0,
+        "predicted_per_second": 100.0,
+    }
+
+
+def die(code: int) -> None:
+    """Ends the whole process at once, from any thread."""
+    os._exit(code)
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add = parser.add_argument
+    add("--host", help="path of the unix socket")
+    add("--alias", "-a", default=None, help="model name in replies; the model's path when it is not given")
+    add("--model", "-m", default="/data/models/fake.gguf")
+    add("--load-seconds", type=float, default=0.0)
+    add("--ignore-sigterm", action="store_true")
+    add("--hold-streams", action="store_true", help="after SIGTERM stay alive until every streaming client has left")
+    add("--die-before-ready", type=int, metavar="CODE")
+    add("--die-after", type=float, metavar="SECONDS", help="exit 1 so long after readiness")
+    add("--die-on-request", type=int, nargs="?", const=0, metavar="CHUNKS", help="exit 1 at a POST, after CHUNKS")
+    add("--segfault-after", type=float, metavar="SECONDS", help="SIGSEGV to itself so long after readiness")
+    add("--double-fork", action="store_true", help="leave a detached grandchild, which keeps the log pipe open")
+    add("--pid-file", type=Path, help="where the grandchild's pid is written")
+    add("--flood-log", type=int, default=0, metavar="LINES", help="write so many lines before getting ready")
+    add("--hang", action="store_true", help="never ready, no log, no CPU time")
+    add("--chunk-interval", type=float, default=0.01, metavar="SECONDS")
+    add("--chunks", type=int, default=5)
+    add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
+    add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
+    add("--port-taken", action="store_true", help="end as if the address were in use")
+    options, _ = parser.parse_known_args(arguments)
+    options.alias = options.alias or options.model
+    return options
+
+
+def double_fork(pid_file: Path | None) -> None:
+    """A grandchild in its own session that ignores SIGTERM and sleeps; its parent is gone."""
+    if os.fork():
+        os.wait()
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if pid_file:
+        part = pid_file.with_name(pid_file.name + ".part")
+        part.write_text(str(os.getpid()), encoding="ascii")
+        part.rename(pid_file)
+    while True:
+        signal.pause()
+
+
+def load(engine: Engine) -> None:
+    """Loads the model, with all that may happen meanwhile; then lives or dies as asked."""
+    options = engine.options
+    log("I", f"srv  load_model: loading model '{options.model}'")
+    for text in options.log_line:
+        write_line(text)
+    if options.error_line:
+        log("E", f"srv  load_model: {options.error_line}")
+        for text in ("cleaning up before exit", "freeing the context", "bye"):
+            log("I", f"srv  operator(): {text}")
+    for index in range(options.flood_log):
+        write_line(f"0.00.000.000 I flood line {index} " + "x" * 60)
+    time.sleep(options.load_seconds)
+    if options.die_before_ready is not None:
+        die(options.die_before_ready)
+    engine.is_loaded.set()
+    log("I", "main: model loaded")
+    log("I", f"main: server is listening on {options.host}")
+    if options.die_after is not None:
+        time.sleep(options.die_after)
+        log("E", "srv  update_slots: fake engine was asked to die")
+        die(1)
+    if options.segfault_after is not None:
+        time.sleep(options.segfault_after)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def terminate(engine: Engine) -> None:
+    """What llama-server does after SIGTERM: no new work; with --hold-streams it waits for the clients to leave."""
+    engine.is_terminating.set()
+    log("I", "srv  operator(): cleaning up before exit...")
+    while engine.options.hold_streams and engine.ledger.snapshot()["open_streams"]:
+        time.sleep(0.01)
+    die(0)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_options(arguments)
+    if options.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.double_fork:
+        double_fork(options.pid_file)
+    while options.hang:
+        signal.pause()
+    try:
+        if options.port_taken:
+            raise OSError(98, "Address already in use")
+        engine = Engine(options)
+    except OSError as error:
+        log("E", f"srv  start: couldn't bind HTTP server socket, hostname: {options.host}: {error.strerror}")
+        log("I", "srv  operator(): cleaning up before exit...")
+        log("E", "main: exiting due to HTTP server error")
+        return 1
+    if not options.ignore_sigterm:
+        stop = threading.Thread(target=terminate, args=(engine,), daemon=True)
+        signal.signal(signal.SIGTERM, lambda *_: None if stop.is_alive() else stop.start())
+    threading.Thread(target=load, args=(engine,), daemon=True).start()
+    engine.serve_forever(poll_interval=0.05)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from appliance.gateway import refusal
+from appliance.gateway.progress import DOING, Phase, Progress
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_every_phase_has_words(phase: Phase) -> None:
+    assert DOING[phase] in Progress(phase=phase).sentence()
+    assert Progress(phase=phase).is_ready == (phase is Phase.READY)
+
+
+def test_how_far_it_is() -> None:
+    progress = Progress(phase=Phase.DOWNLOADING, message="demo.gguf", fraction=0.125)
+    assert progress.sentence() == "the model is being downloaded: demo.gguf (12 %)"
+
+
+def test_the_time_in_a_phase_is_never_negative() -> None:
+    assert Progress(phase=Phase.LOADING, since=float(2**40)).document()["elapsed_s"] == 0.0
+
+
+def test_retrying_is_suggested_only_where_it_helps() -> None:
+    waits = {phase: dict(refusal.not_ready(Progress(phase=phase)).headers).get(b"retry-after") for phase in Phase}
+    assert waits[Phase.LOADING] == b"2"
+    assert waits[Phase.TUNING] == b"10"
+    assert waits[Phase.FAILED] is None
+    assert waits[Phase.STOPPING] is None
+
+
+def test_an_event_in_the_words_of_either_sdk() -> None:
+    error = refusal.shutting_down()
+    data = (
+        b'"error":{"message":"the appliance is stopping","type":"service_unavailable",'
+        b'"param":null,"code":"shutting_down"}'
+    )
+    assert error.event("openai") == b"data: {" + data + b"}\n\n"
+    assert error.event("anthropic") == b'event: error\ndata: {"type":"error",' + data + b"}\n\n"
+
+
+def test_progress_can_be_kept_before_anything_heavy_is_imported() -> None:
+    program = (
+        "import sys, appliance.gateway.progress; print(*({'fastapi','uvicorn','aiohttp','asyncio'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == ""

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from images import matrix
+from images.matrix import Cell
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def project() -> Path:
+    return PROJECT
+
+
+@pytest.fixture
+def matrix_data() -> dict[str, Any]:
+    """build_matrix.yaml as values, the test's own to damage."""
+    return yaml.safe_load((PROJECT / "build_matrix.yaml").read_text("utf-8"))
+
+
+@pytest.fixture
+def lock_texts() -> dict[str, str]:
+    return {path.stem: path.read_text("utf-8") for path in (PROJECT / "images/locks").glob("*.txt")}
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return matrix.select(matrix.load(PROJECT).cells, "llama-cpu")[0]

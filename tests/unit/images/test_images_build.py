@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from images import build, docker, render
+from images.errors import BuildError, MatrixError, UsageError
+from images.matrix import Cell
+
+LOCAL = "sha256:" + "1" * 64
+
+
+@pytest.fixture
+def job(cell: Cell, tmp_path: Path) -> build.Job:
+    return build.Job(
+        cell=cell,
+        base=build.BaseChoice(identity=str(cell.base.digest)),
+        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
+        build_id="b" * 32,
+        version="0.1.0",
+        tag=cell.tag,
+        archive=tmp_path / "o.tar",
+    )
+
+
+def test_the_argv_exports_an_archive_that_can_be_compared(job: build.Job) -> None:
+    argv = build.buildx_argv(job)
+    output = argv[argv.index("--output") + 1]
+    assert output == f"type=oci,name=appliance:llama-cpu,dest={job.archive},rewrite-timestamp=true,oci-mediatypes=true"
+    assert "--provenance=false" in argv
+    assert argv[-1] == "."
+    assert "SOURCE_DATE_EPOCH=1700000000" in argv
+    assert "org.opencontainers.image.created=2023-11-14T22:13:20Z" in argv
+    assert not {"--secret", "--build-context", "--no-cache"} & set(argv)
+
+
+def test_certificates_go_in_as_a_secret(job: build.Job) -> None:
+    argv = build.buildx_argv(replace(job, ca_bundle=Path("/etc/ca.pem"), no_cache=True))
+    assert argv[argv.index("--secret") + 1] == "id=ca,src=/etc/ca.pem"
+    assert "--no-cache" in argv
+
+
+def test_another_base_replaces_the_literal_from_and_is_recorded(job: build.Job, project: Path) -> None:
+    base = build.BaseChoice(identity=LOCAL, context="docker-image://debian:bookworm-slim", override="debian:mine")
+    argv = build.buildx_argv(replace(job, base=base))
+    key, _, value = argv[argv.index("--build-context") + 1].partition("=")
+    assert value == "docker-image://debian:bookworm-slim"
+    dockerfile = render.render(job.cell, render.load_template(project, job.cell))[job.cell.folder / "Dockerfile"]
+    assert f"FROM {key} AS" in dockerfile
+    assert "io.appliance.base-override=debian:mine" in argv
+    assert f"org.opencontainers.image.base.digest={LOCAL}" in argv
+
+
+def test_an_unknown_revision_has_no_label(job: build.Job) -> None:
+    labels = build.moment_labels(replace(job, origin=build.Origin(epoch_s=0, revision=None)))
+    assert "org.opencontainers.image.revision" not in labels
+    assert labels["io.appliance.base-override"] == "none"
+
+
+def test_the_build_id_moves_with_every_input_and_with_the_base() -> None:
+    files = {"a": b"1", "b": b"2"}
+    ids = {
+        build.build_id(files, LOCAL),
+        build.build_id({**files, "a": b"3"}, LOCAL),
+        build.build_id({"a": b"1", "c": b"2"}, LOCAL),
+        build.build_id(files, "sha256:" + "2" * 64),
+    }
+    assert len(ids) == 4
+    assert build.build_id(dict(reversed(files.items())), LOCAL) in ids
+
+
+def test_inputs_are_what_the_dockerignore_lets_through(project: Path, cell: Cell) -> None:
+    files = build.read_inputs(project, cell)
+    assert {"images/locks/appliance.txt", "images/rendered/llama-cpu/Dockerfile", cell.engine.patch} <= set(files)
+    assert "appliance/image_facts.py" in files
+    assert not [path for path in files if "__pycache__" in path or path.endswith(".pyc")]
+
+
+def test_a_missing_input_is_named(tmp_path: Path, cell: Cell) -> None:
+    with pytest.raises(MatrixError, match="an input of its build is missing: appliance"):
+        build.read_inputs(tmp_path, cell)
+
+
+def test_without_git_the_date_is_fixed_and_there_is_no_revision(tmp_path: Path, cell: Cell) -> None:
+    origin = build.query_origin(tmp_path, cell, epoch_s=None)
+    assert origin == build.Origin(epoch_s=build.FALLBACK_EPOCH_S, revision=None)
+    assert build.query_origin(tmp_path, cell, epoch_s=5).epoch_s == 5
+
+
+def test_the_last_commit_of_the_inputs_gives_the_date(tmp_path: Path, cell: Cell) -> None:
+    _git(tmp_path, "init", "-q")
+    (tmp_path / "appliance").mkdir()
+    (tmp_path / "appliance/x.py").write_text("1")
+    _git(tmp_path, "add", "-A")
+    _git(tmp_path, "commit", "-q", "-m", "inputs", "--date", "@1600000000 +0000")
+    (tmp_path / "README").write_text("not an input")
+    _git(tmp_path, "add", "-A")
+    _git(tmp_path, "commit", "-q", "-m", "else")
+    first = docker.capture(("git", "log", "--format=%H %ct", "--reverse"), cwd=tmp_path).lines[0].split()
+    assert build.query_origin(tmp_path, cell, epoch_s=None) == build.Origin(epoch_s=int(first[1]), revision=first[0])
+    (tmp_path / "appliance/x.py").write_text("2")
+    assert build.query_origin(tmp_path, cell, epoch_s=None).revision == f"{first[0]}+dirty"
+
+
+@given(st.text())
+def test_a_strange_git_answer_is_no_answer(line: str) -> None:
+    assert build.parse_git_log(line) is None or len(line.split(" ")[0]) == 40
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("ERROR: failed to solve: write /var/lib/x: no space left on device", "the disk is full"),
+        ("ERROR: failed to solve: x: failed to resolve source metadata for docker.io/library/debian", "base cannot be"),
+        ("#9 ERROR: SSL: CERTIFICATE_VERIFY_FAILED certificate verify failed", "a certificate was refused"),
+        ("ERROR: failed to solve: process did not complete successfully: exit code: 1", "exit code: 1"),
+    ],
+)
+def test_a_failed_build_is_explained(cell: Cell, line: str, said: str) -> None:
+    error = build.explain_failure(cell, ["#1 something", line])
+    assert error.exit_code == 60
+    assert said in error.message
+    assert error.hint
+
+
+def test_a_failed_build_that_said_nothing_is_explained_too(cell: Cell) -> None:
+    assert "it said nothing" in build.explain_failure(cell, []).message
+
+
+def test_the_digest_is_read_from_the_archive(tmp_path: Path) -> None:
+    archive = _oci(tmp_path, [{"digest": LOCAL}])
+    assert build.manifest_digest(archive) == LOCAL
+
+
+@pytest.mark.parametrize("manifests", [[], [{"digest": LOCAL}] * 2])
+def test_an_archive_of_several_images_is_refused(tmp_path: Path, manifests: list[dict[str, str]]) -> None:
+    with pytest.raises(BuildError, match="manifests where one is expected"):
+        build.manifest_digest(_oci(tmp_path, manifests))
+
+
+def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
+    archive = _oci(tmp_path, [{"digest": LOCAL}])
+    archive.write_bytes(archive.read_bytes()[:300])
+    with pytest.raises(BuildError, match="no readable OCI archive"):
+        build.manifest_digest(archive)
+
+
+def test_a_bundle_without_certificates_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "ca.pem"
+    empty.write_text("")
+    with pytest.raises(UsageError, match="holds no certificate"):
+        build.check_ca_bundle(empty)
+    with pytest.raises(UsageError, match="cannot be read"):
+        build.check_ca_bundle(tmp_path / "none")
+    assert build.check_ca_bundle(None) is None
+
+
+def test_an_unresolved_base_is_refused_without_one_that_is_here(cell: Cell) -> None:
+    base = replace(cell.base, digest=None, status="unresolved")
+    with pytest.raises(BuildError, match="has no digest yet") as caught:
+        build.choose_base(replace(cell, base=base), None, docker.Engine())
+    assert caught.value.hint is not None
+    assert "--base" in caught.value.hint
+
+
+def test_the_pinned_base_is_the_default(cell: Cell) -> None:
+    choice = build.choose_base(cell, None, docker.Engine())
+    assert choice == build.BaseChoice(identity=str(cell.base.digest))
+    assert "unverified" in choice.describe(cell)
+
+
+def test_a_render_that_drifted_is_not_built(tmp_path: Path, project: Path, cell: Cell) -> None:
+    template = render.TEMPLATES / f"{cell.template}.Dockerfile.j2"
+    render.write(tmp_path, {template: (project / template).read_text("utf-8")})
+    with pytest.raises(BuildError, match="not what the matrix renders"):
+        build.plan_job(tmp_path, cell, build.Options(), build.BaseChoice(identity=LOCAL))
+
+
+def _oci(folder: Path, manifests: list[dict[str, str]]) -> Path:
+    data = json.dumps({"manifests": manifests}).encode()
+    archive = folder / "o.tar"
+    with tarfile.open(archive, "w") as tar:
+        member = tarfile.TarInfo("index.json")
+        member.size = len(data)
+        tar.addfile(member, io.BytesIO(data))
+    return archive
+
+
+def _git(folder: Path, *argv: str) -> None:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    done = docker.capture(("git", *identity, *argv), cwd=folder)
+    assert done.code == 0, done.lines

@@ -1,0 +1,30 @@
+"""The programs that the build half starts; the engine itself is met by the container tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from images import docker
+from images.errors import BuildError
+
+
+def test_what_a_program_says_is_copied_to_stderr_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    done = docker.stream((sys.executable, "-u", "-c", script), cwd=tmp_path)
+    assert done == docker.Finished(code=3, lines=("out", "err"))
+    seen = capfd.readouterr()
+    assert (seen.out, seen.err) == ("", "out\nerr\n")
+
+
+def test_only_the_last_lines_are_kept(tmp_path: Path) -> None:
+    done = docker.stream((sys.executable, "-c", "for n in range(1000): print(n)"), cwd=tmp_path)
+    assert (len(done.lines), done.lines[-1]) == (docker.KEPT_LINES, "999")
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="program not found: no-such-program"):
+        docker.stream(("no-such-program",), cwd=tmp_path)
+    assert docker.capture(("no-such-program",), cwd=tmp_path).code == 127

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from images import lock
+from images.errors import BuildError
+
+HASH = "sha256:" + "0" * 64
+GOOD = f"yarl==1.0 \\\n    --hash={HASH} \\\n    --hash={HASH}\n    # via -r images/locks/appliance.in\n"
+
+
+def test_committed_locks_are_hashed_and_name_no_machine(project: Path) -> None:
+    paths = list((project / "images/locks").glob("*.txt"))
+    assert len(paths) == len(list((project / "images/locks").glob("*.in")))
+    for path in paths:
+        text = path.read_text("utf-8")
+        lock.refuse_foreign(path.stem, text)
+        lock.refuse_unhashed(path.stem, text)
+        assert "--hash=sha256:" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--index-url https://example.org/simple",
+        "--extra-index-url mirror",
+        "--find-links /srv/wheels",
+        f"yarl @ https://example.org/yarl.whl --hash={HASH}",
+        f"yarl @ file:///srv/yarl.whl --hash={HASH}",
+        "    # via -r /home/me/appliance.in",
+    ],
+)
+def test_an_index_or_a_path_of_this_machine_is_refused(line: str) -> None:
+    lock.refuse_foreign("appliance", GOOD)
+    with pytest.raises(BuildError, match="index address or a machine path") as caught:
+        lock.refuse_foreign("appliance", GOOD + line + "\n")
+    assert line.strip() in caught.value.message
+
+
+@pytest.mark.parametrize("line", ["yarl==1.0", f"yarl>=1.0 --hash={HASH}", "-e ."])
+def test_a_requirement_without_a_hash_is_refused(line: str) -> None:
+    lock.refuse_unhashed("appliance", GOOD)
+    with pytest.raises(BuildError, match="without a hash"):
+        lock.refuse_unhashed("appliance", f"{GOOD}{line}\n")
+
+
+def test_uv_is_asked_for_one_platform_and_given_certificates() -> None:
+    argv = lock.uv_argv("dev", "wheels", Path("x.txt"), ca_bundle=Path("/ca.pem"), upgrade=True)
+    assert argv[:2] == ("env", "SSL_CERT_FILE=/ca.pem")
+    assert {"--generate-hashes", "--only-binary", "x86_64-manylinux_2_28", "--upgrade"} <= set(argv)
+    assert argv[-1] == "images/locks/dev.in"
+    sdist = lock.uv_argv("llama-source", "sdist", Path("x.txt"), ca_bundle=None, upgrade=False)
+    assert "--no-deps" in sdist
+    assert not {"env", "--only-binary", "--upgrade"} & set(sdist)
+
+
+def test_a_lock_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    folder = tmp_path / "images/locks"
+    folder.mkdir(parents=True)
+    (folder / "x.in").write_text("not a requirement ===\n")
+    (folder / "x.txt").write_text(GOOD)
+    with pytest.raises(BuildError, match="uv could not lock x"):
+        lock.lock(tmp_path, "x", "wheels", ca_bundle=None, upgrade=False)
+    assert {path.name: path.read_text() for path in folder.iterdir()}["x.txt"] == GOOD
+    assert sorted(path.name for path in folder.iterdir()) == ["x.in", "x.txt"]

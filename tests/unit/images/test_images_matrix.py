@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from images import compat, matrix
+from images.errors import MatrixError, UsageError
+from images.matrix import Matrix
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+def test_the_committed_matrix_holds_the_cpu_cell(project: Path) -> None:
+    loaded = matrix.load(project)
+    compat.check(loaded.cells)
+    cell = matrix.select(loaded.cells, "llama-cpu")[0]
+    assert cell.tag == "appliance:llama-cpu"
+    assert cell.base.reference.startswith("debian:bookworm-slim@sha256:")
+    assert cell.engine.commit_short == "0c1e57098"
+    assert cell.engine.source.sha256 in (project / "images/locks/llama-source.txt").read_text("utf-8")
+
+
+def test_an_unknown_key_names_the_near_miss(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["cells"][0]["size_bugdet_mib"] = matrix_data["cells"][0].pop("size_budget_mib")
+    error = _refused(matrix_data, lock_texts, "size_bugdet_mib")
+    assert error.hint == "perhaps you meant size_budget_mib"
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "meant"),
+    [
+        (("engines", "llama", "source"), "relaese", "release"),
+        (("engines", "llama", "cpu_variants", "linux/amd64"), "biult", "built"),
+        (("bases", "bookworm", "source"), "comit", "commit"),
+        (("bases", "bookworm"), "digets", "digest"),
+        (("locks", "dev"), "from", "form"),
+        ((), "enginse", "engines"),
+    ],
+)
+def test_a_misspelt_key_is_explained_wherever_it_stands(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], place: tuple[str, ...], wrong: str, meant: str
+) -> None:
+    row = matrix_data
+    for part in place:
+        row = row[part]
+    row[wrong] = row[meant]
+    assert _refused(matrix_data, lock_texts, wrong).hint == f"perhaps you meant {meant}"
+
+
+def test_a_wrong_value_is_shown_with_its_place(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["bases"]["bookworm"]["digest"] = "sha256:abc"
+    error = _refused(matrix_data, lock_texts, "bases.bookworm.digest")
+    assert "'sha256:abc'" in error.message
+
+
+def test_a_duplicate_cell_is_refused(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["cells"].append(matrix_data["cells"][0])
+    _refused(matrix_data, lock_texts, "cell is there twice: llama-cpu")
+
+
+@pytest.mark.parametrize(("key", "wrong", "meant"), [("base", "bookwurm", "bookworm"), ("engine", "lama", "llama")])
+def test_an_unknown_reference_is_refused(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], key: str, wrong: str, meant: str
+) -> None:
+    matrix_data["cells"][0][key] = wrong
+    assert _refused(matrix_data, lock_texts, wrong).hint == f"perhaps you meant {meant}"
+
+
+def test_an_unknown_target_and_an_unknown_lock_are_refused(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str]
+) -> None:
+    matrix_data["cells"][0]["targets"] = ["gpu"]
+    _refused(matrix_data, lock_texts, "target is not defined: gpu")
+    matrix_data["engines"]["llama"]["backend_lock"] = "llama-source-backnd"
+    _refused(matrix_data, lock_texts, "lock is not defined: llama-source-backnd")
+
+
+def test_a_cuda_cell_is_data(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["targets"]["cu130-sm75"] = {"cuda": "13.0", "sm": "75"}
+    matrix_data["cells"][0]["targets"] = ["cpu", "cu130-sm75"]
+    cells = matrix.parse_matrix(matrix_data, lock_texts).cells
+    assert [cell.id for cell in cells] == ["llama-cpu", "llama-cu130-sm75"]
+    assert cells[1].target.cuda == "13.0"
+
+
+def test_a_target_is_called_what_it_is(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["targets"]["cu130-sm80"] = {"cuda": "13.0", "sm": "75"}
+    error = _refused(matrix_data, lock_texts, "target cu130-sm80")
+    assert error.hint is not None
+    assert "cu130-sm75" in error.hint
+
+
+def test_an_unverified_digest_names_its_file(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    del matrix_data["bases"]["bookworm"]["source"]
+    _refused(matrix_data, lock_texts, "source is missing")
+
+
+def test_a_base_without_a_digest_is_unresolved(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    del matrix_data["bases"]["bookworm"]["digest"]
+    _refused(matrix_data, lock_texts, "status unverified does not fit digest: None")
+    matrix_data["bases"]["bookworm"]["status"] = "unresolved"
+    assert matrix.parse_matrix(matrix_data, lock_texts).cells[0].base.reference == "debian:bookworm-slim"
+
+
+def test_a_lock_that_moved_away_from_the_matrix_is_refused(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str]
+) -> None:
+    lock_texts["llama-source"] = lock_texts["llama-source"].replace("0.3.36", "0.3.37")
+    _refused(matrix_data, lock_texts, "llama-cpp-python==0.3.36")
+
+
+def test_a_key_written_twice_is_refused(project: Path, tmp_path: Path) -> None:
+    text = (project / "build_matrix.yaml").read_text("utf-8")
+    (tmp_path / "build_matrix.yaml").write_text(f"{text}\ncells: []\n", "utf-8")
+    with pytest.raises(MatrixError, match="key is there twice: cells"):
+        matrix.load(tmp_path)
+
+
+def test_no_matrix_at_all_is_said(tmp_path: Path) -> None:
+    with pytest.raises(MatrixError, match=r"build_matrix\.yaml cannot be read"):
+        matrix.load(tmp_path)
+
+
+@given(data=JSON)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_values_that_are_no_matrix_are_refused_in_words(data: object) -> None:
+    with pytest.raises(MatrixError, match=r"^build_matrix\.yaml"):
+        matrix.parse_matrix({"cells": [], **data} if isinstance(data, dict) else data, {})
+
+
+def test_only_names_the_nearest_cell(project: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        matrix.select(matrix.load(project).cells, "lama-cpu")
+    assert caught.value.hint == "perhaps you meant llama-cpu"
+
+
+@pytest.mark.parametrize(
+    ("built", "said"),
+    [
+        (["x64", "haswel"], "called: haswel"),
+        (["haswell", "zen4"], "baseline CPU variant for linux/amd64 is not built"),
+    ],
+)
+def test_cpu_variants_are_checked(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], built: list[str], said: str
+) -> None:
+    matrix_data["engines"]["llama"]["cpu_variants"]["linux/amd64"]["built"] = built
+    with pytest.raises(MatrixError, match=said):
+        compat.check(matrix.parse_matrix(matrix_data, lock_texts).cells)
+
+
+def test_a_platform_that_the_base_lacks_is_refused(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["bases"]["bookworm"]["platforms"] = ["linux/arm64"]
+    with pytest.raises(MatrixError, match="has no platform linux/amd64"):
+        compat.check(matrix.parse_matrix(matrix_data, lock_texts).cells)
+
+
+def _refused(data: dict[str, Any], locks: dict[str, str], said: str) -> MatrixError:
+    with pytest.raises(MatrixError) as caught:
+        matrix.parse_matrix(data, locks)
+    assert said in caught.value.message
+    return caught.value

@@ -1,0 +1,91 @@
+"""Layers as `docker save` writes them, made here by hand."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from images.errors import VerificationError
+from images.tree import Tree, parse_certificates, read_tree
+
+PUBLIC = b"-----BEGIN CERTIFICATE-----\nMIIBpub\nlic=\n-----END CERTIFICATE-----\n"
+COMPANY = b"-----BEGIN CERTIFICATE-----\r\nMIIBcompany\r\n-----END CERTIFICATE-----\r\n"
+KEY = b"-----BEGIN RSA PRIVATE KEY-----\n" + b"A" * 64 + b"\n-----END RSA PRIVATE KEY-----\n"
+
+
+def test_later_layers_replace_and_hide(tmp_path: Path) -> None:
+    tree = _read(
+        tmp_path,
+        {"./etc/a": b"1", "etc/b": b"22", "old/x/y": b"3", "keep": b""},
+        {"etc/.wh.b": b"", "etc/a": b"4444", "old/.wh..wh..opq": b"", "old/new": b"5"},
+    )
+    assert sorted(tree.files) == ["etc/a", "keep", "old/new"]
+    assert (tree.files["etc/a"].layer, tree.files["etc/a"].size_bytes) == (1, 4)
+    assert sorted(tree.base) == ["etc/a", "etc/b", "keep", "old/x/y"]
+    assert tree.size_bytes == 5
+
+
+def test_a_removed_folder_takes_its_files_with_it(tmp_path: Path) -> None:
+    tree = _read(tmp_path, {"var/lists/a": b"1", "var/listsnot": b"2"}, {"var/.wh.lists": b""})
+    assert sorted(tree.files) == ["var/listsnot"]
+
+
+def test_a_key_that_a_later_layer_removes_is_still_found(tmp_path: Path) -> None:
+    tree = _read(tmp_path, {}, {"root/id": b"x" + KEY}, {"root/.wh.id": b""})
+    assert "root/id" not in tree.files
+    assert tree.private_keys == ["layer 1: root/id"]
+
+
+def test_what_the_base_brings_is_no_leak(tmp_path: Path) -> None:
+    tree = _read(tmp_path, {"lib/tls.so": KEY, "etc/ca": PUBLIC}, {"etc/ca": PUBLIC + COMPANY})
+    assert tree.private_keys == []
+    assert tree.base_certificates == {b"MIIBpublic="}
+    assert tree.certificates == {"layer 1: etc/ca": {b"MIIBpublic=", b"MIIBcompany"}}
+
+
+def test_a_word_about_keys_is_no_key(tmp_path: Path) -> None:
+    tree = _read(tmp_path, {}, {"lib.so": b"-----BEGIN PRIVATE KEY-----\0-----END"})
+    assert tree.private_keys == []
+
+
+def test_facts_are_kept_whole_and_byte_code_by_its_header(tmp_path: Path) -> None:
+    layer = {"opt/appliance/engine_facts.json": b"{}" * 40, "a/x.pyc": b"p" * 40, "a/x.py": b"s" * 40}
+    tree = _read(tmp_path, {}, layer)
+    assert tree.files["opt/appliance/engine_facts.json"].content == b"{}" * 40
+    assert tree.files["a/x.pyc"].content == b"p" * 16
+    assert tree.files["a/x.py"].content == b""
+
+
+def test_certificates_are_compared_without_their_line_ends() -> None:
+    assert parse_certificates(COMPANY) == parse_certificates(COMPANY.replace(b"\r\n", b"\n")) == {b"MIIBcompany"}
+
+
+@pytest.mark.parametrize("data", [b"", b"not a tar at all" * 100])
+def test_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+    archive = tmp_path / "x.tar"
+    archive.write_bytes(data)
+    with pytest.raises(VerificationError, match="cannot be read"):
+        read_tree(archive)
+
+
+def _read(folder: Path, *layers: dict[str, bytes]) -> Tree:
+    names = [f"blobs/{number}" for number in range(len(layers))]
+    blobs = {name: gzip.compress(_tar(layer)) for name, layer in zip(names, layers, strict=True)}
+    archive = folder / "image.tar"
+    archive.write_bytes(_tar({**blobs, "manifest.json": json.dumps([{"Layers": names}]).encode()}))
+    return read_tree(archive)
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for path, data in files.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()

@@ -1,0 +1,86 @@
+"""GGUF files for tests, written by the `gguf` package, the reader's oracle, or byte by byte where it refuses."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+LLAMA = {
+    "llama.block_count": 2,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.attention.head_count": 8,
+    "llama.attention.head_count_kv": 2,
+}
+LLAMA_TENSORS = [
+    ("token_embd.weight", (64, 100), Q8_0),
+    ("blk.0.attn_q.weight", (64, 64), F32),
+    ("blk.1.ffn_up.weight", (64, 128), Q8_0),
+    ("output.weight", (64, 100), Q8_0),
+]
+
+
+def write_model(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    metadata: dict[str, Any] | None = None,
+    tensors: list[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]] | None = None,
+    tokens: int = 100,
+    alignment: int | None = None,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> Path:
+    """A model of zeros. A shape has its innermost dimension first, as in the file."""
+    writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
+    if alignment:
+        writer.add_custom_alignment(alignment)
+    for key, value in (LLAMA if metadata is None else metadata).items():
+        _add(writer, key, value)
+    if tokens:
+        writer.add_token_list([f"token{number}" for number in range(tokens)])
+        writer.add_token_merges([f"a{number} b" for number in range(tokens)])
+        writer.add_token_scores([0.0] * tokens)
+    for name, shape, kind in LLAMA_TENSORS if tensors is None else tensors:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        data = np.zeros((*reversed(shape[1:]), shape[0] // block * size), dtype=np.uint8)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        adders[type(value)](key, value)
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def header(*, version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
+
+
+def key(name: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + data
+
+
+def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)

@@ -1,0 +1,153 @@
+"""From metadata to facts, with llama.cpp's defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
+
+from appliance.errors import ModelUnreadableError
+from appliance.model import Model, read_model
+
+
+def facts(
+    folder: Path, *, without: str = "", tensors: list[Any] | None = None, tokens: int = 100, **more: Any
+) -> Model:
+    metadata = {key: value for key, value in LLAMA.items() if key != f"llama.{without}"}
+    metadata |= {key.replace("__", "."): value for key, value in more.items()}
+    return read_model(write_model(folder / "tiny.gguf", metadata=metadata, tensors=tensors, tokens=tokens))
+
+
+def test_a_plain_model(tmp_path: Path) -> None:
+    model = facts(tmp_path, general__name="Tiny", general__size_label="9K", tokenizer__chat_template="{{ x }}")
+    assert (model.architecture, model.name, model.size_label, model.format) == ("llama", "Tiny", "9K", "gguf")
+    assert (model.layers, model.embedding_length, model.feed_forward_length, model.heads) == (2, 64, 128, 8)
+    assert (model.kv_heads, model.key_length, model.value_length) == ((2, 2), 8, 8)
+    assert (model.native_context, model.vocabulary) == (512, 100)
+    assert (model.experts, model.experts_used, model.expert_bytes, model.sliding_window) == (0, 0, 0, None)
+    assert (model.output_is_tied, model.has_chat_template, model.is_embedding_model) == (False, True, False)
+    assert (model.cache_kind, model.cache_reason) == ("attention", None)
+    q8_0 = (64 * 100 * 2 + 64 * 128) // 32 * 34
+    assert model.bytes_by_type == (("Q8_0", q8_0), ("F32", 64 * 64 * 4))
+    assert (model.weights_bytes, model.quantization) == (q8_0 + 64 * 64 * 4, "Q8_0")
+    assert model.file_bytes == model.path.stat().st_size
+
+
+def test_defaults(tmp_path: Path) -> None:
+    model = facts(tmp_path, without="attention.head_count_kv", tokens=0)
+    assert model.kv_heads == (8, 8)
+    assert (model.name, model.size_label, model.has_chat_template) == ("tiny", None, False)
+    assert model.vocabulary == 100  # from the embedding's rows
+
+
+def test_head_lengths_of_their_own(tmp_path: Path) -> None:
+    own = {"llama__attention__key_length": 32, "llama__attention__value_length": 16}
+    model = facts(tmp_path, **own)
+    assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
+    windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
+    assert (windowed.key_length, windowed.value_length, windowed.sliding_window) == (64, 16, 128)
+    assert windowed.cache_reason == "an upper bound: layers with a sliding window keep less"
+
+
+def test_numbers_by_layer(tmp_path: Path) -> None:
+    model = facts(
+        tmp_path,
+        llama__attention__head_count_kv=[4, 0],
+        llama__attention__head_count=[8, 4],
+        llama__feed_forward_length=[64, 256],
+    )
+    assert (model.kv_heads, model.heads, model.feed_forward_length) == ((4, 0), 8, 256)
+
+
+def test_experts(tmp_path: Path) -> None:
+    bank = [("blk.0.ffn_up_exps.weight", (64, 32, 4), Q8_0), ("blk.0.ffn_gate_inp.weight", (64, 4), F32)]
+    model = facts(
+        tmp_path,
+        tensors=LLAMA_TENSORS + bank,
+        llama__expert_count=4,
+        llama__expert_used_count=2,
+        llama__expert_feed_forward_length=32,
+    )
+    assert (model.experts, model.experts_used, model.expert_bytes) == (4, 2, 64 * 32 * 4 // 32 * 34)
+    assert dict(model.repackable_by_type)["Q8_0"] == model.expert_bytes + 64 * 128 // 32 * 34
+
+
+def test_a_tied_output_is_repacked_and_a_mere_lookup_is_not(tmp_path: Path) -> None:
+    untied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0), ("output.weight", (64, 103), Q8_0)])
+    assert (untied.output_is_tied, untied.repackable_by_type) == (False, ())  # 103 rows are no multiple of 8
+    tied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0)])
+    assert (tied.output_is_tied, tied.repackable_by_type) == (True, (("Q8_0", 64 * 104 // 32 * 34),))
+
+
+@pytest.mark.parametrize("more", [{"llama__pooling_type": 1}, {"llama__attention__causal": False}])
+def test_an_embedding_model(tmp_path: Path, more: dict[str, Any]) -> None:
+    assert facts(tmp_path, **more).is_embedding_model
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("llama__ssm__conv_kernel", "a state-space layer keeps a state: llama.ssm.conv_kernel"),
+        ("llama__wkv__head_size", "RWKV keeps a state: llama.wkv.head_size"),
+        ("llama__attention__kv_lora_rank", "a compressed cache: llama.attention.kv_lora_rank"),
+        ("llama__attention__indexer__top_k", "a second cache: llama.attention.indexer.top_k"),
+    ],
+)
+def test_a_cache_of_another_kind_is_never_reckoned(tmp_path: Path, key: str, words: str) -> None:
+    model = facts(tmp_path, **{key: 4})
+    assert model.cache_kind == "unsupported"
+    assert words in (model.cache_reason or "")
+
+
+def test_a_model_without_heads_is_read_when_it_keeps_a_state(tmp_path: Path) -> None:
+    model = facts(
+        tmp_path, without="attention.head_count", llama__attention__head_count_kv=0, llama__ssm__state_size=16
+    )
+    assert (model.cache_kind, model.heads, model.kv_heads) == ("unsupported", 0, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"without": "block_count"}, "no key llama.block_count"),
+        ({"without": "context_length"}, "no key llama.context_length"),
+        ({"without": "embedding_length"}, "no key llama.embedding_length"),
+        ({"without": "attention.head_count"}, "no key llama.attention.head_count"),
+        ({"llama__block_count": 513}, "llama.block_count must be a whole number from 1 to 512: 513"),
+        ({"llama__context_length": 1.5}, "llama.context_length must be a whole number"),
+        ({"llama__attention__head_count_kv": [1, 2, 3]}, "llama.attention.head_count_kv must hold 2 whole numbers"),
+        ({"llama__attention__head_count_kv": ["1", "2"]}, "llama.attention.head_count_kv must hold 2 whole numbers"),
+        ({"llama__attention__head_count_kv": 0}, "its layers do not attend: heads 8, KV heads 0"),
+        ({"llama__attention__head_count": 65}, "its layers do not attend"),
+        ({"general__type": "adapter"}, "it is no model but of general.type adapter"),
+        ({"general__type": "mmproj"}, "it is a multimodal projector"),
+        ({"split__count": 3}, "it is one of 3 parts, and split files are not supported yet"),
+        ({"tensors": []}, "it holds no tensors"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelUnreadableError) as caught:
+        facts(tmp_path, **change)
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_projector_by_its_architecture(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "p.gguf", architecture="clip", metadata={})
+    with pytest.raises(ModelUnreadableError, match="multimodal projector"):
+        read_model(path)
+
+
+def test_no_architecture(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "p.gguf", architecture="", metadata={})
+    with pytest.raises(ModelUnreadableError, match=r"no key general\.architecture"):
+        read_model(path)
+
+
+def test_the_largest_type_names_the_quantization(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q4_K
+    model = facts(tmp_path, tensors=[*LLAMA_TENSORS, ("blk.0.ffn_down.weight", (256, 512), kind)])
+    assert model.quantization == "Q4_K"

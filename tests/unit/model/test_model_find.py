@@ -1,0 +1,150 @@
+"""Which file is served, and its digest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import ConfigError, FatalError, ModelUnreadableError
+from appliance.model import digest, list_models, resolve_model
+from appliance.model.digest import SAMPLE_BYTES, SAMPLES
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return folder
+
+
+def put(models: Path, *names: str) -> None:
+    for name in names:
+        (models / name).parent.mkdir(parents=True, exist_ok=True)
+        (models / name).write_bytes(b"x")
+
+
+def refusal(kind: type[FatalError], request: str | None, models: Path, recipe: str | None = None) -> tuple[str, str]:
+    with pytest.raises(kind) as caught:
+        resolve_model(request, recipe, models)
+    assert caught.value.hint
+    return caught.value.message, caught.value.hint
+
+
+def test_lists_what_could_be_served(models: Path) -> None:
+    put(models, "b.gguf", "a/b/A.GGUF", "a/b/c/too-deep.gguf", "mmproj-b.gguf", "b.safetensors", ".part/c.gguf")
+    put(models, "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "lost+found/x.gguf")
+    names = [str(path.relative_to(models)) for path in list_models(models)]
+    assert names == ["a/b/A.GGUF", "b.gguf", "big-00001-of-00002.gguf"]
+    assert list_models(models / "missing") == ()
+
+
+def test_the_only_model_is_served(models: Path) -> None:
+    put(models, "one.gguf")
+    assert resolve_model(None, None, models) == models / "one.gguf"
+    assert resolve_model("", None, models) == models / "one.gguf"
+
+
+def test_a_request_beats_the_recipe_and_the_recipe_the_only_one(models: Path) -> None:
+    put(models, "one.gguf", "org/two.gguf")
+    assert resolve_model("two", "one.gguf", models) == models / "org/two.gguf"
+    assert resolve_model(None, "org/two.gguf", models) == models / "org/two.gguf"
+
+
+@pytest.mark.parametrize("request_text", ["Two-Q4", "two-q4.gguf", "org/two-Q4.gguf"])
+def test_a_request_is_a_stem_a_name_or_a_path(models: Path, request_text: str) -> None:
+    put(models, "one.gguf", "org/two-Q4.gguf")
+    assert resolve_model(request_text, None, models) == models / "org/two-Q4.gguf"
+    assert resolve_model(str(models / "org/two-Q4.gguf"), None, models) == models / "org/two-Q4.gguf"
+
+
+def test_nothing_there(models: Path) -> None:
+    message, hint = refusal(ConfigError, None, models)
+    assert message == f"no model was named and none is on the volume: {models}"
+    assert "APPLIANCE_MODEL" in hint
+
+
+def test_several_there(models: Path) -> None:
+    put(models, *(f"{number:02}.gguf" for number in range(23)))
+    message, hint = refusal(ConfigError, None, models)
+    assert message.startswith(f"no model was named and 23 are on the volume: {models}\n  {models}/00.gguf\n")
+    assert message.endswith("19.gguf\n  and 3 more")
+    assert hint.endswith("for instance 00")
+
+
+def test_a_near_miss_is_named(models: Path) -> None:
+    put(models, "SmolLM2-135M-Instruct.Q4_1.gguf")
+    message, hint = refusal(ConfigError, "smollm-135m-instruct.q4_1", models)
+    assert message.startswith("no model of that name is on the volume: smollm-135m-instruct.q4_1\n")
+    assert hint == "perhaps you meant SmolLM2-135M-Instruct.Q4_1"
+    assert "put the file into" in refusal(ConfigError, "something else", models)[1]
+
+
+def test_a_name_that_means_two(models: Path) -> None:
+    put(models, "a/m.gguf", "b/m.gguf")
+    message, _ = refusal(ConfigError, "m", models)
+    assert message == f"model name m means 2 files on the volume\n  {models}/a/m.gguf\n  {models}/b/m.gguf"
+
+
+def test_a_missing_path(models: Path) -> None:
+    message, _ = refusal(ModelUnreadableError, "/nowhere/m.gguf", models)
+    assert message == "model cannot be opened: /nowhere/m.gguf: no such file"
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x" * 5000, "../../nowhere"])
+def test_a_name_that_cannot_be_a_file(models: Path, name: str) -> None:
+    assert "no model of that name" in refusal(ConfigError, name, models)[0]
+
+
+def test_a_recipe_that_was_not_fetched(models: Path) -> None:
+    message, _ = refusal(ConfigError, None, models, recipe="demo.gguf")
+    assert message == f"the model of this image's recipe is not on the volume: {models}/demo.gguf"
+
+
+def test_a_folder_is_refused_with_what_is_in_it(models: Path) -> None:
+    put(models, "gguf/m.gguf", "hf/model.safetensors", "other/readme")
+    assert (
+        refusal(ModelUnreadableError, "gguf", models)[1] == f"name the file itself, for instance {models}/gguf/m.gguf"
+    )
+    assert "safetensors folders are not supported yet" in refusal(ModelUnreadableError, "hf", models)[1]
+    assert refusal(ModelUnreadableError, "other", models)[0] == f"model is a folder: {models}/other"
+
+
+def test_a_split_file_is_refused(models: Path) -> None:
+    put(models, "m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf", "n-00001-of-00001.gguf")
+    assert "split into 3 files" in refusal(ModelUnreadableError, "m-00001-of-00003", models)[0]
+    assert resolve_model("n-00001-of-00001", None, models).name == "n-00001-of-00001.gguf"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+def test_a_folder_without_permission(models: Path) -> None:
+    put(models, "a/m.gguf")
+    (models / "a").chmod(0)
+    try:
+        assert "permission denied" in refusal(ModelUnreadableError, None, models)[0]
+    finally:
+        (models / "a").chmod(0o755)
+
+
+@pytest.mark.parametrize("size", [1, SAMPLES * SAMPLE_BYTES, SAMPLES * SAMPLE_BYTES + 1, 9_000_000])
+def test_a_digest_sees_header_ends_and_size(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(bytes(size))
+    first = digest(path, 100)
+    assert digest(path, 100) == first
+    assert len(first.key) == 16
+    keys = {first.key}
+    for offset in {0, size // 2 if size <= SAMPLES * SAMPLE_BYTES else 0, size - 1}:
+        data = bytearray(size)
+        data[offset] = 1
+        path.write_bytes(data)
+        keys.add(digest(path, 100).key)
+    path.write_bytes(bytes(size + 1))
+    keys.add(digest(path, 100).key)
+    assert len(keys) == (3 if size == 1 else 4 if size > SAMPLES * SAMPLE_BYTES else 5)
+
+
+def test_a_digest_of_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnreadableError, match="No such file"):
+        digest(tmp_path / "missing", 10)
