@@ -22,7 +22,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     """Returns after a stop was asked for and everything is gone; raises FatalError for every other ending."""
     become_subreaper()
     image, engine = load_facts(settings)
-    open_volume(settings.data_dir)
+    open_volume(settings.data_dir, image.build_id)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     hardware = probe(settings.data_dir, environment)
     check_supported(image, hardware)
@@ -59,7 +59,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
     """The story without serving: always measures, and keeps the profile."""
     become_subreaper()
     image, engine = load_facts(settings)
-    open_volume(settings.data_dir)
+    open_volume(settings.data_dir, image.build_id)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     hardware = probe(settings.data_dir, environment)
     check_supported(image, hardware)

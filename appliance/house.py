@@ -84,7 +84,7 @@ class House:
             self._engine,
             engine_dir=self._settings.engine_dir,
             socket_path=self._socket,
-            cache_dir=self._settings.data_dir / "cache",
+            cache_dir=self._settings.data_dir / "cache" / self._image.build_id,
             stall_timeout_s=self._settings.stall_timeout_s,
         )
 

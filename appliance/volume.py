@@ -11,20 +11,25 @@ from typing import IO
 
 from appliance.errors import ConfigError, DownloadError, VolumeError
 
-FOLDERS = ("models", "profiles", "cache", "cache/home", "secrets")
+FOLDERS = ("models", "profiles", "cache", "secrets")
 KEY_BYTES = 32
 _CHUNK_BYTES = 2**20
 _PROBE_BYTES = 65536  # more than fits beside an inode, so that a full disk refuses it
 
 
-def open_volume(path: Path) -> None:
-    """Makes the folders and proves that a file can be written. Raises VolumeError in words; removes nothing."""
+def open_volume(path: Path, build_id: str = "") -> None:
+    """Makes the folders and proves that a file can be written. Raises VolumeError in words; removes nothing.
+
+    With `build_id` also that build's folder of caches: what one build compiled, another must not load.
+    """
     if not path.is_dir():
         message = f"volume is not there: {path}"
         raise VolumeError(message, hint=f"mount one, as in `-v appliance:{path}`")
     try:
         for name in FOLDERS:
             (path / name).mkdir(exist_ok=True)
+        if build_id:
+            (path / "cache" / build_id / "home").mkdir(parents=True, exist_ok=True)
         _prove_writable(path / "cache" / f".probe.{os.getpid()}")
     except OSError as error:
         raise _refusal(path, error) from error

@@ -67,7 +67,7 @@ class _EngineRow(_Row):
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     source: _SourceRow
     backend_lock: Name
-    patch: str
+    patches: tuple[str, ...] = Field(min_length=1)
     cpu_variants: dict[Platform, _VariantsRow] = {}
 
 
@@ -140,7 +140,7 @@ class Engine:
     commit: str  # all 40 digits
     source: Source
     backend_lock: str
-    patch: str  # applied to the source tree; relative to the project
+    patches: tuple[str, ...]  # applied to the source tree in this order; relative to the project
     cpu_variants: Mapping[Platform, Variants]
 
     @property
@@ -330,8 +330,10 @@ def _refuse_duplicates(ids: Iterable[str]) -> None:
 
 
 def _explain(error: ValidationError) -> MatrixError:
-    """The first complaint of pydantic in words: where, which value, and for a key the one that was probably meant."""
-    first = error.errors(include_url=False)[0]
+    """One complaint of pydantic in words: where, which value, and for a key the one that was probably meant."""
+    # An unknown key first: the required key that is missing beside it is the same mistake seen from behind.
+    complaints = error.errors(include_url=False)
+    first = next((each for each in complaints if each["type"] == "extra_forbidden"), complaints[0])
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
         return MatrixError(f"{MATRIX_FILE}: {where}: {first['msg']}: {first['input']!r}")

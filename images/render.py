@@ -43,7 +43,7 @@ def load_template(root: Path, cell: Cell) -> str:
 def inputs(cell: Cell) -> tuple[Path, ...]:
     """What the build may copy from the project: the context, the date and the build id are all made of these."""
     locks = ("appliance", cell.engine.backend_lock, cell.engine.source.lock)
-    return (PACKAGE, LAUNCHER, Path(cell.engine.patch), *(LOCKS / f"{name}.txt" for name in locks))
+    return (PACKAGE, LAUNCHER, *map(Path, cell.engine.patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
@@ -89,8 +89,8 @@ def _values(cell: Cell) -> dict[str, str | int]:
         "engine_commit_short": engine.commit_short,
         "facts_path": (cell.folder / "image_facts.json").as_posix(),
         "labels": _label_lines(static_labels(cell)),
-        "patch": engine.patch,
-        "patch_name": Path(engine.patch).name,
+        "patches": " ".join(engine.patches),
+        "patch_names": " ".join(Path(patch).name for patch in engine.patches),
         "render_command": RENDER_COMMAND,
         "source_lock": engine.source.lock,
         "source_release": engine.source.release,

@@ -89,9 +89,10 @@ class Child:
         )
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Only before `bury()`: until the leader is reaped its number cannot be given to somebody else's group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        """Nothing once the leader is reaped: its number may be somebody else's group then."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     async def bury(self, *, exit_timeout_s: float | None = None) -> None:
         """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""

@@ -14,8 +14,9 @@ MAX_LINE_BYTES = 8192
 # it decides: an informative line may well say "failed to" without being the cause.
 _MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
 _ERROR = re.compile(
-    r"\bERROR\b|\bFATAL\b|\bGGML_ASSERT\b|^\w*Error\b|(?i:\berror:|\bfailed to\b|\bterminate called\b|\bCUDA error\b"
-    r"|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b|\bcannot open shared object file\b)"
+    r"\bERROR\b|\bFATAL\b|\bGGML_ASSERT\b|^\w*Error\b|(?i:^error\b|\berror:|\bfailed to\b|\bterminate called\b"
+    r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
+    r"|\bcannot open shared object file\b)"
 )
 
 

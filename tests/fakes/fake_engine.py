@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer_post(self, path: str, body: bytes) -> None:
         options = self.server.options
         if options.die_on_request is not None and options.die_on_request == 0:
-            die(1)
+            self.die_as_asked()
         try:
             request = json.loads(body or b"{}")
         except ValueError as error:
@@ -213,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         words = (text.split() or ["nothing"]) * options.chunks
         for index, word in enumerate(words[: options.chunks]):
             if options.die_on_request is not None and index >= options.die_on_request:
-                die(1)
+                self.die_as_asked()
             if self.client_left(options.chunk_interval if index else 0.0):
                 return False
             if self.server.is_terminating.is_set():
@@ -250,6 +250,10 @@ class Handler(BaseHTTPRequestHandler):
     def send_chunk(self, data: bytes) -> None:
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
+
+    def die_as_asked(self) -> None:
+        log("E", "srv  update_slots: fake engine was asked to die")
+        die(1)
 
     def fail(self, status: int, kind: str, message: str) -> None:
         self.reply(status, {"error": {"code": status, "message": message, "type": kind}})

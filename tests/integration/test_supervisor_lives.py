@@ -70,17 +70,17 @@ async def failed_start(supervisor: Supervisor, command: Command) -> Crash:
 
 async def test_it_waits_for_a_slow_load(supervisor: Supervisor, make_command: MakeCommand, socket_path: Path) -> None:
     supervisor.start(make_command("--load-seconds", "0.3"))
-    assert supervisor.state is State.STARTING
+    assert supervisor.state.value == "starting"  # `is State.STARTING` would convince mypy that it stays so
     assert supervisor.pid is not None
     assert is_alive(supervisor.pid)
     assert await supervisor.wait_ready() is None
-    assert supervisor.state is State.READY
+    assert supervisor.state.value == "ready"
     assert supervisor.ready_seconds is not None
     assert 0.3 <= supervisor.ready_seconds < 10
     pid = supervisor.pid
     await supervisor.stop()
     assert supervisor.state is State.STOPPED
-    assert supervisor.pid is None
+    assert supervisor.pid != pid
     assert not is_known(pid)
     assert "e.sock" not in os.listdir(socket_path.parent)  # noqa: PTH208 - Path is not for async functions
     assert any("main: model loaded" in line for line in supervisor.log_tail)
@@ -90,7 +90,7 @@ async def test_sigterm_ignored_is_followed_by_sigkill(supervisor: Supervisor, ma
     pid = await started(supervisor, make_command("--ignore-sigterm", stop_grace_s=0.3))
     begin = time.monotonic()
     await supervisor.stop()
-    assert 0.3 <= time.monotonic() - begin <= 1.3
+    assert 0.3 <= time.monotonic() - begin <= 1.8
     assert supervisor.state is State.STOPPED
     assert not is_known(pid)
 
@@ -106,7 +106,7 @@ async def test_a_held_stream_does_not_hold_the_stop(
     begin = time.monotonic()
     await supervisor.stop()
     assert time.monotonic() - begin >= 0.3, "the fake engine should have held on until SIGKILL"
-    assert time.monotonic() - begin <= 1.3
+    assert time.monotonic() - begin <= 1.8
     assert not is_known(pid)
     writer.close()
 
@@ -142,22 +142,48 @@ async def test_death_after_ready_restarts_and_keeps_the_crash(
     assert "SIGSEGV (segmentation fault) while serving" in crash.describe()
 
 
+async def kill_when_ready(supervisor: Supervisor) -> int:
+    """Kills it; returns its pid when that has been seen."""
+    assert await supervisor.wait_ready() is None
+    pid = supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: supervisor.pid != pid)
+    return pid
+
+
 async def test_restarts_are_exhausted(restarting: Supervisor, make_command: MakeCommand) -> None:
-    restarting.start(make_command("--die-after", "0.02"))
-    crash = await asyncio.wait_for(restarting.wait_failed(), 20)
+    restarting.start(make_command())
+    pids = {await kill_when_ready(restarting) for _ in range(QUICK.max_in_row + 1)}
+    crash = await asyncio.wait_for(restarting.wait_failed(), 10)
     assert restarting.state is State.FAILED
     assert restarting.restarts == QUICK.max_in_row
-    assert crash.exit_code == 1
-    assert crash.first_error is not None
-    assert crash.first_error.endswith("fake engine was asked to die")
+    assert crash.signal == signal.SIGKILL
+    assert len(pids) == QUICK.max_in_row + 1
 
 
 async def test_healthy_time_ends_the_row(make_command: MakeCommand) -> None:
     supervisor = Supervisor(restart=Restart(max_in_row=1, backoff_s=(0.01,), healthy_after_s=0.0))
-    supervisor.start(make_command("--segfault-after", "0.01"))
-    await eventually(lambda: supervisor.restarts >= 3)
+    supervisor.start(make_command())
+    for _ in range(3):
+        await kill_when_ready(supervisor)
+    assert await supervisor.wait_ready() is None
+    assert supervisor.restarts == 3
     await supervisor.stop()
     assert supervisor.state is State.STOPPED
+
+
+async def test_death_while_serving_tells_an_error_of_that_time(
+    supervisor: Supervisor, make_command: MakeCommand, socket_path: Path
+) -> None:
+    await started(supervisor, make_command("--error-line", "only while loading", "--die-on-request"))
+    _, writer = await asyncio.open_unix_connection(str(socket_path))
+    writer.write(STREAM)
+    crash = await asyncio.wait_for(supervisor.wait_failed(), 10)
+    writer.close()
+    assert (crash.exit_code, crash.was_ready) == (1, True)
+    assert crash.first_error is not None
+    assert crash.first_error.endswith("fake engine was asked to die")
 
 
 async def test_stop_during_backoff(make_command: MakeCommand) -> None:

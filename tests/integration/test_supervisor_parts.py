@@ -22,6 +22,7 @@ from appliance.supervisor.supervisor import Restart
         "0.00.014.824 E gguf_init_from_file: failed to open GGUF file '/nope.gguf' (No such file or directory)",
         "error: invalid argument: --bad-flag",
         "CUDA error: out of memory",
+        'error while handling argument "-ctk": Unsupported cache type: q9',
         "terminate called after throwing an instance of 'std::bad_alloc'",
         "Illegal instruction (core dumped)",
         "llama-server: error while loading shared libraries: x.so: cannot open shared object file: No such file",
@@ -89,7 +90,8 @@ def test_a_line_without_end_is_cut() -> None:
         ),
         (
             Crash(exit_code=None, signal=signal.SIGKILL, first_error=None, was_ready=True, seconds=2.5),
-            "was killed by SIGKILL (sent from outside: it may be the kernel's memory killer) while serving, after 2.5 s",
+            "was killed by SIGKILL (sent from outside: it may be the kernel's memory killer) while serving, "
+            "after 2.5 s",
         ),
         (
             Crash(exit_code=None, signal=signal.SIGILL, first_error=None, seconds=0.1),

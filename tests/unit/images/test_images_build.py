@@ -78,7 +78,7 @@ def test_the_build_id_moves_with_every_input_and_with_the_base() -> None:
 
 def test_inputs_are_what_the_dockerignore_lets_through(project: Path, cell: Cell) -> None:
     files = build.read_inputs(project, cell)
-    assert {"images/locks/appliance.txt", "images/rendered/llama-cpu/Dockerfile", cell.engine.patch} <= set(files)
+    assert {"images/locks/appliance.txt", "images/rendered/llama-cpu/Dockerfile", *cell.engine.patches} <= set(files)
     assert "appliance/image_facts.py" in files
     assert not [path for path in files if "__pycache__" in path or path.endswith(".pyc")]
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from images import compat, matrix
 from images.errors import MatrixError, UsageError
-from images.matrix import Matrix
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

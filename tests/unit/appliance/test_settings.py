@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.errors import ConfigError, FatalError
+from appliance.settings import SETTINGS, load_settings, resolve_settings
+
+
+def test_each_source_overrides_the_one_before_it_and_is_named() -> None:
+    settings = resolve_settings(
+        {"threads": "3"}, {"APPLIANCE_THREADS": "2", "APPLIANCE_PORT": "99"}, "threads: 1\nport: 98\nubatch: 64\n"
+    )
+    assert (settings.threads, settings.port, settings.ubatch, settings.parallel) == (3, 99, 64, 4)
+    assert settings.sources["threads"] == "flag --threads"
+    assert settings.sources["port"] == "variable APPLIANCE_PORT"
+    assert settings.sources["ubatch"] == "file appliance.yaml"
+    assert settings.sources["parallel"] == "default"
+
+
+def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
+    (tmp_path / "appliance.yaml").write_text("ctx-size: 4096\nauth: off\n")
+    settings = load_settings({}, {"APPLIANCE_DATA_DIR": str(tmp_path)})
+    assert settings.ctx_size == 4096
+    assert settings.auth is False
+    assert str(tmp_path) in settings.sources["ctx_size"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "text", "words"),
+    [
+        ({}, {"APPLIANCE_CTX_SZIE": "1"}, None, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
+        ({}, {}, "ctx_szie: 1", "perhaps you meant 'ctx_size'"),
+        ({}, {}, "threads: [1, 2]", "takes one value, not a list"),
+        ({}, {}, "- a\n- b\n", "must hold `name: value` lines"),
+        ({}, {}, "a: b: c", "is not YAML"),
+        ({"ctx_size": "10"}, {}, None, "ctx_size is outside 256 to 16777216: '10' (flag --ctx-size)"),
+        ({}, {"APPLIANCE_THREADS": "two"}, None, "threads is not a whole number: 'two' (variable APPLIANCE_THREADS)"),
+        ({}, {"APPLIANCE_AUTH": "maybe"}, None, "auth is neither on nor off: 'maybe'"),
+        ({}, {}, "kv_type: q8", "perhaps you meant 'q8_0'"),
+        ({}, {"APPLIANCE_BUDGET_S": "1"}, None, "outside 5 to 86400 seconds"),
+        ({"model": " "}, {}, None, "model is empty"),
+    ],
+)
+def test_every_mistake_is_named_with_its_value_and_source(
+    flags: dict[str, str], environment: dict[str, str], text: str | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings(flags, environment, text)
+    assert words in f"{caught.value.message} {caught.value.hint}"
+    assert caught.value.exit_code == 10
+
+
+def test_empty_variables_and_service_links_are_no_settings() -> None:
+    environment = {
+        "APPLIANCE_MODEL": "",
+        "APPLIANCE_PORT": "tcp://10.0.0.1:11435",
+        "APPLIANCE_SERVICE_HOST": "10.0.0.1",
+        "APPLIANCE_PORT_11435_TCP_ADDR": "10.0.0.1",
+    }
+    settings = resolve_settings({}, environment)
+    assert settings.model is None
+    assert settings.port == 11435
+
+
+def test_unreadable_file_says_which(tmp_path: Path) -> None:
+    (tmp_path / "appliance.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="settings file cannot be read"):
+        load_settings({"data_dir": str(tmp_path)}, {})
+
+
+def refusal(flags: dict[str, str], text: str | None = None) -> FatalError | None:
+    try:
+        resolve_settings(flags, {}, text)
+    except FatalError as error:
+        return error
+    return None
+
+
+@given(st.sampled_from(sorted(SETTINGS)), st.text(max_size=20))
+def test_any_value_is_taken_or_refused_in_words(name: str, value: str) -> None:
+    error = refusal({name: value})
+    assert error is None or name in error.message
+
+
+@given(st.text(max_size=200))
+def test_any_file_is_taken_or_refused_in_words(text: str) -> None:
+    error = refusal({}, text)
+    assert error is None or "appliance.yaml" in error.message

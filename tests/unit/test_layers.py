@@ -1,0 +1,122 @@
+"""Who may import whom (DESIGN.md section 3), read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    path
+    for package in ("appliance", "images")
+    for path in (ROOT / package).rglob("*.py")
+    if "rendered" not in path.parts
+)
+# A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
+LEAVES = {"errors", "command", "image_facts"}
+MAY_IMPORT = {
+    "errors": set(),
+    "command": set(),
+    "image_facts": set(),
+    "settings": set(),
+    "run": set(),
+    "volume": set(),
+    "probe": {"run"},
+    "model": set(),
+    "checks": {"probe"},
+    "plan": {"probe", "model", "settings"},
+    "engines": {"plan", "run"},
+    "tune": {"plan", "engines", "supervisor"},
+    "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
+    "supervisor": set(),
+    "gateway": {"supervisor"},
+    "report": {"gateway"},
+}
+STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
+WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates", "appliance/tune/search",
+              "images/matrix", "images/compat", "images/render")  # fmt: skip
+ONLY_IN = {
+    "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
+    "fastapi": ("appliance/gateway/",),
+    "uvicorn": ("appliance/gateway/",),
+    "docker": ("images/docker.py", "appliance/host/"),
+}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where a module stands"
+            yield node.module or "", node
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_up_the_stream(path: Path) -> None:
+    name = name_of(path)
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    room = parts[1]
+    for module, node in imports(ast.parse(path.read_text())):
+        package = module.split(".")[0]
+        for limited, allowed in ONLY_IN.items():
+            if package == limited:
+                assert name.startswith(allowed), f"{name}:{node.lineno} imports {module}"
+        if parts[0] == "images" and package == "appliance":
+            assert module == "appliance.image_facts", f"{name}:{node.lineno} imports {module}"
+        if parts[0] == "appliance":
+            assert package != "images", f"{name}:{node.lineno} imports {module}"
+            other = room_of(module) if package == "appliance" else ""
+            if other and room in MAY_IMPORT and other != room:
+                allowed_rooms = STRICT_LEAVES.get(room, LEAVES | MAY_IMPORT[room])
+                assert other in allowed_rooms, f"{name}:{node.lineno} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
+    name = name_of(path)
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
+                f"{name}:{node.lineno}"
+            )
+            assert node.attr not in {"system", "popen"}, f"{name}:{node.lineno}"
+        if name.startswith(WITHOUT_IO) and isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            is_own_data = name.startswith("images/") and called in {"read_text", "read_bytes", "open"}
+            assert is_own_data or called not in {
+                "open",
+                "read_text",
+                "write_text",
+                "read_bytes",
+                "write_bytes",
+                "print",
+            }, f"{name}:{node.lineno} calls {called}"
+
+
+def test_no_room_for_leftovers() -> None:
+    assert not [name_of(path) for path in FILES if path.stem in {"utils", "helpers", "common", "misc"}]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_inside_functions_say_why(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        inside = [node.lineno for _, node in imports(function)]
+        if inside and name_of(path) != "appliance/__main__.py":  # which says so once for all verbs
+            nearby = "\n".join(lines[min(inside) - 3 : max(inside) + 1])
+            assert "# " in nearby and ("start" in nearby or "cost" in nearby), f"{name_of(path)}:{min(inside)}"
