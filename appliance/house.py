@@ -19,7 +19,7 @@ from appliance.engines.llama_server import Allocated, command, ending, is_worth_
 from appliance.errors import EngineError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Plan, as_document, explain_memory
+from appliance.plan import Plan, as_document, explain_memory, in_short
 from appliance.probe import Hardware
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Profile, ProfileStore
@@ -261,6 +261,7 @@ class House:
             "engine": {"name": self._image.engine, "version": self._engine.version, "build": self._engine.build},
             "model": self._plan.alias if self._plan else None,
             "context": self._plan.context if self._plan else None,
+            "chosen": in_short(self._plan) if self._plan else None,
             "speed": self._profile.speed if self._profile else None,
             "from_profile": self._profile is not None and not self._measurements,
             "engine_restarts": self._supervisor.restarts,

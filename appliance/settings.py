@@ -117,7 +117,7 @@ class Settings:
         _one_of("first", "off"), "first", "measure before the first serving, or serve the prediction", "WHEN"
     )
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time that measuring may take", "SECONDS")
-    drain_s: float = _setting(_seconds(0, 6), 5.0, "time that running streams get when stopping", "SECONDS")
+    drain_s: float = _setting(_seconds(0, 3600), 5.0, "time that running streams get when stopping", "SECONDS")
     stall_timeout_s: float = _setting(
         _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from images import build, compat, docker, lock, matrix, render, verify
+from images import build, compat, docker, fetch, lock, matrix, render, verify
 from images.errors import FatalError, UsageError, VerificationError
 from images.matrix import Cell, Matrix
 
@@ -131,6 +131,16 @@ def _lock(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _fetch(arguments: argparse.Namespace) -> int:
+    recipe = fetch.load_recipe(ROOT, arguments.name)
+    if arguments.dry_run:
+        target = arguments.to / recipe.file
+    else:
+        target = fetch.fetch(ROOT, recipe, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
+    _say(arguments, {"file": str(target), "sha256": recipe.sha256}, [str(target)])
+    return 0
+
+
 def _load(arguments: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
     """The whole matrix is checked, also when one cell is asked for."""
     loaded = matrix.load(ROOT)
@@ -176,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_build_flags(add("build", "build images and load them into the engine", _only(), _certificates()))
     _add_verify_flags(add("verify", "prove what is inside built images", _only(), _certificates()))
     _add_lock_flags(add("lock", "write images/locks/*.txt from *.in; nothing else writes them", _certificates()))
+    _add_fetch_flags(add("fetch", "bring the weights of images/models/NAME.yaml here", _certificates()))
     return parser
 
 
@@ -223,6 +234,12 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="locks to write; all without it")
     parser.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     parser.set_defaults(verb=_lock)
+
+
+def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a file of images/models, without .yaml")
+    parser.add_argument("--to", metavar="DIR", type=Path, default=ROOT / ".make/models", help="default: .make/models")
+    parser.set_defaults(verb=_fetch)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ FOREIGN = re.compile(
 COMMON = ("--generate-hashes", "--no-header", "--quiet", "--python-version", "3.11")
 FORMS: dict[LockForm, tuple[str, ...]] = {
     "wheels": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_28"),
+    "wheel": ("--no-deps", "--only-binary", ":all:"),  # one file, carried for what is inside it
     "sdist": ("--no-deps", "--no-binary", ":all:"),
 }
 

@@ -25,7 +25,7 @@ LOCKS = Path("images/locks")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Platform = Literal["linux/amd64", "linux/arm64"]
-LockForm = Literal["wheels", "sdist"]
+LockForm = Literal["wheels", "wheel", "sdist"]
 BaseStatus = Literal["pinned", "unverified", "unresolved"]
 
 

@@ -158,17 +158,17 @@ def _health(socket_path: Path) -> Readiness:
     """GET /health by hand: an HTTP library costs a quarter of a second to import, and this runs before that."""
 
     async def ask() -> bool:
+        writer = None
         try:
-            reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(str(socket_path)), 1.0)
-        except (OSError, TimeoutError):
-            return False
-        try:
-            writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n")
-            status = await asyncio.wait_for(reader.readline(), 5.0)
+            async with asyncio.timeout(5.0):
+                reader, writer = await asyncio.open_unix_connection(str(socket_path))
+                writer.write(b"GET /health HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n\r\n")
+                status = await reader.readline()
         except (OSError, TimeoutError):
             return False
         finally:
-            writer.close()
+            if writer is not None:
+                writer.close()
         return status.split(b" ", 2)[1:2] == [b"200"]
 
     return ask

@@ -1,7 +1,7 @@
 """Step 2: what can work on this machine with this model, best prediction first, each value with its reason."""
 
 from appliance.plan.decide import Choice, Plan, plan
-from appliance.plan.explain import as_document, explain, explain_memory, explain_settings
+from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.memory import Memory
 
-__all__ = ["Choice", "Memory", "Plan", "as_document", "explain", "explain_memory", "explain_settings", "plan"]
+__all__ = ["Choice", "Memory", "Plan", "as_document", "explain", "explain_memory", "explain_settings", "in_short", "plan"]

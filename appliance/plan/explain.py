@@ -16,6 +16,11 @@ def explain(plan: Plan) -> str:
     return "\n".join((*lines, f"{'memory':<{width}}  {explain_memory(plan)}"))
 
 
+def in_short(plan: Plan) -> str:
+    """As in "2 threads, ubatch 512, KV cache f16"."""
+    return f"{plan.threads} threads, ubatch {plan.ubatch}, KV cache {plan.kv_type}"
+
+
 def explain_memory(plan: Plan) -> str:
     m = plan.memory
     left = plan.usable_mib - m.total
