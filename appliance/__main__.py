@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    # What one user of group 0 makes on the volume, the user of the next container must be able to change.
+    os.umask(0o002)
     options = _parse(argv)
     verb: Callable[[argparse.Namespace, Settings, Mapping[str, str]], int] = options.run
     environment = process_environment()
@@ -155,21 +158,28 @@ def _run_story(story: object) -> int:
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.boot import find_plans
+    from appliance.boot import foretell
     from appliance.engines.llama_server import BINARY, arguments
     from appliance.plan import as_document, explain, explain_settings
 
-    plans, engine = find_plans(settings, environment)
-    argv = [str(settings.engine_dir / BINARY), *arguments(plans[0], engine, settings.runtime_dir / "appliance.sock")]
+    plans, engine, profile = foretell(settings, environment)
+    chosen = profile.plan if profile else plans[0]
+    argv = [str(settings.engine_dir / BINARY), *arguments(chosen, engine, settings.runtime_dir / "appliance.sock")]
     if options.json:
-        print(json.dumps({"plans": [as_document(plan) for plan in plans], "argv": argv}, indent=1))
+        found = profile.key.id if profile else None
+        document = {"plan": as_document(chosen), "profile": found, "plans": [as_document(plan) for plan in plans]}
+        print(json.dumps({**document, "argv": argv}, indent=1))
     elif options.dry_run:
         import shlex
 
         print(shlex.join(argv))
     else:
-        print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(plans[0]))}")
-        print(f"\n{len(plans) - 1} more plans differ in threads and ubatch only; measuring decides between them")
+        print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(chosen))}\n")
+        print(
+            f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
+            if profile
+            else f"a prediction; {len(plans) - 1} more plans differ in threads and ubatch, and measuring decides"
+        )
     return 0
 
 

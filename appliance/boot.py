@@ -8,10 +8,10 @@ from appliance.checks import check_supported
 from appliance.errors import ConfigError
 from appliance.house import House
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.model import digest, read_model, resolve_model
+from appliance.model import Model, digest, read_model, resolve_model
 from appliance.plan import Plan, plan
-from appliance.probe import probe
-from appliance.profile import ProfileStore, make_key
+from appliance.probe import Hardware, probe
+from appliance.profile import Profile, ProfileStore, make_key
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
@@ -23,9 +23,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     become_subreaper()
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
-    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    hardware = probe(settings.data_dir, environment)
-    check_supported(image, hardware)
+    hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
@@ -37,6 +35,41 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
         await house.serve()
 
 
+async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
+    """The story without serving: always measures, and keeps the profile."""
+    become_subreaper()
+    image, engine = load_facts(settings)
+    open_volume(settings.data_dir, image.build_id)
+    hardware, model = look(settings, environment, image)
+    plans = plan(settings, image, engine, hardware, model)
+    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    house = House(settings, image, engine, hardware, report)
+    async with house.stoppable():
+        with store.tuning(key) as is_ours:
+            if not is_ours:
+                message = "another container on this volume is measuring for the same key"
+                raise ConfigError(message, hint="wait for it; its profile will serve both")
+            await house.tune(plans, key, store)
+
+
+def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
+    """What a start would serve: the plans, and the profile that would be used. Writes nothing and starts nothing."""
+    image, engine = load_facts(settings)
+    hardware, model = look(settings, environment, image)
+    plans = plan(settings, image, engine, hardware, model)
+    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).load(key)
+
+
+def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
+    """The machine and the model; refuses what this image cannot run on."""
+    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    hardware = probe(settings.data_dir, environment)
+    check_supported(image, hardware)
+    return hardware, model
+
+
 def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
     """Raises ConfigError when the files of the image are missing or damaged."""
     try:
@@ -46,29 +79,3 @@ def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
         message = f"facts of this image cannot be read: {settings.facts_dir}: {error}"
         raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
     return image, engine
-
-
-def find_plans(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts]:
-    """The first half of the story: what would be tried, without a volume that can be written and without an engine."""
-    image, engine = load_facts(settings)
-    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    return plan(settings, image, engine, probe(settings.data_dir, environment), model), engine
-
-
-async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
-    """The story without serving: always measures, and keeps the profile."""
-    become_subreaper()
-    image, engine = load_facts(settings)
-    open_volume(settings.data_dir, image.build_id)
-    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    hardware = probe(settings.data_dir, environment)
-    check_supported(image, hardware)
-    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
-    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
-    house = House(settings, image, engine, hardware, report)
-    async with house.stoppable():
-        with store.tuning(key) as is_ours:
-            if not is_ours:
-                message = "another container on this volume is measuring for the same key"
-                raise ConfigError(message, hint="wait for it; its profile will serve both")
-            await house.tune(plan(settings, image, engine, hardware, model), key, store)

@@ -58,17 +58,20 @@ class House:
         return self._plan is not None
 
     def adopt(self, profile: Profile | None, plans: Sequence[Plan]) -> None:
-        """Starts the engine from a profile that still fits; with less memory than when it was made, on a new plan."""
-        if profile is None:
-            return
+        """Starts the engine at once when there is a profile."""
+        if profile is not None:
+            self.launch(self._use(profile, plans))
+
+    def _use(self, profile: Profile, plans: Sequence[Plan]) -> Plan:
+        """The profile's plan; with less memory than when it was made, a new one."""
         self._profile = profile
-        chosen = profile.plan
+        chosen = replace(profile.plan, model_path=plans[0].model_path)  # the same file may lie elsewhere by now
         if chosen.memory.total > plans[0].usable_mib and not self._settings.allow_disk:
             chosen = replace(plans[0], threads=chosen.threads, threads_batch=chosen.threads_batch)
             words = f"profile {profile.key.id} needs more memory than is free now; planned anew, nothing measured"
             self._report.warning("profile_too_large", words, needs_mib=profile.plan.memory.total)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        self.launch(chosen)
+        return chosen
 
     def launch(self, chosen: Plan) -> None:
         """Spawns the engine at once; `serve` waits for it."""
@@ -95,13 +98,16 @@ class House:
         if self._settings.tune == "off":
             self._report.info("tune_off", "measuring is off: serving the prediction")
             return plans[0]
+        is_waiting = False
         while True:
             with store.tuning(key) as is_ours:
                 if (profile := store.load(key)) is not None:
-                    self._profile = profile
-                    return profile.plan
+                    return self._use(profile, plans)
                 if is_ours:
                     return (await self.tune(plans, key, store)).plan
+            if not is_waiting:
+                self._report.info("tune_wait", "another container on this volume is measuring: waiting for its profile")
+            is_waiting = True
             self._report.phase(Phase.TUNING, "another container on this volume is measuring")
             await asyncio.sleep(0.5)
 
@@ -175,7 +181,7 @@ class House:
     async def open_gateway(self) -> AsyncIterator[None]:
         """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
         keys = self._keys()
-        # Here and not above: FastAPI, uvicorn and aiohttp take half a second, in which the engine is loading already.
+        # Here: FastAPI, uvicorn and aiohttp take half a second, and above they would delay the engine's start by it.
         from appliance.gateway.app import create_app
         from appliance.gateway.auth import Keys
         from appliance.gateway.server import Gateway
@@ -241,7 +247,8 @@ class House:
             await asyncio.sleep(0.05)
 
     def _as_error(self, crash: Crash) -> EngineError:
-        return ending(crash.describe(), first_error=crash.first_error, log=crash.log, was_ready=crash.was_ready)
+        first_error = None if crash.stalled else crash.first_error  # whatever it said, the stall timer ended it
+        return ending(crash.describe(), first_error=first_error, log=crash.log, was_ready=crash.was_ready)
 
     def _on_line(self, line: str) -> None:
         if self._report.progress.phase is not Phase.READY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -22,10 +23,10 @@ def open_volume(path: Path, build_id: str = "") -> None:
 
     With `build_id` also that build's folder of caches: what one build compiled, another must not load.
     """
-    if not path.is_dir():
-        message = f"volume is not there: {path}"
-        raise VolumeError(message, hint=f"mount one, as in `-v appliance:{path}`")
     try:
+        if not path.is_dir():
+            message = f"volume is not there: {path}"
+            raise VolumeError(message, hint=f"mount one, as in `-v appliance:{path}`")
         for name in FOLDERS:
             (path / name).mkdir(exist_ok=True)
         if build_id:
@@ -36,34 +37,31 @@ def open_volume(path: Path, build_id: str = "") -> None:
 
 
 def read_or_make_key(path: Path) -> str:
-    """The API key. Two containers that start at once on an empty volume agree on one: the first link wins."""
+    """The API key. Two containers that start at once on an empty volume agree on one."""
     try:
-        found = _read(path)
-        if found:
-            return found
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        # 0640 and not 0600: another start may run as another user of group 0, who must be able to read it.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(f"sk-{secrets.token_urlsafe(KEY_BYTES)}\n")
-            _link_unless_there(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return _read(path)
+        return _read(path) or _make_key(path)
     except OSError as error:
         message = f"API key cannot be kept on the volume: {path}: {_words(error)}"
         raise VolumeError(message, hint="check owner and mode of the volume, or set APPLIANCE_AUTH=off") from error
 
 
-def _link_unless_there(temporary: Path, path: Path) -> None:
-    if path.exists():  # only an empty file comes here: a torn write of something else, worth nothing
-        temporary.replace(path)
-        return
+def _make_key(path: Path) -> str:
+    """Under a lock, and after another look: whoever was faster made the key. An empty file is a torn one."""
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return  # another container was faster; its key is the key
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if found := _read(path):
+            return found
+        # 0640 and not 0600: another start may run as another user of group 0, who must be able to read it.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"sk-{secrets.token_urlsafe(KEY_BYTES)}\n")
+        temporary.replace(path)
+        return _read(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _read(path: Path) -> str:
@@ -96,11 +94,18 @@ def _refusal(path: Path, error: OSError) -> VolumeError:
             message = f"volume is read-only: {path}"
             return VolumeError(message, hint="mount it writable, without `:ro`")
         case errno.EACCES | errno.EPERM:
-            owner = path.stat()
-            message = f"volume is not writable by {who}: {path} belongs to {owner.st_uid}:{owner.st_gid}"
+            message = f"volume is not writable by {who}: {path} {_owner(path)}"
             return VolumeError(message, hint="run with `--user ANY:0`, or make it writable for this user or group")
     message = f"volume cannot be written: {error.filename or path}: {_words(error)}"
     return VolumeError(message, hint="check the disk")
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = path.stat()
+    except OSError:
+        return "lies in a folder that may not be entered"
+    return f"belongs to {owner.st_uid}:{owner.st_gid}"
 
 
 def _words(error: OSError) -> str:
@@ -110,7 +115,7 @@ def _words(error: OSError) -> str:
 def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None) -> str:
     """Streams `source` into a model of that name; returns a sentence. What was there stays until all has come."""
     path = _inside(models_dir, name)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")  # process ids repeat between containers
     digest, size = hashlib.sha256(), 0
     try:
         with temporary.open("wb") as file:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from images import build, compat, docker, fetch, lock, matrix, render, verify
+from images import build, compat, docker, drift, fetch, lock, matrix, render, verify
 from images.errors import FatalError, UsageError, VerificationError
 from images.matrix import Cell, Matrix
 
@@ -40,12 +40,12 @@ def _render(arguments: argparse.Namespace) -> int:
     _, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
     if arguments.check:
-        lines = render.drift(ROOT, files)
+        lines = drift.drift(ROOT, files)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
             raise VerificationError(message, hint=f"{render.RENDER_COMMAND}, then commit what it wrote")
     elif not arguments.dry_run:
-        render.write(ROOT, files)
+        drift.write(ROOT, files)
     paths = [path.as_posix() for path in files]
     _say(arguments, paths, paths)
     return 0

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from images import docker, render
+from images.drift import drift
 from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
 
@@ -298,7 +299,7 @@ def check_ca_bundle(path: Path | None) -> Path | None:
 
 
 def _refuse_drift(root: Path, cell: Cell, files: Mapping[Path, str]) -> None:
-    lines = render.drift(root, files)
+    lines = drift(root, files)
     if lines:
         message = f"cell {cell.id}: the committed files are not what the matrix renders: {'; '.join(lines)}"
         raise BuildError(message, hint=render.RENDER_COMMAND)

@@ -1,6 +1,6 @@
 """Step 2: Cell -> {path: text}. Pure: no network, no clock, nothing but the cell and its template.
 
-The same cell gives the same bytes. Rendered files are committed; `render --check` and a unit test hold them to this.
+The same cell gives the same bytes. Rendered files are committed; `drift.py` writes them and holds them to this.
 """
 
 from __future__ import annotations
@@ -44,26 +44,6 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
     """What the build may copy from the project: the context, the date and the build id are all made of these."""
     locks = ("appliance", cell.engine.backend_lock, cell.engine.source.lock)
     return (PACKAGE, LAUNCHER, *map(Path, cell.engine.patches), *(LOCKS / f"{name}.txt" for name in locks))
-
-
-def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
-    """A line for each committed file that is missing, differs, or is not rendered any more."""
-    lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]
-    folders = {path.parent for path in files}
-    strays = {path.relative_to(root) for folder in folders for path in (root / folder).glob("*")} - set(files)
-    return lines + [f"{path}: nothing renders it" for path in sorted(strays)]
-
-
-def write(root: Path, files: Mapping[Path, str]) -> None:
-    for path, text in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text, "utf-8", newline="\n")
-
-
-def _state(path: Path, text: str) -> str | None:
-    if not path.is_file():
-        return "missing"
-    return None if path.read_text("utf-8") == text else "differs from what the matrix renders"
 
 
 def _fill(cell: Cell, template: str) -> str:

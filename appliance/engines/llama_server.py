@@ -105,6 +105,8 @@ class Allocated:
         return self.model + self.kv + self.compute + self.output
 
 
+# True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
+_NOT_OURS = "security: no API key is set"
 _BUFFER = re.compile(r"\b(model|KV|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 
 
@@ -119,7 +121,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
 
 def is_worth_showing(line: str) -> bool:
     """Warnings and errors of the engine; the rest is kept for a crash and not repeated in our log."""
-    return bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")
+    return (bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")) and _NOT_OURS not in line
 
 
 _ENDINGS: tuple[tuple[re.Pattern[str], type[EngineError], str], ...] = (
@@ -129,7 +131,8 @@ _ENDINGS: tuple[tuple[re.Pattern[str], type[EngineError], str], ...] = (
         "the image is damaged or was changed; pull or build it again",
     ),
     (
-        re.compile(r"invalid argument|unknown argument|error while handling argument|unsupported cache type", re.I),
+        # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
+        re.compile(r"invalid argument: |unknown argument|error while handling argument|unsupported cache type", re.I),
         EngineArgumentsError,
         "see `appliance plan --dry-run` for the command line",
     ),

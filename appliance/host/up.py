@@ -76,14 +76,14 @@ def _follow(container: Container, err: Console) -> int | None:
             words = str(ready.get("message") or "starting")
             status.update(words)
             if not err.is_terminal and words != said:  # a terminal sees the line change; a log needs each one
-                err.print(words, markup=False)
+                err.print(words, markup=False, soft_wrap=True)
             said = words
             time.sleep(POLL_S)
 
 
 def _ended(container: Container, err: Console) -> int:
     for line in container.logs(tail=30).decode(errors="replace").splitlines():
-        err.print(f"  | {line}", markup=False)
+        err.print(f"  | {line}", markup=False, soft_wrap=True)
     code = int(container.attrs["State"]["ExitCode"])
     err.print(f"error: the container ended with code {code}; README.md says what each code means", markup=False)
     return code or EngineNotReadyError.exit_code

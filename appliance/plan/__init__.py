@@ -4,4 +4,14 @@ from appliance.plan.decide import Choice, Plan, plan
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.memory import Memory
 
-__all__ = ["Choice", "Memory", "Plan", "as_document", "explain", "explain_memory", "explain_settings", "in_short", "plan"]
+__all__ = [
+    "Choice",
+    "Memory",
+    "Plan",
+    "as_document",
+    "explain",
+    "explain_memory",
+    "explain_settings",
+    "in_short",
+    "plan",
+]

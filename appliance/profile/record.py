@@ -88,13 +88,18 @@ def dump_profile(profile: Profile) -> str:
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
+class OtherSchemaError(ValueError):
+    """It may be a whole profile, of an older or newer appliance on the same volume."""
+
+
 def parse_profile(text: str) -> Profile:
     """Raises ValueError for everything that `dump_profile` of this schema did not write."""
     try:
         document = json.loads(text)
-        if document.pop("schema") != SCHEMA:
-            message = f"profile has another schema than {SCHEMA}"
-            raise ValueError(message)
+        schema = document.pop("schema")
+        if schema != SCHEMA:
+            message = f"profile has another schema than {SCHEMA}: {schema}"
+            raise OtherSchemaError(message)
         return _profile(document)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         message = f"profile lacks something: {type(error).__name__}: {error}"
@@ -112,7 +117,7 @@ def _profile(document: dict[str, Any]) -> Profile:
             "key": key,
             "plan": _plan(document["plan"]),
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
-            "allocated": Allocated(**document["allocated"]) if document["allocated"] else None,
+            "allocated": _allocated(document["allocated"]),
         }
     )
 
@@ -124,8 +129,14 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 def _measurement(data: dict[str, Any]) -> Measurement:
     points = tuple(Point(**_only(Point, point)) for point in data["points"])
-    allocated = Allocated(**data["allocated"]) if data["allocated"] else None
-    return Measurement(**{**_only(Measurement, data), "points": points, "allocated": allocated})
+    if not isinstance(data["error"], str | None):
+        message = f"Measurement.error is not text: {data['error']!r}"
+        raise TypeError(message)
+    return Measurement(**{**_only(Measurement, data), "points": points, "allocated": _allocated(data["allocated"])})
+
+
+def _allocated(data: dict[str, Any] | None) -> Allocated | None:
+    return None if data is None else Allocated(**_only(Allocated, data))
 
 
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.errors import VolumeError
-from appliance.profile.record import Key, Profile, dump_profile, parse_profile
+from appliance.profile.record import Key, OtherSchemaError, Profile, dump_profile, parse_profile
 
 MAX_BYTES = 16 * 2**20  # ours are some 10 KB; a larger file is not one of ours
 
@@ -42,8 +42,9 @@ class ProfileStore:
             _write_atomically(path, dump_profile(profile).encode())
 
     def all(self) -> tuple[Profile, ...]:
-        """Every readable profile, newest first."""
-        found = [profile for path in sorted(self._folder.glob("*.json")) if (profile := self._read(path))]
+        """Every readable profile, newest first. Those of another appliance's schema are passed over and left alone."""
+        paths = sorted(self._folder.glob("*.json"))
+        found = [profile for path in paths if (profile := self._read(path, is_ours=False))]
         return tuple(sorted(found, key=lambda profile: profile.created, reverse=True))
 
     def why_unused(self, key: Key) -> str | None:
@@ -74,7 +75,7 @@ class ProfileStore:
     def _path(self, key: Key) -> Path:
         return self._folder / f"{key.id}.json"
 
-    def _read(self, path: Path) -> Profile | None:
+    def _read(self, path: Path, *, is_ours: bool = True) -> Profile | None:
         try:
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
@@ -89,6 +90,8 @@ class ProfileStore:
                 raise ValueError(message)
             return parse_profile(data.decode())
         except ValueError as error:
+            if isinstance(error, OtherSchemaError) and not is_ours:
+                return None
             self._set_aside(path, str(error))
             return None
 

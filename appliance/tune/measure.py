@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from appliance.tune.search import Measurement, Point
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
 SHARE_FOR_DEPTH = 0.2  # of what is left of the budget, for filling the deep context of one plan
+DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit is seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,17 @@ class Step:
 
 
 async def measure(
-    plan: Plan, start: Callable[[Plan], Command], *, left_s: float, deep: int | None, tell: Callable[[Step], None]
+    plan: Plan,
+    start: Callable[[Plan], Command],
+    *,
+    left_s: float,
+    at: tuple[int, ...] | None,
+    tell: Callable[[Step], None],
 ) -> Measurement:
-    """One start, two or three depths. A failure of the engine is a Measurement with its words, not an exception.
+    """One start, two or three depths. Raises EngineError, with the engine's log, when it fails on the way.
 
-    `deep` is the deepest depth of the plans measured before, so that all are compared at the same depths; None lets
-    this plan choose it by its own prefill speed and `left_s`.
+    `at` are the depths of the plans measured before, so that all are compared at the same; None lets this plan choose
+    the deep one by its own prefill speed and `left_s`.
     """
     began = time.monotonic()
     lines: list[str] = []
@@ -49,12 +56,11 @@ async def measure(
         if crash is not None:
             raise _as_error(crash)
         load_s = time.monotonic() - began
-        async with Probe(start(plan)) as probe:
-            points = await _points(probe, plan, left_s - load_s, deep, tell)
-    except EngineError as error:
-        return Measurement(
-            threads=plan.threads, ubatch=plan.ubatch, error=error.message, seconds=time.monotonic() - began
-        )
+        try:
+            async with Probe(start(plan)) as probe:
+                points = await _points(probe, plan, left_s - load_s, at, tell)
+        except EngineNotReadyError as error:
+            raise await _cause(supervisor, error) from error
     finally:
         await supervisor.stop()
     return Measurement(
@@ -68,17 +74,14 @@ async def measure(
 
 
 async def _points(
-    probe: Probe, plan: Plan, left_s: float, deep: int | None, tell: Callable[[Step], None]
+    probe: Probe, plan: Plan, left_s: float, at: tuple[int, ...] | None, tell: Callable[[Step], None]
 ) -> tuple[Point, ...]:
     points: list[Point] = []
-    wanted = depths(plan.context, DECODE_TOKENS)
-    if deep is not None:
-        wanted = (*wanted, deep)
     await probe.warm()
-    for depth in wanted:
+    for depth in at or depths(plan.context, DECODE_TOKENS):
         tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
         points.append(await probe.run(depth, DECODE_TOKENS))
-    if deep is None:
+    if at is None:
         chosen = depths(plan.context, DECODE_TOKENS, prefill_ms=points[-1].prefill_ms, seconds=left_s * SHARE_FOR_DEPTH)
         for depth in chosen[len(points) :]:
             tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
@@ -95,8 +98,16 @@ class Probe:
         self._ids: list[int] = []
 
     async def __aenter__(self) -> Probe:
-        reply = await self._post("/tokenize", {"content": TEXT.read_text(encoding="utf-8")})
-        self._ids = reply["tokens"]
+        try:
+            reply = await self._post("/tokenize", {"content": TEXT.read_text(encoding="utf-8")})
+        except BaseException:
+            await self._session.close()
+            raise
+        self._ids = reply.get("tokens", [])
+        if len(self._ids) < 2 * EMPTY:
+            await self._session.close()
+            message = f"engine made {len(self._ids)} tokens of the text that is measured with, too few of {2 * EMPTY}"
+            raise EngineNotReadyError(message)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,28 +158,40 @@ class Probe:
 
 def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
     """The engine's own `timings`. Raises EngineNotReadyError when it did not do what was asked, so that no figure is of
-    something else: fewer tokens than asked for, or a prompt that does not add up to the depth."""
+    something else: fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
     timings = reply.get("timings", {})
     read, cached, made = (timings.get(name, 0) for name in ("prompt_n", "cache_n", "predicted_n"))
     if read + cached != depth or made != tokens:
         message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made} of {tokens}"
         raise EngineNotReadyError(message)
-    # The first token comes out of the prefill, so the engine's own figure spreads n - 1 steps over n tokens when n > 1.
+    prompt_ms, predicted_ms = (float(timings.get(name, 0)) for name in ("prompt_ms", "predicted_ms"))
+    if prompt_ms <= 0 or predicted_ms <= 0:
+        message = f"engine gave no times: {prompt_ms:g} ms for the prompt, {predicted_ms:g} ms for {made} tokens"
+        raise EngineNotReadyError(message)
+    # The first token comes out of the prefill: n tokens are n - 1 steps (llama.cpp's server_slot_stats::n_gen_steps).
     return Point(
         depth=depth,
-        decode_ms=timings["predicted_ms"] / made,
-        prefill_ms=timings["prompt_ms"] / max(1, read),
+        decode_ms=predicted_ms / max(1, made - 1),
+        prefill_ms=prompt_ms / max(1, read),
         prefill_tokens=read,
     )
 
 
+async def _cause(supervisor: Supervisor, seen: EngineError) -> EngineError:
+    """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
+    try:
+        async with asyncio.timeout(DEATH_S):
+            return _as_error(await supervisor.wait_failed())
+    except TimeoutError:
+        return seen
+
+
 def _as_error(crash: Crash) -> EngineError:
-    return ending(crash.describe(), first_error=crash.first_error, log=crash.log, was_ready=crash.was_ready)
+    first_error = None if crash.stalled else crash.first_error  # whatever it said, what ended it was the stall timer
+    return ending(crash.describe(), first_error=first_error, log=crash.log, was_ready=crash.was_ready)
 
 
-def deepest(measurements: Sequence[Measurement]) -> int | None:
-    """The third depth that the first good measurement chose, for those that follow."""
-    for measurement in measurements:
-        if len(measurement.points) > 2:
-            return measurement.points[-1].depth
-    return None
+def common_depths(measurements: Sequence[Measurement]) -> tuple[int, ...] | None:
+    """The depths that the first good measurement chose, for those that follow; None while there is none."""
+    chosen = (tuple(point.depth for point in measurement.points) for measurement in measurements if measurement.points)
+    return next(chosen, None)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from appliance.command import Command
-from appliance.errors import EngineNotReadyError
+from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import Plan
-from appliance.tune.measure import Step, deepest, measure
+from appliance.tune.measure import Step, common_depths, measure
 from appliance.tune.search import CHAT, Measurement, Workload, best, job_s, next_plan, plan_of, scaled
+
+SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +37,33 @@ async def tune(
 ) -> Tuned:
     """Measures until nothing promising is left or the budget cannot hold another plan.
 
-    Raises EngineNotReadyError when no plan could be measured, with the words of the first that failed.
+    A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first that
+    failed when none could be measured, and at once when it is one that no other plan can mend.
     """
     began = time.monotonic()
     workload = scaled(CHAT, plans[0].context)
     measurements: list[Measurement] = []
+    failures: list[EngineError] = []
     stopped_by = "everything measured"
     while (plan := next_plan(plans, measurements, workload)) is not None:
         left_s = budget_s - (time.monotonic() - began)
         if measurements and left_s < max(m.seconds for m in measurements):
             stopped_by = "budget"
             break
-        measurement = await measure(plan, start, left_s=left_s, deep=deepest(measurements), tell=tell)
+        plan_began = time.monotonic()
+        try:
+            measurement = await measure(plan, start, left_s=left_s, at=common_depths(measurements), tell=tell)
+        except SAME_FOR_EVERY_PLAN:
+            raise
+        except EngineError as error:
+            failures.append(error)
+            seconds = time.monotonic() - plan_began
+            measurement = Measurement(threads=plan.threads, ubatch=plan.ubatch, error=error.message, seconds=seconds)
         measurements.append(measurement)
         done(measurement)
     chosen = best(measurements, workload)
     if chosen is None:
-        message = f"no plan could be measured: {measurements[0].error}"
-        raise EngineNotReadyError(message, hint="the engine's last lines are above; `--tune off` serves the prediction")
+        raise failures[0]
     return Tuned(
         plan=plan_of(plans, chosen),
         chosen=chosen,

@@ -88,6 +88,7 @@ class Engine(ThreadingMixIn, UnixStreamServer):
         self.ledger = Ledger()
         self.is_loaded = threading.Event()
         self.is_terminating = threading.Event()
+        self.slot: list[int] = []  # the tokens that the cache of the only slot holds
         super().__init__(options.host, Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -173,6 +174,7 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, path: str, request: dict[str, Any]) -> None:
         text = prompt_of(request)
         words = max(1, len(text.split()))
+        is_of_tokens = path == "/completion" and isinstance(request.get("prompt"), list)
         reply: dict[str, Any] = {
             "id": "chatcmpl-fake",
             "object": "chat.completion" if "chat" in path else "text_completion",
@@ -187,9 +189,29 @@ class Handler(BaseHTTPRequestHandler):
                 }
             ],
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
-            "timings": timings(words, words),
+            "timings": self.token_timings(request) if is_of_tokens else timings(words, words),
         }
         self.reply(200, reply)
+
+    def token_timings(self, request: dict[str, Any]) -> dict[str, Any]:
+        """As llama-server's: what the slot holds of the prompt is not read again, n tokens are n - 1 steps."""
+        prompt, made = request["prompt"], request["n_predict"]
+        with self.server.ledger.lock:
+            held = self.server.slot if request.get("cache_prompt", True) else []
+            same = next((i for i, (a, b) in enumerate(zip(prompt, held, strict=False)) if a != b), len(held))
+            cached = max(0, min(same, len(prompt) - 1))
+            self.server.slot = prompt
+        options = self.server.options
+        read = len(prompt) - cached
+        step_ms = by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
+        prefill_ms = by_number(options.prefill_ms, options.ubatch_size)
+        return {
+            "cache_n": cached,
+            "prompt_n": read,
+            "prompt_ms": read * prefill_ms,
+            "predicted_n": made,
+            "predicted_ms": max(1, made - 1) * step_ms,
+        }
 
     def stream(self, path: str, request: dict[str, Any]) -> None:
         self.send_response(200)
@@ -287,6 +309,13 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     }
 
 
+def by_number(table: str, number: int) -> float:
+    """`20` is 20 for all; `1:40,2:20` is looked up, and what is not in it gets the last."""
+    pairs = [pair.rpartition(":") for pair in table.split(",")]
+    values = {int(key): float(value) for key, _, value in pairs if key}
+    return values.get(number, float(pairs[-1][2]))
+
+
 def die(code: int) -> None:
     """Ends the whole process at once, from any thread."""
     os._exit(code)
@@ -313,6 +342,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--chunks", type=int, default=5)
     add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
+    add("--threads", type=int, default=1)
+    add("--ubatch-size", type=int, default=512)
+    add(
+        "--decode-ms", default="10", metavar="TABLE", help="a token, by --threads: 1:40,2:20 (timings only, no waiting)"
+    )
+    add("--prefill-ms", default="4", metavar="TABLE", help="a token, by --ubatch-size: 256:5,512:4")
     add("--port-taken", action="store_true", help="end as if the address were in use")
     options, _ = parser.parse_known_args(arguments)
     options.alias = options.alias or options.model

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import build, docker, render
+from images.drift import write
 from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
 
@@ -178,7 +179,7 @@ def test_the_pinned_base_is_the_default(cell: Cell) -> None:
 
 def test_a_render_that_drifted_is_not_built(tmp_path: Path, project: Path, cell: Cell) -> None:
     template = render.TEMPLATES / f"{cell.template}.Dockerfile.j2"
-    render.write(tmp_path, {template: (project / template).read_text("utf-8")})
+    write(tmp_path, {template: (project / template).read_text("utf-8")})
     with pytest.raises(BuildError, match="not what the matrix renders"):
         build.plan_job(tmp_path, cell, build.Options(), build.BaseChoice(identity=LOCAL))
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from appliance.image_facts import parse_image_facts
-from images import matrix, render
+from images import drift, matrix, render
 from images.errors import MatrixError
 from images.matrix import Cell
 
 
 def test_committed_files_are_what_the_matrix_renders(project: Path) -> None:
     for cell in matrix.load(project).cells:
-        assert render.drift(project, render.render(cell, render.load_template(project, cell))) == []
+        assert drift.drift(project, render.render(cell, render.load_template(project, cell))) == []
 
 
 def test_every_folder_of_rendered_files_is_a_cell(project: Path) -> None:
@@ -24,8 +24,8 @@ def test_every_folder_of_rendered_files_is_a_cell(project: Path) -> None:
 
 def test_drift_names_missing_different_and_stray_files(tmp_path: Path) -> None:
     folder = Path("images/rendered/x")
-    render.write(tmp_path, {folder / "Dockerfile": "old", folder / "stray": ""})
-    lines = render.drift(tmp_path, {folder / "Dockerfile": "new", folder / "image_facts.json": "{}"})
+    drift.write(tmp_path, {folder / "Dockerfile": "old", folder / "stray": ""})
+    lines = drift.drift(tmp_path, {folder / "Dockerfile": "new", folder / "image_facts.json": "{}"})
     assert lines == [
         "images/rendered/x/Dockerfile: differs from what the matrix renders",
         "images/rendered/x/image_facts.json: missing",

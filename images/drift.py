@@ -1,0 +1,26 @@
+"""Rendered files on disk: written by `render`, and held to what the matrix says by `render --check` and a unit test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
+    """A line for each committed file that is missing, differs, or is not rendered any more."""
+    lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]
+    folders = {path.parent for path in files}
+    strays = {path.relative_to(root) for folder in folders for path in (root / folder).glob("*")} - set(files)
+    return lines + [f"{path}: nothing renders it" for path in sorted(strays)]
+
+
+def write(root: Path, files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, "utf-8", newline="\n")
+
+
+def _state(path: Path, text: str) -> str | None:
+    if not path.is_file():
+        return "missing"
+    return None if path.read_text("utf-8") == text else "differs from what the matrix renders"

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts import ENGINE, IMAGE, SMALL, USAGE, machine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.engines.llama_facts import parse_facts, parse_flags, parse_kv_types, query_facts
+from appliance.engines.llama_server import (
+    Allocated,
+    arguments,
+    command,
+    ending,
+    is_worth_showing,
+    parse_allocated,
+)
+from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
+from appliance.image_facts import EngineFacts
+from appliance.plan import Plan, plan
+from appliance.settings import resolve_settings
+
+SOCKET = Path("/tmp/appliance-7.sock")
+VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
+OPTIONAL = (
+    "--kv-unified",
+    "--load-mode",
+    "--offline",
+    "--no-ui",
+    "--no-slots",
+    "--log-prefix",
+    "--log-colors",
+)
+NEEDED = (
+    "--model",
+    "--alias",
+    "--host",
+    "--fit",
+    "--ctx-size",
+    "--cache-type-k",
+    "--cache-type-v",
+    "--flash-attn",
+    "--threads",
+    "--threads-batch",
+    "--batch-size",
+    "--ubatch-size",
+    "--parallel",
+    "--cache-ram",
+    "--log-verbosity",
+)
+
+
+def chosen(**flags: str) -> Plan:
+    given_flags = {"ctx_size": "4096", "threads": "3", "ubatch": "256", "cache_ram_mib": "300", **flags}
+    return plan(resolve_settings(given_flags, {}), IMAGE, ENGINE, machine(), SMALL)[0]
+
+
+def without(*flags: str) -> EngineFacts:
+    return replace(ENGINE, flags=tuple(flag for flag in ENGINE.flags if flag not in flags))
+
+
+def test_the_whole_argument_list_of_one_plan() -> None:
+    line = (
+        "--model /data/models/small.gguf --alias small --host /tmp/appliance-7.sock --fit off --ctx-size 4096"
+        " --cache-type-k f16 --cache-type-v f16 --flash-attn on --threads 3 --threads-batch 3 --batch-size 2048"
+        " --ubatch-size 256 --parallel 4 --kv-unified --cache-ram 300 --load-mode mmap --offline --no-ui --no-slots"
+        " --log-prefix --log-colors off --log-verbosity 4"
+    )
+    assert arguments(chosen(), ENGINE, SOCKET) == tuple(line.split())
+
+
+@given(
+    st.sampled_from(["f16", "q8_0"]), st.integers(256, 8192), st.integers(1, 64), st.sampled_from(["16", "512", "4096"])
+)
+def test_fit_is_always_off(kv_type: str, context: int, threads: int, ubatch: str) -> None:
+    found = chosen(kv_type=kv_type, ctx_size=str(context), threads=str(threads), ubatch=ubatch)
+    argv = arguments(found, without(*OPTIONAL), SOCKET)
+    assert argv[argv.index("--fit") + 1] == "off"
+    assert all(isinstance(word, str) for word in argv)
+
+
+@pytest.mark.parametrize("flag", OPTIONAL)
+def test_a_flag_that_is_good_to_have_is_left_out_with_its_value(flag: str) -> None:
+    full = arguments(chosen(), ENGINE, SOCKET)
+    less = arguments(chosen(), without(flag), SOCKET)
+    at = full.index(flag)
+    width = 1 if full[at + 1].startswith("--") else 2
+    assert less == full[:at] + full[at + width :]
+
+
+@pytest.mark.parametrize("flag", NEEDED)
+def test_a_flag_that_is_needed_and_missing_is_refused_before_the_start(flag: str) -> None:
+    with pytest.raises(EngineArgumentsError, match=f"engine has no flag {flag}: llama-server build 11312") as caught:
+        arguments(chosen(), without(flag), SOCKET)
+    assert caught.value.exit_code == 40
+    assert "rebuild it" in (caught.value.hint or "")
+
+
+def test_the_child_gets_a_small_environment_and_its_limits() -> None:
+    found = command(
+        chosen(),
+        ENGINE,
+        engine_dir=Path("/opt/llama"),
+        socket_path=SOCKET,
+        cache_dir=Path("/data/cache/b1"),
+        stall_timeout_s=7.0,
+    )
+    assert found.argv[0] == "/opt/llama/llama-server"
+    assert dict(found.environment) == {"PATH": "/usr/bin:/bin", "HOME": "/data/cache/b1/home", "LANG": "C.UTF-8"}
+    assert (found.socket_path, found.stall_timeout_s) == (SOCKET, 7.0)
+
+
+async def test_readiness_is_false_where_nothing_listens(tmp_path: Path) -> None:
+    found = command(
+        chosen(), ENGINE, engine_dir=tmp_path, socket_path=tmp_path / "no.sock", cache_dir=tmp_path, stall_timeout_s=1.0
+    )
+    assert await found.is_ready() is False
+
+
+BUFFERS = (
+    "0.00.070.001 I load_tensors:   CPU_Mapped model buffer size =    92.10 MiB",
+    "0.00.071.002 I load_tensors:   CPU_REPACK model buffer size =    40.90 MiB",
+    "0.00.085.607 I llama_kv_cache:        CPU KV buffer size =    90.00 MiB",
+    "0.00.090.110 I sched_reserve:        CPU compute buffer size =    17.51 MiB",
+    "0.00.084.300 I llama_context:        CPU  output buffer size =     0.75 MiB",
+)
+
+
+def test_buffer_sizes_are_read_from_the_log() -> None:
+    noise = ("0.00.085.608 I llama_kv_cache: size =   90.00 MiB (  4096 cells,  30 layers)", "buffer size", "")
+    found = parse_allocated((*noise, *BUFFERS))
+    assert found == Allocated(model=133.0, kv=90.0, compute=17.51, output=0.75)
+    assert found.total == pytest.approx(241.26)
+    assert parse_allocated(line.split(" I ", 1)[1] for line in BUFFERS) == found  # without its prefix too
+
+
+@given(st.lists(st.text(max_size=80)))
+def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
+    assert parse_allocated(lines) == Allocated()
+
+
+@pytest.mark.parametrize(
+    ("first_error", "code"),
+    [
+        ("error: invalid argument: --ctx-sise", 40),
+        ('error while handling argument "-ctk": Unsupported cache type: q8', 40),
+        ("0.00.000.100 E error: unknown argument: --foo", 40),
+        ("/opt/llama/llama-server: error while loading shared libraries: libgomp.so.1: cannot open shared object", 44),
+        ("libllama.so: cannot open shared object file: No such file or directory", 44),
+        ("0.01.000.000 E ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 9", 42),
+        ("0.01.000.000 E alloc_tensor_range: unable to allocate CPU buffer", 42),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", 42),
+        ("0.01.000.000 E llama_model_load: error loading model: tensor data is not within the file bounds", 43),
+        ("0.01.000.000 E gguf_init_from_file: read error: Invalid argument", 43),  # the kernel's words, not a bad flag
+        ("0.01.000.000 E srv  start: couldn't bind HTTP server socket", 43),
+        (None, 43),
+    ],
+)
+def test_only_words_decide_what_an_ending_is(first_error: str | None, code: int) -> None:
+    log = ("one", "two")
+    found = ending("exited with code 1 before it was ready", first_error=first_error, log=log, was_ready=False)
+    assert found.exit_code == code
+    assert found.log == log
+    assert found.message == "engine llama-server exited with code 1 before it was ready"
+    assert found.hint
+    served = ending("exited with code 1", first_error=first_error, log=log, was_ready=True)
+    assert served.exit_code == 45  # whatever it said: it had been serving
+
+
+@given(st.text(max_size=100), st.one_of(st.none(), st.text(alphabet="abcdefg :", max_size=60)))
+def test_what_is_not_understood_is_43_and_never_memory(description: str, first_error: str | None) -> None:
+    found: EngineError = ending(description, first_error=first_error, log=(), was_ready=False)
+    assert found.exit_code == 43
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("0.00.085.607 W llama_context: n_ctx_seq (4096) < n_ctx_train (8192)", True),
+        ("0.00.085.607 E srv  load_model: failed", True),
+        ("error: invalid argument: --foo", True),
+        ("0.00.085.607 I srv  load_model: W E warning error", False),
+        ("0.00.085.607 D anything", False),
+        ("E", False),
+        ("", False),
+    ],
+)
+def test_warnings_and_errors_are_worth_showing(line: str, shown: bool) -> None:
+    assert is_worth_showing(line) is shown
+
+
+def test_flags_are_read_from_the_recorded_help() -> None:
+    flags = parse_flags(USAGE)
+    assert {*NEEDED, *OPTIONAL} <= set(flags)
+    assert {"-m", "-c", "-fa", "-fit", "-no-kvu", "-ctk"} <= set(flags)
+    assert flags == tuple(sorted(set(flags)))
+    assert all(flag.startswith("-") and " " not in flag and "," not in flag for flag in flags)
+    assert len(flags) > 200
+    assert "-----" not in "".join(flags)
+
+
+def test_words_in_a_description_are_no_flags() -> None:
+    usage = (
+        "-a,    --one N            as --two does, or -b\n                          see --three\n--four, --five  [x]\n"
+    )
+    assert parse_flags(usage) == ("--five", "--four", "--one", "-a")
+
+
+def test_kv_types_are_read_from_the_recorded_help() -> None:
+    assert parse_kv_types(USAGE) == ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+def test_facts_hold_version_build_and_commit() -> None:
+    facts = parse_facts(
+        version=f"ggml_backend_load_best: x\n{VERSION}\nbuilt with GNU", usage=USAGE, backends=("a.so",)
+    )
+    assert (facts.version, facts.build, facts.commit) == ("0.5.0-dev", 11312, "0c1e57098")
+    assert facts.backends == ("a.so",)
+
+
+@pytest.mark.parametrize(
+    ("version", "usage", "words"),
+    [
+        ("", USAGE, "names no version: ''"),
+        ("version: unknown", USAGE, "names no version"),
+        (VERSION, "", "lists no flags"),
+        (VERSION, "usage: server\n", "lists no flags"),
+        (VERSION, "-m, --model FNAME    the model\n", "lists no KV cache types"),
+    ],
+)
+def test_garbage_is_refused_while_the_image_is_built(version: str, usage: str, words: str) -> None:
+    with pytest.raises(EngineArgumentsError, match=words):
+        parse_facts(version=version, usage=usage)
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_facts_or_a_refusal(usage: str) -> None:
+    try:
+        parse_facts(version=VERSION, usage=usage)
+    except EngineArgumentsError as error:
+        assert "lists no" in error.message  # noqa: PT017 - either outcome is right
+
+
+def program(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_binary_is_asked_for_its_facts(tmp_path: Path) -> None:
+    help_file = Path(__file__).with_name("llama-server-help.txt")
+    (tmp_path / "libggml-cpu-haswell.so").touch()
+    (tmp_path / "libggml-base.so").touch()
+    body = f'case "$1" in --version) echo "{VERSION}" >&2;; --help) cat {help_file};; *) exit 9;; esac'
+    facts = query_facts(program(tmp_path / "llama-server", body))
+    assert facts == replace(ENGINE, backends=("libggml-cpu-haswell.so",))
+
+
+def test_a_binary_that_does_not_run_is_44_with_its_words(tmp_path: Path) -> None:
+    binary = program(tmp_path / "llama-server", "echo 'error while loading shared libraries: libx.so' >&2; exit 127")
+    with pytest.raises(EngineLibraryError, match=r"exit code 127: error while loading shared libraries: libx\.so"):
+        query_facts(binary)

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from facts import ENGINE, IMAGE, SMALL, machine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.errors import EngineNotReadyError
+from appliance.plan import Plan, plan
+from appliance.settings import resolve_settings
+from appliance.tune.candidates import DEEPEST, EMPTY, MIDDLE, depths
+from appliance.tune.measure import DECODE_TOKENS, common_depths, parse_timings
+from appliance.tune.search import (
+    CHAT,
+    NOISE,
+    Measurement,
+    Point,
+    Workload,
+    best,
+    decode_ms,
+    job_s,
+    next_plan,
+    plan_of,
+    prefill_s,
+    scaled,
+)
+
+
+def point(depth: int, decode: float, prefill: float = 1.0) -> Point:
+    return Point(depth=depth, decode_ms=decode, prefill_ms=prefill, prefill_tokens=depth)
+
+
+def measured(threads: int, ubatch: int, decode: float = 10.0, prefill: float = 1.0) -> Measurement:
+    points = tuple(point(depth, decode * (1 + depth / 2048), prefill) for depth in (32, 512, 2048))
+    return Measurement(threads=threads, ubatch=ubatch, points=points)
+
+
+def failed(threads: int, ubatch: int) -> Measurement:
+    return Measurement(threads=threads, ubatch=ubatch, error="engine exited with code 1")
+
+
+PLANS = plan(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
+GRID = [(t, u) for u in (512, 256, 1024) for t in (4, 8, 2)]
+
+
+def test_the_plans_of_the_made_up_machine_are_the_whole_grid() -> None:
+    assert [(p.threads, p.ubatch) for p in PLANS] == GRID
+
+
+def test_decode_is_linear_between_points_and_level_outside_them() -> None:
+    points = (point(512, 20.0), point(32, 10.0), point(2048, 50.0))  # the order does not matter
+    assert decode_ms(points, 0) == 10.0
+    assert decode_ms(points, 32) == 10.0
+    assert decode_ms(points, 272) == 15.0
+    assert decode_ms(points, 512) == 20.0
+    assert decode_ms(points, 1280) == 35.0
+    assert decode_ms(points, 100_000) == 50.0
+    assert decode_ms(points[:1], 1) == decode_ms(points[:1], 9999) == 20.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0.1, 500)), min_size=1, max_size=6), st.floats(0, 10_000))
+def test_decode_stays_between_the_slowest_and_the_fastest_point(pairs: list[tuple[int, float]], depth: float) -> None:
+    points = [point(at, ms) for at, ms in dict(pairs).items()]
+    found = decode_ms(points, depth)
+    assert min(p.decode_ms for p in points) - 1e-9 <= found <= max(p.decode_ms for p in points) + 1e-9
+
+
+def test_prefill_reads_each_stretch_at_its_own_rate_and_the_rest_at_the_last() -> None:
+    points = (point(32, 1.0, 10.0), point(512, 1.0, 2.0), point(2048, 1.0, 4.0))
+    assert prefill_s(points, 0) == 0.0
+    assert prefill_s(points, 16) == pytest.approx(0.160)
+    assert prefill_s(points, 512) == pytest.approx(0.320 + 0.960)
+    assert prefill_s(points, 2048) == pytest.approx(0.320 + 0.960 + 6.144)
+    assert prefill_s(points, 3048) == pytest.approx(0.320 + 0.960 + 6.144 + 4.0)
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_a_longer_prompt_never_takes_less_time(one: int, other: int) -> None:
+    points = measured(1, 1, prefill=3.0).points
+    less, more = sorted((one, other))
+    assert prefill_s(points, less) <= prefill_s(points, more)
+
+
+def test_a_job_is_its_prefill_and_the_integral_of_the_curve() -> None:
+    flat = Measurement(threads=1, ubatch=1, points=(point(32, 20.0, 2.0), point(512, 20.0, 2.0)))
+    assert job_s(flat, CHAT) == pytest.approx(512 * 0.002 + 256 * 0.020)
+    rising = Measurement(threads=1, ubatch=1, points=(point(512, 20.0, 2.0), point(768, 40.0, 2.0)))
+    assert job_s(rising, CHAT) == pytest.approx(512 * 0.002 + 256 * 0.030)  # the mean of a straight line
+    assert job_s(failed(1, 1), CHAT) == float("inf")
+
+
+@pytest.mark.parametrize(("gain", "wins"), [(NOISE / 2, False), (NOISE * 2, True)])
+def test_a_challenger_must_be_better_by_more_than_the_noise(gain: float, wins: bool) -> None:
+    first, second = measured(4, 512), measured(8, 512, decode=10.0 * (1 - gain), prefill=1 - gain)
+    assert best([first, second], CHAT) is (second if wins else first)
+    assert best([second, first], CHAT) is second
+
+
+def test_failures_never_win_and_without_any_success_there_is_no_best() -> None:
+    slow = measured(2, 512, decode=1000.0)
+    assert best([failed(4, 512), slow], CHAT) is slow
+    assert best([failed(4, 512)], CHAT) is None
+    assert best([], CHAT) is None
+
+
+def walk(speeds: dict[tuple[int, int], Measurement], plans: list[Plan] = PLANS) -> list[Measurement]:
+    """The search from its beginning to its end; fails when it asks for a plan twice."""
+    done: list[Measurement] = []
+    while (chosen := next_plan(plans, done, CHAT)) is not None:
+        assert (chosen.threads, chosen.ubatch) not in {(m.threads, m.ubatch) for m in done}
+        done.append(speeds[chosen.threads, chosen.ubatch])
+    return done
+
+
+def test_threads_are_measured_at_the_predicted_ubatch_and_then_ubatches_at_the_best_threads() -> None:
+    speeds = {(t, u): measured(t, u, decode=5.0 if t == 8 else 10.0) for t, u in GRID}
+    assert [(m.threads, m.ubatch) for m in walk(speeds)] == [(4, 512), (8, 512), (2, 512), (8, 256), (8, 1024)]
+
+
+def test_a_first_plan_that_fails_does_not_end_the_search() -> None:
+    speeds = {(t, u): measured(t, u) if t != 4 else failed(t, u) for t, u in GRID}
+    done = walk(speeds)
+    assert best(done, CHAT) is speeds[8, 512]
+    assert len(done) == 5
+
+
+def test_when_every_plan_fails_the_search_ends_all_the_same() -> None:
+    done = walk({(t, u): failed(t, u) for t, u in GRID})
+    assert best(done, CHAT) is None
+    assert len(done) == 5
+
+
+def test_a_single_plan_is_measured_once() -> None:
+    only = [replace(PLANS[0], threads=3, ubatch=64)]
+    assert walk({(3, 64): measured(3, 64)}, only) == [measured(3, 64)]
+
+
+@pytest.mark.parametrize("optimum", GRID)
+def test_the_known_optimum_of_a_synthetic_machine_is_found(optimum: tuple[int, int]) -> None:
+    """Threads decide decoding and ubatch decides prefill: each value is a fifth slower than the optimum's."""
+
+    def speed(threads: int, ubatch: int) -> Measurement:
+        return measured(
+            threads,
+            ubatch,
+            decode=10.0 if threads == optimum[0] else 12.0,
+            prefill=5.0 if ubatch == optimum[1] else 6.0,
+        )
+
+    done = walk({(t, u): speed(t, u) for t, u in GRID})
+    chosen = best(done, CHAT)
+    assert chosen is not None
+    assert (chosen.threads, chosen.ubatch) == optimum
+    assert plan_of(PLANS, chosen) == PLANS[GRID.index(optimum)]
+    assert len(done) == 5
+
+
+times = st.floats(1.0, 200.0)
+
+
+@given(st.fixed_dictionaries({(t, u): st.tuples(times, times) for t, u in GRID}))
+def test_the_winner_is_within_the_noise_of_everything_measured(speeds: dict[Any, tuple[float, float]]) -> None:
+    """On any machine at all: the best threads at the predicted ubatch, and then the best ubatch at those threads."""
+    table = {(t, u): measured(t, u, decode, prefill) for (t, u), (decode, prefill) in speeds.items()}
+    done = walk(table)
+    chosen = best(done, CHAT)
+    assert chosen is not None
+    assert len(done) == 5
+    assert job_s(chosen, CHAT) * (1 - NOISE) <= min(job_s(m, CHAT) for m in done) + 1e-9
+    assert {m.ubatch for m in done if m.threads == chosen.threads} == {512, 256, 1024}
+
+
+@pytest.mark.parametrize(("context", "tokens_in", "tokens_out"), [(8192, 512, 256), (768, 512, 256), (384, 256, 128)])
+def test_a_job_keeps_its_proportions_in_a_smaller_window(context: int, tokens_in: int, tokens_out: int) -> None:
+    job = scaled(CHAT, context)
+    assert (job.tokens_in, job.tokens_out) == (tokens_in, tokens_out)
+    assert (job == CHAT) == (context >= 768)
+
+
+@given(st.integers(256, 20_000), st.integers(1, 4000), st.integers(1, 4000))
+def test_a_scaled_job_fits_its_window(context: int, tokens_in: int, tokens_out: int) -> None:
+    job = scaled(Workload(name="w", tokens_in=tokens_in, tokens_out=tokens_out), context)
+    assert 0 < job.tokens_in + job.tokens_out <= context
+
+
+def test_depths_are_empty_middle_and_what_the_time_allows() -> None:
+    assert depths(8192, 24) == (EMPTY, MIDDLE)  # no rate yet, no deep one
+    assert depths(8192, 24, prefill_ms=1.0, seconds=60) == (EMPTY, MIDDLE, DEEPEST)
+    assert depths(8192, 24, prefill_ms=10.0, seconds=5) == (EMPTY, MIDDLE, MIDDLE + 500)
+    assert depths(8192, 24, prefill_ms=10.0, seconds=1) == (EMPTY, MIDDLE)  # too near to the middle to be worth it
+    assert depths(8192, 24, prefill_ms=10.0, seconds=-5) == (EMPTY, MIDDLE)
+
+
+def test_a_tiny_context_has_room_for_all_depths() -> None:
+    assert depths(256, 24, prefill_ms=0.1, seconds=60) == (32, 115, 231)
+
+
+@given(st.integers(256, 2**20), st.integers(1, 64), st.floats(0.001, 10_000), st.floats(-100, 1000))
+def test_depths_rise_and_leave_room_to_decode(context: int, tokens: int, prefill_ms: float, seconds: float) -> None:
+    for found in (depths(context, tokens), depths(context, tokens, prefill_ms=prefill_ms, seconds=seconds)):
+        assert found[0] >= 1
+        assert list(found) == sorted(set(found))
+        assert found[-1] + tokens < context
+        assert found[-1] <= DEEPEST
+
+
+def test_later_plans_are_measured_at_the_depths_of_the_first_good_one() -> None:
+    assert common_depths([]) is None
+    assert common_depths([failed(1, 1)]) is None
+    assert common_depths([failed(1, 1), measured(2, 512)]) == (32, 512, 2048)
+    two = Measurement(threads=1, ubatch=1, points=(point(32, 1.0), point(512, 1.0)))
+    assert common_depths([two, measured(2, 512)]) == (32, 512)  # never at more: level and slanted ends do not compare
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    timings = {"prompt_n": 480, "cache_n": 32, "predicted_n": 24, "prompt_ms": 960.0, "predicted_ms": 230.0}
+    return {"timings": {**timings, **changes}}
+
+
+def test_timings_become_a_point() -> None:
+    found = parse_timings(reply(), 512, DECODE_TOKENS)
+    assert found == Point(depth=512, decode_ms=10.0, prefill_ms=2.0, prefill_tokens=480)  # 24 tokens are 23 steps
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_n": 479},
+        {"prompt_n": 0, "cache_n": 511},
+        {"cache_n": 0},
+        {"predicted_n": 23},
+        {"predicted_n": 0},
+        {"predicted_ms": 0.0},
+        {"prompt_ms": 0.0},
+    ],
+)
+def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match=r"other work than asked|gave no times"):
+        parse_timings(reply(**changes), 512, DECODE_TOKENS)
+
+
+@pytest.mark.parametrize("document", [{}, {"timings": {}}, {"error": {"message": "no"}}])
+def test_a_reply_without_timings_is_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match="other work than asked"):
+        parse_timings(document, 512, DECODE_TOKENS)
