@@ -8,11 +8,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from appliance import __version__
-from appliance.errors import EngineError, FatalError, UsageError
+from appliance.errors import ConfigError, EngineError, FatalError, UsageError
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
+
+if TYPE_CHECKING:
+    from appliance.profile import ProfileStore
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -51,13 +54,20 @@ def _run(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser, known = _parser()
+    # Before argparse looks: it would take the value of a misspelt flag for a word of the verb, and blame that.
+    for word in argv:
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            raise _unknown(word, known)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(flag, known, 1)
-        message = f"unknown argument: {unknown[0]}"
-        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{parser.prog} --help`")
+        raise _unknown(unknown[0], known)
     return options
+
+
+def _unknown(word: str, known: Sequence[str]) -> UsageError:
+    near = difflib.get_close_matches(word.partition("=")[0], known, 1)
+    message = f"unknown argument: {word}"
+    return UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else "see `appliance --help`")
 
 
 def _parser() -> tuple[_Parser, list[str]]:
@@ -68,7 +78,7 @@ def _parser() -> tuple[_Parser, list[str]]:
         ("plan", _plan, "show what would be served, and why"),
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),
-        ("profiles", _profiles, "list what was found before"),
+        ("profiles", _profiles, "list, show, export or import what was found before"),
         ("models", _models, "list, add or remove models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
@@ -81,7 +91,7 @@ def _parser() -> tuple[_Parser, list[str]]:
         _add_settings(verb)
         if name in _ADDITIONS:
             _ADDITIONS[name](verb)
-    return parser, [setting.flag for setting in SETTINGS.values()] + ["--json", "--explain", "--dry-run"]
+    return parser, [*(setting.flag for setting in SETTINGS.values()), *_OTHER_FLAGS]
 
 
 def _add_settings(verb: argparse.ArgumentParser) -> None:
@@ -110,6 +120,13 @@ def _add_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
+def _add_profiles(verb: argparse.ArgumentParser) -> None:
+    actions = ("list", "show", "export", "import")
+    verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
+    verb.add_argument("id", nargs="?", metavar="ID", help="of a profile, or the beginning of it")
+    _add_json(verb)
+
+
 def _add_models(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list", help="default: list")
     verb.add_argument("file", nargs="?", metavar="FILE", help="name on the volume, as in model.gguf")
@@ -122,12 +139,13 @@ def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
 
 
+_OTHER_FLAGS = ("--", "--help", "--json", "--explain", "--dry-run", "--sha256", "--bin", "--out")
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "serve": _add_model,
     "tune": _add_model,
     "plan": _add_plan,
     "probe": _add_json,
-    "profiles": _add_json,
+    "profiles": _add_profiles,
     "models": _add_models,
     "version": _add_json,
     "engine-facts": _add_engine_facts,
@@ -209,9 +227,30 @@ def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
 
 
 def _profiles(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
-    from appliance.profile import ProfileStore
+    from appliance.profile import ProfileStore, dump_profile
 
-    found = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr)).all()
+    store = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr))
+    if options.action == "list":
+        return _list_profiles(options, settings, store)
+    if options.action == "import":
+        return _import_profile(settings, store)
+    if not options.id:
+        message = f"profiles {options.action} needs an id"
+        raise UsageError(message, hint="`appliance profiles list` shows what is there")
+    profile = store.find(options.id)
+    if options.action == "export" or options.json:
+        print(dump_profile(profile), end="")
+    else:
+        from appliance.plan import explain
+
+        parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
+        print(f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n\nmeasured {profile.created}")
+        print(_indented("\n".join(measurement.in_words() for measurement in profile.measurements)))
+    return 0
+
+
+def _list_profiles(options: argparse.Namespace, settings: Settings, store: ProfileStore) -> int:
+    found = store.all()
     if options.json:
         rows = [{"id": p.key.id, "created": p.created, "speed": p.speed, "key": p.key.parts} for p in found]
         print(json.dumps(rows, indent=1))
@@ -221,6 +260,21 @@ def _profiles(options: argparse.Namespace, settings: Settings, _: Mapping[str, s
         print(f"{profile.key.id}  {profile.created}  {profile.plan.alias}: {chosen}; {profile.speed}")
     if not found:
         print(f"no profiles in {settings.profiles_dir}", file=sys.stderr)
+    return 0
+
+
+def _import_profile(settings: Settings, store: ProfileStore) -> int:
+    from appliance.profile import parse_profile
+    from appliance.volume import open_volume
+
+    try:
+        profile = parse_profile(sys.stdin.read())
+    except ValueError as error:
+        message = f"profile cannot be imported: {error}"
+        raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
+    open_volume(settings.data_dir)
+    store.save(profile)
+    print(f"{profile.key.id}: used by the next start whose model, machine, image and settings are the same")
     return 0
 
 

@@ -25,7 +25,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     house = House(settings, image, engine, hardware, report)
     house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
@@ -42,7 +42,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
+    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     house = House(settings, image, engine, hardware, report)
     async with house.stoppable():
@@ -58,8 +58,8 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
     image, engine = load_facts(settings)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.path, model.header_bytes))
-    return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).load(key)
+    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
+    return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).peek(key)
 
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:

@@ -145,12 +145,10 @@ class House:
 
     def _on_measured(self, measurement: Measurement) -> None:
         self._measurements.append(measurement)
-        what = f"{measurement.threads} threads, ubatch {measurement.ubatch}"
         if measurement.error:
-            self._report.warning("tune_failed", f"{what}: {measurement.error}")
+            self._report.warning("tune_failed", measurement.in_words())
             return
-        curve = ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in measurement.points)
-        self._report.info("tune_measured", f"{what}: {curve}", points=[asdict(p) for p in measurement.points])
+        self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
 
     @asynccontextmanager
     async def stoppable(self) -> AsyncIterator[None]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from appliance.model.digest import ModelDigest, digest
 from appliance.model.facts import Model, parse_facts
 from appliance.model.find import list_models, resolve_model
-from appliance.model.gguf import read_gguf
+from appliance.model.parts import plain_name, read_whole
 
-__all__ = ["Model", "ModelDigest", "digest", "list_models", "read_model", "resolve_model"]
+__all__ = ["Model", "ModelDigest", "digest", "list_models", "plain_name", "read_model", "resolve_model"]
 
 
 def read_model(path: Path) -> Model:
-    """Raises ModelUnreadableError for whatever is not a whole GGUF file of a language model."""
-    return parse_facts(read_gguf(path))
+    """Raises ModelUnreadableError for whatever is not a whole GGUF file, or all parts of one, of a language model."""
+    return parse_facts(read_whole(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,22 @@ class ModelDigest:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def digest(path: Path, header_bytes: int) -> ModelDigest:
-    """Two models with the same shape differ in their weights: the samples see that. Raises ModelUnreadableError."""
+def digest(paths: Sequence[Path], header_bytes: int) -> ModelDigest:
+    """Of a model's files, in order; `header_bytes` is the first one's.
+
+    Two models with the same shape differ in their weights: the samples see that. Raises ModelUnreadableError.
+    """
+    found = [_digest(path, header_bytes if path is paths[0] else 0) for path in paths]
+    if len(found) == 1:
+        return found[0]
+    return ModelDigest(
+        size=sum(part.size for part in found),
+        header_sha256=found[0].header_sha256,
+        samples_sha256=hashlib.sha256(" ".join(part.samples_sha256 for part in found).encode()).hexdigest(),
+    )
+
+
+def _digest(path: Path, header_bytes: int) -> ModelDigest:
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

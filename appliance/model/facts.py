@@ -51,7 +51,8 @@ class Model:
     `cache_reason` says which keys are the cause.
     """
 
-    path: Path
+    path: Path  # of a split model its first part, which is what the engine is given
+    parts: tuple[Path, ...]  # every file of it, in order
     format: Literal["gguf"]
     architecture: str
     name: str
@@ -99,6 +100,7 @@ def parse_facts(gguf: Gguf) -> Model:
     experts = keys.number("expert_count", default=0, high=EXPERTS_LIMIT)
     return Model(
         path=gguf.path,
+        parts=gguf.parts or (gguf.path,),
         format="gguf",
         architecture=keys.architecture,
         name=keys.text("general.name") or gguf.path.stem,
@@ -161,10 +163,6 @@ class _Keys:
             return value.count
         return len(value) if isinstance(value, tuple) else None
 
-    def parts(self) -> int:
-        value = self._gguf.metadata.get("split.count", 1)
-        return value if type(value) is int else 1
-
     def has_tensors(self) -> bool:
         return any(tensor.size_bytes for tensor in self._gguf.tensors)
 
@@ -201,10 +199,6 @@ def _refuse_other_kinds(keys: _Keys) -> None:
         keys.fail("it is a multimodal projector", hint="give the language model that lies beside it")
     if kind != "model":
         keys.fail(f"it is no model but of general.type {kind}", hint="give a language model")
-    parts = keys.parts()
-    if parts > 1:
-        hint = "join the parts with llama-gguf-split --merge"
-        keys.fail(f"it is one of {parts} parts, and split files are not supported yet", hint=hint)
     if not keys.has_tensors():
         keys.fail("it holds no tensors, only a header or a vocabulary", hint="give a model with weights")
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.model.parts import PART
 
 DEPTH = 2  # models/organisation/repository/file.gguf
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _LISTED = 20
 
 
@@ -79,10 +78,6 @@ def _checked(path: Path) -> Path:
     if _is_folder(path):
         message = f"model is a folder: {path}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
-    part = _PART.search(path.name)
-    if part and int(part[2]) > 1:
-        message = f"model is split into {int(part[2])} files, which is not supported yet: {path}"
-        raise ModelUnreadableError(message, hint="join them with llama-gguf-split --merge, then give the joined file")
     return path
 
 
@@ -131,7 +126,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_served(name: str) -> bool:
-    part = _PART.search(name)
+    part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
     return name.lower().endswith(".gguf") and not name.lower().startswith("mmproj") and not is_later_part
 

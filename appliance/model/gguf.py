@@ -75,6 +75,7 @@ class Gguf:
     tensors: tuple[Tensor, ...]
     header_bytes: int  # where the first tensor's data begins, or the end of the header when there are none
     file_bytes: int
+    parts: tuple[Path, ...] = ()  # all files of a split model, in order; empty: this one is all there is
 
 
 def read_gguf(path: Path) -> Gguf:

@@ -1,6 +1,6 @@
 """Step 2: what can work on this machine with this model, best prediction first, each value with its reason."""
 
-from appliance.plan.decide import Choice, Plan, plan
+from appliance.plan.decide import Choice, Plan, plan, with_measured
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.memory import Memory
 
@@ -14,4 +14,5 @@ __all__ = [
     "explain_settings",
     "in_short",
     "plan",
+    "with_measured",
 ]

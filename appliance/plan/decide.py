@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model
+from appliance.model import Model, plain_name
 from appliance.plan.memory import (
     APPLIANCE_MIB,
     CONTEXT_STEP,
@@ -80,7 +80,7 @@ def plan(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: H
     best = Plan(
         engine=image.engine,
         model_path=str(model.path),
-        alias=settings.alias or model.path.stem,
+        alias=settings.alias or plain_name(model.path),
         context=context,
         kv_type=kv_type,
         threads=threads[0],
@@ -96,6 +96,18 @@ def plan(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: H
         choices=(*window, cache, by_threads, _by_ubatch(settings, ubatch), *_fixed(settings), loading),
     )
     return [best, *_alternatives(best, settings, model, threads)]
+
+
+def with_measured(plan: Plan, words: str) -> Plan:
+    """The plan with measuring as the reason for what it decided."""
+    measured = {"threads": plan.threads, "ubatch": plan.ubatch}
+    choices = tuple(
+        replace(choice, value=str(measured[choice.name]), reason=words, source="measured")
+        if choice.name in measured and choice.source in ("probe", "default")  # what was asked for stays asked for
+        else choice
+        for choice in plan.choices
+    )
+    return replace(plan, choices=choices)
 
 
 def _check(settings: Settings, engine: EngineFacts, model: Model) -> None:

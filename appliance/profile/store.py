@@ -10,10 +10,10 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from appliance.errors import VolumeError
+from appliance.errors import ConfigError, VolumeError
 from appliance.profile.record import Key, OtherSchemaError, Profile, dump_profile, parse_profile
 
 MAX_BYTES = 16 * 2**20  # ours are some 10 KB; a larger file is not one of ours
@@ -35,6 +35,18 @@ class ProfileStore:
             return None
         return profile
 
+    def peek(self, key: Key) -> Profile | None:
+        """Like `load`, but it changes nothing: a file that cannot be read counts as none."""
+        return next((profile for profile in self._readable() if profile.key == key), None)
+
+    def find(self, key_id: str) -> Profile:
+        """By id or the beginning of it. Raises ConfigError for none and for several."""
+        found = [profile for profile in self._readable() if profile.key.id.startswith(key_id)]
+        if len(found) == 1:
+            return found[0]
+        message = f"{'no profile' if not found else f'{len(found)} profiles'} with this id: {key_id}"
+        raise ConfigError(message, hint="`appliance profiles list` shows what is there")
+
     def save(self, profile: Profile) -> None:
         """Raises VolumeError; what was there before is there after."""
         path = self._path(profile.key)
@@ -46,6 +58,11 @@ class ProfileStore:
         paths = sorted(self._folder.glob("*.json"))
         found = [profile for path in paths if (profile := self._read(path, is_ours=False))]
         return tuple(sorted(found, key=lambda profile: profile.created, reverse=True))
+
+    def _readable(self) -> Iterator[Profile]:
+        for path in sorted(self._folder.glob("*.json")):
+            with suppress(ValueError, OSError):  # what is set aside at a start is only passed over here
+                yield parse_profile(path.read_text(encoding="utf-8"))
 
     def why_unused(self, key: Key) -> str | None:
         """For a key without a profile: what changed since the newest one for the same file; None if there is none."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from appliance.command import Command
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
-from appliance.plan import Plan
+from appliance.plan import Plan, with_measured
 from appliance.tune.measure import Step, common_depths, measure
 from appliance.tune.search import CHAT, Measurement, Workload, best, job_s, next_plan, plan_of, scaled
 
@@ -65,13 +65,21 @@ async def tune(
     if chosen is None:
         raise failures[0]
     return Tuned(
-        plan=plan_of(plans, chosen),
+        plan=with_measured(plan_of(plans, chosen), _why(chosen, measurements, workload)),
         chosen=chosen,
         measurements=tuple(measurements),
         workload=workload,
         seconds=time.monotonic() - began,
         stopped_by=stopped_by,
     )
+
+
+def _why(chosen: Measurement, measurements: Sequence[Measurement], workload: Workload) -> str:
+    took = f"{job_s(chosen, workload):.1f} s for a {workload.name} job"
+    others = [job_s(m, workload) for m in measurements if m is not chosen and m.points]
+    if not others:
+        return f"the only one measured: {took}"
+    return f"best of {len(others) + 1} measured: {took}, the next {min(others):.1f} s"
 
 
 def speed_in_words(tuned: Tuned) -> str:

@@ -18,6 +18,7 @@ ENGINE: EngineFacts = parse_facts(version="version: 0.5.0-dev (build 11312, comm
 
 SMALL = Model(
     path=Path("/data/models/small.gguf"),
+    parts=(Path("/data/models/small.gguf"),),
     format="gguf",
     architecture="llama",
     name="small",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
-from appliance.plan import Plan, as_document, explain, plan
+from appliance.plan import Plan, as_document, explain, plan, with_measured
 from appliance.plan.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
@@ -182,3 +182,12 @@ def test_more_memory_never_gives_a_smaller_context(one: int, other: int) -> None
             return 0
 
     assert context(less) <= context(more)
+
+
+def test_measuring_becomes_the_reason_unless_the_value_was_asked_for() -> None:
+    found = with_measured(replace(first(), threads=2, ubatch=256), "best of 4 measured")
+    assert [(c.value, c.reason, c.source) for c in found.choices if c.name in ("threads", "ubatch")] == [
+        ("2", "best of 4 measured", "measured"),
+        ("256", "best of 4 measured", "measured"),
+    ]
+    assert reason(with_measured(first(threads="2"), "best of 4 measured"), "threads") == "asked for"

@@ -83,7 +83,7 @@ def fill(path: Path) -> None:
 
 # Everything is imported before the change of user: the interpreter itself may lie where only root gets to.
 PRELUDE = """
-import io, os, sys
+import io, locale, os, shutil, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from appliance.__main__ import main

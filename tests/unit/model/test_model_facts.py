@@ -124,7 +124,6 @@ def test_a_model_without_heads_is_read_when_it_keeps_a_state(tmp_path: Path) -> 
         ({"llama__attention__head_count": 65}, "its layers do not attend"),
         ({"general__type": "adapter"}, "it is no model but of general.type adapter"),
         ({"general__type": "mmproj"}, "it is a multimodal projector"),
-        ({"split__count": 3}, "it is one of 3 parts, and split files are not supported yet"),
         ({"tensors": []}, "it holds no tensors"),
     ],
 )

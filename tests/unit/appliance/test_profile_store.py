@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mounts import tmpfs
+from profiles import key, profile
+
+from appliance.errors import VolumeError
+from appliance.plan import Plan
+from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
+from appliance.tune.search import Measurement, Point
+
+ROOT = Path(__file__).parents[3]
+TEXT = dump_profile(profile())
+DATA = TEXT.encode()
+
+
+class Shelf:
+    """A store and what it warned of."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.warnings: list[str] = []
+        self.store = ProfileStore(folder, self.warnings.append)
+        self.path = folder / f"{key().id}.json"
+
+    def load_bytes(self, data: bytes) -> Profile | None:
+        self.warnings.clear()
+        self.path.write_bytes(data)
+        return self.store.load(key())
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "profiles")
+
+
+@pytest.fixture(scope="module")
+def long_shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """One for many examples."""
+    return Shelf(tmp_path_factory.mktemp("profiles"))
+
+
+def test_a_profile_is_read_back_as_it_was_written(shelf: Shelf) -> None:
+    assert parse_profile(TEXT) == profile()
+    assert dump_profile(parse_profile(TEXT)) == TEXT
+    assert shelf.store.load(key()) is None
+    shelf.store.save(profile())
+    assert shelf.store.load(key()) == profile()
+    assert shelf.warnings == []
+
+
+finite = st.floats(0.001, 1e9)
+points = st.builds(
+    Point, depth=st.integers(1, 2**20), decode_ms=finite, prefill_ms=finite, prefill_tokens=st.integers(0, 2**20)
+)
+measurements = st.builds(
+    Measurement,
+    threads=st.integers(1, 4096),
+    ubatch=st.integers(16, 16384),
+    points=st.lists(points, max_size=3).map(tuple),
+    load_s=finite,
+    seconds=finite,
+    allocated=st.sampled_from([None, profile().allocated]),
+    error=st.one_of(st.none(), st.text()),
+)
+
+
+@given(st.lists(measurements, max_size=4), st.text(), finite)
+def test_any_profile_is_read_back_as_it_was_written(found: list[Measurement], speed: str, job_s: float) -> None:
+    written = replace(profile(speed=speed), measurements=tuple(found), job_s=job_s)
+    assert parse_profile(dump_profile(written)) == written
+
+
+def test_how_far_the_prediction_was_off() -> None:
+    found = profile()
+    assert found.allocated is not None
+    memory = found.plan.memory
+    predicted = memory.weights + memory.kv + memory.compute + memory.output
+    assert found.prediction_error == pytest.approx((predicted - 288.36) / 288.36)
+    assert replace(found, allocated=None).prediction_error is None
+
+
+def test_every_truncation_of_a_file_is_set_aside_with_a_warning(shelf: Shelf) -> None:
+    for length in range(len(DATA) - 1):  # without the final newline it is whole
+        assert shelf.load_bytes(DATA[:length]) is None
+        assert len(shelf.warnings) == 1
+        assert f"{key().id}.corrupt, measuring again: " in shelf.warnings[0]
+        assert not shelf.path.exists()
+    assert shelf.path.with_suffix(".corrupt").read_bytes() == DATA[:-2]
+    assert shelf.load_bytes(DATA[:-1]) == profile()
+
+
+def types_of(found: Any) -> Any:
+    """The shape of a value: dataclasses with the types of their fields, all the way down."""
+    if isinstance(found, tuple):
+        return {repr(types_of(item)) for item in found}
+    if hasattr(found, "__dataclass_fields__"):
+        return type(found), [(f.name, types_of(getattr(found, f.name))) for f in fields(found)]
+    return float if isinstance(found, int) and not isinstance(found, bool) else type(found)
+
+
+PARTS = ("plan", "job_s", "workload", "speed", "seconds", "stopped_by", "created", "allocated")
+
+
+@settings(max_examples=500)
+@given(st.integers(0, len(DATA) * 8 - 1))
+def test_a_flipped_bit_is_set_aside_or_leaves_a_profile_of_the_same_types(long_shelf: Shelf, bit: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[bit // 8] ^= 1 << bit % 8
+    found = long_shelf.load_bytes(bytes(damaged))
+    if found is None:
+        assert len(long_shelf.warnings) == 1
+        return
+    assert long_shelf.warnings == []
+    assert found.key == key()
+    for name in PARTS:
+        assert types_of(getattr(found, name)) == types_of(getattr(profile(), name)), name
+    assert {type(m) for m in found.measurements} == {Measurement}
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_set_aside(long_shelf: Shelf, data: bytes) -> None:
+    assert long_shelf.load_bytes(data) is None
+    assert len(long_shelf.warnings) == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(json.loads(TEXT))), json_values)
+def test_any_json_in_the_place_of_a_part_is_never_an_exception(long_shelf: Shelf, name: str, value: Any) -> None:
+    found = long_shelf.load_bytes(json.dumps({**json.loads(TEXT), name: value}).encode())
+    assert (found is None) == (len(long_shelf.warnings) == 1)
+    assert found is None or isinstance(found.plan, Plan)
+
+
+@pytest.mark.parametrize("kind", list(json.loads(TEXT)))
+def test_a_file_that_lacks_a_part_is_set_aside(shelf: Shelf, kind: str) -> None:
+    document = json.loads(TEXT)
+    del document[kind]
+    assert shelf.load_bytes(json.dumps(document).encode()) is None
+    assert kind in shelf.warnings[0]
+
+
+def test_a_deep_or_a_huge_file_is_set_aside(shelf: Shelf) -> None:
+    assert shelf.load_bytes(b"[" * 200_000) is None
+    assert shelf.load_bytes(b" " * (16 * 2**20) + DATA) is None
+    assert "larger than" in shelf.warnings[0]
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None])
+def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_under_another(
+    shelf: Shelf, schema: Any
+) -> None:
+    text = json.dumps({**json.loads(TEXT), "schema": schema})
+    other = shelf.folder / "of-another-appliance.json"
+    other.write_text(text)
+    assert shelf.store.all() == ()
+    assert shelf.store.why_unused(key()) is None
+    assert other.exists()
+    assert shelf.warnings == []
+    assert shelf.load_bytes(text.encode()) is None
+    assert f"another schema than 1: {schema}" in shelf.warnings[0]
+
+
+def test_a_profile_for_another_key_under_this_name_is_set_aside(shelf: Shelf) -> None:
+    assert shelf.load_bytes(dump_profile(profile(key("b2"))).encode()) is None
+    assert "it is for another key" in shelf.warnings[0]
+
+
+def test_a_key_that_does_not_match_its_parts_is_set_aside(shelf: Shelf) -> None:
+    document = json.loads(TEXT)
+    document["key"]["parts"]["build"] = "b2"
+    assert shelf.load_bytes(json.dumps(document).encode()) is None
+    assert "key does not match its parts" in shelf.warnings[0]
+
+
+def test_profiles_are_listed_newest_first_without_the_damaged(shelf: Shelf) -> None:
+    old, new = profile(key("b1")), profile(key("b2"), created="2026-02-01T00:00:00+00:00")
+    for found in (old, new):
+        shelf.store.save(found)
+    (shelf.folder / "damaged.json").write_text("{")
+    assert shelf.store.all() == (new, old)
+    assert len(shelf.warnings) == 1
+    assert (shelf.folder / "damaged.corrupt").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (key("b2"), "build: b1 -> b2"),
+        (key(memory_mib=8192), "hardware.memory_mib: 16384 -> 8192"),
+        (key(ctx_size="4096"), "settings.ctx_size: None -> 4096"),
+        (key("b2", kv_type="q8_0"), "build: b1 -> b2; settings.kv_type: auto -> q8_0"),
+        (key(file="other.gguf"), None),
+    ],
+)
+def test_what_changed_is_named(shelf: Shelf, changed: Key, words: str | None) -> None:
+    shelf.store.save(profile())
+    assert shelf.store.load(changed) is None
+    assert shelf.store.why_unused(changed) == words
+
+
+def test_settings_that_do_not_matter_do_not_change_the_key() -> None:
+    assert key(port="99", log="json", tune="off", budget_s="60", drain_s="1", auth="off") == key()
+
+
+def test_a_path_that_is_no_file_is_said(shelf: Shelf) -> None:
+    shelf.path.mkdir()
+    with pytest.raises(VolumeError, match="profile cannot be read") as caught:
+        shelf.store.load(key())
+    assert caught.value.exit_code == 50
+
+
+HELPER = """
+import os, sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from profiles import key, profile
+from appliance.profile import ProfileStore
+store = ProfileStore(Path(sys.argv[3]), print)
+print("ready", flush=True)
+for line in sys.stdin:
+    word, _, rest = line.strip().partition(" ")
+    if word == "save":
+        for number in range(int(rest)):
+            store.save(profile(speed=f"{os.getpid()} " + "x" * (number * 997 % 20000)))
+        print("saved", flush=True)
+    elif word == "tuning":
+        with store.tuning(key()) as is_ours:
+            print(is_ours, flush=True)
+            if rest == "hold" and is_ours:
+                sys.stdin.readline()
+"""
+
+
+@contextmanager
+def helper(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process with a store on the same folder; it does as it is told, a line each."""
+    argv = [sys.executable, "-B", "-c", HELPER, str(ROOT), str(Path(__file__).parent), str(folder)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert answer(process) == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def tell(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdin
+    process.stdin.write(words + "\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().strip()
+
+
+def test_with_two_writers_at_once_the_file_is_always_whole(shelf: Shelf) -> None:
+    shelf.store.save(profile())
+    with helper(shelf.folder) as one, helper(shelf.folder) as other:
+        for process in (one, other):
+            tell(process, "save 150")
+        seen: set[str] = set()
+        for _ in range(400):
+            found = shelf.store.load(key())
+            assert found is not None
+            seen.add(found.speed.split()[0])
+        assert [answer(one), answer(other)] == ["saved", "saved"]
+        last = shelf.store.load(key())
+    assert last is not None
+    assert len(seen) >= 2  # it did see them write
+    assert shelf.warnings == []
+    assert sorted(path.suffix for path in shelf.folder.iterdir()) == [".json", ".lock"]
+
+
+def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf: Shelf) -> None:
+    with helper(shelf.folder) as one:
+        tell(one, "tuning hold")
+        assert answer(one) == "True"
+        with shelf.store.tuning(key()) as is_ours:
+            assert not is_ours
+        with shelf.store.tuning(key("b2")) as is_ours:
+            assert is_ours  # another key is nobody's
+        one.send_signal(signal.SIGKILL)
+        one.wait(10)
+    with shelf.store.tuning(key()) as is_ours, helper(shelf.folder) as other:
+        assert is_ours
+        tell(other, "tuning")
+        assert answer(other) == "False"
+
+
+def test_a_full_disk_is_said_and_the_old_profile_is_still_there(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=128k") as folder:
+        shelf = Shelf(folder / "profiles")
+        shelf.store.save(profile())
+        with pytest.raises(VolumeError, match=r"profile cannot be written: .*No space left on device") as caught:
+            shelf.store.save(profile(speed="x" * 200_000))
+        assert caught.value.exit_code == 50
+        assert shelf.store.load(key()) == profile()
+        assert not list(shelf.folder.glob(".*.tmp"))
+
+
+def test_a_folder_that_turned_read_only_is_said_and_the_old_profile_is_used(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", "size=128k") as folder:
+        shelf = Shelf(folder / "profiles")
+        shelf.store.save(profile())
+        shelf.store.save(profile(key("b2")))
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        assert shelf.store.load(key()) == profile()
+        with pytest.raises(VolumeError, match="Read-only file system") as caught:
+            shelf.store.save(profile(speed="new"))
+        assert caught.value.exit_code == 50
+        assert shelf.store.load(key()) == profile()
