@@ -65,7 +65,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _unknown(word: str, known: Sequence[str]) -> UsageError:
-    near = difflib.get_close_matches(word.partition("=")[0], known, 1)
+    flag = word.partition("=")[0]
+    near = [] if flag in known else difflib.get_close_matches(flag, known, 1)  # a flag of another verb is no near miss
     message = f"unknown argument: {word}"
     return UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else "see `appliance --help`")
 

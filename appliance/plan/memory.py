@@ -1,7 +1,7 @@
 """How much memory a plan takes: formulas only. What the engine then allocates is read from its log and kept beside it.
 
 Units: MiB are floats of 2**20 bytes. Sources: KV bytes and block sizes from llama.cpp's ggml-common.h (blocks of 32
-values with their scales); compute buffer from sizes seen in llama-server's log (see README.md beside this file).
+values with their scales); compute buffer from sizes seen in llama-server's log (test_plan.py holds them).
 """
 
 from __future__ import annotations

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from facts import IMAGE, machine
+
+from appliance.checks import check_supported
+from appliance.errors import GpuUnusableError
+from appliance.gateway.progress import Phase
+from appliance.probe import Gpu, GpuProbe
+from appliance.report import Report
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_each_event_is_one_line_of_json() -> None:
+    stream = io.StringIO()
+    report = Report("auto", stream)
+    report.info("ready", "two\nlines", seconds=0.5, path=Path("/data"))
+    report.warning("auth_off", "„off“")
+    report.error("engine_died", "it died")
+    rows = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(row["level"], row["event"], row["message"]) for row in rows] == [
+        ("info", "ready", "two\nlines"),
+        ("warning", "auth_off", "„off“"),
+        ("error", "engine_died", "it died"),
+    ]
+    assert (rows[0]["seconds"], rows[0]["path"]) == (0.5, "/data")
+    assert datetime.fromisoformat(rows[0]["time"]).utcoffset() is not None
+
+
+@pytest.mark.parametrize("form", ["auto", "text"])
+def test_on_a_terminal_it_is_text_and_nothing_is_taken_for_markup(form: str) -> None:
+    stream = Terminal()
+    Report(form, stream).warning("event_name", "a [bold]message[/bold] " + "x" * 200)
+    assert "a [bold]message[/bold] " + "x" * 200 in stream.getvalue()
+    assert "event_name" not in stream.getvalue()
+
+
+def test_the_form_asked_for_wins_over_the_terminal() -> None:
+    stream = Terminal()
+    Report("json", stream).info("a", "b")
+    assert json.loads(stream.getvalue())["event"] == "a"
+
+
+def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
+    report = Report("json", io.StringIO())
+    report.phase(Phase.TUNING, "one")
+    since = report.progress.since
+    report.phase(Phase.TUNING, "two", fraction=0.5)
+    assert (report.progress.since, report.progress.message, report.progress.fraction) == (since, "two", 0.5)
+    report.phase(Phase.READY)
+    assert report.progress.is_ready
+    assert report.progress.since > since
+
+
+GPU = Gpu(index=0, name="Test 9000", uuid=None, sm="90", vram_total_mib=1, vram_free_mib=1, pci_bus_id="0000:01:00.0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seen"),
+    [
+        (GpuProbe(gpus=(GPU,)), "Test 9000"),
+        (GpuProbe(problem="libnvidia-ml is not there"), "libnvidia-ml is not there"),
+        (GpuProbe(), "a GPU"),
+    ],
+)
+def test_a_gpu_given_to_an_image_without_kernels_is_23_and_never_the_cpu_in_silence(gpus: GpuProbe, seen: str) -> None:
+    with pytest.raises(GpuUnusableError, match=f"no GPU kernels: llama-cpu, given {seen}") as caught:
+        check_supported(IMAGE, replace(machine(), gpu_requested=True, gpus=gpus))
+    assert caught.value.exit_code == 23
+    assert "without --gpus" in (caught.value.hint or "")
+
+
+def test_a_gpu_that_nobody_gave_is_no_reason() -> None:
+    check_supported(IMAGE, replace(machine(), gpus=GpuProbe(gpus=(GPU,))))
+    check_supported(replace(IMAGE, cuda="13.0"), replace(machine(), gpu_requested=True))
