@@ -21,7 +21,7 @@ CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 
 export TESTCONTAINERS_RYUK_DISABLED ?= true
 
-.PHONY: help up down clean venv image model test lint drift unit integration verify render lock bench
+.PHONY: help up down clean venv image model test lint drift unit integration verify render lock bench prune reproduce
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,10 +69,22 @@ lock: venv ## refresh the hash-locked requirements
 
 test: lint drift unit integration verify ## everything that CI runs
 
-lint: venv ## ruff and mypy
+lint: venv ## ruff, mypy; hadolint for the Dockerfiles, actionlint and zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/hadolint images/rendered/*/Dockerfile
+	.venv/bin/actionlint .github/workflows/*.yml
+	.venv/bin/zizmor --offline --quiet .github/workflows
+	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
+	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
+	else echo "skipped: docker buildx build --check: this buildx has no such option"; fi
+
+prune: venv ## give back what builds left behind; the builder's cache with: images prune --cache
+	@$(PY) -m images prune
+
+reproduce: venv ## build CELL twice without a cache and compare the manifest digests
+	@$(PY) -m images verify --reproduce $(CELL) --base $(BASE) $(CA)
 
 drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check

@@ -1,20 +1,43 @@
-"""python -m images list | render | build | verify | lock: the build half's command line."""
+"""python -m images list | render | build | verify | sbom | bake | lock …: the build half's command line."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
-from images import build, compat, docker, drift, fetch, lock, matrix, render, verify
-from images.errors import FatalError, UsageError, VerificationError
+from images import (
+    bake,
+    build,
+    ci,
+    compat,
+    debian,
+    docker,
+    drift,
+    explain,
+    fetch,
+    gate,
+    lock,
+    matrix,
+    prune,
+    render,
+    reproduce,
+    sbom,
+    select,
+    space,
+    verify,
+)
+from images.errors import FatalError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell, Matrix
 
 ROOT = Path(__file__).resolve().parent.parent
+PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
@@ -37,8 +60,9 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    _, cells = _load(arguments)
+    loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
+    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells)}
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if lines:
@@ -63,6 +87,9 @@ def _build(arguments: argparse.Namespace) -> int:
         epoch_s=arguments.epoch,
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
+        space_check=not arguments.no_space_check,
+        cache_from=tuple(arguments.cache_from),
+        cache_to=tuple(arguments.cache_to),
     )
     engine = docker.Engine()
     results = [_build_cell(cell, options, engine, is_dry=arguments.dry_run) for cell in cells]
@@ -71,6 +98,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _build_cell(cell: Cell, options: build.Options, engine: docker.Engine, *, is_dry: bool) -> dict[str, object]:
+    compat.refuse_unresolved(cell)
     base = build.choose_base(cell, options.base, engine)
     _progress(cell, base.describe(cell))
     job = build.plan_job(ROOT, cell, options, base)
@@ -79,7 +107,15 @@ def _build_cell(cell: Cell, options: build.Options, engine: docker.Engine, *, is
     reused = None if options.force else build.find_built(job, engine)
     if reused:
         _progress(cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)")
-    return asdict(reused or build.build(ROOT, job, engine))
+    elif options.space_check:
+        data = engine.data_folder()
+        space.refuse_full(cell, space.needs(cell, archives=job.archive.parent, engine_data=data))
+    built = reused or build.build(ROOT, job, engine)
+    bill = ROOT / sbom.path_for(cell)
+    if not sbom.describes(bill, built.digest):
+        sbom.write(ROOT, cell, engine, image=built.tag, out=bill)
+        _progress(cell, f"bill of materials: {sbom.path_for(cell)}")
+    return asdict(built)
 
 
 def _build_line(result: Mapping[str, object]) -> str:
@@ -89,6 +125,8 @@ def _build_line(result: Mapping[str, object]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.reproduce:
+        return _reproduce(arguments)
     _, cells = _load(arguments)
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
     if arguments.dry_run:
@@ -97,7 +135,14 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0
     engine = docker.Engine()
     checks = {
-        cell.id: verify.verify(ROOT, cell, engine, image=arguments.image or cell.tag, ca_bundle=ca_bundle)
+        cell.id: verify.verify(
+            ROOT,
+            cell,
+            engine,
+            image=arguments.image or cell.tag,
+            ca_bundle=ca_bundle,
+            cuobjdump=arguments.cuobjdump,
+        )
         for cell in cells
     }
     lines = [
@@ -113,7 +158,30 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(arguments: argparse.Namespace) -> int:
+    """Two whole builds of each cell, minutes or hours: asked for by name and never part of plain `verify`."""
+    arguments.only = arguments.reproduce
+    _, cells = _load(arguments)
+    ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
+    options = build.Options(base=arguments.base, ca_bundle=ca_bundle, epoch_s=arguments.epoch, no_cache=True)
+    engine = docker.Engine()
+    jobs = [build.plan_job(ROOT, cell, options, build.choose_base(cell, options.base, engine)) for cell in cells]
+    if arguments.dry_run:
+        commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
+        _say(arguments, commands, [shlex.join(command) for command in commands])
+        return 0
+    found = [reproduce.reproduce(ROOT, job, engine) for job in jobs]
+    _say(arguments, [asdict(each) for each in found], [f"{each.cell}  {each.first}  {each.second}" for each in found])
+    differing = [f"{each.cell}: {each.difference}" for each in found if not each.is_same]
+    if differing:
+        message = f"two builds of the same commit differ: {'; '.join(differing)}"
+        raise VerificationError(message, hint="what writes that file puts a time, a path or a random number into it")
+    return 0
+
+
 def _lock(arguments: argparse.Namespace) -> int:
+    if arguments.debian:
+        return _lock_debian(arguments)
     known = matrix.load(ROOT).locks
     names = [name for name in known if not arguments.names or name in arguments.names]
     unknown = [name for name in arguments.names if name not in known]
@@ -131,6 +199,17 @@ def _lock(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _lock_debian(arguments: argparse.Namespace) -> int:
+    """One lock for each base that the engine has, of the engine's own platform."""
+    if arguments.names:
+        message = f"lock --debian takes no names: {' '.join(arguments.names)}"
+        raise UsageError(message, hint="it asks apt in every base that is here")
+    dockerfiles = [(cell, _rendered(cell)[cell.folder / "Dockerfile"]) for cell in matrix.load(ROOT).cells]
+    lines = debian.lock(ROOT, dockerfiles, docker.Engine(), is_dry=arguments.dry_run)
+    _say(arguments, lines, lines)
+    return 0
+
+
 def _fetch(arguments: argparse.Namespace) -> int:
     recipe = fetch.load_recipe(ROOT, arguments.name)
     if arguments.dry_run:
@@ -141,10 +220,129 @@ def _fetch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(arguments: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
-    """The whole matrix is checked, also when one cell is asked for."""
+def _gate(arguments: argparse.Namespace) -> int:
+    """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
+    known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
+    if arguments.dry_run:
+        _say(arguments, [str(file) for file in arguments.files], [str(file) for file in arguments.files])
+        return 0
+    tool = gate.find_tool(arguments.cuobjdump)
+    report = gate.judge([gate.query_library(tool, file) for file in arguments.files], arguments.sm, known)
+    lines = [gate.describe(library, report.sm) for library in report.libraries]
+    _say(arguments, {**asdict(report), "faults": report.faults}, [*lines, *(f"FAIL {each}" for each in report.faults)])
+    if report.faults:
+        more = len(report.faults) - 1
+        message = f"SM {report.sm} does not run all of it natively: {report.faults[0]}" + (
+            f" and {more} more" * (more > 0)
+        )
+        raise VerificationError(message, hint="compile it with -gencode arch=compute_XX,code=sm_XX for that SM")
+    return 0
+
+
+def _sbom(arguments: argparse.Namespace) -> int:
+    _, cells = _load(arguments)
+    if arguments.out and len(cells) != 1:
+        message = f"--out names one file, but {len(cells)} cells match: {arguments.only}"
+        raise UsageError(message, hint="choose one with --only")
+    files = {cell.id: arguments.out or ROOT / sbom.path_for(cell) for cell in cells}
+    if not arguments.dry_run:
+        engine = docker.Engine()
+        for cell in cells:
+            sbom.write(ROOT, cell, engine, image=arguments.image or cell.tag, out=files[cell.id])
+    paths = {cell_id: str(path) for cell_id, path in files.items()}
+    _say(arguments, paths, list(paths.values()))
+    return 0
+
+
+def _bake(arguments: argparse.Namespace) -> int:
+    loaded, cells = _load(arguments)
+    if not arguments.dry_run:  # bake makes no folder for what it writes
+        (ROOT / bake.ARCHIVES).mkdir(parents=True, exist_ok=True)
+    if not arguments.env:
+        return _generate(arguments, bake.BAKE_FILE, bake.bake_file(loaded.cells))
+    values: dict[str, str] = {}
+    for cell in cells:
+        base = build.choose_base(cell, None, docker.Engine())
+        values |= bake.environment(build.plan_job(ROOT, cell, build.Options(), base))
+    _say(arguments, values, [f"{name}={shlex.quote(value)}" for name, value in values.items()])
+    return 0
+
+
+def _ci_matrix(arguments: argparse.Namespace) -> int:
+    loaded, _ = _load(arguments)
+    return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells))
+
+
+def _generate(arguments: argparse.Namespace, path: Path, text: str) -> int:
+    if not arguments.dry_run:
+        drift.write(ROOT, {path: text})
+    _say(arguments, path.as_posix(), [path.as_posix()])
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    found = prune.prune(ROOT, docker.Engine(), with_cache=arguments.cache, is_dry=arguments.dry_run)
+    lines = [f"{each.size_bytes / 2**20:8.0f} MiB  {_fate(each, arguments)}  {each.what}" for each in found]
+    total_mib = sum(each.size_bytes for each in found if each.is_gone or arguments.dry_run) / 2**20
+    lines.append(f"{total_mib:8.0f} MiB  {'would be given back' if arguments.dry_run else 'given back'}")
+    _say(arguments, [asdict(each) for each in found], lines)
+    return 0
+
+
+def _fate(each: prune.Leftover, arguments: argparse.Namespace) -> str:
+    return "found " if arguments.dry_run else "gone  " if each.is_gone else "in use"
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    found = explain.explain(arguments.cell, _load_all(), platform=arguments.platform)
+    _say(arguments, {**asdict(found), "message": found.message, "hint": found.hint}, explain.lines(found))
+    if found.verdict != "exists":
+        raise MatrixError(found.message, hint=found.hint)
+    return 0
+
+
+def _select(arguments: argparse.Namespace) -> int:
+    choice = select.choose(_load_all(), _machine(arguments))
+    rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
+    _say(arguments, asdict(choice), [choice.tag])
+    if not arguments.json:
+        print(f"{choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
+    return 0
+
+
+def _machine(arguments: argparse.Namespace) -> select.Machine:
+    """The one that is described, else this one."""
+    here = arguments.platform or _platform_here()
+    gpus = (*map(select.parse_gpu, arguments.gpu), *map(select.parse_sm, arguments.sm))
+    if gpus:
+        driver = select.parse_driver(arguments.driver) if arguments.driver else None
+        return select.Machine(platform=here, gpus=gpus, driver=driver)
+    if arguments.driver:
+        message = f"--driver needs a GPU to go with it: {arguments.driver}"
+        raise UsageError(message, hint="--gpu 'RTX 5090' or --sm 120")
+    asked = docker.capture(select.SMI_QUERY, cwd=ROOT)
+    return select.parse_smi(asked.code, asked.lines, here)
+
+
+def _platform_here() -> matrix.Platform:
+    name = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
+    for known in PLATFORMS:
+        if known == name:
+            return known
+    message = f"no image is for this machine: {name}"
+    raise UsageError(message, hint=f"--platform asks for another one: {', '.join(PLATFORMS)}")
+
+
+def _load_all() -> Matrix:
     loaded = matrix.load(ROOT)
     compat.check(loaded.cells)
+    lock.refuse_unhashed_inputs(ROOT, sorted({path for cell in loaded.cells for path in render.inputs(cell)}))
+    return loaded
+
+
+def _load(arguments: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
+    """The whole matrix is checked, also when one cell is asked for."""
+    loaded = _load_all()
     return loaded, matrix.select(loaded.cells, arguments.only)
 
 
@@ -160,7 +358,9 @@ def _row(cell: Cell) -> dict[str, object]:
         "sm": cell.target.sm,
         "platforms": ",".join(cell.platforms),
         "base": cell.base.image,
-        "status": cell.base.status,
+        "status": "unresolved" if cell.unresolved else cell.base.status,
+        "toolkit": cell.toolkit.source if cell.toolkit else None,
+        "gencode": cell.gencode,
         "cpu_variants": list(cell.cpu_variants),
         "size_budget_mib": cell.size_budget_mib,
     }
@@ -185,6 +385,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_render_flags(add("render", "write images/rendered/<cell>/ from matrix and templates", _only()))
     _add_build_flags(add("build", "build images and load them into the engine", _only(), _certificates()))
     _add_verify_flags(add("verify", "prove what is inside built images", _only(), _certificates()))
+    _add_gate_flags(add("gate", "say which kernels of GPU libraries an SM runs natively; exit 61 when one needs a JIT"))
+    _add_sbom_flags(add("sbom", "write what is in built images as SPDX, .make/images/<cell>.spdx.json", _only()))
+    _add_bake_flags(add("bake", f"write {bake.BAKE_FILE}: the builds for docker buildx bake", _only()))
+    add("ci-matrix", f"write {ci.JOBS_FILE}: the jobs of the images workflow", _only()).set_defaults(verb=_ci_matrix)
+    _add_prune_flags(add("prune", "give back the space of what builds left behind"))
+    _add_explain_flags(add("explain", "say why a cell exists, cannot exist or is not built, with the sources"))
+    _add_select_flags(
+        add("select", "print the tag for this machine, or for one that is described; why it won on stderr")
+    )
     _add_lock_flags(add("lock", "write images/locks/*.txt from *.in; nothing else writes them", _certificates()))
     _add_fetch_flags(add("fetch", "bring the weights of images/models/NAME.yaml here", _certificates()))
     return parser
@@ -222,17 +431,73 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epoch", metavar="SECONDS", type=int, help="date of the image; without it the last commit's")
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
+    about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
+    parser.add_argument("--cache-from", metavar="SPEC", action="append", default=[], help=about)
+    parser.add_argument("--cache-to", metavar="SPEC", action="append", default=[], help="a cache to write, likewise")
+    parser.add_argument("--no-space-check", action="store_true", help="build even if the disks seem too full for it")
     parser.set_defaults(verb=_build)
+
+
+def _add_sbom_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", metavar="IMAGE", help="describe this image; appliance:<cell> without it")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="where to; beside the cell's archive without it")
+    parser.set_defaults(verb=_sbom)
+
+
+def _add_bake_flags(parser: argparse.ArgumentParser) -> None:
+    about = "print the variables of this moment instead, as NAME=value lines for `env`"
+    parser.add_argument("--env", action="store_true", help=about)
+    parser.set_defaults(verb=_bake)
+
+
+def _add_prune_flags(parser: argparse.ArgumentParser) -> None:
+    about = "also the builder's cache of our builds; the next build of each cell compiles its engine again"
+    parser.add_argument("--cache", action="store_true", help=about)
+    parser.set_defaults(verb=_prune)
 
 
 def _add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", metavar="IMAGE", help="verify this image; appliance:<cell> without it")
+    about = "instead: build this cell twice without a cache and compare the manifest digests"
+    parser.add_argument("--reproduce", metavar="CELL", help=about)
+    parser.add_argument("--base", metavar="IMAGE", help="of --reproduce, as in build")
+    parser.add_argument("--epoch", metavar="SECONDS", type=int, help="of --reproduce, as in build")
+    _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_verify)
+
+
+def _add_gate_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="shared libraries, objects, .fatbin files")
+    parser.add_argument("--sm", metavar="SM", type=int, required=True, help="the chip by its number: 90, 120")
+    parser.add_argument("--known-gaps", metavar="FILE", type=Path, help="kernels that may need a JIT, as YAML")
+    _add_cuobjdump_flag(parser)
+    parser.set_defaults(verb=_gate)
+
+
+def _add_cuobjdump_flag(parser: argparse.ArgumentParser) -> None:
+    about = "this cuobjdump instead of the one of images/locks/cuda-tools.txt"
+    parser.add_argument("--cuobjdump", metavar="FILE", type=Path, help=about)
+
+
+def _add_explain_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cell", metavar="CELL_ID", help="such as llama-cu130-sm90; it need not exist")
+    parser.add_argument("--platform", choices=PLATFORMS, help="ask for one platform; without it any will do")
+    parser.set_defaults(verb=_explain)
+
+
+def _add_select_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--driver", metavar="VERSION", help="as nvidia-smi says it: 570.124.06")
+    parser.add_argument("--gpu", metavar="NAME", action="append", default=[], help="repeatable: one image for all")
+    parser.add_argument("--sm", metavar="SM", action="append", default=[], help="a GPU by its number: 90 or 9.0")
+    parser.add_argument("--platform", choices=PLATFORMS, help="without it this machine's")
+    parser.set_defaults(verb=_select)
 
 
 def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="locks to write; all without it")
     parser.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
+    about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
+    parser.add_argument("--debian", action="store_true", help=about)
     parser.set_defaults(verb=_lock)
 
 

@@ -63,6 +63,9 @@ class Options:
     epoch_s: int | None = None
     no_cache: bool = False
     force: bool = False
+    space_check: bool = True
+    cache_from: tuple[str, ...] = ()  # as buildx takes them: type=local,src=DIR
+    cache_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,8 @@ class Job:
     archive: Path
     ca_bundle: Path | None = None
     no_cache: bool = False
+    cache_from: tuple[str, ...] = ()
+    cache_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,8 @@ def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice) -> Job:
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
         ca_bundle=options.ca_bundle,
         no_cache=options.no_cache,
+        cache_from=options.cache_from,
+        cache_to=options.cache_to,
     )
 
 
@@ -117,6 +124,8 @@ def buildx_argv(job: Job) -> tuple[str, ...]:
         *(("--secret", f"id=ca,src={job.ca_bundle}") if job.ca_bundle else ()),
         *(("--build-context", f"{job.cell.base.reference}={job.base.context}") if job.base.context else ()),
         *(("--no-cache",) if job.no_cache else ()),
+        *(word for place in job.cache_from for word in ("--cache-from", place)),
+        *(word for place in job.cache_to for word in ("--cache-to", place)),
         *("--output", f"type=oci,name={job.tag},dest={job.archive},rewrite-timestamp=true,oci-mediatypes=true"),
         ".",
     )
@@ -258,7 +267,9 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
     text = "\n".join(said).lower()
     if any(sign in text for sign in DISK_FULL):
         message = f"cell {cell.id} was not built: the disk is full: {last}"
-        return BuildError(message, hint="docker buildx prune gives space back; docker system df says how much")
+        return BuildError(
+            message, hint="python -m images prune [--cache] gives space back; docker system df says how much"
+        )
     if any(sign in text for sign in NO_BASE):
         message = f"cell {cell.id} was not built: its base cannot be had: {last}"
         return BuildError(message, hint="--base auto takes an image that is here")

@@ -1,23 +1,318 @@
-"""Whether a cell can exist. Pure; every refusal names the value and says what the choices are.
+"""Whether a cell can exist, and which driver it needs. Pure; every refusal names the fact and where the fact is from.
 
-CUDA, SM, driver and compiler facts belong here once a cell needs them; today's cells have a base, platforms and CPU
-variants.
+The facts are rows of images/facts/nvidia.yaml. Decisions not to build what could exist are no facts: they stand in the
+matrix, under out_of_scope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from images.errors import MatrixError
-from images.matrix import Cell, Platform, Variants, near_miss
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from images.errors import BuildError, MatrixError
+from images.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants, near_miss
+
+FACTS_FILE = Path(__file__).parent / "facts" / "nvidia.yaml"
+FACTS_NAME = "images/facts/nvidia.yaml"  # as a person sees it
+
+Text = Annotated[str, Field(min_length=1)]
+Driver = Annotated[str, Field(pattern=r"^\d{3}(?:\.\d+){0,2}$")]
+Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+Names = Annotated[tuple[str, ...], Field(min_length=1)]
+ReleaseFact = Literal["targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max"]
+SmFact = Literal["chip", "platforms", "first_driver", "tegra"]
 
 
-def check(cells: Iterable[Cell]) -> None:
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Source(_Row):
+    """Where a fact is from: what was read or measured, and on which day."""
+
+    kind: Literal["measured", "file", "document", "report", "inferred"]
+    what: Text
+    where: str | None = None
+    date: date
+
+    def __str__(self) -> str:
+        place = f", {self.where}" if self.where else ""
+        return f"{self.what}{place} ({self.kind}, {self.date})"
+
+
+class Release(_Row):
+    """One CUDA release. `driver` was shipped with it and runs its PTX; `minor_floor` runs its machine code."""
+
+    cuda: Version
+    targets: tuple[str, ...]
+    arch_specific: tuple[str, ...]
+    family: tuple[str, ...]
+    gcc_max: int
+    driver: Driver
+    minor_floor: Driver
+    compressed_floor: Driver | None
+    glibc_max: Version | None
+    sources: dict[ReleaseFact, Names]
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Everything that `code=sm_…` may name."""
+        return (*self.targets, *(f"{sm}a" for sm in self.arch_specific), *(f"{sm}f" for sm in self.family))
+
+
+class Sm(_Row):
+    """One chip. `first_driver` is None where its drivers are numbered apart from the toolkits'."""
+
+    sm: Annotated[str, Field(pattern=r"^\d{2,3}$")]
+    chip: Text
+    platforms: tuple[Platform, ...]
+    first_driver: Driver | None
+    tegra: bool
+    sources: dict[SmFact, Names]
+
+
+class Host(_Row):
+    """One distribution. `gcc`: major versions that it packages, the default first."""
+
+    distribution: Text
+    glibc: Version
+    gcc: Annotated[tuple[int, ...], Field(min_length=1)]
+    python: Version
+    sources: Names
+
+
+class GpuNames(_Row):
+    sm: str
+    source: str
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class _FactsFile(_Row):
+    sources: dict[str, Source]
+    releases: tuple[Release, ...]
+    sms: tuple[Sm, ...]
+    hosts: tuple[Host, ...]
+    gpus: tuple[GpuNames, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The rows by their keys; releases from the oldest to the newest, chips by their number."""
+
+    sources: Mapping[str, Source]
+    releases: Mapping[str, Release]
+    sms: Mapping[str, Sm]
+    hosts: Mapping[str, Host]
+    gpus: tuple[GpuNames, ...]
+
+    def cite(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(str(self.sources[name]) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floors:
+    """The oldest drivers: where all kernels are machine code, and where one needs PTX compiled by the driver."""
+
+    sass: str
+    ptx: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a cell cannot exist, in words that end a sentence, and what says so."""
+
+    what: str
+    sources: tuple[str, ...]
+
+
+@functools.cache
+def facts() -> Facts:
+    """The committed facts. MatrixError when they cannot be."""
+    return parse_facts(yaml.safe_load(FACTS_FILE.read_text("utf-8")))
+
+
+def parse_facts(data: object) -> Facts:
+    try:
+        rows = _FactsFile.model_validate(data)
+    except ValidationError as error:
+        # An unknown key first: the required key that is missing beside it is the same mistake seen from behind.
+        complaints = error.errors(include_url=False)
+        first = next((each for each in complaints if each["type"] == "extra_forbidden"), complaints[0])
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{FACTS_NAME}: {where}: {first['msg']}: {first['input']!r}"
+        raise MatrixError(message, hint=_meant(first)) from error
+    _refuse_twice("release", (row.cuda for row in rows.releases))
+    _refuse_twice("SM", (row.sm for row in rows.sms))
+    _refuse_twice("distribution", (row.distribution for row in rows.hosts))
+    _refuse_twice("GPU name", (plain_name(name) for row in rows.gpus for name in row.names))
+    _check_every_fact_is_cited(rows)
+    _check_sources(rows)
+    _check_targets(rows)
+    return Facts(
+        sources=rows.sources,
+        releases={row.cuda: row for row in sorted(rows.releases, key=lambda row: numbers(row.cuda))},
+        sms={row.sm: row for row in sorted(rows.sms, key=lambda row: int(row.sm))},
+        hosts={row.distribution: row for row in rows.hosts},
+        gpus=rows.gpus,
+    )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`570.124.06` -> (570, 124, 6), which compares as versions do. ValueError for anything else."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def plain_name(name: str) -> str:
+    """A GPU's name without the words that some write and some do not."""
+    words = name.casefold().replace("-", " ").replace("(", " ").split()
+    return " ".join(word for word in words if word not in ("nvidia", "geforce", "tesla"))
+
+
+def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
+    """Minor version compatibility covers machine code and no PTX, hence two; neither knows a chip before its time.
+
+    `is_compressed`: nvcc was told --compress-mode=size or balance, which old drivers of the same CUDA cannot unpack.
+    """
+    known = sm.first_driver or release.minor_floor
+    unpacks = (is_compressed and release.compressed_floor) or release.minor_floor
+    return Floors(
+        sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(release.driver, known, unpacks, key=numbers)
+    )
+
+
+def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:
+    """None for a cell without CUDA. MatrixError when the facts lack its release or chip."""
+    if cell.target.cuda is None or cell.target.sm is None:
+        return None
+    known = known or facts()
+    release, sm = known.releases.get(cell.target.cuda), known.sms.get(cell.target.sm)
+    if release is None or sm is None:
+        raise _refused(cell.id, next(_target_refusals(cell.target.cuda, cell.target.sm, None, known)))
+    return floors(release, sm, is_compressed=cell.engine.fatbin_compression is not None)
+
+
+def runs_on(form: str, sm: str, known: Facts | None = None) -> bool:
+    """Whether machine code of a form (`80`, `90a`, `120f`) runs on a chip.
+
+    Plain: same major, equal or higher minor, never from or to a Tegra. `a`: that chip alone. `f`: as plain, since a
+    family is a major. CUDA C++ Programming Guide, 6.1.2 and the table of family-specific targets.
+    """
+    known = known or facts()
+    own = form.rstrip("af")
+    is_apart = any(number in known.sms and known.sms[number].tegra for number in (own, sm))
+    if form.endswith("a") or is_apart:
+        return own == sm
+    return own[:-1] == sm[:-1] and int(own) <= int(sm)
+
+
+def python_of(base: Base, known: Facts | None = None) -> str:
+    """The Python of a base's distribution: `3.11`. MatrixError when the facts do not know the distribution."""
+    return _host(base, known or facts()).python
+
+
+def check(cells: Iterable[Cell], known: Facts | None = None) -> None:
     """MatrixError for the first cell that cannot exist."""
+    known = known or facts()
     for cell in cells:
         for platform in cell.platforms:
             _check_base(cell, platform)
             _check_variants(cell, platform)
+            for refusal in cell_refusals(cell, platform, known):
+                raise _refused(cell.id, refusal)
+
+
+def refuse_unresolved(cell: Cell) -> None:
+    """BuildError when the image that its toolkit comes from has no digest; `--base` can replace only the other one."""
+    image = cell.toolkit.image if cell.toolkit else None
+    if image and image.digest is None:
+        message = f"cell {cell.id} cannot be built: the image of its CUDA toolkit has no digest yet: {image.image}"
+        raise BuildError(message, hint="python -m images lock --bases asks a registry for it")
+
+
+def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refusal]:
+    if cell.target.cuda is None or cell.target.sm is None:
+        return
+    yield from refusals(cell.target.cuda, cell.target.sm, platform, cell.sm_form, known)
+    if cell.toolkit:
+        yield from toolkit_refusals(cell.toolkit, cell.base, platform, known)
+
+
+def refusals(
+    cuda: str, sm: str, platform: Platform | None, form: SmForm | None, known: Facts | None = None
+) -> Iterator[Refusal]:
+    """What speaks against a CUDA release making code for a chip on a platform; None for a platform means any."""
+    known = known or facts()
+    yield from _target_refusals(cuda, sm, platform, known)
+    release = known.releases.get(cuda)
+    if release and form and sm in release.targets and form.form not in release.forms:
+        yield Refusal(what=f"CUDA {cuda} has no form sm_{form.form}", sources=known.cite(release.sources["targets"]))
+    if form and form.form.rstrip("af") in known.sms and sm in known.sms and not runs_on(form.form, sm, known):
+        what = f"code of the form sm_{form.form} does not run on SM {sm}"
+        yield Refusal(what=what, sources=known.cite(("programming-guide",)))
+
+
+def toolkit_refusals(toolkit: Toolkit, base: Base, platform: Platform, known: Facts) -> Iterator[Refusal]:
+    """What speaks against this toolkit on this base: its compiler, its C library, its platform."""
+    release, host = known.releases[toolkit.cuda], _host(base, known)
+    gcc = toolkit.host_compiler or host.gcc[0]
+    if gcc not in host.gcc:
+        what = f"{host.distribution} has no gcc {gcc}, it has {', '.join(map(str, host.gcc))}"
+        yield Refusal(what=what, sources=known.cite(host.sources))
+    if gcc > release.gcc_max:
+        limit = f"CUDA {release.cuda} takes up to {release.gcc_max}"
+        what = f"its host compiler is too new: gcc {gcc} of {host.distribution}, {limit}"
+        yield Refusal(what=what, sources=known.cite((*release.sources["gcc_max"], *host.sources)))
+    is_newer = release.glibc_max is not None and numbers(host.glibc) > numbers(release.glibc_max)
+    if is_newer and not toolkit.glibc_patch:
+        limit = f"CUDA {release.cuda}'s headers compile on glibc up to {release.glibc_max}"
+        what = f"{limit}, {host.distribution} has {host.glibc}"
+        yield Refusal(what=what, sources=known.cite((*release.sources["glibc_max"], *host.sources)))
+    if toolkit.base and toolkit.base != base.name:
+        what = f"its toolkit is {toolkit.base}'s, whose binaries need that C library, and its base is {base.name}"
+        yield Refusal(what=what, sources=known.cite(("debian-packages",)))
+    if toolkit.image and platform not in toolkit.image.platforms:
+        yield Refusal(what=f"{toolkit.image.image} has no platform {platform}", sources=())
+
+
+def _target_refusals(cuda: str, sm: str, platform: Platform | None, known: Facts) -> Iterator[Refusal]:
+    release, chip = known.releases.get(cuda), known.sms.get(sm)
+    if release is None:
+        yield Refusal(what=f"CUDA {cuda} is unknown, known are {', '.join(known.releases)}", sources=())
+    if chip is None:
+        yield Refusal(what=f"SM {sm} is unknown, known are {', '.join(known.sms)}", sources=())
+    if release and chip and sm not in release.targets:
+        what = f"CUDA {cuda} has no target sm_{sm} ({_when(sm, release, known)})"
+        yield Refusal(what=what, sources=known.cite(release.sources["targets"]))
+    if chip and platform and platform not in chip.platforms:
+        what = f"SM {sm} is {chip.chip}, which is built into {', '.join(chip.platforms)} and not {platform}"
+        yield Refusal(what=what, sources=known.cite(chip.sources["platforms"]))
+
+
+def _when(sm: str, release: Release, known: Facts) -> str:
+    having = [cuda for cuda, other in known.releases.items() if sm in other.targets]
+    later = [cuda for cuda in having if numbers(cuda) > numbers(release.cuda)]
+    return f"first in {later[0]}" if later else f"last in {having[-1]}" if having else "no release has it"
+
+
+def _refused(cell_id: str, refusal: Refusal) -> MatrixError:
+    return MatrixError(f"cell {cell_id} cannot exist: {refusal.what}", hint=f"python -m images explain {cell_id}")
+
+
+def _host(base: Base, known: Facts) -> Host:
+    host = known.hosts.get(base.distribution or "")
+    if host is None:
+        message = (
+            f"base {base.name or base.image} is of a distribution that {FACTS_NAME} does not know: {base.distribution}"
+        )
+        raise MatrixError(message, hint=near_miss(base.distribution or "", known.hosts) or ", ".join(known.hosts))
+    return host
 
 
 def _check_base(cell: Cell, platform: Platform) -> None:
@@ -36,3 +331,61 @@ def _check_variants(cell: Cell, platform: Platform) -> None:
     if not variants.offered or variants.offered[0] not in variants.built:
         message = f"cell {cell.id}: the baseline CPU variant for {platform} is not built: {', '.join(variants.built)}"
         raise MatrixError(message, hint=f"add {variants.offered[0]}" if variants.offered else "list cpu_variants")
+
+
+def _check_sources(rows: _FactsFile) -> None:
+    lists = [names for row in rows.releases for names in row.sources.values()]
+    lists += [names for row in rows.sms for names in row.sources.values()] + [row.sources for row in rows.hosts]
+    cited = {name for names in lists for name in names} | {row.source for row in rows.gpus}
+    for name in sorted(cited - set(rows.sources)):
+        message = f"{FACTS_NAME}: a row cites a source that is not there: {name}"
+        raise MatrixError(message, hint=near_miss(name, rows.sources))
+    for name in sorted(set(rows.sources) - cited):
+        message = f"{FACTS_NAME}: no row cites the source: {name}"
+        raise MatrixError(message, hint="take it out, or cite it where it belongs")
+
+
+def _check_every_fact_is_cited(rows: _FactsFile) -> None:
+    """A fact without a source is somebody's memory."""
+    releases = {f"CUDA {row.cuda}": set(get_args(ReleaseFact)) - set(row.sources) for row in rows.releases}
+    sms = {f"SM {row.sm}": set(get_args(SmFact)) - set(row.sources) - {"tegra"} for row in rows.sms}
+    sms |= {f"Tegra {row.sm}": {"tegra"} - set(row.sources) for row in rows.sms if row.tegra}
+    for row, missing in {**releases, **sms}.items():
+        if missing:
+            message = f"{FACTS_NAME}: {row} has no source for: {', '.join(sorted(missing))}"
+            raise MatrixError(message, hint="name one of `sources`, or add one with what was read, where and when")
+
+
+def _check_targets(rows: _FactsFile) -> None:
+    known = {row.sm for row in rows.sms}
+    for release in rows.releases:
+        for sm in (*release.arch_specific, *release.family):
+            if sm not in release.targets:
+                message = (
+                    f"{FACTS_NAME}: CUDA {release.cuda} has a suffixed form of a chip that is no target of it: {sm}"
+                )
+                raise MatrixError(message)
+        if numbers(release.driver) < numbers(release.minor_floor):
+            message = f"{FACTS_NAME}: CUDA {release.cuda}'s own driver is older than its floor: {release.driver}"
+            raise MatrixError(message)
+    used = {sm for release in rows.releases for sm in release.targets} | {row.sm for row in rows.gpus}
+    for sm in sorted(used - known):
+        message = f"{FACTS_NAME}: a chip has no row under sms: {sm}"
+        raise MatrixError(message)
+
+
+def _refuse_twice(what: str, keys: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            message = f"{FACTS_NAME}: {what} is there twice: {key}"
+            raise MatrixError(message)
+        seen.add(key)
+
+
+def _meant(complaint: Any) -> str | None:  # noqa: ANN401 - pydantic's own mapping
+    """The key that was probably meant, when the complaint is about an unknown one."""
+    kinds: dict[str, type[_Row]] = {"sources": Source, "releases": Release, "sms": Sm, "hosts": Host, "gpus": GpuNames}
+    *place, key = complaint["loc"] or ("",)
+    kind = kinds.get(str(place[0]), _FactsFile) if place else _FactsFile
+    return near_miss(str(key), kind.model_fields) if complaint["type"] == "extra_forbidden" else None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import docker
 import docker.errors
@@ -22,8 +23,11 @@ import requests.exceptions
 
 from images.errors import BuildError
 
+T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
+HTTP_CONFLICT = 409
+LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -41,10 +45,22 @@ class Image:
     tags: tuple[str, ...]
     digests: tuple[str, ...]  # of the registries it came from, `name@sha256:…`
     config: Mapping[str, Any]
+    size_bytes: int = 0
+    platform: str = ""  # as the matrix writes it: linux/amd64
 
     @property
     def labels(self) -> Mapping[str, str]:
         return self.config.get("Labels") or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheRecord:
+    """One entry of the builder's cache. `description` names the instruction that made it."""
+
+    id: str
+    description: str
+    size_bytes: int
+    is_in_use: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +88,21 @@ def capture(argv: tuple[str, ...], *, cwd: Path) -> Finished:
     except FileNotFoundError as error:
         return Finished(code=127, lines=(f"{argv[0]}: {error.strerror}",))
     return Finished(code=done.returncode, lines=tuple((done.stdout + done.stderr).splitlines()))
+
+
+def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Path) -> tuple[T, Finished]:
+    """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of its stderr."""
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe of its own could fill up while nobody reads it
+        try:
+            process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
+        except OSError as error:
+            message = f"program cannot be started: {argv[0]}: {error.strerror}"
+            raise BuildError(message) from error
+        with process:
+            parsed = parse(line.rstrip("\n") for line in process.stdout or ())
+            code = process.wait()
+        errors.seek(0)
+        return parsed, Finished(code=code, lines=tuple(errors.read().splitlines()))
 
 
 @contextmanager
@@ -121,6 +152,52 @@ class Engine:
         with _in_words("the engine cannot list its images"):
             return [_image(image.attrs) for image in self._client.images.list(filters={"label": wanted})]
 
+    def images_untagged(self, label: str) -> list[Image]:
+        """Those that carry this label and have no name any more."""
+        with _in_words("the engine cannot list its images"):
+            found = self._client.images.list(filters={"label": label, "dangling": True})
+            return [_image(image.attrs) for image in found]
+
+    def remove(self, image_id: str) -> bool:
+        """False when a container still uses it, which keeps it."""
+        with _in_words(f"the engine cannot remove {image_id}"):
+            try:
+                self._client.images.remove(image_id)
+            except docker.errors.ImageNotFound:
+                return True
+            except docker.errors.APIError as error:
+                if error.status_code == HTTP_CONFLICT:
+                    return False
+                raise
+            return True
+
+    def build_cache(self) -> list[CacheRecord]:
+        with _in_words("the engine does not say what its builder keeps"):
+            records = self._client.df().get("BuildCache") or ()
+        return [
+            CacheRecord(
+                id=record["ID"],
+                description=str(record.get("Description") or ""),
+                size_bytes=int(record.get("Size") or 0),
+                is_in_use=bool(record.get("InUse")),
+            )
+            for record in records
+        ]
+
+    def prune_cache(self, record_id: str) -> int:
+        """Bytes that removing this one record gave back; 0 when another needs it or it is gone."""
+        with _in_words(f"the engine cannot remove {record_id} from its builder's cache"):
+            # The stubs know two of the filters that the engine takes.
+            done = self._client.api.prune_builds(filters={"id": record_id}, all=True)  # type: ignore[arg-type]
+        return int(done.get("SpaceReclaimed") or 0)
+
+    def data_folder(self) -> Path | None:
+        """Where the engine keeps images and cache; None where that is not on this machine's own disk."""
+        with _in_words("the engine does not say where its data is"):
+            folder = Path(str(self._client.info()["DockerRootDir"]))
+            is_local = self._client.api.base_url.startswith(LOCAL_ENGINE)
+        return folder if is_local and folder.is_dir() else None
+
     def tag(self, image_id: str, tag: str) -> None:
         with _in_words(f"the engine cannot tag {image_id}"):
             self._client.images.get(image_id).tag(tag)
@@ -150,6 +227,18 @@ class Engine:
                 container.remove(v=True, force=True)
         return Finished(code=code, lines=tuple(text.splitlines()))
 
+    def run_shell(self, image: str, script: str) -> Finished:
+        """Runs a script as root with a network, as a step of a build would, and removes the container."""
+        with _in_words(f"the engine cannot run {image}"):
+            container = self._client.containers.create(image, ["sh", "-euc", script], entrypoint=[])
+            try:
+                container.start()
+                code = int(container.wait()["StatusCode"])
+                text = container.logs(stdout=True, stderr=True).decode("utf-8", "replace")
+            finally:
+                container.remove(v=True, force=True)
+        return Finished(code=code, lines=tuple(text.splitlines()))
+
 
 def registry_has(reference: str, *, timeout_s: float) -> bool:
     """Whether a registry, asked through the engine, knows this reference; False also when none answers in time."""
@@ -166,6 +255,8 @@ def _image(attributes: Mapping[str, Any]) -> Image:
         tags=tuple(attributes.get("RepoTags") or ()),
         digests=tuple(attributes.get("RepoDigests") or ()),
         config=attributes.get("Config") or {},
+        size_bytes=int(attributes.get("Size") or 0),
+        platform=f"{attributes.get('Os')}/{attributes.get('Architecture')}",
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+RENDERED = Path("images/rendered")  # a cell's folder there holds rendered files and nothing else
+
 
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
     """A line for each committed file that is missing, differs, or is not rendered any more."""
     lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]
-    folders = {path.parent for path in files}
+    folders = {path.parent for path in files if RENDERED in path.parents}
     strays = {path.relative_to(root) for folder in folders for path in (root / folder).glob("*")} - set(files)
     return lines + [f"{path}: nothing renders it" for path in sorted(strays)]
 

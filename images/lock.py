@@ -6,10 +6,11 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from images import docker
-from images.errors import BuildError
+from images.errors import BuildError, MatrixError
 from images.matrix import LOCKS, LockForm
 
 # A lock is read on other machines: an address or a path in it would be this machine's.
@@ -66,9 +67,25 @@ def refuse_foreign(name: str, text: str) -> None:
 
 def refuse_unhashed(name: str, text: str) -> None:
     """BuildError when a requirement has no version or no hash."""
+    requirement = _unhashed(text)
+    if requirement:
+        message = f"lock {name} would hold a requirement without a hash: {requirement}"
+        raise BuildError(message, hint="name packages and versions only in the .in file")
+
+
+def refuse_unhashed_inputs(root: Path, paths: Iterable[Path]) -> None:
+    """MatrixError when a lock among a build's inputs holds something that could be another file tomorrow."""
+    for path in paths:
+        if path.parent != LOCKS or path.suffix != ".txt" or not (root / path).is_file():
+            continue
+        requirement = _unhashed((root / path).read_text("utf-8"))
+        if requirement:
+            message = f"{path} holds a requirement without a version or a hash: {requirement}"
+            raise MatrixError(message, hint=f"python -m images lock {path.stem}")
+
+
+def _unhashed(text: str) -> str | None:
     joined = re.sub(r"\\\n", " ", text)
-    for line in joined.splitlines():
-        requirement = line.strip()
-        if requirement and not requirement.startswith("#") and not re.search(r"^\S+==\S+.*--hash=sha256:", requirement):
-            message = f"lock {name} would hold a requirement without a hash: {requirement}"
-            raise BuildError(message, hint="name packages and versions only in the .in file")
+    lines = (line.strip() for line in joined.splitlines())
+    wanted = (line for line in lines if line and not line.startswith("#"))
+    return next((line for line in wanted if not re.search(r"^\S+==\S+.*--hash=sha256:", line)), None)

@@ -22,11 +22,14 @@ from images.errors import MatrixError, UsageError
 MATRIX_FILE = Path("build_matrix.yaml")
 LOCKS = Path("images/locks")
 
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+Cuda = Annotated[str, Field(pattern=r"^\d+\.\d$")]  # one digit after the point, or cell ids would be ambiguous
+Sm = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Platform = Literal["linux/amd64", "linux/arm64"]
 LockForm = Literal["wheels", "wheel", "sdist"]
 BaseStatus = Literal["pinned", "unverified", "unresolved"]
+ToolkitForm = Literal["debian", "image", "wheels"]
 
 
 class _Row(BaseModel):
@@ -46,6 +49,17 @@ class _BaseRow(_Row):
     status: BaseStatus
     source: _BaseSourceRow | None = None
     platforms: list[Platform]
+    distribution: Name | None = None
+
+
+class _ToolkitRow(_Row):
+    form: ToolkitForm
+    release: str
+    lock: Name | None = None
+    image: Name | None = None
+    base: Name | None = None
+    host_compiler: int | None = None
+    glibc_patch: str | None = None
 
 
 class _SourceRow(_Row):
@@ -59,6 +73,11 @@ class _VariantsRow(_Row):
     built: list[Name]
 
 
+class _SmFormRow(_Row):
+    form: Annotated[str, Field(pattern=r"^\d{2,3}[af]?$")]
+    why: str
+
+
 class _EngineRow(_Row):
     title: str
     license: str
@@ -69,11 +88,13 @@ class _EngineRow(_Row):
     backend_lock: Name
     patches: tuple[str, ...] = Field(min_length=1)
     cpu_variants: dict[Platform, _VariantsRow] = {}
+    sm_forms: dict[Sm, _SmFormRow] = {}
+    fatbin_compression: Literal["size", "balance"] | None = None
 
 
 class _TargetRow(_Row):
-    cuda: Annotated[str, Field(pattern=r"^\d+\.\d+$")] | None = None
-    sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None
+    cuda: Cuda | None = None
+    sm: Sm | None = None
 
 
 class _CellRow(_Row):
@@ -85,15 +106,25 @@ class _CellRow(_Row):
     size_budget_mib: Annotated[int, Field(gt=0)]
 
 
+class _ScopeRow(_Row):
+    engine: Name | None = None
+    cuda: list[Cuda] | None = None
+    sm: list[Sm] | None = None
+    platforms: list[Platform] | None = None
+    why: str
+
+
 class _LockRow(_Row):
     form: LockForm
 
 
 class _MatrixFile(_Row):
     bases: dict[Name, _BaseRow]
+    toolkits: dict[Cuda, _ToolkitRow] = {}
     engines: dict[Name, _EngineRow]
     targets: dict[Name, _TargetRow]
     cells: list[_CellRow]
+    out_of_scope: list[_ScopeRow] = []
     locks: dict[Name, _LockRow]
 
 
@@ -105,6 +136,8 @@ class Base:
     digest: str | None
     status: BaseStatus
     platforms: tuple[Platform, ...]
+    name: str = ""  # its key in the file
+    distribution: str | None = None  # its key among the hosts of images/facts; None: only files are taken from it
 
     @property
     def reference(self) -> str:
@@ -131,6 +164,54 @@ class Variants:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Toolkit:
+    """Where nvcc and the CUDA libraries of one release come from: exactly one of lock, image and base, by its form."""
+
+    cuda: str
+    form: ToolkitForm
+    release: str
+    lock: str | None = None
+    image: Base | None = None
+    base: str | None = None
+    host_compiler: int | None = None  # major version of gcc; None: the one that the base installs by default
+    glibc_patch: str | None = None  # makes the headers compile on a newer C library than they know
+
+    @property
+    def source(self) -> str:
+        """In a few words, for people."""
+        if self.form == "wheels":
+            return f"cuda-toolkit {self.release} from wheels, images/locks/{self.lock}.txt"
+        return f"{self.image.reference}" if self.image else f"nvidia-cuda-toolkit {self.release} of {self.base}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmForm:
+    """What the compiler is asked for on behalf of one chip: `90`, `120a`, `100f`."""
+
+    form: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """A decision not to build what could exist. None means any."""
+
+    engine: str | None
+    cuda: tuple[str, ...] | None
+    sm: tuple[str, ...] | None
+    platforms: tuple[Platform, ...] | None
+    why: str
+
+    def covers(self, *, engine: str, cuda: str, sm: str, platform: Platform) -> bool:
+        return (
+            self.engine in (None, engine)
+            and (self.cuda is None or cuda in self.cuda)
+            and (self.sm is None or sm in self.sm)
+            and (self.platforms is None or platform in self.platforms)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     name: str
     title: str
@@ -142,6 +223,8 @@ class Engine:
     backend_lock: str
     patches: tuple[str, ...]  # applied to the source tree in this order; relative to the project
     cpu_variants: Mapping[Platform, Variants]
+    sm_forms: Mapping[str, SmForm]
+    fatbin_compression: str | None = None  # what its build tells nvcc, from CUDA 12.8 on; raises the driver's floor
 
     @property
     def commit_short(self) -> str:
@@ -167,6 +250,8 @@ class Cell:
     base: Base
     platforms: tuple[Platform, ...]
     size_budget_mib: int  # files of the finished image, uncompressed
+    toolkit: Toolkit | None = None  # None exactly where the target has no CUDA
+    sm_form: SmForm | None = None  # likewise
 
     @property
     def id(self) -> str:
@@ -175,6 +260,17 @@ class Cell:
     @property
     def tag(self) -> str:
         return f"appliance:{self.id}"
+
+    @property
+    def gencode(self) -> str | None:
+        """As nvcc is told: machine code for one chip and no PTX."""
+        return f"arch=compute_{self.sm_form.form},code=sm_{self.sm_form.form}" if self.sm_form else None
+
+    @property
+    def unresolved(self) -> tuple[Base, ...]:
+        """The images that it needs and that have no digest yet."""
+        needed = (self.base, self.toolkit.image if self.toolkit else None)
+        return tuple(base for base in needed if base and base.digest is None)
 
     @property
     def cpu_variants(self) -> tuple[str, ...]:
@@ -194,6 +290,9 @@ class Cell:
 class Matrix:
     cells: tuple[Cell, ...]
     locks: Mapping[str, LockForm]
+    engines: Mapping[str, Engine]
+    toolkits: Mapping[str, Toolkit]  # by CUDA release
+    out_of_scope: tuple[Scope, ...]
 
 
 def load(root: Path) -> Matrix:
@@ -216,9 +315,13 @@ def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
     bases = {name: _base(name, row) for name, row in rows.bases.items()}
     engines = {name: _engine(name, row, rows.locks, locks) for name, row in rows.engines.items()}
     targets = {name: _target(name, row) for name, row in rows.targets.items()}
-    cells = [cell for row in rows.cells for cell in _cells(row, engines, targets, bases)]
+    toolkits = {cuda: _toolkit(cuda, row, bases, rows.locks, locks) for cuda, row in rows.toolkits.items()}
+    cells = [cell for row in rows.cells for cell in _cells(row, engines, targets, bases, toolkits)]
     _refuse_duplicates(cell.id for cell in cells)
-    return Matrix(cells=tuple(cells), locks={name: row.form for name, row in rows.locks.items()})
+    scopes = tuple(_scope(row) for row in rows.out_of_scope)
+    _refuse_contradictions(cells, scopes)
+    forms = {name: row.form for name, row in rows.locks.items()}
+    return Matrix(cells=tuple(cells), locks=forms, engines=engines, toolkits=toolkits, out_of_scope=scopes)
 
 
 def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
@@ -262,7 +365,59 @@ def _base(name: str, row: _BaseRow) -> Base:
     if row.status == "unverified" and row.source is None:
         message = f"base {name}: an unverified digest needs the public file that it was copied from: source is missing"
         raise MatrixError(message, hint="name repository, path, commit and date under `source:`")
-    return Base(image=row.image, digest=row.digest, status=row.status, platforms=tuple(row.platforms))
+    return Base(
+        name=name,
+        image=row.image,
+        digest=row.digest,
+        status=row.status,
+        platforms=tuple(row.platforms),
+        distribution=row.distribution,
+    )
+
+
+def _toolkit(
+    cuda: str, row: _ToolkitRow, bases: Mapping[str, Base], known: Mapping[str, _LockRow], locks: Mapping[str, str]
+) -> Toolkit:
+    where = f"toolkit {cuda}"
+    given = {"wheels": row.lock, "image": row.image, "debian": row.base}
+    if [form for form, value in given.items() if value] != [row.form]:
+        message = f"{MATRIX_FILE}: {where}: form {row.form} does not fit what is given: {given}"
+        raise MatrixError(message, hint="wheels have a lock, image an image, debian a base, and nothing else")
+    if row.lock:
+        _refuse_unknown(row.lock, known, f"{where}: lock")
+        _refuse_unlocked(cuda, row, locks.get(row.lock, ""))
+    for name in filter(None, (row.image, row.base)):
+        _refuse_unknown(name, bases, f"{where}: {row.form}")
+    return Toolkit(**{**row.model_dump(), "cuda": cuda, "image": bases[row.image] if row.image else None})
+
+
+def _refuse_unlocked(cuda: str, row: _ToolkitRow, text: str) -> None:
+    pin = f"cuda-toolkit=={row.release}"
+    if not re.search(rf"^{re.escape(pin)}(?:\s|$)", text, re.MULTILINE) or not row.release.startswith(f"{cuda}."):
+        message = f"{MATRIX_FILE}: toolkit {cuda}: images/locks/{row.lock}.txt does not lock: {pin}"
+        raise MatrixError(message, hint=f"python -m images lock {row.lock}, and let the release say what it wrote")
+
+
+def _scope(row: _ScopeRow) -> Scope:
+    return Scope(
+        engine=row.engine,
+        cuda=tuple(row.cuda) if row.cuda else None,
+        sm=tuple(row.sm) if row.sm else None,
+        platforms=tuple(row.platforms) if row.platforms else None,
+        why=row.why,
+    )
+
+
+def _refuse_contradictions(cells: Iterable[Cell], scopes: Iterable[Scope]) -> None:
+    scopes = tuple(scopes)
+    for cell in cells:
+        if cell.target.cuda is None or cell.target.sm is None:
+            continue
+        place = {"engine": cell.engine.name, "cuda": cell.target.cuda, "sm": cell.target.sm}
+        for platform in cell.platforms:
+            if scope := next((each for each in scopes if each.covers(**place, platform=platform)), None):
+                message = f"{MATRIX_FILE}: cell {cell.id} on {platform} is out of scope as well: {scope.why}"
+                raise MatrixError(message, hint="take it out of cells or out of out_of_scope")
 
 
 def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str]) -> Engine:
@@ -279,9 +434,10 @@ def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Ma
     source = Source(**row.source.model_dump(), sha256=sha256)
     return Engine(
         name=name,
-        **row.model_dump(exclude={"source", "cpu_variants"}),
+        **row.model_dump(exclude={"source", "cpu_variants", "sm_forms"}),
         source=source,
         cpu_variants=variants,
+        sm_forms={sm: SmForm(form=form.form, why=form.why) for sm, form in row.sm_forms.items()},
     )
 
 
@@ -294,12 +450,17 @@ def _target(name: str, row: _TargetRow) -> Target:
 
 
 def _cells(
-    row: _CellRow, engines: Mapping[str, Engine], targets: Mapping[str, Target], bases: Mapping[str, Base]
+    row: _CellRow,
+    engines: Mapping[str, Engine],
+    targets: Mapping[str, Target],
+    bases: Mapping[str, Base],
+    toolkits: Mapping[str, Toolkit],
 ) -> list[Cell]:
     _refuse_unknown(row.engine, engines, "cells: engine")
     _refuse_unknown(row.base, bases, f"cells of {row.engine}: base")
     for target in row.targets:
         _refuse_unknown(target, targets, f"cells of {row.engine}: target")
+        _refuse_untooled(targets[target], engines[row.engine], toolkits)
     return [
         Cell(
             engine=engines[row.engine],
@@ -308,9 +469,19 @@ def _cells(
             base=bases[row.base],
             platforms=tuple(row.platforms),
             size_budget_mib=row.size_budget_mib,
+            toolkit=toolkits.get(targets[target].cuda or ""),
+            sm_form=engines[row.engine].sm_forms.get(targets[target].sm or ""),
         )
         for target in row.targets
     ]
+
+
+def _refuse_untooled(target: Target, engine: Engine, toolkits: Mapping[str, Toolkit]) -> None:
+    """A CUDA target needs a toolkit for its release and the form of its chip."""
+    if target.cuda is not None:
+        _refuse_unknown(target.cuda, toolkits, f"target {target.name}: toolkit")
+    if target.sm is not None:
+        _refuse_unknown(target.sm, engine.sm_forms, f"engine {engine.name}: sm_forms: target {target.name}")
 
 
 def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
@@ -345,12 +516,15 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     """The keys that may stand at a place of the file."""
     kinds: dict[str, type[_Row]] = {
         "bases": _BaseRow,
+        "toolkits": _ToolkitRow,
         "engines": _EngineRow,
         "targets": _TargetRow,
         "cells": _CellRow,
+        "out_of_scope": _ScopeRow,
         "locks": _LockRow,
         "source": _SourceRow,
         "cpu_variants": _VariantsRow,
+        "sm_forms": _SmFormRow,
     }
     kind: type[_Row] = _MatrixFile
     for part in location:

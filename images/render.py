@@ -11,14 +11,39 @@ from pathlib import Path
 import jinja2
 
 from appliance.image_facts import ImageFacts, dump_facts
+from images import compat
 from images.errors import MatrixError
-from images.matrix import LOCKS, Cell
+from images.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
 RENDER_COMMAND = "python -m images render"
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"  # where `include` looks
+# Where each form of toolkit keeps what the stages after nvcc look for. Debian puts its libraries among all others.
+TOOLKIT_PLACES: Mapping[ToolkitForm, Mapping[str, str]] = {
+    "wheels": {
+        "cuda_home": "/opt/cuda",
+        "cuda_libraries": "/opt/cuda/lib64",
+        "toolkit_licenses": "wheels/*.dist-info/licenses/*",
+    },
+    "image": {
+        "cuda_home": "/opt/cuda",
+        "cuda_libraries": "/opt/cuda/lib64",
+        "toolkit_licenses": "opt/cuda/NGC-DL-CONTAINER-LICENSE",
+    },
+    "debian": {
+        "cuda_home": "/usr",
+        "cuda_libraries": "/usr/lib/$(uname -m)-linux-gnu",
+        "toolkit_licenses": " ".join(
+            f"usr/share/doc/lib{name}12/copyright" for name in ("cudart", "cublas", "cublaslt")
+        ),
+    },
+}
+# The cost in the words of its CMake file: "performance for multiple CUDA GPUs will be suboptimal".
+NCCL_OFF = "off: several GPUs exchange through llama.cpp's own code, which its authors call suboptimal"
+NVIDIA_LICENSE = " AND LicenseRef-NVIDIA-CUDA-EULA"
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 
 
@@ -42,13 +67,22 @@ def load_template(root: Path, cell: Cell) -> str:
 
 def inputs(cell: Cell) -> tuple[Path, ...]:
     """What the build may copy from the project: the context, the date and the build id are all made of these."""
-    locks = ("appliance", cell.engine.backend_lock, cell.engine.source.lock)
-    return (PACKAGE, LAUNCHER, *map(Path, cell.engine.patches), *(LOCKS / f"{name}.txt" for name in locks))
+    locks = ["appliance", cell.engine.backend_lock, cell.engine.source.lock]
+    patches = [*cell.engine.patches]
+    if cell.toolkit and cell.toolkit.lock:
+        locks.append(cell.toolkit.lock)
+    if cell.toolkit and cell.toolkit.glibc_patch:
+        patches.append(cell.toolkit.glibc_patch)
+    return (PACKAGE, LAUNCHER, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
 def _fill(cell: Cell, template: str) -> str:
     environment = jinja2.Environment(  # noqa: S701 - a Dockerfile, not HTML
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     try:
         return environment.from_string(template).render(_values(cell))
@@ -59,42 +93,78 @@ def _fill(cell: Cell, template: str) -> str:
 
 def _values(cell: Cell) -> dict[str, str | int]:
     engine = cell.engine
+    variants = [";".join(engine.cpu_variants[platform].built) for platform in cell.platforms]
+    cuda = _cuda_values(cell, cell.toolkit) if cell.toolkit else {}
     return {
+        **cuda,
         "base_reference": cell.base.reference,
         "backend_lock": engine.backend_lock,
         "build_command": f"python -m images build --only {cell.id}",
         "build_id_mark": BUILD_ID_MARK,
-        "cpu_variants": ";".join(cell.cpu_variants),
+        "compile_part": f"parts/{'compile-both' if len(variants) > 1 else 'compile'}.j2",
+        "compile_stage": "compile",
+        "compiled_stage": "compiled" if len(variants) > 1 else "compile",
+        "cpu_variants": variants[0],
+        "cpu_variants_arm64": variants[-1],
         "engine_build": engine.build,
         "engine_commit_short": engine.commit_short,
         "facts_path": (cell.folder / "image_facts.json").as_posix(),
         "labels": _label_lines(static_labels(cell)),
         "patches": " ".join(engine.patches),
         "patch_names": " ".join(Path(patch).name for patch in engine.patches),
+        "python": compat.python_of(cell.base),
         "render_command": RENDER_COMMAND,
         "source_lock": engine.source.lock,
         "source_release": engine.source.release,
     }
 
 
+def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
+    """What the stages of a CUDA cell take; a value that its form of toolkit has no use for is left out."""
+    floors = compat.cell_floors(cell)
+    if floors is None or cell.sm_form is None:
+        message = f"cell {cell.id} has a CUDA toolkit and no SM"
+        raise MatrixError(message)
+    own = {
+        "glibc_patch": toolkit.glibc_patch,
+        "glibc_patch_name": Path(toolkit.glibc_patch).name if toolkit.glibc_patch else None,
+        "host_compiler": toolkit.host_compiler,
+        "toolkit_lock": toolkit.lock,
+        "toolkit_reference": toolkit.image.reference if toolkit.image else None,
+    }
+    return {
+        **TOOLKIT_PLACES[toolkit.form],
+        **{name: value for name, value in own.items() if value is not None},
+        "cuda": toolkit.cuda,
+        "cuda_architectures": f"{cell.sm_form.form}-real",  # `real`: machine code and no PTX
+        # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
+        "require_cuda": f"cuda>={toolkit.cuda.partition('.')[0]}.0",
+        "require_driver": f"driver>={floors.sass}",
+        "toolkit_release": toolkit.release,
+    }
+
+
 def static_labels(cell: Cell) -> dict[str, str]:
     """The labels that the matrix alone decides; `build` adds those that depend on the moment and the base used."""
-    engine = cell.engine
+    engine, floors = cell.engine, compat.cell_floors(cell)
     return {
         "org.opencontainers.image.title": cell.tag,
         "org.opencontainers.image.description": f"{engine.title} {engine.version} for {_machine(cell)}",
-        "org.opencontainers.image.licenses": f"Apache-2.0 AND {engine.license}",
+        "org.opencontainers.image.licenses": f"Apache-2.0 AND {engine.license}{NVIDIA_LICENSE if floors else ''}",
         "org.opencontainers.image.base.name": cell.base.image,
         "org.opencontainers.image.base.digest": cell.base.digest or NONE,
         "io.appliance.cell": cell.id,
         "io.appliance.cuda": cell.target.cuda or NONE,
+        "io.appliance.cuda.gencode": cell.gencode or NONE,
+        "io.appliance.cuda.toolkit": cell.toolkit.source if cell.toolkit else NONE,
         "io.appliance.sm": cell.target.sm or NONE,
-        "io.appliance.driver.floor.ptx": NONE,
-        "io.appliance.driver.floor.sass": NONE,
+        "io.appliance.driver.floor.ptx": floors.ptx if floors else NONE,
+        "io.appliance.driver.floor.sass": floors.sass if floors else NONE,
         "io.appliance.engine": engine.name,
         "io.appliance.engine.commit": engine.commit,
         "io.appliance.engine.source-sha256": engine.source.sha256,
         "io.appliance.engine.version": engine.version,
+        "io.appliance.nccl": NCCL_OFF if floors else NONE,
         "io.appliance.ptx-jit": "no",
     }
 
@@ -122,7 +192,7 @@ def _dockerignore(cell: Cell) -> str:
 
 
 def _facts(cell: Cell) -> ImageFacts:
-    engine = cell.engine
+    engine, floors = cell.engine, compat.cell_floors(cell)
     return ImageFacts(
         build_id=BUILD_ID_MARK,
         cell=cell.id,
@@ -132,5 +202,7 @@ def _facts(cell: Cell) -> ImageFacts:
         engine_commit=engine.commit,
         cuda=cell.target.cuda,
         sm=(cell.target.sm,) if cell.target.sm else (),
+        driver_floor_sass=floors.sass if floors else None,
+        driver_floor_ptx=floors.ptx if floors else None,
         cpu_variants=cell.cpu_variants,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import struct
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +20,11 @@ PRIVATE_KEY = re.compile(
 CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----\s*([A-Za-z0-9+/=\s]+?)\s*-----END CERTIFICATE-----")
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-# Read into memory for the checks that look inside: the facts, and the first bytes of byte code.
-KEPT = re.compile(r"^opt/appliance/[a-z_]+\.json$")
+# Read into memory for the checks that look inside: the facts, the packages, and the first bytes of byte code.
+KEPT = re.compile(r"^(?:opt/appliance/[a-z_]+\.json|var/lib/dpkg/status)$")
 HEADER_BYTES = 16
+ELF_MAGIC = b"\x7fELF"
+ELF_MACHINE = struct.Struct("<18xH")  # little-endian, as both platforms are
 
 Kind = Literal["file", "folder", "link", "other"]
 
@@ -34,7 +38,16 @@ class Entry:
     gid: int
     size_bytes: int
     layer: int  # 0 is the base
-    content: bytes = b""  # whole for the facts, the header for byte code, else empty
+    content: bytes = b""  # whole for what is kept, the header for byte code, else empty
+    machine: int | None = None  # of an ELF file: whose instructions these are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extraction:
+    """Files to write to a folder while the layers are read: another program will look into them."""
+
+    pattern: re.Pattern[str]
+    folder: Path
 
 
 @dataclass(kw_only=True)
@@ -46,6 +59,7 @@ class Tree:
     private_keys: list[str] = field(default_factory=list)  # `layer 3: path`, of our own layers
     certificates: dict[str, set[bytes]] = field(default_factory=dict)  # of our own layers, by place
     base_certificates: set[bytes] = field(default_factory=set)
+    extracted: dict[str, Path] = field(default_factory=dict)  # what was asked for, by path in the image
 
     @property
     def size_bytes(self) -> int:
@@ -53,8 +67,8 @@ class Tree:
         return sum(entry.size_bytes for entry in self.files.values())
 
 
-def read_tree(archive: Path) -> Tree:
-    """Reads what `docker save` wrote. VerificationError when it is something else."""
+def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extraction | None = None) -> Tree:
+    """Reads what `docker save` wrote, and keeps the bytes of `kept`. VerificationError when it is something else."""
     tree = Tree()
     try:
         with tarfile.open(archive) as tar:
@@ -63,10 +77,11 @@ def read_tree(archive: Path) -> Tree:
             for number, name in enumerate(layers):
                 blob = tar.extractfile(name)
                 if blob:
-                    _add_layer(tree, number, blob)
+                    _add_layer(tree, number, blob, kept, extraction)
     except (OSError, tarfile.TarError, KeyError, ValueError) as error:
         message = f"the saved image cannot be read: {archive}: {error}"
         raise VerificationError(message) from error
+    tree.extracted = {path: file for path, file in tree.extracted.items() if path in tree.files}
     return tree
 
 
@@ -77,7 +92,7 @@ def parse_certificates(data: bytes) -> set[bytes]:
     return {b"".join(body.split()) for body in CERTIFICATE.findall(data)}
 
 
-def _add_layer(tree: Tree, number: int, blob: IO[bytes]) -> None:
+def _add_layer(tree: Tree, number: int, blob: IO[bytes], kept: re.Pattern[str], extraction: Extraction | None) -> None:
     with tarfile.open(fileobj=blob, mode="r:*") as layer:
         for member in layer:
             path = PurePosixPath(member.name)
@@ -86,11 +101,23 @@ def _add_layer(tree: Tree, number: int, blob: IO[bytes]) -> None:
                 continue
             reader = layer.extractfile(member) if member.isreg() else None
             data = reader.read() if reader else b""
-            entry = _entry(member, number, data)
+            entry = _entry(member, number, data, kept)
             tree.files[entry.path] = entry
             if number == 0:
                 tree.base[entry.path] = entry
             _look_for_secrets(tree, entry, data)
+            if extraction:
+                _extract(tree, entry, data, extraction)
+
+
+def _extract(tree: Tree, entry: Entry, data: bytes, extraction: Extraction) -> None:
+    """Under a hash, since a path of an image is no path of this machine; a later layer's file replaces it."""
+    tree.extracted.pop(entry.path, None)
+    # A hard link has no bytes of its own: the name that it links to brings them.
+    if data and entry.kind == "file" and extraction.pattern.match(entry.path):
+        file = extraction.folder / hashlib.sha256(entry.path.encode()).hexdigest()
+        file.write_bytes(data)
+        tree.extracted[entry.path] = file
 
 
 def _remove(tree: Tree, whiteout: PurePosixPath) -> None:
@@ -106,7 +133,7 @@ def _below(tree: Tree, folder: str) -> Iterator[str]:
     return (path for path in tree.files if path.startswith(f"{folder}/"))
 
 
-def _entry(member: tarfile.TarInfo, layer: int, data: bytes) -> Entry:
+def _entry(member: tarfile.TarInfo, layer: int, data: bytes, kept: re.Pattern[str]) -> Entry:
     path = _clean(PurePosixPath(member.name))
     is_code = path.endswith(".pyc")
     return Entry(
@@ -117,7 +144,14 @@ def _entry(member: tarfile.TarInfo, layer: int, data: bytes) -> Entry:
         gid=member.gid,
         size_bytes=member.size if member.isreg() else 0,
         layer=layer,
-        content=data[:HEADER_BYTES] if is_code else data if KEPT.match(path) else b"",
+        content=data[:HEADER_BYTES] if is_code else data if kept.match(path) else b"",
+        machine=_machine(data),
+    )
+
+
+def _machine(data: bytes) -> int | None:
+    return (
+        int(ELF_MACHINE.unpack_from(data)[0]) if data.startswith(ELF_MAGIC) and len(data) > ELF_MACHINE.size else None
     )
 
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from appliance.image_facts import ENGINE_FACTS_PATH, IMAGE_FACTS_PATH, parse_engine_facts, parse_image_facts
-from images import docker, render
+from appliance.image_facts import (
+    ENGINE_FACTS_PATH,
+    IMAGE_FACTS_PATH,
+    ImageFacts,
+    parse_engine_facts,
+    parse_image_facts,
+)
+from images import compat, debian, docker, gate, render
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
-from images.errors import VerificationError
+from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
-from images.tree import Entry, Tree, parse_certificates, read_tree
+from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
 SERVER = "/opt/llama/llama-server"
 LIBRARY_FOLDER = "opt/appliance/lib/"
@@ -28,6 +35,23 @@ TOOL = re.compile(
     r"^(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|cc|c\+\+|cpp|clang(?:\+\+)?|ld|as|ar|make|cmake|ninja|nvcc|patch|pip\d?)"
     r"(?:-?[\d.]+)?$"
 )
+# Of the driver, which the container runtime mounts: one in the image would be loaded instead of the machine's own.
+DRIVER = re.compile(r"(?:^|/)lib(?:cuda|cudadebugger|nvcuvid|nvidia-[\w-]+)\.so(?:\.|$)")
+CUDA_TOOLKIT = re.compile(
+    r"(?:^|/)(?:nvcc|ptxas|cicc|cudafe\+\+|fatbinary|nvlink|bin2c|cuobjdump|nvdisasm|tileiras|nvcc\.profile|"
+    r"libnvvm\.so[\d.]*|libdevice\.\d+\.bc|libcu[\w]+\.a)$"
+)
+HEADER = re.compile(r"\.(?:h|hh|hpp|cuh|inl)$")
+GPU_FILES = re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$")
+GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
+GAPS = Path("images/gaps")
+LICENSES = "opt/appliance/licenses/"
+LICENSE_NAME = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
+CUDA_LICENSE = re.compile(rf"^(?:{LICENSES}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright)$")
+# Wheels whose license text is the head of their one source file, and nowhere else.
+LICENSE_IN_SOURCE = {"nvidia_ml_py": f"{LIBRARY_FOLDER}pynvml.py"}
+DIST_INFO = re.compile(rf"^{LIBRARY_FOLDER}[^/]+\.dist-info/")
+ELF_MACHINES: Mapping[Platform, int] = {"linux/amd64": 62, "linux/arm64": 183}
 TOOL_PARTS = ("/cc1", "/cc1plus", "/dist-packages/pip/", "/site-packages/pip/", "/lib/pip/")
 LEFTOVER = re.compile(
     r"^(?:var/lib/apt/lists/.+|var/cache/apt/.+\.(?:bin|deb)|var/cache/ldconfig/aux-cache|var/log/.+|tmp/.+|root/\..+|"
@@ -38,6 +62,34 @@ CREDENTIAL = re.compile(r"[a-z]+://[^/\s:\"]+:[^@/\s\"]+@|-----BEGIN [A-Z ]*PRIV
 SECRET_NAME = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)", re.IGNORECASE)
 UNCHECKED_HASH = b"\x01\x00\x00\x00"  # flags of PEP 552: by hash, never compared with the source
 SETUID_BITS = 0o6000
+STATUS = "var/lib/dpkg/status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnList:
+    """What an engine's image may have and must have beyond the others, by path."""
+
+    tools: re.Pattern[str] | None = None
+    headers: re.Pattern[str] | None = None
+    needed: tuple[re.Pattern[str], ...] = ()
+
+
+# Triton compiles its launcher when vLLM runs: it takes gcc, the C library's headers and Python's, and its own ptxas.
+OWN_LISTS: Mapping[str, OwnList] = {
+    "llama": OwnList(),
+    "vllm": OwnList(
+        tools=re.compile(
+            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|lib(?:exec)?/gcc/.+)$|"
+            r"/triton/backends/nvidia/bin/"
+        ),
+        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|/(?:site|dist)-packages/|^opt/appliance/lib/"),
+        needed=(
+            re.compile(r"^usr/bin/gcc$"),
+            re.compile(r"^usr/include/stdio\.h$"),
+            re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,46 +108,87 @@ class Evidence:
     version: docker.Finished  # `appliance version`
     engine_version: docker.Finished  # `llama-server --version`
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
+    kernels: gate.Report | None = None  # of a CUDA cell
+    debian: debian.Lock | None = None  # of its base
+    asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
+
+    @property
+    def own_list(self) -> OwnList:
+        return OWN_LISTS[self.cell.engine.name]
 
     @property
     def labels(self) -> Mapping[str, str]:
         return self.config.get("Labels") or {}
 
 
-def verify(root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None) -> list[Check]:
-    """All checks of one image; VerificationError when there is no such image or it is not for this engine."""
-    evidence = gather(root, cell, engine, image=image, ca_bundle=ca_bundle)
+def verify(
+    root: Path,
+    cell: Cell,
+    engine: docker.Engine,
+    *,
+    image: str,
+    ca_bundle: Path | None,
+    cuobjdump: Path | None = None,
+) -> list[Check]:
+    """All checks of one image. VerificationError when it is not here, BuildError when it is of another platform."""
+    evidence = gather(root, cell, engine, image=image, ca_bundle=ca_bundle, cuobjdump=cuobjdump)
     return [check(evidence) for check in CHECKS]
 
 
-def gather(root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None) -> Evidence:
+def gather(
+    root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None, cuobjdump: Path | None
+) -> Evidence:
     found = engine.image(image)
     if found is None:
         message = f"cell {cell.id} has no image here: {image}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
-    platform = next((platform for platform in cell.platforms if platform == engine.platform), None)
-    if platform is None:
-        message = f"cell {cell.id} cannot be verified here: the engine is {engine.platform}"
-        raise VerificationError(message, hint=f"it is for {', '.join(cell.platforms)}")
+    platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
+        tree = _saved_tree(Path(folder), engine, image, is_cuda=cell.target.cuda is not None)
+        kernels = _judge_kernels(root, cell, tree, cuobjdump) if cell.target.cuda else None
     return Evidence(
         cell=cell,
         platform=platform,
         config=found.config,
-        tree=_saved_tree(root, cell, engine, image),
+        tree=tree,
         version=engine.run(image, ("version",)),
         engine_version=engine.run(image, ("--version",), entrypoint=(SERVER,)),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
+        kernels=kernels,
+        debian=debian.load(root, cell.base, platform),
+        asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
     )
 
 
-def _saved_tree(root: Path, cell: Cell, engine: docker.Engine, image: str) -> Tree:
-    archive = root / ARCHIVES / f"{cell.id}.saved.tar"
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        engine.save(image, archive)
-        return read_tree(archive)
-    finally:
-        archive.unlink(missing_ok=True)
+def own_platform(cell: Cell, image: str, *, engine_platform: str, image_platform: str) -> Platform:
+    """The engine's own, if cell and image are for it. BuildError otherwise: a foreign image cannot even be started."""
+    for what, platforms in (("cell", cell.platforms), (f"image {image}", (image_platform,))):
+        if engine_platform not in platforms:
+            message = f"cell {cell.id} cannot be verified here: the engine is {engine_platform}"
+            raise BuildError(message, hint=f"the {what} is for {', '.join(platforms)}")
+    return next(platform for platform in cell.platforms if platform == engine_platform)
+
+
+def _archives(root: Path) -> Path:
+    folder = root / ARCHIVES
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, is_cuda: bool) -> Tree:
+    """Reads the image by way of `folder`; the libraries of a CUDA cell stay there for cuobjdump."""
+    archive = folder / "saved.tar"
+    engine.save(image, archive)
+    tree = read_tree(archive, extraction=Extraction(pattern=GPU_FILES, folder=folder) if is_cuda else None)
+    archive.unlink()
+    return tree
+
+
+def _judge_kernels(root: Path, cell: Cell, tree: Tree, cuobjdump: Path | None) -> gate.Report:
+    tool = gate.find_tool(cuobjdump)
+    libraries = [gate.query_library(tool, file, name=path) for path, file in sorted(tree.extracted.items())]
+    gaps = root / GAPS / f"{cell.id}.yaml"
+    return gate.judge(libraries, int(cell.target.sm or 0), gate.load_known_gaps(gaps) if gaps.exists() else None)
 
 
 def check_start(evidence: Evidence) -> Check:
@@ -122,9 +215,67 @@ def check_cpu_variants(evidence: Evidence) -> Check:
     return Check(name="CPU variants", ok=not wrong, detail="; ".join(wrong) or f"{len(found)} as listed")
 
 
-def check_no_tools(evidence: Evidence) -> Check:
-    found = [entry.path for entry in evidence.tree.files.values() if entry.kind != "folder" and _is_tool(entry.path)]
-    return _none_of("no compiler, no pip", found)
+def check_kernels(evidence: Evidence) -> Check:
+    """Machine code for the cell's SM in every kernel that we compile; NVIDIA's own libraries are only listed."""
+    name, report = "kernels run natively", evidence.kernels
+    if report is None:
+        backends = [path for path in evidence.tree.files if GPU_BACKEND.search(path)]
+        return Check(name=name, ok=not backends, detail=f"no GPU in this cell{_colon(backends)}")
+    if report.faults:
+        return Check(name=name, ok=False, detail="; ".join(report.faults[:5]) + _more(report.faults))
+    lines = [gate.describe(library, report.sm) for library in report.libraries if library.kernels or library.targets]
+    return Check(name=name, ok=True, detail="; ".join(lines))
+
+
+def check_platform(evidence: Evidence) -> Check:
+    """BuildKit labels a foreign platform without looking at the files, so they are asked themselves."""
+    machine = ELF_MACHINES[evidence.platform]
+    files = evidence.tree.files.values()
+    ours = [entry for entry in files if entry.machine is not None and entry.path not in evidence.tree.base]
+    foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in ours if entry.machine != machine]
+    detail = f"{evidence.platform}, {len(ours)} ELF files{_colon(foreign)}"
+    return Check(name="platform", ok=bool(ours) and not foreign, detail=detail)
+
+
+def check_no_driver(evidence: Evidence) -> Check:
+    return _none_of("no driver library", [path for path in evidence.tree.files if DRIVER.search(path)])
+
+
+def check_tools(evidence: Evidence) -> Check:
+    """Compiler, toolkit and headers are those on the engine's own list, which is empty for llama."""
+    own = evidence.own_list
+    files = [entry.path for entry in evidence.tree.files.values() if entry.kind != "folder"]
+    tools = [path for path in files if (_is_tool(path) or CUDA_TOOLKIT.search(path)) and not _on(own.tools, path)]
+    added = [path for path in files if HEADER.search(path) and path not in evidence.tree.base]
+    headers = [path for path in added if not _on(own.headers, path)]
+    missing = [each.pattern for each in own.needed if not any(each.match(path) for path in files)]
+    wrong = _difference("tools", tools) + _difference("headers", headers) + _difference("missing", missing)
+    return Check(name="compiler, toolkit, headers", ok=not wrong, detail="; ".join(wrong) or "as the engine needs")
+
+
+def check_licenses(evidence: Evidence) -> Check:
+    """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
+    files = evidence.tree.files
+    engine = f"{LICENSES}{evidence.cell.engine.title}/"
+    missing = [] if any(path.startswith(engine) and LICENSE_NAME.search(path) for path in files) else [engine]
+    wheels = sorted({path.split("/")[3] for path in files if DIST_INFO.match(path)})
+    missing += [wheel for wheel in wheels if not _has_license(files, wheel)]
+    if any(gate.TOOLKIT.match(path.rpartition("/")[2]) for path in files):
+        missing += [] if any(CUDA_LICENSE.match(path) for path in files) else ["CUDA's libraries"]
+    ok = bool(wheels) and not missing
+    return Check(name="license texts", ok=ok, detail=_colon(missing, "missing") or f"engine and {len(wheels)} wheels")
+
+
+def check_gpu_environment(evidence: Evidence) -> Check:
+    """NVIDIA_VISIBLE_DEVICES stays with the user; CUDA's libraries need compute, nvidia-smi and NVML need utility."""
+    pairs = (str(item).partition("=") for item in evidence.config.get("Env") or ())
+    environment = {name: value for name, _, value in pairs if name.startswith("NVIDIA_")}
+    expected = "compute,utility" if evidence.cell.target.cuda else None
+    said = environment.get("NVIDIA_DRIVER_CAPABILITIES")
+    wrong = [] if said == expected else [f"NVIDIA_DRIVER_CAPABILITIES={said}, expected {expected}"]
+    if "NVIDIA_VISIBLE_DEVICES" in environment:
+        wrong.append(f"NVIDIA_VISIBLE_DEVICES={environment['NVIDIA_VISIBLE_DEVICES']}")
+    return Check(name="GPU environment", ok=not wrong, detail="; ".join(wrong) or f"capabilities: {said}")
 
 
 def check_no_leftovers(evidence: Evidence) -> Check:
@@ -189,10 +340,23 @@ def check_image_facts(evidence: Evidence) -> Check:
         return Check(name=name, ok=False, detail=str(error))
     label = evidence.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
+    wrong += _floors(evidence, facts)
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
         "commit", {facts.engine_commit} - {cell.engine.commit}
     )
     return Check(name=name, ok=not wrong, detail="; ".join(wrong) or f"build id {facts.build_id}")
+
+
+def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
+    """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
+    said = {
+        "io.appliance.cuda": facts.cuda,
+        "io.appliance.sm": ",".join(facts.sm) or None,
+        "io.appliance.driver.floor.sass": facts.driver_floor_sass,
+        "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
+    }
+    differing = [name for name, value in said.items() if evidence.labels.get(name) != (value or render.NONE)]
+    return [f"{name}: {said[name]}, the label says {evidence.labels.get(name)}" for name in differing]
 
 
 def check_volume(evidence: Evidence) -> Check:
@@ -229,12 +393,22 @@ def check_byte_code(evidence: Evidence) -> Check:
     """Without it a read-only container compiles its imports at every start; with times in it no rebuild is the same."""
     files = evidence.tree.files
     sources = [path for path in files if path.startswith(LIBRARY_FOLDER) and path.endswith(".py")]
-    missing = [path for path in sources if _byte_code(path) not in files]
+    python = compat.python_of(evidence.cell.base)
+    missing = [path for path in sources if _byte_code(path, python) not in files]
     code = [entry for entry in files.values() if entry.path.endswith(".pyc")]
     checked = [entry.path for entry in code if entry.content[4:8] != UNCHECKED_HASH]
     wrong = _difference("without byte code", missing) + _difference("checked or timed", checked)
     ok = bool(sources) and not wrong
     return Check(name="byte code", ok=ok, detail="; ".join(wrong) or f"{len(code)} files, {len(sources)} of ours")
+
+
+def check_debian(evidence: Evidence) -> Check:
+    """What the runtime stage installed is what the Debian lock says, package by package."""
+    image, base = (_packages(files.get(STATUS)) for files in (evidence.tree.files, evidence.tree.base))
+    digest = evidence.labels.get("org.opencontainers.image.base.digest", "")
+    wrong = debian.faults(evidence.cell, evidence.debian, evidence.asked, image=image, base=base, identity=digest)
+    detail = f"{'; '.join(wrong[:5])}{_more(wrong)}" if wrong else f"{len(image)} installed, none moved"
+    return Check(name="Debian packages as locked", ok=bool(image) and not wrong, detail=detail)
 
 
 def check_size(evidence: Evidence) -> Check:
@@ -247,7 +421,12 @@ CHECKS: tuple[Callable[[Evidence], Check], ...] = (
     check_start,
     check_engine_version,
     check_cpu_variants,
-    check_no_tools,
+    check_kernels,
+    check_platform,
+    check_no_driver,
+    check_tools,
+    check_licenses,
+    check_gpu_environment,
     check_no_leftovers,
     check_setuid,
     check_no_secret_files,
@@ -259,8 +438,29 @@ CHECKS: tuple[Callable[[Evidence], Check], ...] = (
     check_user,
     check_run_line,
     check_byte_code,
+    check_debian,
     check_size,
 )
+
+
+def _on(own: re.Pattern[str] | None, path: str) -> bool:
+    return own is not None and own.search(path) is not None
+
+
+def _has_license(files: Mapping[str, Entry], wheel: str) -> bool:
+    folder = f"{LIBRARY_FOLDER}{wheel}/"
+    if any(path.startswith(folder) and LICENSE_NAME.search(path.removeprefix(folder)) for path in files):
+        return True
+    return LICENSE_IN_SOURCE.get(wheel.partition("-")[0], "") in files
+
+
+def _colon(found: list[str], what: str = "") -> str:
+    return f"{what}: {', '.join(found[:5])}{_more(found)}" if found else ""
+
+
+def _packages(status: Entry | None) -> dict[str, str]:
+    text = status.content.decode("utf-8", "replace") if status else ""
+    return {package.name: package.version for package in debian.parse_status(text)}
 
 
 def _is_tool(path: str) -> bool:
@@ -276,9 +476,11 @@ def _setuid(files: Mapping[str, Entry]) -> set[str]:
     return {entry.path for entry in files.values() if entry.kind == "file" and entry.mode & SETUID_BITS}
 
 
-def _byte_code(path: str) -> str:
+def _byte_code(path: str, python: str) -> str:
+    """`python` as in 3.11, which is what the file's name says without the dot."""
     source = PurePosixPath(path)
-    return (source.parent / "__pycache__" / f"{source.stem}.cpython-311.pyc").as_posix()
+    name = f"{source.stem}.cpython-{python.replace('.', '')}.pyc"
+    return (source.parent / "__pycache__" / name).as_posix()
 
 
 def _text(tree: Tree, path: str) -> str:

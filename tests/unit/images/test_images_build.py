@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import tarfile
 from dataclasses import replace
@@ -46,6 +47,15 @@ def test_certificates_go_in_as_a_secret(job: build.Job) -> None:
     argv = build.buildx_argv(replace(job, ca_bundle=Path("/etc/ca.pem"), no_cache=True))
     assert argv[argv.index("--secret") + 1] == "id=ca,src=/etc/ca.pem"
     assert "--no-cache" in argv
+
+
+def test_caches_are_read_and_written_where_they_are_named(job: build.Job) -> None:
+    given = replace(job, cache_from=("type=local,src=a", "type=local,src=b"), cache_to=("type=local,dest=c",))
+    argv = build.buildx_argv(given)
+    pairs = list(itertools.pairwise(argv))
+    assert [value for flag, value in pairs if flag == "--cache-from"] == ["type=local,src=a", "type=local,src=b"]
+    assert [value for flag, value in pairs if flag == "--cache-to"] == ["type=local,dest=c"]
+    assert not {"--cache-from", "--cache-to"} & set(build.buildx_argv(job))
 
 
 def test_another_base_replaces_the_literal_from_and_is_recorded(job: build.Job, project: Path) -> None:

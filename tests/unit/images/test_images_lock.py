@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from images import lock
-from images.errors import BuildError
+from images.errors import BuildError, MatrixError
 
 HASH = "sha256:" + "0" * 64
 GOOD = f"yarl==1.0 \\\n    --hash={HASH} \\\n    --hash={HASH}\n    # via -r images/locks/appliance.in\n"
@@ -44,6 +44,18 @@ def test_a_requirement_without_a_hash_is_refused(line: str) -> None:
     lock.refuse_unhashed("appliance", GOOD)
     with pytest.raises(BuildError, match="without a hash"):
         lock.refuse_unhashed("appliance", f"{GOOD}{line}\n")
+
+
+def test_an_input_of_a_build_without_a_hash_is_refused(tmp_path: Path) -> None:
+    paths = [Path("appliance"), Path("images/locks/a.txt"), Path("images/locks/b.txt"), Path("images/locks/gone.txt")]
+    (tmp_path / "images/locks").mkdir(parents=True)
+    (tmp_path / paths[1]).write_text(GOOD)
+    (tmp_path / paths[2]).write_text(GOOD)
+    lock.refuse_unhashed_inputs(tmp_path, paths)
+    (tmp_path / paths[2]).write_text(f"{GOOD}idna==3.20\n")
+    with pytest.raises(MatrixError, match=r"images/locks/b\.txt holds .* idna==3\.20") as caught:
+        lock.refuse_unhashed_inputs(tmp_path, paths)
+    assert caught.value.hint == "python -m images lock b"
 
 
 def test_uv_is_asked_for_one_platform_and_given_certificates() -> None:

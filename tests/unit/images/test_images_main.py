@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from images import __main__ as command
 
-VERBS = ("list", "render", "build", "verify", "lock")
+VERBS = ("list", "render", "build", "verify", "lock", "sbom", "bake", "ci-matrix", "prune")
 
 
 def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +36,50 @@ def test_render_check_names_the_file_that_differs(project: Path, tmp_path: Path)
     assert done.returncode == 61
     assert "images/rendered/llama-cpu/Dockerfile: differs" in done.stderr
     assert "hint: python -m images render" in done.stderr
+
+
+def test_a_wheel_without_a_hash_is_exit_10_and_named(project: Path, tmp_path: Path) -> None:
+    _copy(project, tmp_path)
+    path = tmp_path / "images/locks/appliance.txt"
+    text = path.read_text("utf-8")
+    path.write_text(re.sub(r"(?m)^(idna==\S+) \\\n(?:    --hash=\S+(?: \\)?\n)+", r"\1\n", text), "utf-8")
+    done = _run(tmp_path, "render")
+    assert done.returncode == 10
+    assert "images/locks/appliance.txt holds a requirement without a version or a hash: idna==" in done.stderr
+
+
+def test_generated_files_are_held_to_the_matrix(project: Path, tmp_path: Path) -> None:
+    _copy(project, tmp_path)
+    assert _run(tmp_path, "render").returncode == 0
+    assert _run(tmp_path, "render", "--check").returncode == 0
+    for name in ("docker-bake.json", ".github/images.json"):
+        path = tmp_path / name
+        text = path.read_text("utf-8")
+        path.write_text(text.replace("llama-cpu", "llama-gpu"), "utf-8")
+        done = _run(tmp_path, "render", "--check")
+        assert done.returncode == 61
+        assert f"{name}: differs" in done.stderr
+        path.write_text(text, "utf-8")
+
+
+@pytest.mark.parametrize(("verb", "file"), [("bake", "docker-bake.json"), ("ci-matrix", ".github/images.json")])
+def test_one_generated_file_is_written_by_its_verb(project: Path, tmp_path: Path, verb: str, file: str) -> None:
+    _copy(project, tmp_path)
+    assert _run(tmp_path, verb, "--dry-run").returncode == 0
+    assert not (tmp_path / file).exists()
+    done = _run(tmp_path, verb)
+    assert (done.returncode, done.stdout) == (0, f"{file}\n")
+    assert (tmp_path / file).read_bytes() == (project / file).read_bytes()
+
+
+def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["sbom", "--only", "llama-*", "--out", "x.json"]) == 2
+    assert "--out names one file" in capsys.readouterr().err
+
+
+def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["lock", "--debian", "dev"]) == 2
+    assert "takes no names: dev" in capsys.readouterr().err
 
 
 def test_a_misspelt_key_of_the_file_is_exit_10(project: Path, tmp_path: Path) -> None:

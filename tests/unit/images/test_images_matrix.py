@@ -40,13 +40,17 @@ def test_an_unknown_key_names_the_near_miss(matrix_data: dict[str, Any], lock_te
         (("bases", "bookworm", "source"), "comit", "commit"),
         (("bases", "bookworm"), "digets", "digest"),
         (("locks", "dev"), "from", "form"),
+        (("toolkits", "13.0"), "lokc", "lock"),
+        (("engines", "llama", "sm_forms", "90"), "fomr", "form"),
+        (("out_of_scope", 0), "wyh", "why"),
+        (("targets", "cu130-sm90"), "cdua", "cuda"),
         ((), "enginse", "engines"),
     ],
 )
 def test_a_misspelt_key_is_explained_wherever_it_stands(
-    matrix_data: dict[str, Any], lock_texts: dict[str, str], place: tuple[str, ...], wrong: str, meant: str
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], place: tuple[str | int, ...], wrong: str, meant: str
 ) -> None:
-    row = matrix_data
+    row: Any = matrix_data
     for part in place:
         row = row[part]
     row[wrong] = row[meant]
@@ -62,6 +66,8 @@ def test_a_wrong_value_is_shown_with_its_place(matrix_data: dict[str, Any], lock
 def test_a_duplicate_cell_is_refused(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
     matrix_data["cells"].append(matrix_data["cells"][0])
     _refused(matrix_data, lock_texts, "cell is there twice: llama-cpu")
+    matrix_data["cells"][-1] = {**matrix_data["cells"][-2], "targets": ["cu130-sm90"]}
+    _refused(matrix_data, lock_texts, "cell is there twice: llama-cu130-sm90")
 
 
 @pytest.mark.parametrize(("key", "wrong", "meant"), [("base", "bookwurm", "bookworm"), ("engine", "lama", "llama")])
@@ -82,11 +88,50 @@ def test_an_unknown_target_and_an_unknown_lock_are_refused(
 
 
 def test_a_cuda_cell_is_data(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
-    matrix_data["targets"]["cu130-sm75"] = {"cuda": "13.0", "sm": "75"}
-    matrix_data["cells"][0]["targets"] = ["cpu", "cu130-sm75"]
-    cells = matrix.parse_matrix(matrix_data, lock_texts).cells
-    assert [cell.id for cell in cells] == ["llama-cpu", "llama-cu130-sm75"]
-    assert cells[1].target.cuda == "13.0"
+    loaded = matrix.parse_matrix(matrix_data, lock_texts)
+    cell = matrix.select(loaded.cells, "llama-cu128-sm120")[0]
+    assert (cell.target.cuda, cell.target.sm, cell.gencode) == ("12.8", "120", "arch=compute_120a,code=sm_120a")
+    assert cell.toolkit is loaded.toolkits["12.8"]
+    assert cell.toolkit.image is not None
+    assert cell.toolkit.image.image == "nvidia/cuda:12.8.1-devel-ubuntu24.04"
+    assert matrix.select(loaded.cells, "llama-cpu")[0].toolkit is None
+
+
+def test_a_chip_is_built_for_the_machines_that_have_it(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    amd64, arm64 = {"linux/amd64"}, {"linux/arm64"}
+    for cell in matrix.parse_matrix(matrix_data, lock_texts).cells:
+        expected = arm64 if cell.target.sm in ("87", "110", "121") else amd64
+        assert set(cell.platforms) == (amd64 | arm64 if cell.target.sm in ("90", "100", "103") else expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("form", "image", "toolkit 13.0: form image does not fit what is given"),
+        ("image", "cuda-12.8", "toolkit 13.0: form wheels does not fit what is given"),
+        ("lock", "cuda-13.1", "toolkit 13.0: lock is not defined: cuda-13.1"),
+        ("lock", "cuda-13.4", "images/locks/cuda-13.4.txt does not lock: cuda-toolkit==13.0.3.0"),
+        ("release", "13.0.2", "images/locks/cuda-13.0.txt does not lock: cuda-toolkit==13.0.2"),
+    ],
+)
+def test_a_toolkit_is_what_it_says(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], key: str, value: str, said: str
+) -> None:
+    matrix_data["toolkits"]["13.0"][key] = value
+    _refused(matrix_data, lock_texts, said)
+
+
+def test_a_target_needs_a_toolkit_and_a_form(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    del matrix_data["engines"]["llama"]["sm_forms"]["121"]
+    _refused(matrix_data, lock_texts, "sm_forms: target cu129-sm121 is not defined: 121")
+    del matrix_data["toolkits"]["12.8"]
+    _refused(matrix_data, lock_texts, "target cu128-sm75: toolkit is not defined: 12.8")
+
+
+def test_what_is_built_is_not_out_of_scope(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["out_of_scope"].append({"sm": ["103"], "platforms": ["linux/arm64"], "why": "no room"})
+    error = _refused(matrix_data, lock_texts, "cell llama-cu129-sm103 on linux/arm64 is out of scope as well: no room")
+    assert error.hint == "take it out of cells or out of out_of_scope"
 
 
 def test_a_target_is_called_what_it_is(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from appliance.image_facts import parse_image_facts
-from images import drift, matrix, render
+from images import compat, drift, matrix, render
 from images.errors import MatrixError
 from images.matrix import Cell
+
+CELLS = matrix.load(Path(__file__).parents[3]).cells
+
+
+@pytest.fixture(params=CELLS, ids=lambda cell: cell.id)
+def any_cell(request: pytest.FixtureRequest) -> Cell:
+    found: Cell = request.param
+    return found
 
 
 def test_committed_files_are_what_the_matrix_renders(project: Path) -> None:
@@ -40,8 +48,8 @@ def test_facts_say_what_the_matrix_says(project: Path, cell: Cell) -> None:
     assert facts.build_id == render.BUILD_ID_MARK
 
 
-def test_everything_copied_is_in_the_context_and_nothing_else(project: Path, cell: Cell) -> None:
-    files = _rendered(project, cell)
+def test_everything_copied_is_in_the_context_and_nothing_else(project: Path, any_cell: Cell) -> None:
+    files = _rendered(project, any_cell)
     allowed = {line[1:] for line in files["Dockerfile.dockerignore"].splitlines() if line.startswith("!")}
     dockerfile = files["Dockerfile"]
     copied = {
@@ -51,11 +59,79 @@ def test_everything_copied_is_in_the_context_and_nothing_else(project: Path, cel
     assert copied == allowed
 
 
-def test_a_sha256_pins_every_from_that_is_no_stage(project: Path, cell: Cell) -> None:
-    sources = re.findall(r"^FROM (\S+) AS (\S+)$", _rendered(project, cell)["Dockerfile"], re.MULTILINE)
+def test_a_sha256_pins_every_from_that_is_no_stage(project: Path, any_cell: Cell) -> None:
+    sources = re.findall(r"^FROM (\S+) AS (\S+)$", _rendered(project, any_cell)["Dockerfile"], re.MULTILINE)
     stages = {name for _, name in sources}
-    outside = {source for source, _ in sources if source not in stages}
-    assert outside == {cell.base.reference}
+    by_platform = {f"compile-{platform.partition('/')[2]}" for platform in any_cell.platforms}
+    outside = {source for source, _ in sources if source not in stages and "$" not in source}
+    image = any_cell.toolkit.image if any_cell.toolkit else None
+    assert outside == {base.reference for base in (any_cell.base, image) if base}
+    assert all(re.search(r"@sha256:[0-9a-f]{64}$", each) for each in outside) is not bool(any_cell.unresolved)
+    for source in (source for source, _ in sources if "$" in source):
+        assert source == "compile-${TARGETARCH}"
+        assert by_platform <= stages
+
+
+def test_an_unresolved_image_renders_without_a_digest(project: Path) -> None:
+    cell = _cell("llama-cu128-sm90")
+    assert cell.toolkit is not None
+    assert cell.toolkit.image is not None
+    image = replace(cell.toolkit.image, digest=None, status="unresolved")
+    dockerfile = _rendered(project, replace(cell, toolkit=replace(cell.toolkit, image=image)))["Dockerfile"]
+    assert "FROM nvidia/cuda:12.8.1-devel-ubuntu24.04 AS toolkit\n" in dockerfile
+
+
+def test_cells_on_one_base_share_what_is_compiled_there(project: Path, any_cell: Cell) -> None:
+    """Byte for byte, or BuildKit compiles the engine again for each of them: seven minutes on two cores."""
+    reference = _stages(_rendered(project, _cell("llama-cpu"))["Dockerfile"])
+    own = _stages(_rendered(project, any_cell)["Dockerfile"])
+    shared = {"toolchain", "source"}
+    shared |= {"base"} if any_cell.base.name == "bookworm" else set()
+    shared |= {"compile"} if "linux/amd64" in any_cell.platforms else set()
+    assert {name: own[name] for name in shared} == {name: reference[name] for name in shared}
+
+
+def test_the_cuda_stages_differ_by_chip_alone(project: Path) -> None:
+    stages = [
+        _stages(_rendered(project, _cell(name))["Dockerfile"]) for name in ("llama-cu130-sm75", "llama-cu130-sm90")
+    ]
+    assert stages[0]["nvcc"] == stages[1]["nvcc"]
+    assert stages[0]["compile-cuda"].replace("'75-real'", "'90-real'") == stages[1]["compile-cuda"]
+    assert stages[0]["cuda-libraries"] == stages[1]["cuda-libraries"]
+
+
+def test_a_cuda_cell_compiles_machine_code_alone(project: Path, any_cell: Cell) -> None:
+    dockerfile = _rendered(project, any_cell)["Dockerfile"]
+    asked = re.findall(r"CMAKE_CUDA_ARCHITECTURES='([^']+)'", dockerfile)
+    assert asked == ([f"{any_cell.sm_form.form}-real"] if any_cell.sm_form else [])
+
+
+def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell: Cell) -> None:
+    files, floors = _rendered(project, any_cell), compat.cell_floors(any_cell)
+    facts = parse_image_facts(files["image_facts.json"])
+    labels = render.static_labels(any_cell)
+    assert all(f'{name}="{value}"' in files["Dockerfile"] for name, value in labels.items())
+    assert not any('"' in value or "\n" in value for value in labels.values())
+    if floors is None:
+        assert facts.driver_floor_sass is facts.driver_floor_ptx is None
+        assert labels["io.appliance.driver.floor.sass"] == labels["io.appliance.nccl"] == "none"
+        assert "NVIDIA_" not in files["Dockerfile"]
+        return
+    assert (facts.driver_floor_sass, facts.driver_floor_ptx) == (floors.sass, floors.ptx)
+    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.target.sm,))
+    assert labels["io.appliance.driver.floor.sass"] == floors.sass
+    assert labels["io.appliance.driver.floor.ptx"] == floors.ptx
+    assert labels["io.appliance.ptx-jit"] == "no"
+    assert f'NVIDIA_REQUIRE_DRIVER="driver>={floors.sass}"' in files["Dockerfile"]
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in files["Dockerfile"]
+    assert "NVIDIA_VISIBLE_DEVICES=" not in files["Dockerfile"]
+
+
+def test_no_driver_library_is_copied_into_an_image(project: Path, any_cell: Cell) -> None:
+    """The stub of libcuda stays in the stage that links; what is copied is chosen by name."""
+    stages = _stages(_rendered(project, any_cell)["Dockerfile"])
+    assert "libcuda" not in stages["runtime"] + stages["engine"]
+    assert "stubs" not in "".join(text for name, text in stages.items() if name != "compile-cuda")
 
 
 def test_nothing_expensive_follows_the_build_id(project: Path, cell: Cell) -> None:
@@ -66,10 +142,12 @@ def test_nothing_expensive_follows_the_build_id(project: Path, cell: Cell) -> No
 
 
 def test_templates_hold_values_and_at_most_one_if(project: Path) -> None:
-    for path in (project / render.TEMPLATES).glob("*.j2"):
+    paths = list((project / render.TEMPLATES).rglob("*.j2"))
+    assert len(paths) > 4
+    for path in paths:
         text = path.read_text("utf-8")
         blocks = re.findall(r"{%-?\s*(\w+)", text)
-        assert set(blocks) <= {"if", "else", "endif"}
+        assert set(blocks) <= {"if", "else", "endif", "include", "with", "endwith"}
         assert blocks.count("if") <= 1
         assert "# syntax=" not in text
 
@@ -77,6 +155,11 @@ def test_templates_hold_values_and_at_most_one_if(project: Path) -> None:
 def test_a_template_that_asks_for_more_is_refused(cell: Cell) -> None:
     with pytest.raises(MatrixError, match="'nvcc' is undefined"):
         render.render(cell, "FROM {{ nvcc }}\n")
+
+
+def test_a_part_that_is_not_there_is_named(cell: Cell) -> None:
+    with pytest.raises(MatrixError, match=r"parts/compiel\.j2"):
+        render.render(cell, '{% include "parts/compiel.j2" %}\n')
 
 
 def test_a_missing_template_is_named(tmp_path: Path, cell: Cell) -> None:
@@ -92,3 +175,14 @@ def test_variants_of_the_matrix_reach_the_compiler(project: Path, cell: Cell) ->
 
 def _rendered(project: Path, cell: Cell) -> dict[str, str]:
     return {path.name: text for path, text in render.render(cell, render.load_template(project, cell)).items()}
+
+
+def _cell(cell_id: str) -> Cell:
+    return matrix.select(CELLS, cell_id)[0]
+
+
+def _stages(dockerfile: str) -> dict[str, str]:
+    """The instructions of each stage, without comments."""
+    text = re.sub(r"^#.*\n", "", dockerfile, flags=re.MULTILINE)
+    found = re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: body.strip() for name, body in found}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from images.errors import VerificationError
-from images.tree import Tree, parse_certificates, read_tree
+from images.tree import Extraction, Tree, parse_certificates, read_tree
 
 PUBLIC = b"-----BEGIN CERTIFICATE-----\nMIIBpub\nlic=\n-----END CERTIFICATE-----\n"
 COMPANY = b"-----BEGIN CERTIFICATE-----\r\nMIIBcompany\r\n-----END CERTIFICATE-----\r\n"
@@ -61,6 +62,27 @@ def test_facts_are_kept_whole_and_byte_code_by_its_header(tmp_path: Path) -> Non
     assert tree.files["a/x.py"].content == b""
 
 
+def test_what_is_extracted_is_what_a_container_sees(tmp_path: Path) -> None:
+    layers: list[dict[str, bytes]] = [
+        {"opt/a.so": b"old", "opt/b.so": b"gone", "opt/c.txt": b"text", "opt/d.so": b"kept"},
+        {"opt/.wh.b.so": b"", "opt/../opt/e.so": b"odd", "opt/a.so": b"new"},
+    ]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    tree = _read(tmp_path, *layers, extraction=Extraction(pattern=re.compile(r"^opt/.+\.so$"), folder=folder))
+    found = {path: file.read_bytes() for path, file in tree.extracted.items()}
+    assert found == {"opt/a.so": b"new", "opt/d.so": b"kept", "opt/../opt/e.so": b"odd"}
+    assert all(file.parent == folder for file in tree.extracted.values())
+
+
+def test_an_elf_says_whose_instructions_it_holds(tmp_path: Path) -> None:
+    header = b"\x7fELF\x02\x01\x01".ljust(18, b"\0")
+    tree = _read(
+        tmp_path, {"x": header + b"\x3e\0" + b"\0" * 44, "arm": header + b"\xb7\0" + b"\0" * 44, "txt": b"words"}
+    )
+    assert {path: entry.machine for path, entry in tree.files.items()} == {"x": 62, "arm": 183, "txt": None}
+
+
 def test_certificates_are_compared_without_their_line_ends() -> None:
     assert parse_certificates(COMPANY) == parse_certificates(COMPANY.replace(b"\r\n", b"\n")) == {b"MIIBcompany"}
 
@@ -73,12 +95,12 @@ def test_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
         read_tree(archive)
 
 
-def _read(folder: Path, *layers: dict[str, bytes]) -> Tree:
+def _read(folder: Path, *layers: dict[str, bytes], extraction: Extraction | None = None) -> Tree:
     names = [f"blobs/{number}" for number in range(len(layers))]
     blobs = {name: gzip.compress(_tar(layer)) for name, layer in zip(names, layers, strict=True)}
     archive = folder / "image.tar"
     archive.write_bytes(_tar({**blobs, "manifest.json": json.dumps([{"Layers": names}]).encode()}))
-    return read_tree(archive)
+    return read_tree(archive, extraction=extraction)
 
 
 def _tar(files: dict[str, bytes]) -> bytes:

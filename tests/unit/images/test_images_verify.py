@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import EngineFacts, ImageFacts, dump_facts
-from images import docker, render, verify
+from images import debian, docker, gate, render, verify
+from images.errors import BuildError
 from images.matrix import Cell
 from images.tree import Entry, Tree
 from images.verify import Check, Evidence
@@ -31,6 +32,8 @@ def sound(cell: Cell) -> Evidence:
         version=docker.Finished(code=0, lines=("appliance: 0.1.0",)),
         engine_version=docker.Finished(code=0, lines=("version: 0.5.0-dev (build 11312, commit 0c1e57098)",)),
         secrets=frozenset({CERTIFICATE, b"MIIBpublic"}),
+        debian=LOCK,
+        asked="tini",
     )
 
 
@@ -45,6 +48,31 @@ def test_every_check_has_a_planted_fault() -> None:
 def test_an_overridden_base_may_name_itself(sound: Evidence) -> None:
     labels = {**sound.labels, "io.appliance.base-override": "x", "org.opencontainers.image.base.digest": "sha256:1"}
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
+
+
+def test_a_cuda_image_passes_with_native_kernels(sound: Evidence) -> None:
+    evidence = _cuda(sound)
+    assert verify.check_kernels(evidence).ok
+    assert "1 of 1 kernels run natively on SM 90" in verify.check_kernels(evidence).detail
+    assert verify.check_gpu_environment(evidence).ok
+    assert verify.check_tools(evidence).ok
+    assert verify.check_licenses(_file("opt/appliance/licenses/nvidia-cublas/License.txt")(evidence)).ok
+
+
+def test_vllm_may_keep_what_triton_compiles_with(sound: Evidence) -> None:
+    assert verify.check_tools(_vllm(sound)).ok
+
+
+def test_a_foreign_platform_is_refused_in_words(cell: Cell) -> None:
+    own = verify.own_platform(cell, "x", engine_platform="linux/amd64", image_platform="linux/amd64")
+    assert own == "linux/amd64"
+    with pytest.raises(BuildError, match="the engine is linux/arm64") as caught:
+        verify.own_platform(cell, "x", engine_platform="linux/arm64", image_platform="linux/arm64")
+    assert caught.value.exit_code == 60
+    assert caught.value.hint == "the cell is for linux/amd64"
+    with pytest.raises(BuildError) as caught:
+        verify.own_platform(cell, "x", engine_platform="linux/amd64", image_platform="linux/arm64")
+    assert caught.value.hint == "the image x is for linux/arm64"
 
 
 Fault = Callable[[Evidence], Evidence]
@@ -92,10 +120,75 @@ def _start_fails(evidence: Evidence) -> Evidence:
     return replace(evidence, version=docker.Finished(code=1, lines=("PermissionError: /data/cache",)))
 
 
+def _cuda(evidence: Evidence, *kernels: gate.Kernel, path: str = "opt/llama/libggml-cuda.so") -> Evidence:
+    """The same image as a cell for SM 90, with one kernel that runs there unless others are given."""
+    target = replace(evidence.cell.target, name="cu130-sm90", cuda="13.0", sm="90")
+    good = gate.Kernel(name="good", sass=("90",), ptx=())
+    toolkit = gate.Library(path="opt/llama/libcublas.so.13", targets={"90": 1})
+    report = gate.judge([gate.Library(path=path, kernels=kernels or (good,)), toolkit], 90)
+    environment = ["PATH=/usr/bin", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
+    cuda = replace(evidence, cell=replace(evidence.cell, target=target), kernels=report)
+    return _config_with(_file("opt/llama/libcublas.so.13", machine=62)(cuda), Env=environment)
+
+
+def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
+    return lambda evidence: _cuda(evidence, gate.Kernel(name="mul_mat", sass=sass, ptx=ptx))
+
+
+def _vllm(evidence: Evidence) -> Evidence:
+    for path in (
+        "usr/bin/gcc",
+        "usr/bin/x86_64-linux-gnu-ld",
+        "usr/include/stdio.h",
+        "usr/include/python3.11/Python.h",
+    ):
+        evidence = _file(path)(evidence)
+    evidence = _file("opt/appliance/lib/triton/backends/nvidia/bin/ptxas")(evidence)
+    return replace(evidence, cell=replace(evidence.cell, engine=replace(evidence.cell.engine, name="vllm")))
+
+
+def _vllm_without(path: str) -> Fault:
+    return lambda evidence: _without(path)(_vllm(evidence))
+
+
+def _vllm_with(path: str) -> Fault:
+    return lambda evidence: _file(path)(_vllm(evidence))
+
+
+def _wrong_floor(evidence: Evidence) -> Evidence:
+    return _label("io.appliance.driver.floor.sass", "580")(evidence)
+
+
 ENGINE_FACTS = EngineFacts(version="0.5.0-dev", build=11312, commit="0c1e57098", flags=("--help",), kv_types=("f16",))
 ENGINE_PATH = "opt/appliance/engine_facts.json"
 IMAGE_PATH = "opt/appliance/image_facts.json"
+STATUS = "Package: libc6\nVersion: 2\n"
+LOCK = debian.Lock(
+    image="debian:bookworm-slim",
+    base=f"sha256:{'0' * 64}",
+    platform="linux/amd64",
+    archive_date="2026-07-11T10:16:37Z",
+    parts={"tini": {"tini": debian.Locked(version="1", architecture="amd64", sha256="0" * 64)}},
+)
+
+
+def _status(tini: str) -> bytes:
+    return f"{STATUS}\nPackage: tini\nVersion: {tini}\n".encode()
+
+
 LIBRARY = "opt/appliance/lib/appliance"
+PYNVML = "opt/appliance/lib/pynvml.py"
+WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
+
+
+def _unlisted(evidence: Evidence) -> Evidence:
+    """Judged only on the base that the lock was made in."""
+    assert evidence.debian
+    content = _status("1") + b"\nPackage: curl\nVersion: 7\n"
+    evidence.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)
+    base = evidence.labels["org.opencontainers.image.base.digest"]
+    return replace(evidence, debian=evidence.debian.model_copy(update={"base": base}))
+
 
 FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_start, _start_fails, "PermissionError: /data/cache"),
@@ -103,10 +196,36 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_engine_version, _engine_says("error while loading shared libraries", 127), "no version line"),
     (verify.check_cpu_variants, _without("opt/llama/libggml-cpu-zen4.so"), "missing: zen4"),
     (verify.check_cpu_variants, _file("opt/llama/libggml-cpu-sse42.so"), "not listed: sse42"),
-    (verify.check_no_tools, _file("usr/bin/x86_64-linux-gnu-gcc-12"), "x86_64-linux-gnu-gcc-12"),
-    (verify.check_no_tools, _file("usr/bin/pip3"), "usr/bin/pip3"),
-    (verify.check_no_tools, _file("usr/bin/g++", kind="link"), "usr/bin/g++"),
-    (verify.check_no_tools, _file("usr/lib/python3/dist-packages/pip/__init__.py"), "dist-packages/pip"),
+    (verify.check_kernels, _kernel(sass=("80",)), "opt/llama/libggml-cuda.so: mul_mat has only sm_80"),
+    (verify.check_kernels, _kernel(ptx=("90",)), "mul_mat has only PTX of compute_90"),
+    (verify.check_kernels, lambda e: replace(_cuda(e), kernels=gate.judge([], 90)), "no kernel in any of 0 files"),
+    (verify.check_kernels, _file("opt/llama/libggml-cuda.so"), "no GPU in this cell: opt/llama/libggml-cuda.so"),
+    (verify.check_platform, _file("opt/llama/libllama.so", machine=183), "opt/llama/libllama.so (ELF machine 183)"),
+    (verify.check_platform, _without("opt/llama/llama-server"), "0 ELF files"),
+    (verify.check_no_driver, _file("opt/llama/libcuda.so.1"), "opt/llama/libcuda.so.1"),
+    (verify.check_no_driver, _file("usr/lib/libcuda.so", kind="link"), "usr/lib/libcuda.so"),
+    (verify.check_no_driver, _file("usr/lib/libnvidia-ml.so.580.65.06"), "libnvidia-ml"),
+    (verify.check_tools, _file("usr/bin/x86_64-linux-gnu-gcc-12"), "x86_64-linux-gnu-gcc-12"),
+    (verify.check_tools, _file("usr/bin/pip3"), "usr/bin/pip3"),
+    (verify.check_tools, _file("usr/bin/g++", kind="link"), "usr/bin/g++"),
+    (verify.check_tools, _file("usr/lib/python3/dist-packages/pip/__init__.py"), "dist-packages/pip"),
+    (verify.check_tools, _file("opt/cuda/bin/nvcc"), "tools: opt/cuda/bin/nvcc"),
+    (verify.check_tools, _file("opt/cuda/bin/ptxas"), "tools: opt/cuda/bin/ptxas"),
+    (verify.check_tools, _file("opt/cuda/nvvm/bin/cicc"), "tools: opt/cuda/nvvm/bin/cicc"),
+    (verify.check_tools, _file("opt/llama/libcudart_static.a"), "tools: opt/llama/libcudart_static.a"),
+    (verify.check_tools, _file("opt/cuda/include/cuda_runtime.h"), "headers: opt/cuda/include/cuda_runtime.h"),
+    (verify.check_tools, _vllm_without("usr/bin/gcc"), "missing: ^usr/bin/gcc$"),
+    (verify.check_tools, _vllm_without("usr/include/python3.11/Python.h"), r"/Python\.h$"),
+    (verify.check_tools, _vllm_with("usr/local/cuda/bin/nvcc"), "tools: usr/local/cuda/bin/nvcc"),
+    (verify.check_tools, _vllm_with("usr/bin/cmake"), "tools: usr/bin/cmake"),
+    (verify.check_tools, _vllm_with("usr/local/cuda/include/cuda.h"), "headers: usr/local/cuda/include/cuda.h"),
+    (verify.check_licenses, _without("opt/appliance/licenses/llama.cpp/LICENSE"), "missing: opt/appliance/licenses/"),
+    (verify.check_licenses, _without(f"{WHEEL}/licenses/LICENSE"), "missing: h11-0.16.0.dist-info"),
+    (verify.check_licenses, _without(PYNVML), "missing: nvidia_ml_py-13.615.71.dist-info"),
+    (verify.check_licenses, _cuda, "missing: CUDA's libraries"),
+    (verify.check_gpu_environment, lambda e: _config_with(_cuda(e), Env=[]), "NVIDIA_DRIVER_CAPABILITIES=None"),
+    (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_DRIVER_CAPABILITIES=all"]), "expected None"),
+    (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_VISIBLE_DEVICES=all"]), "DEVICES=all"),
     (verify.check_no_leftovers, _file("var/lib/apt/lists/deb_dists_InRelease"), "InRelease"),
     (verify.check_no_leftovers, _file("var/log/dpkg.log"), "dpkg.log"),
     (verify.check_no_leftovers, _file("var/cache/ldconfig/aux-cache"), "aux-cache"),
@@ -135,6 +254,9 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
         "0 fl",
     ),
     (verify.check_image_facts, _label("io.appliance.build-id", "c" * 32), "build id is not the label's"),
+    (verify.check_image_facts, _wrong_floor, "floor.sass: None, the label says 580"),
+    (verify.check_image_facts, _label("io.appliance.sm", "90"), "io.appliance.sm: None, the label says 90"),
+    (verify.check_labels, _wrong_floor, "io.appliance.driver.floor.sass: 580"),
     (verify.check_image_facts, _file(IMAGE_PATH, content=b"\xff"), ""),
     (verify.check_volume, _file("data", kind="folder", mode=0o755), "0o755"),
     (verify.check_volume, _file("data", kind="folder", mode=0o775, uid=1000), "1000"),
@@ -147,7 +269,13 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_run_line, lambda e: _config_with(e, StopSignal="SIGKILL"), "SIGKILL"),
     (verify.check_byte_code, _file(f"{LIBRARY}/new.py"), f"without byte code: {LIBRARY}/new.py"),
     (verify.check_byte_code, _file("usr/lib/python3.11/__pycache__/x.cpython-311.pyc", content=TIMED_CODE), "timed"),
-    (verify.check_byte_code, _without(f"{LIBRARY}/__init__.py"), ""),
+    (verify.check_byte_code, lambda e: _without(f"{LIBRARY}/__init__.py")(_without(PYNVML)(e)), "0 of ours"),
+    (verify.check_debian, _file(verify.STATUS, content=_status("2")), "tini moved: 2, the lock says 1"),
+    (verify.check_debian, _file(verify.STATUS, content=STATUS.encode()), "tini moved: not installed"),
+    (verify.check_debian, _file(verify.STATUS), "tini moved: not installed"),
+    (verify.check_debian, lambda e: replace(e, debian=None), "has no Debian lock"),
+    (verify.check_debian, lambda e: replace(e, asked="curl"), "no part for: curl"),
+    (verify.check_debian, _unlisted, "curl 7 is not in the lock"),
     (verify.check_size, _file("opt/llama/big", size_bytes=2**40), "of 330 MiB"),
 ]
 
@@ -165,7 +293,12 @@ def test_a_planted_fault_is_caught(
     "path", ["usr/bin/ldd", "usr/bin/python3.11", "usr/sbin/ldconfig", "usr/bin/arch", "usr/bin/make-x"]
 )
 def test_ordinary_programs_are_no_tools(sound: Evidence, path: str) -> None:
-    assert verify.check_no_tools(_file(path)(sound)).ok
+    assert verify.check_tools(_file(path)(sound)).ok
+
+
+@pytest.mark.parametrize("path", ["opt/llama/libcudart.so.13", "opt/llama/libggml-cuda.so", "opt/x/libtorch_cuda.so"])
+def test_cuda_is_not_the_driver(sound: Evidence, path: str) -> None:
+    assert verify.check_no_driver(_file(path)(sound)).ok
 
 
 def _entry(path: str, **values: Any) -> Entry:
@@ -182,13 +315,24 @@ def _tree(cell: Cell) -> Tree:
         engine_build=11312,
         engine_commit=cell.engine.commit,
     )
-    base = {"usr/bin/passwd": _entry("usr/bin/passwd", mode=0o4755, layer=0)}
+    base = {
+        "usr/bin/passwd": _entry("usr/bin/passwd", mode=0o4755, layer=0),
+        verify.STATUS: _entry(verify.STATUS, content=STATUS.encode(), layer=0),
+    }
     ours = [
         _entry("data", kind="folder", mode=0o775),
+        _entry(verify.STATUS, content=_status("1")),
         _entry(ENGINE_PATH, content=dump_facts(ENGINE_FACTS).encode()),
         _entry(IMAGE_PATH, content=dump_facts(image_facts).encode()),
         _entry(f"{LIBRARY}/__init__.py"),
         _entry(f"{LIBRARY}/__pycache__/__init__.cpython-311.pyc", content=CODE),
+        _entry("opt/llama/llama-server", machine=62),
+        _entry("opt/appliance/licenses/llama.cpp/LICENSE"),
+        _entry(f"{WHEEL}/METADATA"),
+        _entry(f"{WHEEL}/licenses/LICENSE"),
+        _entry("opt/appliance/lib/nvidia_ml_py-13.615.71.dist-info/METADATA"),
+        _entry(PYNVML),
+        _entry("opt/appliance/lib/__pycache__/pynvml.cpython-311.pyc", content=CODE),
         *(_entry(f"opt/llama/libggml-cpu-{name}.so") for name in cell.cpu_variants),
     ]
     return Tree(

@@ -1,0 +1,45 @@
+"""The job list of .github/workflows/images.yml: one job a cell, and in it one build for each platform. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from images import render
+from images.matrix import Cell, Platform
+
+JOBS_FILE = Path(".github/images.json")
+# A platform is built on a machine of its own kind. Both names stand in pypa/cibuildwheel, .github/workflows/test.yml
+# at 003db82b7dc1ee27a892668e4c6d4314362f4fed.
+RUNNERS: dict[Platform, str] = {"linux/amd64": "ubuntu-24.04", "linux/arm64": "ubuntu-24.04-arm"}
+# Seven minutes on two cores for the CPU backend, about half an hour for each SM of CUDA, and the export.
+TIMEOUT_MINUTES = 60
+CUDA_TIMEOUT_MINUTES = 180
+
+
+def jobs_file(cells: Iterable[Cell]) -> str:
+    """The text of .github/images.json."""
+    known = tuple(cells)
+    made = {
+        "//": f"DO NOT EDIT. Made from build_matrix.yaml and images/ci.py by: {render.RENDER_COMMAND}",
+        "cells": [job(cell) for cell in known if not cell.unresolved],
+        "left_out": {cell.id: _why(cell) for cell in known if cell.unresolved},
+    }
+    return json.dumps(made, indent=2) + "\n"
+
+
+def job(cell: Cell) -> dict[str, object]:
+    """What the workflow is called with. A platform's short name is that of its cache and of its step's output."""
+    return {
+        "cell": cell.id,
+        "timeout_minutes": CUDA_TIMEOUT_MINUTES if cell.target.cuda else TIMEOUT_MINUTES,
+        "platforms": [
+            {"platform": platform, "arch": platform.partition("/")[2], "runner": RUNNERS[platform]}
+            for platform in cell.platforms
+        ],
+    }
+
+
+def _why(cell: Cell) -> str:
+    return f"no digest yet: {', '.join(base.image for base in cell.unresolved)}"

@@ -1,0 +1,267 @@
+"""Why a cell is there, or cannot be, or is not: a solver over facts and decisions. Pure.
+
+Three different noes: a fact speaks against it, with its source; the matrix leaves it out on purpose, with the reason;
+or nothing speaks against it and nobody listed it. Each names the nearest cells that are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from images import compat
+from images.compat import Facts, Release, Sm
+from images.errors import UsageError
+from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit, near_miss
+
+CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>\d{3})-sm(?P<sm>\d{2,3}))$")
+NEAREST = 2
+
+Verdict = Literal["exists", "impossible", "out of scope", "not listed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """One thing that speaks against a cell. `sources` are citations; a decision of the matrix cites the matrix."""
+
+    what: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consequence:
+    """One thing that follows for a cell that exists, and from what."""
+
+    name: str
+    value: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Near:
+    cell: str
+    driver: str | None  # floor of machine code; None: needs no GPU
+    platforms: tuple[Platform, ...]
+    serves: bool  # it runs on the chip that was asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    cell: str
+    platform: Platform | None  # None: whichever it has
+    verdict: Verdict
+    reasons: tuple[Reason, ...] = ()
+    nearest: tuple[Near, ...] = ()
+    follows: tuple[Consequence, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """One sentence of what speaks against it, without a period."""
+        why = "; ".join(reason.what for reason in self.reasons)
+        place = f" on {self.platform}" if self.platform else ""
+        verb = "cannot exist" if self.verdict == "impossible" else "is not built"
+        return f"cell {self.cell} {verb}{place}: {why}"
+
+    @property
+    def hint(self) -> str | None:
+        names = [self._name(near) for near in self.nearest]
+        if not names:
+            return None
+        serves = all(near.serves for near in self.nearest)
+        return f"use {', or '.join(names)}" if serves else f"nothing here runs on it; the nearest: {', '.join(names)}"
+
+    def _name(self, near: Near) -> str:
+        if near.cell == self.cell:
+            return f"it on {' or '.join(near.platforms)}"
+        return f"{near.cell} with driver {near.driver} or newer" if near.driver else near.cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A cell id taken apart. A platform of None means any."""
+
+    cell: str
+    engine: str
+    cuda: str | None
+    sm: str | None
+    platform: Platform | None
+
+
+def explain(
+    cell_id: str, matrix: Matrix, *, platform: Platform | None = None, known: Facts | None = None
+) -> Explanation:
+    """UsageError when `cell_id` has not the form of an id."""
+    known = known or compat.facts()
+    question = _parse(cell_id, matrix, platform)
+    cell = next((cell for cell in matrix.cells if cell.id == cell_id), None)
+    if cell and (platform is None or platform in cell.platforms):
+        return Explanation(
+            cell=cell_id, platform=platform, verdict="exists", follows=tuple(_consequences(cell, matrix, known))
+        )
+    verdict, reasons = _against(question, matrix, known)
+    return Explanation(
+        cell=cell_id,
+        platform=platform,
+        verdict=verdict,
+        reasons=reasons,
+        nearest=nearest(question, matrix, known),
+    )
+
+
+def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:
+    """Cells that do what was asked for: the same on another platform, the same chip, code that runs on it, the CPU."""
+    sm = question.sm
+    here = [cell for cell in matrix.cells if question.platform is None or question.platform in cell.platforms]
+    own = [cell for cell in here if cell.engine.name == question.engine] or here
+    serving = [cell for cell in own if sm and cell.sm_form and compat.runs_on(cell.sm_form.form, sm, known)]
+    groups = (
+        [cell for cell in matrix.cells if cell.id == question.cell],
+        [cell for cell in serving if cell.target.sm == sm],
+        serving,
+        [cell for cell in own if (cell.target.sm is None) == (sm is None)],
+    )
+    chosen = next((group for group in groups if group), [])
+    order = sorted(chosen, key=lambda cell: (_sm_distance(cell, sm), _cuda_distance(cell, question.cuda)))
+    return tuple(_near(cell, question, known) for cell in order[:NEAREST])
+
+
+def _near(cell: Cell, question: Question, known: Facts) -> Near:
+    floors = compat.cell_floors(cell, known)
+    serves = question.sm is None or bool(cell.sm_form and compat.runs_on(cell.sm_form.form, question.sm, known))
+    return Near(cell=cell.id, driver=floors.sass if floors else None, platforms=cell.platforms, serves=serves)
+
+
+def _sm_distance(cell: Cell, sm: str | None) -> int:
+    return abs(int(cell.target.sm or 0) - int(sm or 0))
+
+
+def _cuda_distance(cell: Cell, cuda: str | None) -> float:
+    return abs(float(cell.target.cuda or 0) - float(cuda or 0))
+
+
+def _parse(cell_id: str, matrix: Matrix, platform: Platform | None) -> Question:
+    match = CELL_ID.match(cell_id)
+    if match is None:
+        ids = [cell.id for cell in matrix.cells]
+        message = f"not a cell id: {cell_id}"
+        raise UsageError(
+            message, hint=near_miss(cell_id, ids) or "such as llama-cu130-sm90: engine, CUDA release, SM; or llama-cpu"
+        )
+    digits = match["cuda"]
+    cuda = f"{digits[:-1]}.{digits[-1]}" if digits else None
+    return Question(cell=cell_id, engine=match["engine"], cuda=cuda, sm=match["sm"], platform=platform)
+
+
+def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict, tuple[Reason, ...]]:
+    """Facts first: what cannot be needs no decision."""
+    engine = matrix.engines.get(question.engine)
+    if engine is None:
+        hint = near_miss(question.engine, matrix.engines) or f"known are {', '.join(matrix.engines)}"
+        return "impossible", (
+            Reason(what=f"there is no engine {question.engine} ({hint})", sources=(str(MATRIX_FILE),)),
+        )
+    if question.cuda is None or question.sm is None:
+        return "not listed", (_unlisted(question),)
+    refused = tuple(_refusals(question, question.cuda, question.sm, matrix, known))
+    if refused:
+        return "impossible", refused
+    scoped = tuple(_decisions(question, question.cuda, question.sm, matrix, known))
+    return ("out of scope", scoped) if scoped else ("not listed", (_unlisted(question),))
+
+
+def _refusals(question: Question, cuda: str, sm: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
+    form = matrix.engines[question.engine].sm_forms.get(sm)
+    found = list(compat.refusals(cuda, sm, question.platform, form, known))
+    toolkit = matrix.toolkits.get(cuda)
+    for cell in _toolkit_users(matrix, question.engine, cuda)[:1] if toolkit and not found else ():
+        # The base that this release's cells stand on is the one that a new cell would stand on.
+        found += (
+            compat.toolkit_refusals(toolkit, cell.base, question.platform or cell.platforms[0], known)
+            if toolkit
+            else ()
+        )
+    yield from (Reason(what=refusal.what, sources=refusal.sources or (compat.FACTS_NAME,)) for refusal in found)
+
+
+def _decisions(question: Question, cuda: str, sm: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
+    where = f"{MATRIX_FILE}, out_of_scope"
+    if cuda not in matrix.toolkits:
+        built = ", ".join(matrix.toolkits)
+        what = f"CUDA {cuda} could make it, and the matrix has no toolkit of that release, but {built}"
+        yield Reason(what=what, sources=(f"{MATRIX_FILE}, toolkits",))
+        return
+    platforms = (question.platform,) if question.platform else known.sms[sm].platforms
+    whys = {
+        scope.why: None
+        for platform in platforms
+        for scope in matrix.out_of_scope
+        if scope.covers(engine=question.engine, cuda=cuda, sm=sm, platform=platform)
+    }
+    yield from (Reason(what=why, sources=(where,)) for why in whys)
+
+
+def _unlisted(question: Question) -> Reason:
+    return Reason(what="no fact speaks against it, and the matrix does not list it", sources=(f"{MATRIX_FILE}, cells",))
+
+
+def _toolkit_users(matrix: Matrix, engine: str, cuda: str) -> list[Cell]:
+    return [cell for cell in matrix.cells if cell.engine.name == engine and cell.target.cuda == cuda]
+
+
+def _consequences(cell: Cell, matrix: Matrix, known: Facts) -> Iterator[Consequence]:
+    where = str(MATRIX_FILE)
+    yield Consequence(name="tag", value=cell.tag, sources=(where,))
+    yield Consequence(name="engine", value=f"{cell.engine.title} {cell.engine.version}", sources=(where,))
+    yield Consequence(name="platforms", value=", ".join(cell.platforms), sources=(where,))
+    yield Consequence(name="base", value=_describe(cell.base), sources=(where,))
+    yield Consequence(name="CPU variants", value=", ".join(cell.cpu_variants), sources=(where,))
+    if cell.toolkit and cell.sm_form and cell.target.sm:
+        yield from _cuda_consequences(cell, cell.toolkit, cell.sm_form, cell.target.sm, known)
+    for base in cell.unresolved:
+        yield Consequence(name="cannot be built yet", value=f"no digest: {base.image}", sources=(where,))
+
+
+def _cuda_consequences(cell: Cell, toolkit: Toolkit, form: SmForm, sm: str, known: Facts) -> Iterator[Consequence]:
+    release, chip, host = known.releases[toolkit.cuda], known.sms[sm], known.hosts[cell.base.distribution or ""]
+    runs = [f"{other.sm} ({other.chip})" for other in known.sms.values() if compat.runs_on(form.form, other.sm, known)]
+    compiler = f"gcc {toolkit.host_compiler or host.gcc[0]}, CUDA {toolkit.cuda} takes up to {release.gcc_max}"
+    limit = f"up to {release.glibc_max}" if release.glibc_max else "any that is known"
+    patched = f", with {toolkit.glibc_patch}" if toolkit.glibc_patch else ""
+    values: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("chip", chip.chip, chip.sources["chip"]),
+        ("runs on", "; ".join(runs), ("programming-guide",)),
+        ("host compiler", compiler, (*release.sources["gcc_max"], *host.sources)),
+        ("glibc", f"{host.glibc}, its headers take {limit}{patched}", release.sources["glibc_max"]),
+    )
+    yield Consequence(name="toolkit", value=toolkit.source, sources=(f"{MATRIX_FILE}, toolkits",))
+    yield Consequence(name="code", value=f"{cell.gencode}: {form.why}", sources=(f"{MATRIX_FILE}, sm_forms",))
+    yield from (Consequence(name=name, value=value, sources=known.cite(names)) for name, value, names in values)
+    yield from _drivers(cell, release, chip, known)
+
+
+def _drivers(cell: Cell, release: Release, chip: Sm, known: Facts) -> Iterator[Consequence]:
+    floors = compat.cell_floors(cell, known)
+    if floors is None:
+        return
+    is_packed = cell.engine.fatbin_compression and release.compressed_floor
+    both = (*(release.sources["compressed_floor"] if is_packed else ()), *chip.sources["first_driver"])
+    for name, value, own in (
+        ("driver, machine code", floors.sass, release.sources["minor_floor"]),
+        ("driver, with PTX", floors.ptx, release.sources["driver"]),
+    ):
+        yield Consequence(name=name, value=f"{value} or newer", sources=known.cite((*own, *both)))
+
+
+def _describe(base: Base) -> str:
+    return f"{base.reference} ({base.status})"
+
+
+def lines(explanation: Explanation) -> list[str]:
+    """For people: what follows, or what speaks against it, each with its sources below."""
+    items: Iterable[tuple[str, tuple[str, ...]]] = [
+        (f"{each.name}: {each.value}", each.sources) for each in explanation.follows
+    ] or [(each.what, each.sources) for each in explanation.reasons]
+    head = f"{explanation.cell}: {explanation.verdict}"
+    return [head, *(line for text, sources in items for line in (text, *(f"    {source}" for source in sources)))]

@@ -1,0 +1,347 @@
+"""Which machine code a file carries, kernel by kernel, and whether one GPU runs all of it without a JIT.
+
+cuobjdump names targets and kernels; the file's own fat binary headers say which of them belong together. That matters:
+a template kernel stands once in every translation unit that uses it, and each unit loads only what it brought itself.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import struct
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from images import compat, docker
+from images.errors import MatrixError, VerificationError
+
+Kind = Literal["elf", "ptx"]
+T = TypeVar("T")
+
+TARGET = re.compile(r"^(?:sm_|compute_)?(\d{2,3})([af]?)$")
+ELEMENT = re.compile(r"^Fatbin (\w+) code:$")
+ARCH = re.compile(r"^arch = (\S+)$")
+KERNEL = re.compile(r"^FUNC\s+\w+\s+\w+\s+ENTRY\s+(\S+)$")
+PTX_KERNEL = re.compile(r"^(?:\.(?:visible|weak|extern)\s+)?\.entry\s+([\w$.@%]+)")
+LISTED = re.compile(r"^ELF file\s+\d+: .*\.sm_(\w+)\.cubin$")
+NO_CODE = "does not contain device code"
+
+# Of NVIDIA's own toolkit, by the file's name: what they carry is listed, and judged by nobody here.
+TOOLKIT = re.compile(
+    r"^lib(?:cublas|cublasLt|cudart|cudnn\w*|cufft\w*|cufile\w*|cupti|curand|cusolver\w*|cusparse\w*|nccl|npp\w+|"
+    r"nvJitLink|nvfatbin|nvjpeg|nvrtc[\w-]*|nvshmem\w*|nvToolsExt)(?:-[0-9a-f]+)?\.so(?:\.|$)"
+)
+
+FATBIN_MAGIC = 0xBA55ED50
+FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, header size, size of what follows
+FATBIN_ENTRY = struct.Struct("<HHIQ")  # kind, version, header size, size of what follows
+FATBIN_ARCH_OFFSET = 28
+FATBIN_KINDS: Mapping[int, Kind] = {1: "ptx", 2: "elf"}
+# An executable's own code, else an object's that is not linked yet: the order in which cuobjdump looks.
+FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+ELF_SECTION = struct.Struct("<IIQQQQ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Element:
+    """One cubin or one PTX text of a fat binary, and the kernels in it."""
+
+    kind: Kind
+    target: str  # `90a`, `120f`
+    kernels: frozenset[str]  # mangled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kernel of one translation unit."""
+
+    name: str
+    sass: tuple[str, ...]
+    ptx: tuple[str, ...]
+
+    def runs_natively(self, sm: int) -> bool:
+        return any(runs_natively(target, sm) for target in self.sass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """One file. Of NVIDIA's own libraries only `targets` is known; a file without GPU code has neither."""
+
+    path: str
+    kernels: tuple[Kernel, ...] = ()
+    targets: Mapping[str, int] | None = None  # cubins by target; None: judged by its kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A kernel without machine code for the SM."""
+
+    library: str
+    kernel: str
+    sass: tuple[str, ...]
+    ptx: tuple[str, ...]
+    is_declared: bool
+
+    def __str__(self) -> str:
+        has = [*(f"sm_{target}" for target in self.sass), *(f"PTX of compute_{target}" for target in self.ptx)]
+        return f"{self.library}: {self.kernel} has only {', '.join(has)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownGaps:
+    """The kernels that a cell admits to have no machine code for: library and kernel as globs."""
+
+    kernels: tuple[tuple[str, str], ...] = ()
+
+    def admits(self, library: str, kernel: str) -> bool:
+        return any(_matches(library, kernel, known) for known in self.kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    sm: int
+    libraries: tuple[Library, ...]
+    gaps: tuple[Gap, ...]
+    stale: tuple[str, ...]  # known gaps that are none any more
+
+    @property
+    def kernel_count(self) -> int:
+        return sum(len(library.kernels) for library in self.libraries)
+
+    @property
+    def faults(self) -> list[str]:
+        """What fails the gate, in words. A gate that saw no kernel proves nothing, and fails."""
+        nothing = [] if self.kernel_count else [f"no kernel in any of {len(self.libraries)} files"]
+        return [*nothing, *(str(gap) for gap in self.gaps if not gap.is_declared), *self.stale]
+
+
+class _GapRow(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    library: str
+    kernels: tuple[str, ...] = Field(min_length=1)
+
+
+class _GapFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    native: Literal["partial"]
+    source: str  # what was read to know it
+    gaps: tuple[_GapRow, ...] = Field(min_length=1)
+
+
+def runs_natively(target: str, sm: int) -> bool:
+    """Whether a cubin of `target` (`80`, `sm_90a`, `120f`) runs on the chip `sm` without its PTX: compat's rule."""
+    number, suffix = parse_target(target)
+    return compat.runs_on(f"{number}{suffix}", str(sm))
+
+
+def parse_target(target: str) -> tuple[int, str]:
+    """`sm_120f` -> (120, "f"). VerificationError for anything else."""
+    match = TARGET.match(target)
+    if match is None:
+        message = f"not an SM target: {target}"
+        raise VerificationError(message, hint="such as 90, 90a, sm_120f")
+    return int(match.group(1)), match.group(2)
+
+
+def judge(libraries: Sequence[Library], sm: int, known: KnownGaps | None = None) -> Report:
+    """Pure: which kernels of these files have no machine code for this chip."""
+    admitted = known or KnownGaps()
+    gaps = tuple(
+        Gap(
+            library=library.path,
+            kernel=kernel.name,
+            sass=kernel.sass,
+            ptx=kernel.ptx,
+            is_declared=admitted.admits(library.path, kernel.name),
+        )
+        for library in libraries
+        for kernel in library.kernels
+        if not kernel.runs_natively(sm)
+    )
+    stale = tuple(
+        f"known gap is none any more: {pair[0]}: {pair[1]}"
+        for pair in admitted.kernels
+        if not any(_matches(gap.library, gap.kernel, pair) for gap in gaps)
+    )
+    return Report(sm=sm, libraries=tuple(libraries), gaps=gaps, stale=stale)
+
+
+def load_known_gaps(path: Path) -> KnownGaps:
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        message = f"known gaps cannot be read: {path}: {error.strerror}"
+        raise MatrixError(message) from error
+    return parse_known_gaps(text, where=path.as_posix())
+
+
+def parse_known_gaps(text: str, *, where: str) -> KnownGaps:
+    """A YAML file: `native: partial`, `source`, and `gaps` by library. MatrixError when it says something else."""
+    try:
+        rows = _GapFile.model_validate(yaml.safe_load(text))
+    except (yaml.YAMLError, ValidationError) as error:
+        message = f"{where}: not a list of known gaps: {error}"
+        raise MatrixError(message, hint="native: partial, source: …, gaps: [{library: …, kernels: […]}]") from error
+    return KnownGaps(kernels=tuple((row.library, kernel) for row in rows.gaps for kernel in row.kernels))
+
+
+def parse_elements(lines: Iterable[str]) -> list[Element]:
+    """What `cuobjdump -symbols -ptx` prints, in its order. Other kinds of code than cubin and PTX are passed over."""
+    found: list[tuple[str, str, set[str]]] = []
+    for line in lines:
+        if match := ELEMENT.match(line):
+            found.append((match.group(1), "", set()))
+        elif found and (match := ARCH.match(line)) and not found[-1][1]:
+            found[-1] = (found[-1][0], match.group(1), found[-1][2])
+        elif found and (match := KERNEL.match(line) or PTX_KERNEL.match(line)):
+            found[-1][2].add(match.group(1))
+    return [_element(kind, arch, names) for kind, arch, names in found if kind in ("elf", "ptx")]
+
+
+def parse_listing(lines: Iterable[str]) -> dict[str, int]:
+    """What `cuobjdump --list-elf` prints: cubins by target. It writes `120` for `120f`."""
+    targets = [match.group(1) for line in lines if (match := LISTED.match(line))]
+    return {target: targets.count(target) for target in sorted(set(targets), key=parse_target)}
+
+
+def parse_units(data: bytes) -> list[list[tuple[Kind, int]]]:
+    """The fat binaries of a file, one a translation unit: kind and chip of each element. Empty without GPU code."""
+    return [list(_entries(data, start, end)) for start, end in _containers(data)]
+
+
+def join(path: str, elements: Sequence[Element], units: Sequence[Sequence[tuple[Kind, int]]]) -> Library:
+    """Kernels by unit. VerificationError when cuobjdump and the file's headers do not tell the same story."""
+    queues = {kind: iter([each for each in elements if each.kind == kind]) for kind in ("elf", "ptx")}
+    kernels: list[Kernel] = []
+    for unit in units:
+        mine = [_next(path, queues[kind], kind, number) for kind, number in unit]
+        kernels += _kernels(mine)
+    left = sum(len(list(queue)) for queue in queues.values())
+    if left:
+        message = f"{path}: cuobjdump lists {left} elements more than the file's headers"
+        raise VerificationError(message, hint="the gate reads shared libraries, objects and .fatbin files")
+    return Library(path=path, kernels=tuple(kernels))
+
+
+def describe(library: Library, sm: int) -> str:
+    """One line on one file."""
+    if library.targets is not None:
+        listed = ", ".join(f"sm_{target}: {count}" for target, count in library.targets.items())
+        return f"toolkit {library.path}  cubins: {listed or 'none'}"
+    if not library.kernels:
+        return f"no GPU code {library.path}"
+    native = [kernel for kernel in library.kernels if kernel.runs_natively(sm)]
+    beside = sum(bool(kernel.ptx) for kernel in native)
+    targets = sorted({target for kernel in library.kernels for target in kernel.sass}, key=parse_target)
+    words = f"{len(native)} of {len(library.kernels)} kernels run natively on SM {sm}, {beside} with PTX beside it"
+    verdict = "ok  " if len(native) == len(library.kernels) else "gaps"
+    return f"{verdict} {library.path}  {words}; SASS: {' '.join(targets)}"
+
+
+def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library:
+    """Asks cuobjdump about one file. VerificationError when it cannot be read."""
+    path = name or file.as_posix()
+    if TOOLKIT.match(Path(path).name):
+        return Library(path=path, targets=_dump(tool, ("--list-elf",), file, parse_listing) or {})
+    elements = _dump(tool, ("-symbols", "-ptx"), file, parse_elements)
+    return join(path, elements, parse_units(file.read_bytes())) if elements else Library(path=path)
+
+
+def find_tool(wanted: Path | None = None) -> Path:
+    """cuobjdump: the given one, else the one of the locked wheel. VerificationError when there is none."""
+    found = wanted or Path(sysconfig.get_path("purelib")) / "nvidia/cu13/bin/cuobjdump"
+    if not found.is_file():
+        message = f"cuobjdump is not here: {found}"
+        raise VerificationError(message, hint="pip install --require-hashes -r images/locks/cuda-tools.txt")
+    return found
+
+
+def _dump(tool: Path, flags: tuple[str, ...], file: Path, parse: Callable[[Iterable[str]], T]) -> T | None:
+    """None when the file has no GPU code at all."""
+    parsed, done = docker.feed((str(tool), *flags, str(file)), parse, cwd=file.parent)
+    said = " ".join(done.lines)
+    if done.code == 0:
+        return parsed
+    if NO_CODE in said:
+        return None
+    message = f"cuobjdump cannot read {file}: {said or f'exit {done.code}'}"
+    raise VerificationError(message)
+
+
+def _element(kind: str, arch: str, names: Iterable[str]) -> Element:
+    number, suffix = parse_target(arch)
+    return Element(kind="elf" if kind == "elf" else "ptx", target=f"{number}{suffix}", kernels=frozenset(names))
+
+
+def _next(path: str, queue: Iterator[Element], kind: Kind, number: int) -> Element:
+    element = next(queue, None)
+    if element is None or parse_target(element.target)[0] != number:
+        seen = f"sm_{element.target}" if element else "nothing"
+        message = f"{path}: the file's headers name {kind} for sm_{number}, where cuobjdump lists {seen}"
+        raise VerificationError(message, hint="a newer cuobjdump may read it: images lock cuda-tools --upgrade")
+    return element
+
+
+def _kernels(unit: Sequence[Element]) -> Iterator[Kernel]:
+    for name in sorted({name for element in unit for name in element.kernels}):
+        having = [element for element in unit if name in element.kernels]
+        yield Kernel(
+            name=name,
+            sass=tuple(element.target for element in having if element.kind == "elf"),
+            ptx=tuple(element.target for element in having if element.kind == "ptx"),
+        )
+
+
+def _containers(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where the elements of each fat binary begin and end."""
+    position, end = _fatbin_range(data)
+    while position + FATBIN_HEADER.size <= end:
+        magic, _, header_size, size = FATBIN_HEADER.unpack_from(data, position)
+        if magic == FATBIN_MAGIC:
+            yield position + header_size, position + header_size + size
+            position += header_size + size
+        elif magic == 0:
+            position += 4  # between two of them: they stand on multiples of 8 or 16
+        else:
+            message = f"unknown bytes among the fat binaries: {magic:#x} at {position:#x}"
+            raise VerificationError(message)
+
+
+def _entries(data: bytes, position: int, end: int) -> Iterator[tuple[Kind, int]]:
+    while position < end:
+        kind, _, header_size, size = FATBIN_ENTRY.unpack_from(data, position)
+        if kind in FATBIN_KINDS:
+            yield FATBIN_KINDS[kind], struct.unpack_from("<I", data, position + FATBIN_ARCH_OFFSET)[0]
+        position += header_size + size
+
+
+def _fatbin_range(data: bytes) -> tuple[int, int]:
+    """The section that holds them; the whole file when it is no ELF."""
+    if data[:4] != b"\x7fELF":
+        return 0, len(data)
+    sections = _elf_sections(data)
+    return next((sections[name] for name in FATBIN_SECTIONS if name in sections), (0, 0))
+
+
+def _elf_sections(data: bytes) -> dict[str, tuple[int, int]]:
+    """Where each section begins and ends in a 64-bit ELF, by name."""
+    header = ELF_HEADER.unpack_from(data)
+    table, size, count, names_index = header[6], header[11], header[12], header[13]
+    rows = [ELF_SECTION.unpack_from(data, table + index * size) for index in range(count)]
+    names = rows[names_index][4] if rows else 0
+    return {_c_string(data, names + row[0]): (row[4], row[4] + row[5]) for row in rows}
+
+
+def _c_string(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode("ascii", "replace")
+
+
+def _matches(library: str, kernel: str, known: tuple[str, str]) -> bool:
+    return fnmatch.fnmatchcase(Path(library).name, known[0]) and fnmatch.fnmatchcase(kernel, known[1])

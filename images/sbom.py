@@ -1,0 +1,394 @@
+"""What is in a built image, as SPDX: Debian packages, wheels, the engine with its source, and what compiled it.
+
+Read from the image's own layers wherever they tell. The matrix, the rendered Dockerfile and the locks say what no file
+in a layer can: the engine's commit, the hash of its source, nvcc and its targets. The same image gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from email.parser import HeaderParser
+from pathlib import Path, PurePosixPath
+from typing import Literal
+from urllib.parse import quote
+
+from license_expression import ExpressionError
+from spdx_tools.common.spdx_licensing import spdx_licensing
+from spdx_tools.spdx.model.actor import Actor, ActorType
+from spdx_tools.spdx.model.checksum import Checksum, ChecksumAlgorithm
+from spdx_tools.spdx.model.document import CreationInfo, Document
+from spdx_tools.spdx.model.package import ExternalPackageRef, ExternalPackageRefCategory, Package, PackagePurpose
+from spdx_tools.spdx.model.relationship import Relationship, RelationshipType
+from spdx_tools.spdx.model.spdx_no_assertion import SpdxNoAssertion
+from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
+from spdx_tools.spdx.writer.json.json_writer import write_document_to_stream
+
+from images import debian, docker
+from images.build import ARCHIVES, BUILD_ID_LABEL
+from images.errors import BuildError, VerificationError
+from images.matrix import LOCKS, Cell, Toolkit
+from images.tree import Entry, Tree, read_tree
+
+SPDX_VERSION = "SPDX-2.3"
+CREATED_LABEL = "org.opencontainers.image.created"
+LICENSES_LABEL = "org.opencontainers.image.licenses"
+VERSION_LABEL = "org.opencontainers.image.version"
+IMAGE_ID = "SPDXRef-image"
+DOCUMENT_ID = "SPDXRef-DOCUMENT"
+
+# One file for all packages, or, in images made without dpkg, one for each.
+STATUS = re.compile(r"^var/lib/dpkg/status(?:\.d/(?!.*\.md5sums$).+)?$")
+METADATA = re.compile(r"^opt/.+\.dist-info/METADATA$")
+COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
+OS_RELEASE = "usr/lib/os-release"
+KEPT = re.compile("|".join((STATUS.pattern, METADATA.pattern, COPYRIGHT.pattern, f"^{re.escape(OS_RELEASE)}$")))
+
+LICENSE_LINE = re.compile(r"^License:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+CUDA_TARGETS = re.compile(r"-DCMAKE_CUDA_ARCHITECTURES='([^']+)'")
+PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
+NVCC = "nvidia-cuda-nvcc"
+# Libraries leave their wheel on the way into the image, and with it the folder that would name them.
+WHEEL_OF_LIBRARY = {
+    "libcublas": "nvidia-cublas",
+    "libcublasLt": "nvidia-cublas",
+    "libcudart": "nvidia-cuda-runtime",
+    "libnccl": "nvidia-nccl-cu13",
+    "libnvrtc": "nvidia-cuda-nvrtc",
+}
+
+Kind = Literal["deb", "pypi", "cuda", "engine", "source", "compiler"]
+PURPOSES: dict[Kind, PackagePurpose] = {
+    "deb": PackagePurpose.LIBRARY,
+    "pypi": PackagePurpose.LIBRARY,
+    "cuda": PackagePurpose.LIBRARY,
+    "engine": PackagePurpose.APPLICATION,
+    "source": PackagePurpose.SOURCE,
+    "compiler": PackagePurpose.APPLICATION,
+}
+# How each stands to what it belongs to: parts are in the image, the other two made the engine.
+RELATIONS: dict[Kind, RelationshipType] = {
+    "deb": RelationshipType.CONTAINED_BY,
+    "pypi": RelationshipType.CONTAINED_BY,
+    "cuda": RelationshipType.CONTAINED_BY,
+    "engine": RelationshipType.CONTAINED_BY,
+    "source": RelationshipType.GENERATES,
+    "compiler": RelationshipType.BUILD_TOOL_OF,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One thing in the image, or one that made it. `license` is an SPDX expression, or None where none is known."""
+
+    kind: Kind
+    name: str
+    version: str | None
+    purl: str
+    license: str | None = None
+    said: str | None = None  # of its licenses, in its own words
+    sha256: str | None = None
+    comment: str | None = None
+
+    @property
+    def spdx_id(self) -> str:
+        return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", "-", f"{self.kind}-{self.name}")
+
+
+def path_for(cell: Cell) -> Path:
+    """Beside the cell's archive, below the project."""
+    return ARCHIVES / f"{cell.id}.spdx.json"
+
+
+def describes(path: Path, digest: str) -> bool:
+    """Whether a document of this image is there already."""
+    return path.is_file() and f'"checksumValue": "{digest.removeprefix("sha256:")}"' in path.read_text("utf-8")
+
+
+def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Path) -> None:
+    """The document of an image that the engine has, whole or not at all. VerificationError when it has none."""
+    found = engine.image(image)
+    if found is None:
+        message = f"cell {cell.id} has no image here: {image}"
+        raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+    tree = _saved_tree(root, cell, engine, image)
+    dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
+    locks = {path.stem: path.read_text("utf-8") for path in sorted((root / LOCKS).glob("*.txt"))}
+    components = [*contents(tree), *cuda_libraries(tree, cell, locks), *made_from(cell, dockerfile, locks)]
+    save(out, dump(document(cell, found, components)))
+
+
+def save(out: Path, text: str) -> None:
+    """Whole or not at all. BuildError when there is no room or no right to write."""
+    part = out.with_name(f"{out.name}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, "utf-8")
+        part.replace(out)
+    except OSError as error:
+        message = f"the bill of materials cannot be written: {out}: {error.strerror}"
+        raise BuildError(message, hint="python -m images prune gives space back") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def contents(tree: Tree) -> Iterator[Component]:
+    """Debian packages and wheels, as the files of the image name them. VerificationError when there is no package."""
+    distribution = _distribution(tree)
+    said = {match[1]: parse_copyright(_text(entry)) for match, entry in _matching(tree, COPYRIGHT)}
+    packages = [each for _, entry in _matching(tree, STATUS) for each in packages_of(_text(entry), distribution, said)]
+    if not packages:
+        message = "the image holds no list of Debian packages: var/lib/dpkg/status"
+        raise VerificationError(message, hint="a runtime stage must leave it there")
+    yield from packages
+    for _, entry in _matching(tree, METADATA):
+        yield parse_metadata(_text(entry))
+
+
+def packages_of(text: str, distribution: str, said: Mapping[str, str]) -> Iterator[Component]:
+    """The installed packages of a dpkg status file. `said`: what each one's copyright file names."""
+    for package in debian.parse_status(text):
+        identity = f"{_quoted(package.name)}@{_quoted(package.version)}"
+        yield Component(
+            kind="deb",
+            name=package.name,
+            version=package.version,
+            purl=f"pkg:deb/{distribution}/{identity}?arch={package.architecture}",
+            said=said.get(package.name),
+            comment=f"source package {package.source}" if package.source else None,
+        )
+
+
+def parse_copyright(text: str) -> str:
+    """The short names of a machine-readable copyright file, which are not SPDX's; empty for another kind of file."""
+    if not text.startswith("Format:"):
+        return ""
+    return ", ".join(sorted(set(LICENSE_LINE.findall(text))))
+
+
+def parse_metadata(text: str) -> Component:
+    """A wheel by its METADATA. VerificationError when that names no package."""
+    fields = HeaderParser().parsestr(text)
+    name, version = fields.get("Name"), fields.get("Version")
+    if not name or not version:
+        message = f"a wheel in the image does not say what it is: {text[:80]!r}"
+        raise VerificationError(message)
+    words = fields.get("License-Expression") or fields.get("License") or ""
+    classifiers = [line.removeprefix("License :: ") for line in fields.get_all("Classifier", []) if "License" in line]
+    said = "; ".join(filter(None, (words.partition("\n")[0], *classifiers)))
+    normal = re.sub(r"[-_.]+", "-", name).lower()
+    return Component(
+        kind="pypi",
+        name=normal,
+        version=version,
+        purl=_pypi(normal, version),
+        license=_expression(words),
+        said=said or None,
+    )
+
+
+def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str]) -> list[Component]:
+    """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's."""
+    names = {PurePosixPath(path).name.partition(".so")[0] for path in tree.files if path.startswith("opt/")}
+    found = sorted(names & set(WHEEL_OF_LIBRARY))
+    toolkit = cell.toolkit
+    if toolkit is None:
+        return [_library(name, None, "no toolkit of this cell brings it") for name in found]
+    pins = pins_of(locks.get(toolkit.lock, "")) if toolkit.lock else {}
+    wheels = {WHEEL_OF_LIBRARY[name] for name in found} & set(pins)
+    rest = [name for name in found if WHEEL_OF_LIBRARY[name] not in pins]
+    return [
+        *(
+            Component(kind="pypi", name=name, version=pins[name], purl=_pypi(name, pins[name]))
+            for name in sorted(wheels)
+        ),
+        *(_library(name, toolkit.release, toolkit.source) for name in rest),
+    ]
+
+
+def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator[Component]:
+    """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told."""
+    engine = cell.engine
+    yield Component(
+        kind="engine",
+        name=engine.title,
+        version=f"{engine.version} b{engine.build}",
+        purl=f"pkg:generic/{_quoted(engine.title)}@{engine.commit}",
+        license=_expression(engine.license),
+        said=engine.license,
+        comment=f"git commit {engine.commit}; patched by {', '.join(engine.patches)}",
+    )
+    source = engine.source
+    yield Component(
+        kind="source",
+        name=source.distribution,
+        version=source.release,
+        purl=_pypi(source.distribution, source.release),
+        sha256=source.sha256,
+        comment=f"the engine's tree travels in this source distribution: git commit {engine.commit}",
+    )
+    if cell.toolkit:
+        yield compiler(cell.toolkit, dockerfile, locks)
+
+
+def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Component:
+    """nvcc with its version and what it was told. VerificationError when the Dockerfile tells it nothing."""
+    targets = CUDA_TARGETS.search(dockerfile)
+    if targets is None:
+        message = f"the Dockerfile of a CUDA {toolkit.cuda} cell names no target: CMAKE_CUDA_ARCHITECTURES"
+        raise VerificationError(message)
+    pins = pins_of(locks.get(toolkit.lock, "")) if toolkit.lock else {}
+    version = pins.get(NVCC, toolkit.release)
+    told = " ".join(gencode(target) for target in targets[1].split(";"))
+    return Component(
+        kind="compiler",
+        name="nvcc",
+        version=version,
+        purl=_pypi(NVCC, version) if NVCC in pins else f"pkg:generic/nvcc@{_quoted(version)}",
+        comment=f"{told}; {toolkit.source}",
+    )
+
+
+def pins_of(lock: str) -> dict[str, str]:
+    """Package -> version of a hash-locked requirements file."""
+    return dict(PIN.findall(lock))
+
+
+def gencode(target: str) -> str:
+    """What nvcc is told for one entry of CMAKE_CUDA_ARCHITECTURES: `90a-real` is machine code for 90a and no PTX."""
+    chip, _, form = target.partition("-")
+    codes = {"real": f"sm_{chip}", "virtual": f"compute_{chip}", "": f"[compute_{chip},sm_{chip}]"}
+    if form not in codes:
+        message = f"not an entry of CMAKE_CUDA_ARCHITECTURES: {target}"
+        raise VerificationError(message, hint="entries read 90, 90-real or 90-virtual")
+    return f"-gencode arch=compute_{chip},code={codes[form]}"
+
+
+def document(cell: Cell, image: docker.Image, components: Iterable[Component]) -> Document:
+    """Named by the image's digest and dated by its label, so the same image gives the same document."""
+    parts = sorted(components, key=lambda part: (part.kind, part.name))
+    created = image.labels.get(CREATED_LABEL, "")
+    try:
+        moment = datetime.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError as error:
+        message = f"the image's label {CREATED_LABEL} is no date: {created!r}"
+        raise VerificationError(message, hint=f"python -m images build --only {cell.id} --force") from error
+    version = image.labels.get(VERSION_LABEL, "0")
+    return Document(
+        creation_info=CreationInfo(
+            spdx_version=SPDX_VERSION,
+            spdx_id=DOCUMENT_ID,
+            name=cell.tag,
+            document_namespace=f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, f'{cell.id} {image.id}')}",
+            creators=[Actor(ActorType.TOOL, f"appliance-images-{version}")],
+            created=moment,
+        ),
+        packages=[_image_package(cell, image), *map(_package, parts)],
+        relationships=[
+            Relationship(DOCUMENT_ID, RelationshipType.DESCRIBES, IMAGE_ID),
+            *(Relationship(part.spdx_id, RELATIONS[part.kind], _whole_of(part, parts)) for part in parts),
+        ],
+    )
+
+
+def dump(made: Document) -> str:
+    """As JSON. VerificationError with the library's own words when it does not hold the document for valid SPDX."""
+    complaints = validate_full_spdx_document(made)
+    if complaints:
+        first = complaints[0]
+        message = f"the document is not valid SPDX: {len(complaints)} complaints, {first.validation_message}"
+        raise VerificationError(message, hint=f"it is about {first.context.spdx_id or first.context.parent_id}")
+    stream = io.StringIO()
+    write_document_to_stream(made, stream, validate=False)
+    return stream.getvalue() + "\n"
+
+
+def _saved_tree(root: Path, cell: Cell, engine: docker.Engine, image: str) -> Tree:
+    archive = root / ARCHIVES / f"{cell.id}.sbom.tar"
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        engine.save(image, archive)
+        return read_tree(archive, kept=KEPT)
+    finally:
+        archive.unlink(missing_ok=True)
+
+
+def _matching(tree: Tree, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], Entry]]:
+    for path, entry in sorted(tree.files.items()):
+        match = pattern.match(path)
+        if match and entry.kind == "file":
+            yield match, entry
+
+
+def _text(entry: Entry) -> str:
+    return entry.content.decode("utf-8", "replace")
+
+
+def _distribution(tree: Tree) -> str:
+    """`debian` unless the image says something else of itself."""
+    entry = tree.files.get(OS_RELEASE)
+    found = re.search(r"^ID=\"?([a-z0-9._-]+)", _text(entry), re.MULTILINE) if entry else None
+    return found[1] if found else "debian"
+
+
+def _library(name: str, version: str | None, comment: str) -> Component:
+    suffix = f"@{_quoted(version)}" if version else ""
+    return Component(kind="cuda", name=name, version=version, purl=f"pkg:generic/{name}{suffix}", comment=comment)
+
+
+def _pypi(name: str, version: str) -> str:
+    return f"pkg:pypi/{name}@{_quoted(version)}"
+
+
+def _expression(words: str) -> str | None:
+    """None unless SPDX knows every license in it: `BSD` could be any of several."""
+    try:
+        known = spdx_licensing.parse(words, validate=True, strict=True)
+    except ExpressionError:
+        return None
+    return words if known is not None else None
+
+
+def _whole_of(part: Component, parts: Iterable[Component]) -> str:
+    if part.kind not in ("source", "compiler"):
+        return IMAGE_ID
+    return next(each.spdx_id for each in parts if each.kind == "engine")
+
+
+def _package(part: Component) -> Package:
+    return Package(
+        spdx_id=part.spdx_id,
+        name=part.name,
+        version=part.version,
+        download_location=SpdxNoAssertion(),
+        files_analyzed=False,
+        checksums=[Checksum(ChecksumAlgorithm.SHA256, part.sha256)] if part.sha256 else [],
+        license_declared=spdx_licensing.parse(part.license) if part.license else SpdxNoAssertion(),
+        license_comment=f"it says: {part.said}" if part.said and not part.license else None,
+        comment=part.comment,
+        external_references=[ExternalPackageRef(ExternalPackageRefCategory.PACKAGE_MANAGER, "purl", part.purl)],
+        primary_package_purpose=PURPOSES[part.kind],
+    )
+
+
+def _image_package(cell: Cell, image: docker.Image) -> Package:
+    licenses = _expression(image.labels.get(LICENSES_LABEL, ""))
+    return Package(
+        spdx_id=IMAGE_ID,
+        name=cell.tag,
+        version=image.labels.get(BUILD_ID_LABEL),
+        download_location=SpdxNoAssertion(),
+        files_analyzed=False,
+        checksums=[Checksum(ChecksumAlgorithm.SHA256, image.id.removeprefix("sha256:"))],
+        license_declared=spdx_licensing.parse(licenses) if licenses else SpdxNoAssertion(),
+        license_comment="of this project and its engine; each package below has its own",
+        primary_package_purpose=PackagePurpose.CONTAINER,
+    )
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")

@@ -1,0 +1,68 @@
+"""Whether a build's disks have room for it, asked before it begins: half a build takes minutes and gives nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from images.errors import BuildError
+from images.matrix import Cell
+
+# The builder's layers beside the finished files. llama-cpu's add up to 1.9 GiB in `docker system df -v`: compiler
+# packages 0.9, sources and wheels 0.7, objects 0.3. For CUDA an estimate: the toolkit's layer is 1.0 GiB, it is there
+# twice while wheels are unpacked, and the objects of one SM and its libraries come on top.
+TOOLS_MIB = 2048
+CUDA_TOOLS_MIB = 4096
+# The finished files stand in the builder's layers and in the loaded image.
+COPIES_IN_ENGINE = 2
+# The archive, and the saved image that checks and bill of materials are read from.
+COPIES_IN_ARCHIVES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    what: str
+    path: Path
+    mib: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    device: int
+    free_mib: int
+
+
+def needs(cell: Cell, *, archives: Path, engine_data: Path | None) -> list[Need]:
+    """From the cell's size budget. Without the engine's folder (it is elsewhere) only the archives are counted."""
+    tools_mib = TOOLS_MIB + (CUDA_TOOLS_MIB if cell.target.cuda else 0)
+    found = [Need(what="archives", path=archives, mib=COPIES_IN_ARCHIVES * cell.size_budget_mib)]
+    if engine_data:
+        mib = tools_mib + COPIES_IN_ENGINE * cell.size_budget_mib
+        found.append(Need(what="the engine's images and cache", path=engine_data, mib=mib))
+    return found
+
+
+def query_disk(path: Path) -> Disk:
+    """Of the nearest folder that exists."""
+    here = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return Disk(device=here.stat().st_dev, free_mib=shutil.disk_usage(here).free // 2**20)
+
+
+def refuse_full(cell: Cell, wanted: Iterable[Need], disk_of: Callable[[Path], Disk] = query_disk) -> None:
+    """BuildError with the figures when a disk has less room than what is wanted of it together."""
+    by_device: dict[int, list[Need]] = {}
+    free_mib: dict[int, int] = {}
+    for need in wanted:
+        disk = disk_of(need.path)
+        by_device.setdefault(disk.device, []).append(need)
+        free_mib[disk.device] = disk.free_mib
+    for device, needed in by_device.items():
+        total_mib = sum(need.mib for need in needed)
+        if free_mib[device] < total_mib:
+            where = ", ".join(f"{need.mib} MiB for {need.what} in {need.path}" for need in needed)
+            message = f"cell {cell.id} needs {total_mib} MiB and {free_mib[device]} MiB are free: {where}"
+            raise BuildError(
+                message, hint="python -m images prune gives back what builds left; --no-space-check builds"
+            )

@@ -1,0 +1,56 @@
+"""A cell in miniature: the toolchain of the CUDA cells, a few small sources, and what the tests make of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from images import build, docker, matrix
+from images.matrix import Cell
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+# Any fixed date before the test's own files: later times are clamped to it.
+EPOCH_S = build.FALLBACK_EPOCH_S
+
+
+def make_root(folder: Path, cell_id: str, text: str) -> tuple[Path, Cell]:
+    """A project that holds one small cell: the toolchain of a real one, then `text`; and the context for both."""
+    real = matrix.select(matrix.load(ROOT).cells, cell_id)[0]
+    cell = replace(real, target=replace(real.target, name="small"))
+    (folder / cell.folder).mkdir(parents=True)
+    (folder / cell.folder / "Dockerfile").write_text(toolchain(real) + text, "utf-8")
+    for part in ("images/locks", "images/patches"):
+        shutil.copytree(ROOT / part, folder / part)
+    (folder / "small").mkdir()
+    for source in (*HERE.glob("*.c"), *HERE.glob("*.cu")):
+        shutil.copyfile(source, folder / "small" / source.name)
+    return folder, cell
+
+
+def toolchain(cell: Cell) -> str:
+    """Its stages up to nvcc, byte for byte as they are rendered: so they share the real cell's layers."""
+    text = (ROOT / cell.folder / "Dockerfile").read_text("utf-8")
+    return text[: text.index("\nFROM nvcc AS ") + 1]
+
+
+def make_job(root: Path, cell: Cell, engine: docker.Engine) -> build.Job:
+    """On the base that is here, whatever its digest."""
+    return build.Job(
+        cell=cell,
+        base=build.choose_base(cell, cell.base.image, engine),
+        origin=build.Origin(epoch_s=EPOCH_S, revision=None),
+        build_id="0" * build.BUILD_ID_DIGITS,
+        version="0",
+        tag=f"appliance-test:{cell.id}",
+        archive=root / build.ARCHIVES / f"{cell.id}.oci.tar",
+        ca_bundle=ca_bundle(),
+    )
+
+
+def ca_bundle() -> Path | None:
+    """As the Makefile chooses it."""
+    names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+    return build.check_ca_bundle(next((Path(os.environ[name]) for name in names if os.environ.get(name)), None))

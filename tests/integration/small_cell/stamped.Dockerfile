@@ -1,0 +1,5 @@
+
+FROM base AS small-runtime
+RUN mkdir /opt/small \
+ && echo same > /opt/small/same \
+ && date +%s%N > /opt/small/stamp

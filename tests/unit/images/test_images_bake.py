@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from images import bake, build, matrix
+from images.matrix import Cell
+
+# What the committed file says of this one cell, word for word.
+GOLDEN: dict[str, Any] = {
+    "context": ".",
+    "dockerfile": "images/rendered/llama-cpu/Dockerfile",
+    "platforms": ["linux/amd64"],
+    "args": {"APPLIANCE_BUILD_ID": "${llama_cpu_BUILD_ID}", "SOURCE_DATE_EPOCH": "${llama_cpu_EPOCH}"},
+    "labels": {
+        "io.appliance.base-override": "none",
+        "io.appliance.build-id": "${llama_cpu_BUILD_ID}",
+        "org.opencontainers.image.created": "${llama_cpu_CREATED}",
+        "org.opencontainers.image.revision": "${llama_cpu_REVISION}",
+        "org.opencontainers.image.version": "${llama_cpu_VERSION}",
+    },
+    "secret": ["id=ca,src=${CA_BUNDLE}"],
+    "attest": ["type=provenance,disabled=true", "type=sbom,disabled=true"],
+    "output": [
+        "type=oci,name=appliance:llama-cpu,dest=.make/bake/llama-cpu.oci.tar,rewrite-timestamp=true,oci-mediatypes=true"
+    ],
+}
+
+
+def test_the_file_is_the_golden_one(cell: Cell) -> None:
+    made = json.loads(bake.bake_file([cell]))
+    assert made["target"] == {"llama-cpu": GOLDEN}
+    assert made["group"] == {"default": {"targets": ["llama-cpu"]}}
+    assert made["variable"]["CA_BUNDLE"] == {"default": "/dev/null"}
+    assert "DO NOT EDIT" in made["//"]
+
+
+def test_the_committed_file_is_what_the_matrix_gives(project: Path) -> None:
+    assert (project / bake.BAKE_FILE).read_text("utf-8") == bake.bake_file(matrix.load(project).cells)
+
+
+def test_lists_of_strings_are_all_that_an_old_bake_takes(project: Path) -> None:
+    targets = json.loads((project / bake.BAKE_FILE).read_text("utf-8"))["target"].values()
+    assert targets
+    for target in targets:
+        for key in ("attest", "output", "secret", "platforms"):
+            assert all(isinstance(each, str) for each in target[key]), key
+
+
+def test_every_variable_that_is_used_is_declared_and_given(cell: Cell, job: build.Job) -> None:
+    text = bake.bake_file([cell])
+    used = set(re.findall(r"\$\{(\w+)\}", text))
+    assert used == set(json.loads(text)["variable"]) == {"CA_BUNDLE", *bake.environment(job)}
+
+
+def test_a_bake_builds_what_build_builds(job: build.Job) -> None:
+    """Arguments and labels with the variables filled in are those of the buildx command."""
+    text = bake.bake_file([job.cell])
+    for name, value in bake.environment(job).items():
+        text = text.replace(f"${{{name}}}", value)
+    target = json.loads(text)["target"]["llama-cpu"]
+    argv = build.buildx_argv(job)
+    assert _given(argv, "--build-arg") == target["args"]
+    assert _given(argv, "--label") == target["labels"]
+    output = argv[argv.index("--output") + 1]
+    assert [output.replace(str(job.archive), ".make/bake/llama-cpu.oci.tar")] == target["output"]
+
+
+def test_a_cell_without_a_base_is_there_and_not_built_by_default(cell: Cell) -> None:
+    unresolved = replace(cell, base=replace(cell.base, digest=None, status="unresolved"))
+    made = json.loads(bake.bake_file([unresolved]))
+    assert list(made["target"]) == ["llama-cpu"]
+    assert made["group"]["default"]["targets"] == []
+
+
+def test_an_unknown_revision_is_said(job: build.Job) -> None:
+    nowhere = replace(job, origin=build.Origin(epoch_s=0, revision=None))
+    assert bake.environment(nowhere)["llama_cpu_REVISION"] == "none"
+
+
+@pytest.fixture
+def job(cell: Cell, tmp_path: Path) -> build.Job:
+    return build.Job(
+        cell=cell,
+        base=build.BaseChoice(identity=str(cell.base.digest)),
+        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
+        build_id="b" * 32,
+        version="0.1.0",
+        tag=cell.tag,
+        archive=tmp_path / "o.tar",
+    )
+
+
+def _given(argv: tuple[str, ...], flag: str) -> dict[str, str]:
+    pairs = (value.partition("=") for word, value in itertools.pairwise(argv) if word == flag)
+    return {name: value for name, _, value in pairs}

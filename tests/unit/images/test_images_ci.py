@@ -1,0 +1,130 @@
+"""The job list, and that the workflows which read it pass the linters that `make lint` runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from images import ci, drift, matrix
+from images.matrix import Cell, Platform, Target
+
+PROGRAMS = Path(sys.executable).parent
+
+
+def test_one_job_a_cell_with_a_build_for_each_platform(cell: Cell) -> None:
+    both = replace(cell, platforms=("linux/amd64", "linux/arm64"), target=Target(name="x", cuda="13.0", sm="90"))
+    assert json.loads(ci.jobs_file([both]))["cells"] == [
+        {
+            "cell": both.id,
+            "timeout_minutes": ci.CUDA_TIMEOUT_MINUTES,
+            "platforms": [
+                {"platform": "linux/amd64", "arch": "amd64", "runner": "ubuntu-24.04"},
+                {"platform": "linux/arm64", "arch": "arm64", "runner": "ubuntu-24.04-arm"},
+            ],
+        }
+    ]
+
+
+def test_a_cell_that_cannot_be_built_is_left_out_with_the_reason(cell: Cell) -> None:
+    unresolved = replace(cell, base=replace(cell.base, digest=None, status="unresolved"))
+    made = json.loads(ci.jobs_file([unresolved]))
+    assert made["cells"] == []
+    assert made["left_out"] == {cell.id: "no digest yet: debian:bookworm-slim"}
+
+
+def test_every_platform_has_a_runner_and_an_output_of_the_workflow(project: Path) -> None:
+    assert set(ci.RUNNERS) == set(get_args(Platform))
+    workflow = yaml.safe_load((project / ".github/workflows/image.yml").read_text("utf-8"))
+    assert set(workflow["jobs"]["build"]["outputs"]) == {name.partition("/")[2] for name in ci.RUNNERS}
+
+
+def test_the_committed_list_is_what_the_matrix_gives(project: Path) -> None:
+    assert (project / ci.JOBS_FILE).read_text("utf-8") == ci.jobs_file(matrix.load(project).cells)
+
+
+def test_a_changed_list_is_drift(project: Path, tmp_path: Path) -> None:
+    text = ci.jobs_file(matrix.load(project).cells)
+    drift.write(tmp_path, {ci.JOBS_FILE: text.replace("ubuntu-24.04", "ubuntu-20.04")})
+    (tmp_path / ".github/else").write_text("a neighbour is no stray")
+    assert drift.drift(tmp_path, {ci.JOBS_FILE: text}) == [".github/images.json: differs from what the matrix renders"]
+
+
+def test_actions_are_pinned_to_a_commit_and_say_where_it_is_from(project: Path) -> None:
+    for path in (project / ".github/workflows").glob("*.yml"):
+        text = path.read_text("utf-8")
+        used = [line for line in text.splitlines() if "uses:" in line and "./" not in line]
+        assert used or "uses: ./" in text
+        assert all(re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d", line) for line in used)
+        assert text.count("persist-credentials: false") == len(used)
+
+
+def test_workflows_name_no_address(project: Path) -> None:
+    for path in [*(project / ".github").rglob("*.yml"), project / ci.JOBS_FILE, project / ".github/containerd-store"]:
+        assert "://" not in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("argv", [("actionlint",), ("zizmor", "--offline", "--quiet")])
+def test_workflows_pass_their_linters(project: Path, argv: tuple[str, ...]) -> None:
+    done = _lint(argv, sorted((project / ".github/workflows").glob("*.yml")))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "sound", "planted", "said"),
+    [
+        (("actionlint",), "steps.push.outputs.amd64", "steps.pish.outputs.amd64", "pish"),
+        (("zizmor", "--offline", "--quiet"), "@de0fac2e4500dabe0009e67214ff5f5447ce83dd", "@v6", "unpinned-uses"),
+        (("zizmor", "--offline", "--quiet"), '"$CELL"', '"${{ inputs.cell }}"', "template-injection"),
+        (("zizmor", "--offline", "--quiet"), "on:\n", "on:\n  pull_request_target:\n", "dangerous-triggers"),
+    ],
+)
+def test_a_planted_fault_of_a_workflow_is_caught(
+    project: Path, tmp_path: Path, argv: tuple[str, ...], sound: str, planted: str, said: str
+) -> None:
+    folder = tmp_path / ".github/workflows"
+    shutil.copytree(project / ".github/workflows", folder)
+    path = folder / "image.yml"
+    text = path.read_text("utf-8")
+    assert sound in text
+    path.write_text(text.replace(sound, planted), "utf-8")
+    done = _lint(argv, [path])
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"), [("RUN sudo ls\n", "DL3004"), ("ADD x /x\n", "DL3020"), ("RUN apt-get install x\n", "DL3014")]
+)
+def test_a_planted_fault_of_a_dockerfile_is_caught(project: Path, planted: str, said: str) -> None:
+    dockerfile = (project / "images/rendered/llama-cpu/Dockerfile").read_text("utf-8")
+    assert _hadolint(project, dockerfile).returncode == 0
+    done = _hadolint(project, dockerfile + planted)
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+def test_each_rule_that_is_left_out_has_its_reason(project: Path) -> None:
+    lines = (project / ".hadolint.yaml").read_text("utf-8").splitlines()
+    rules = [number for number, line in enumerate(lines) if re.match(r"  - [A-Z]", line)]
+    assert len(rules) == len(yaml.safe_load("\n".join(lines))["ignored"])
+    assert all(lines[number - 1].startswith("  # ") for number in rules)
+
+
+def _lint(argv: tuple[str, ...], files: list[Path]) -> subprocess.CompletedProcess[str]:
+    program, *flags = argv
+    words = [str(PROGRAMS / program), *flags, *map(str, files)]
+    return subprocess.run(words, cwd=files[0].parents[2], capture_output=True, text=True, check=False)
+
+
+def _hadolint(project: Path, dockerfile: str) -> subprocess.CompletedProcess[str]:
+    words = [str(PROGRAMS / "hadolint"), "--config", str(project / ".hadolint.yaml"), "-"]
+    return subprocess.run(words, input=dockerfile, capture_output=True, text=True, check=False)

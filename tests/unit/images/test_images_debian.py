@@ -1,0 +1,154 @@
+"""The Debian lock: what apt says becomes it, and an image that differs from it is told by the package's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from images import debian, matrix
+from images.debian import Lock, Locked
+from images.errors import BuildError, MatrixError
+from images.matrix import Cell
+
+SHA = "0" * 64
+BASE = "sha256:" + "b" * 64
+PART = "libgomp1 python3"
+DOCKERFILE = """FROM debian@sha256:1 AS base
+ENV A=1
+FROM base AS toolchain
+RUN apt-get update \\
+ && apt-get install -y --no-install-recommends cmake g++ \\
+      python3-pip
+FROM toolchain AS nvcc
+RUN apt-get install -y --no-install-recommends g++-13 nvidia-cuda-toolkit=12.4.131~12.4.1-2 \\
+ && nvcc --version
+FROM toolchain AS compile
+RUN make
+FROM debian@sha256:1 AS runtime
+RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends libgomp1 python3 && x
+"""
+ANSWER = f"""W: something on stderr
+@date Sat, 11 Jul 2026 10:16:37 UTC
+@date Sat, 18 Jul 2026 02:00:00 UTC
+@part {PART}
+'ADDRESS/libgomp1_12.2.0-14%2bdeb12u1_amd64.deb' libgomp1_12.2.0-14+deb12u1_amd64.deb 116320 SHA256:{SHA}
+'ADDRESS/python3_1%3a3.11.2-1+b1_amd64.deb' python3_1%3a3.11.2-1+b1_amd64.deb 26312 SHA256:{SHA}
+@part cmake
+'ADDRESS/cmake_3_all.deb' cmake_3_all.deb 26 SHA256:{SHA}
+"""
+
+
+@pytest.fixture
+def lock() -> Lock:
+    return debian.parse_answer(ANSWER.splitlines(), image="debian:x", identity=BASE, platform="linux/amd64")
+
+
+def test_what_stages_install_is_read_with_what_stands_below_them() -> None:
+    toolchain = "cmake g++ python3-pip"
+    assert debian.asked(DOCKERFILE) == {
+        "toolchain": toolchain,
+        "nvcc": f"{toolchain} g++-13 nvidia-cuda-toolkit=12.4.131~12.4.1-2",
+        "compile": toolchain,
+        "runtime": PART,
+    }
+
+
+def test_apts_answer_becomes_a_lock_without_an_address(lock: Lock) -> None:
+    assert lock.archive_date == "2026-07-18T02:00:00Z"
+    assert lock.parts[PART] == {
+        "libgomp1": Locked(version="12.2.0-14+deb12u1", architecture="amd64", sha256=SHA),
+        "python3": Locked(version="1:3.11.2-1+b1", architecture="amd64", sha256=SHA),
+    }
+    assert "ADDRESS" not in debian.dump(lock)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "@date Sat, 11 Jul 2026 10:16:37 UTC",
+        "@date Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake",
+        f"@part cmake\n'A' cmake_3_all.deb 26 SHA256:{SHA}",
+        "@date Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake\n'A' cmake_3_all.deb 26 MD5Sum:00",
+    ],
+)
+def test_an_answer_that_is_none_is_refused(answer: str) -> None:
+    with pytest.raises(BuildError, match="named no packages"):
+        debian.parse_answer(answer.splitlines(), image="debian:x", identity=BASE, platform="linux/amd64")
+
+
+def test_a_lock_is_read_as_it_was_written(tmp_path: Path, lock: Lock, cell: Cell) -> None:
+    path = tmp_path / debian.path_for(cell.base, "linux/amd64")
+    assert debian.load(tmp_path, cell.base, "linux/amd64") is None
+    path.parent.mkdir(parents=True)
+    path.write_text(debian.dump(lock))
+    assert debian.load(tmp_path, cell.base, "linux/amd64") == lock
+    path.write_text(debian.dump(lock).replace(SHA, "none"))
+    with pytest.raises(MatrixError, match="is no Debian lock"):
+        debian.load(tmp_path, cell.base, "linux/amd64")
+
+
+def test_committed_locks_hash_every_package_and_name_no_machine(project: Path) -> None:
+    paths = list((project / "images/locks").glob("debian-*.json"))
+    assert paths
+    for path in paths:
+        text = path.read_text("utf-8")
+        lock = Lock.model_validate_json(text)
+        assert debian.dump(lock) == text
+        assert "://" not in text
+        assert all(lock.parts.values())
+
+
+def test_the_committed_lock_has_every_part_that_its_cells_install(project: Path) -> None:
+    for cell in matrix.load(project).cells:
+        dockerfile = project / cell.folder / "Dockerfile"
+        lock = debian.load(project, cell.base, "linux/amd64")
+        if lock and "linux/amd64" in cell.platforms:
+            assert set(debian.asked(dockerfile.read_text("utf-8")).values()) <= set(lock.parts), cell.id
+
+
+def test_a_lock_that_changed_names_what_moved(lock: Lock) -> None:
+    packages = {**lock.parts[PART], "libgomp1": Locked(version="13", architecture="amd64", sha256=SHA)}
+    del packages["python3"]
+    new = lock.model_copy(update={"parts": {PART: packages, "cmake": lock.parts["cmake"]}})
+    assert debian.moved(lock, lock) == []
+    assert debian.moved(lock, new) == ["libgomp1: 12.2.0-14+deb12u1 -> 13", "python3: 1:3.11.2-1+b1 -> gone"]
+
+
+IMAGE = {"libc6": "2", "libgomp1": "12.2.0-14+deb12u1", "python3": "1:3.11.2-1+b1"}
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ({"libgomp1": "13"}, ["libgomp1 moved: 13, the lock says 12.2.0-14+deb12u1"]),
+        ({"libgomp1": None}, ["libgomp1 moved: not installed, the lock says 12.2.0-14+deb12u1"]),
+        ({"curl": "7"}, ["curl 7 is not in the lock"]),
+        ({"libc6": "3"}, ["libc6 3 is not in the lock"]),
+        ({}, []),
+    ],
+)
+def test_a_moved_package_is_named(cell: Cell, lock: Lock, planted: dict[str, str | None], said: list[str]) -> None:
+    image = {name: version for name, version in {**IMAGE, **planted}.items() if version}
+    found = debian.faults(cell, lock, PART, image=image, base={"libc6": "2"}, identity=BASE)
+    assert found == said
+
+
+def test_on_another_base_only_what_is_locked_is_judged(cell: Cell, lock: Lock) -> None:
+    image = {**IMAGE, "curl": "7"}
+    assert debian.faults(cell, lock, PART, image=image, base={}, identity="sha256:else") == []
+    image["python3"] = "4"
+    found = debian.faults(cell, lock, PART, image=image, base={}, identity="sha256:else")
+    assert found == ["python3 moved: 4, the lock says 1:3.11.2-1+b1"]
+
+
+def test_without_a_lock_or_its_part_nothing_is_as_locked(cell: Cell, lock: Lock) -> None:
+    assert "has no Debian lock" in debian.faults(cell, None, PART, image=IMAGE, base={}, identity=BASE)[0]
+    assert debian.faults(cell, lock, "curl", image=IMAGE, base={}, identity=BASE) == ["the lock has no part for: curl"]
+
+
+def test_a_status_file_gives_what_is_installed() -> None:
+    text = "Package: a\nVersion: 1\n\nPackage: b\nStatus: deinstall ok config-files\nVersion: 2\n"
+    assert [package.name for package in debian.parse_status(text)] == ["a"]
+    assert list(debian.parse_status("")) == []

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from images import __main__ as command
+from images import compat, explain, matrix
+from images.errors import UsageError
+from images.matrix import Matrix, Platform
+
+PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Matrix:
+    return matrix.load(Path(__file__).parents[3])
+
+
+def test_solver_and_matrix_agree_on_every_combination(loaded: Matrix) -> None:
+    """Each (toolkit, chip, platform) is built, impossible or left out on purpose: none is forgotten."""
+    built = {(cell.target.cuda, cell.target.sm, platform) for cell in loaded.cells for platform in cell.platforms}
+    seen = []
+    for cuda, sm, platform in itertools.product(loaded.toolkits, compat.facts().sms, PLATFORMS):
+        found = explain.explain(f"llama-cu{cuda.replace('.', '')}-sm{sm}", loaded, platform=platform)
+        assert (found.verdict == "exists") is ((cuda, sm, platform) in built), (cuda, sm, platform)
+        assert found.verdict != "not listed", f"decide on CUDA {cuda}, SM {sm}, {platform}"
+        assert all(reason.sources for reason in found.reasons)
+        seen.append(found.verdict)
+    assert {"exists", "impossible", "out of scope"} == set(seen)
+
+
+def test_without_a_platform_it_exists_when_any_has_it(loaded: Matrix) -> None:
+    ids = {cell.id for cell in loaded.cells}
+    for cuda, sm in itertools.product(loaded.toolkits, compat.facts().sms):
+        cell_id = f"llama-cu{cuda.replace('.', '')}-sm{sm}"
+        assert (explain.explain(cell_id, loaded).verdict == "exists") is (cell_id in ids)
+
+
+def test_the_example_of_the_style_guide(loaded: Matrix) -> None:
+    found = explain.explain("llama-cu124-sm120", loaded)
+    assert found.message == "cell llama-cu124-sm120 cannot exist: CUDA 12.4 has no target sm_120 (first in 12.8)"
+    hint = "use llama-cu128-sm120 with driver 570.26 or newer, or llama-cu130-sm120 with driver 580 or newer"
+    assert found.hint == hint
+    assert "nvcc --list-gpu-code" in found.reasons[0].sources[0]
+
+
+def test_orin_is_refused_on_amd64_with_its_source(loaded: Matrix) -> None:
+    found = explain.explain("llama-cu130-sm87", loaded, platform="linux/amd64")
+    assert found.verdict == "impossible"
+    assert "Orin (Jetson), which is built into linux/arm64 and not linux/amd64" in found.message
+    assert any("jetson-containers" in source for source in found.reasons[0].sources)
+    assert found.hint == "use it on linux/arm64"
+    assert explain.explain("llama-cu130-sm87", loaded, platform="linux/arm64").verdict == "exists"
+
+
+@pytest.mark.parametrize(
+    ("cell_id", "verdict", "said", "hint"),
+    [
+        ("llama-cu124-sm87", "out of scope", "Jetson's CUDA 12 belongs to JetPack 6", "llama-cu130-sm87"),
+        ("llama-cu129-sm90", "out of scope", "12.9 is here for the chips that 12.8 lacks", "llama-cu128-sm90"),
+        ("llama-cu132-sm90", "out of scope", "the matrix has no toolkit of that release", "llama-cu130-sm90"),
+        ("llama-cu119-sm90", "impossible", "CUDA 11.9 is unknown, known are 12.4", "llama-cu124-sm90"),
+        ("llama-cu130-sm95", "impossible", "SM 95 is unknown, known are 70", "llama-cu130-sm90"),
+        ("llama-cu130-sm70", "impossible", "CUDA 13.0 has no target sm_70 (last in 12.9)", "nothing here runs on it"),
+        ("lama-cu130-sm90", "impossible", "there is no engine lama (perhaps you meant llama)", "llama-cu130-sm90"),
+    ],
+)
+def test_each_no_is_told_apart(loaded: Matrix, cell_id: str, verdict: str, said: str, hint: str) -> None:
+    found = explain.explain(cell_id, loaded)
+    assert found.verdict == verdict
+    assert said in found.message
+    assert hint in (found.hint or "")
+
+
+def test_the_nearest_cells_are_there_and_run_on_the_chip(loaded: Matrix) -> None:
+    cells = {cell.id: cell for cell in loaded.cells}
+    for cuda, sm in itertools.product(compat.facts().releases, compat.facts().sms):
+        found = explain.explain(f"llama-cu{cuda.replace('.', '')}-sm{sm}", loaded)
+        for near in found.nearest:
+            form = cells[near.cell].sm_form
+            assert near.serves is bool(form and compat.runs_on(form.form, sm))
+
+
+def test_an_existing_cell_tells_all_that_it_follows_from(loaded: Matrix) -> None:
+    for cell in loaded.cells:
+        found = explain.explain(cell.id, loaded)
+        assert found.verdict == "exists"
+        assert all(each.value and each.sources for each in found.follows)
+    told = {each.name: each.value for each in explain.explain("llama-cu124-sm90", loaded).follows}
+    assert told["driver, machine code"] == "525 or newer"
+    assert told["driver, with PTX"] == "550.54.14 or newer"
+    assert told["host compiler"] == "gcc 13, CUDA 12.4 takes up to 13"
+    assert told["glibc"].endswith("with images/patches/cuda-12.4-glibc-2.41.patch")
+    assert told["code"].startswith("arch=compute_90,code=sm_90: ")
+
+
+@pytest.mark.parametrize("cell_id", ["llama-cp", "llama-cu1-sm90", "", "llama", "LLAMA-cpu", "llama-cu130-sm9000"])
+def test_something_else_is_no_id(loaded: Matrix, cell_id: str) -> None:
+    with pytest.raises(UsageError, match="not a cell id"):
+        explain.explain(cell_id, loaded)
+
+
+def test_the_command_prints_data_and_exits_10(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["explain", "llama-cu124-sm120", "--json"]) == 10
+    out, err = capsys.readouterr()
+    assert json.loads(out)["verdict"] == "impossible"
+    assert "error: cell llama-cu124-sm120 cannot exist" in err
+    assert "hint: use llama-cu128-sm120" in err
+
+
+def test_the_command_is_content_with_a_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["explain", "llama-cpu"]) == 0
+    assert capsys.readouterr().out.startswith("llama-cpu: exists\ntag: appliance:llama-cpu\n    build_matrix.yaml\n")

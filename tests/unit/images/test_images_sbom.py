@@ -1,0 +1,221 @@
+"""What a tree of files says of itself, and that the library holds the result for valid SPDX."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from spdx_tools.spdx.model.package import Package
+from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
+from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
+
+from images import docker, sbom
+from images.errors import BuildError, VerificationError
+from images.matrix import Cell, Toolkit
+from images.tree import Entry, Tree
+
+DIGEST = "sha256:" + "d" * 64
+STATUS = """Package: libgomp1
+Status: install ok installed
+Architecture: amd64
+Source: gcc-12
+Version: 12.2.0-14+deb12u1
+
+Package: gone
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+
+Package: tini
+Status: install ok installed
+Architecture: amd64
+Version: 1:0.19.0-1
+Description: a small init
+ .
+ with a paragraph
+"""
+COPYRIGHT = "Format: https://example.org/copyright-format/1.0/\n\nFiles: *\nLicense: GPL-3+\n\nLicense: Expat\n text\n"
+METADATA = (
+    "Metadata-Version: 2.4\nName: Typing_Extensions\nVersion: 4.16.0\nLicense-Expression: PSF-2.0\n\nLicense: x\n"
+)
+VAGUE = "Metadata-Version: 2.1\nName: nvidia-ml-py\nVersion: 13.0\nLicense: BSD\nClassifier: License :: OSI Approved\n"
+WHEELS = Toolkit(cuda="13.0", form="wheels", release="13.0.3", lock="cuda-13.0")
+LOCKS = {
+    "cuda-13.0": "nvidia-cuda-nvcc==13.0.88 \\\n    --hash=sha256:0\nnvidia-cuda-runtime==13.0.96 \\\n    --hash=x\n"
+}
+DOCKERFILE = "RUN cmake -DCMAKE_CUDA_ARCHITECTURES='90a-real' \\\n"
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return _tree(
+        {
+            "var/lib/dpkg/status": STATUS,
+            "usr/share/doc/libgomp1/copyright": COPYRIGHT,
+            "usr/share/doc/tini/copyright": "Written by hand. License: MIT\n",
+            "usr/lib/os-release": 'NAME="Debian"\nID=debian\n',
+            "opt/appliance/lib/typing_extensions-4.16.0.dist-info/METADATA": METADATA,
+            "opt/appliance/lib/nvidia_ml_py-13.0.dist-info/METADATA": VAGUE,
+        }
+    )
+
+
+@pytest.fixture
+def image() -> docker.Image:
+    labels = {
+        "io.appliance.build-id": "b" * 32,
+        "org.opencontainers.image.created": "2026-11-21T05:46:18Z",
+        "org.opencontainers.image.licenses": "Apache-2.0 AND MIT",
+        "org.opencontainers.image.version": "0.1.0",
+    }
+    return _image(labels)
+
+
+def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.Image, cell: Cell) -> None:
+    packages = _packages(tree, image, cell)
+    assert sorted(packages) == [
+        "appliance:llama-cpu", "libgomp1", "llama-cpp-python", "llama.cpp", "nvidia-ml-py", "tini", "typing-extensions",
+    ]  # fmt: skip
+    assert _purl(packages["tini"]) == "pkg:deb/debian/tini@1%3A0.19.0-1?arch=amd64"
+    assert packages["libgomp1"].comment == "source package gcc-12"
+    assert packages["libgomp1"].license_comment == "it says: Expat, GPL-3+"
+    assert packages["tini"].license_comment is None
+    assert str(packages["typing-extensions"].license_declared) == "PSF-2.0"
+    assert packages["nvidia-ml-py"].license_comment == "it says: BSD; OSI Approved"
+    assert cell.engine.commit in str(packages["llama.cpp"].comment)
+    assert packages["llama-cpp-python"].checksums[0].value == cell.engine.source.sha256
+    assert packages["appliance:llama-cpu"].checksums[0].value == "d" * 64
+
+
+def test_the_same_image_gives_the_same_bytes(tree: Tree, image: docker.Image, cell: Cell) -> None:
+    parts = [*sbom.contents(tree), *sbom.made_from(cell, "", {})]
+    once = sbom.dump(sbom.document(cell, image, parts))
+    assert sbom.dump(sbom.document(cell, image, reversed(parts))) == once
+    assert sbom.dump(sbom.document(cell, replace(image, id="sha256:" + "e" * 64), parts)) != once
+
+
+def test_nvcc_is_named_with_what_it_was_told(tree: Tree, image: docker.Image, cell: Cell) -> None:
+    cuda = replace(cell, toolkit=WHEELS)
+    packages = _packages(tree, image, cuda, DOCKERFILE, LOCKS)
+    assert packages["nvcc"].version == "13.0.88"
+    assert str(packages["nvcc"].comment).startswith("-gencode arch=compute_90a,code=sm_90a;")
+
+
+def test_a_cuda_cell_whose_dockerfile_names_no_target_is_refused(cell: Cell) -> None:
+    with pytest.raises(VerificationError, match="names no target"):
+        list(sbom.made_from(replace(cell, toolkit=WHEELS), "RUN cmake\n", LOCKS))
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("90-real", "-gencode arch=compute_90,code=sm_90"),
+        ("120a-real", "-gencode arch=compute_120a,code=sm_120a"),
+        ("80-virtual", "-gencode arch=compute_80,code=compute_80"),
+        ("75", "-gencode arch=compute_75,code=[compute_75,sm_75]"),
+    ],
+)
+def test_an_architecture_is_what_cmake_makes_of_it(target: str, told: str) -> None:
+    assert sbom.gencode(target) == told
+
+
+def test_an_architecture_that_cmake_does_not_know_is_refused() -> None:
+    with pytest.raises(VerificationError, match="90-reel"):
+        sbom.gencode("90-reel")
+
+
+def test_cuda_libraries_are_traced_to_their_wheel_or_toolkit(cell: Cell) -> None:
+    libraries = _tree({"opt/llama/libcudart.so.13": "", "opt/llama/libcublas.so.13": "", "opt/llama/libggml.so": ""})
+    found = sbom.cuda_libraries(libraries, replace(cell, toolkit=WHEELS), LOCKS)
+    assert [(each.kind, each.name, each.version) for each in found] == [
+        ("pypi", "nvidia-cuda-runtime", "13.0.96"),
+        ("cuda", "libcublas", "13.0.3"),
+    ]
+    stray = sbom.cuda_libraries(libraries, cell, LOCKS)
+    assert {each.comment for each in stray} == {"no toolkit of this cell brings it"}
+
+
+def test_an_image_without_a_package_list_is_refused() -> None:
+    with pytest.raises(VerificationError, match="no list of Debian packages"):
+        list(sbom.contents(_tree({"etc/passwd": ""})))
+
+
+def test_an_image_without_a_date_is_refused(tree: Tree, cell: Cell) -> None:
+    with pytest.raises(VerificationError, match="is no date: ''"):
+        sbom.document(cell, _image({}), sbom.contents(tree))
+
+
+def test_a_wheel_without_a_name_is_refused() -> None:
+    with pytest.raises(VerificationError, match="does not say what it is"):
+        sbom.parse_metadata("Version: 1\n")
+
+
+def test_a_document_that_is_not_valid_is_refused_with_the_reason(tree: Tree, image: docker.Image, cell: Cell) -> None:
+    made = sbom.document(cell, image, sbom.contents(tree))
+    made.creation_info.document_namespace = "not a uri"
+    with pytest.raises(VerificationError, match=r"is not valid SPDX: .* must be a valid URI"):
+        sbom.dump(made)
+
+
+def test_two_packages_of_one_name_are_refused(tree: Tree, image: docker.Image, cell: Cell) -> None:
+    twice = [*sbom.contents(tree), *sbom.contents(tree)]
+    with pytest.raises(VerificationError, match="is not valid SPDX"):
+        sbom.dump(sbom.document(cell, image, twice))
+
+
+@given(st.text())
+def test_any_license_field_is_an_expression_or_words(words: str) -> None:
+    field = " ".join(words.split())
+    part = sbom.parse_metadata(f"Name: x\nVersion: 1\nLicense-Expression: {field}\n")
+    assert part.license in (None, field)
+
+
+def test_a_full_disk_is_exit_60_and_leaves_the_old_document(tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    out.write_text("old")
+    (tmp_path / "a.json.part").symlink_to("/dev/full")
+    with pytest.raises(BuildError, match="No space left on device") as caught:
+        sbom.save(out, "new")
+    assert caught.value.exit_code == 60
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert out.read_text() == "old"
+
+
+def test_a_document_knows_its_image(tmp_path: Path, tree: Tree, image: docker.Image, cell: Cell) -> None:
+    out = tmp_path / "below" / "a.json"
+    assert not sbom.describes(out, DIGEST)
+    sbom.save(out, sbom.dump(sbom.document(cell, image, [*sbom.contents(tree), *sbom.made_from(cell, "", {})])))
+    assert sbom.describes(out, DIGEST)
+    assert not sbom.describes(out, "sha256:" + "e" * 64)
+
+
+def _packages(
+    tree: Tree, image: docker.Image, cell: Cell, dockerfile: str = "", locks: dict[str, str] | None = None
+) -> dict[str, Package]:
+    """Written, and read back by the library."""
+    parts = [*sbom.contents(tree), *sbom.made_from(cell, dockerfile, locks or {})]
+    document = JsonLikeDictParser().parse(json.loads(sbom.dump(sbom.document(cell, image, parts))))
+    assert validate_full_spdx_document(document) == []
+    return {package.name: package for package in document.packages}
+
+
+def _purl(package: Package) -> str:
+    return package.external_references[0].locator
+
+
+def _image(labels: dict[str, str]) -> docker.Image:
+    return docker.Image(id=DIGEST, tags=(), digests=(), config={"Labels": labels})
+
+
+def _tree(files: dict[str, str]) -> Tree:
+    plain: dict[str, Any] = {"kind": "file", "mode": 0o644, "uid": 0, "gid": 0, "layer": 1}
+    return Tree(
+        files={
+            path: Entry(path=path, size_bytes=len(text), content=text.encode(), **plain) for path, text in files.items()
+        }
+    )
