@@ -356,17 +356,22 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 def double_fork(pid_file: Path | None) -> None:
     """A grandchild in its own session that ignores SIGTERM and sleeps; its parent is gone."""
+    reads, writes = os.pipe()
     if os.fork():
         os.wait()
+        os.close(writes)
+        pid = os.read(reads, 32)  # the grandchild lives from here on, whatever this program does next
+        os.close(reads)
+        if pid_file:
+            pid_file.write_bytes(pid)
         return
     os.setsid()
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if pid_file:
-        part = pid_file.with_name(pid_file.name + ".part")
-        part.write_text(str(os.getpid()), encoding="ascii")
-        part.rename(pid_file)
+    os.write(writes, str(os.getpid()).encode())
+    os.close(reads)
+    os.close(writes)
     while True:
         signal.pause()
 
