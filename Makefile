@@ -13,11 +13,15 @@ CELL ?= llama-cpu
 
 IMAGE := appliance:$(CELL)
 VOLUME := $(or $(APPLIANCE_VOLUME),appliance)
-MODEL := .make/models/SmolLM2-135M-Instruct.Q4_1.gguf
-COMPOSE := APPLIANCE_IMAGE=$(IMAGE) docker compose -f compose/appliance.yaml
-HARDENED := --rm -i --read-only --tmpfs /tmp --cap-drop ALL --security-opt no-new-privileges --user 1000:0 --network none
+PROJECT := $(or $(APPLIANCE_PROJECT),appliance)
+COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml
+# What compose writes on all that it makes: how `clean` tells ours from a volume that somebody else filled.
+OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
+FETCH := $(PY) -m images fetch demo $(CA)
+# The tags that `image` made, one a line.
+BUILT := .make/built
 
 export TESTCONTAINERS_RYUK_DISABLED ?= true
 
@@ -26,20 +30,25 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-up: docker image model ## build or reuse the image, start it, wait until it is tuned, ask it a question
-	@docker volume create $(VOLUME) >/dev/null
-	@if ! docker run $(HARDENED) -v $(VOLUME):/data $(IMAGE) models list --json </dev/null | grep -q '"$(notdir $(MODEL))"'; then \
-	  docker run $(HARDENED) -v $(VOLUME):/data $(IMAGE) models add $(notdir $(MODEL)) <$(MODEL); fi
-	@APPLIANCE_MODEL=$${APPLIANCE_MODEL:-$(notdir $(MODEL))} $(COMPOSE) up --detach --quiet-pull
-	@$(PY) -m appliance.host.up "$$($(COMPOSE) ps --all --quiet appliance)"
+# `models add` runs in the service's own container, hardened as it is, so that compose makes the volume; it copies only
+# what is not there already, and a copy that was interrupted is refused by its sha256.
+# The id by labels: `compose ps --all` also names a container in which such a copy still runs.
+up: docker image ## build or reuse the image, start it, wait until it is tuned, ask it a question
+	@fetched=$$($(FETCH) --json) && \
+	read -r sha256 file < <($(PY) -c 'import json, sys; row = json.loads(sys.argv[1]); print(row["sha256"], row["file"])' "$$fetched") && \
+	$(COMPOSE) run --rm -T --no-deps appliance models add "$${file##*/}" --sha256 "$$sha256" <"$$file" && \
+	APPLIANCE_MODEL=$${APPLIANCE_MODEL:-$${file##*/}} $(COMPOSE) up --detach --quiet-pull
+	@$(PY) -m appliance.host.up "$$(docker ps --all --quiet $(OURS) \
+	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)"
 
 down: ## stop it and keep the volume
 	$(COMPOSE) down
 
-clean: ## remove what make made: container, volume, images, .venv, caches (the builder's cache is Docker's own)
-	-$(COMPOSE) down --volumes
-	-docker volume rm $(VOLUME) 2>/dev/null
-	-docker image ls --quiet --filter label=io.appliance.cell | sort -u | xargs --no-run-if-empty docker image rm --force
+clean: ## remove what make made: container, volume, image, .venv, caches (the builder's cache is Docker's own)
+	-$(COMPOSE) down
+	-docker volume ls --quiet $(OURS) --filter name='^$(VOLUME)$$' | xargs --no-run-if-empty docker volume rm
+	@if docker volume inspect $(VOLUME) >/dev/null 2>&1; then echo "kept: volume $(VOLUME), which compose did not make for $(PROJECT)"; fi
+	-sort -u $(wildcard $(BUILT)) </dev/null | xargs --no-run-if-empty docker image rm
 	rm -rf .venv .make .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find appliance images tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
@@ -56,10 +65,12 @@ docker:
 	@docker info >/dev/null 2>&1 || { echo "error: Docker does not answer"; echo; echo "hint: start it, and check that this user may use it: docker info"; exit 1; } >&2
 
 image: docker venv ## build the image, or reuse it
-	@$(PY) -m images build --only $(CELL) --base $(BASE) $(CA)
+	@mkdir -p $(dir $(BUILT))
+	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(CA) | tee -a $(BUILT)
+	@sort -u -o $(BUILT) $(BUILT)
 
 model: venv ## fetch the demo model
-	@$(PY) -m images fetch demo $(CA)
+	@$(FETCH)
 
 render: venv ## write images/rendered from build_matrix.yaml
 	@$(PY) -m images render
@@ -96,7 +107,7 @@ integration: image model ## real processes, and real containers of the built ima
 	$(PY) -m pytest tests/integration
 
 verify: image ## prove what is inside the built image
-	$(PY) -m images verify --only $(CELL) $(CA)
+	$(PY) -m images verify --only $(CELL) --image $(IMAGE) $(CA)
 
 bench: image model ## time from docker run to the first token, against the bare engine
 	$(PY) benchmarks/start.py

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.errors import ConfigError, EngineError, FatalError, UsageError
@@ -131,7 +132,7 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 def _add_models(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list", help="default: list")
     verb.add_argument("file", nargs="?", metavar="FILE", help="name on the volume, as in model.gguf")
-    verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else")
+    verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else, keep what has it")
     _add_json(verb)
 
 
@@ -169,20 +170,19 @@ def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, s
     return _run_story(measure_only(settings, environment, Report(settings.log)))
 
 
-def _run_story(story: object) -> int:
+def _run_story(story: Coroutine[Any, Any, int]) -> int:
     import uvloop
 
-    uvloop.run(story)  # type: ignore[arg-type]
-    return 0
+    return uvloop.run(story)
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.boot import foretell
     from appliance.engines.llama_server import BINARY, arguments
-    from appliance.plan import as_document, explain, explain_settings
+    from appliance.plan import as_document, as_measured, explain, explain_settings
 
     plans, engine, profile = foretell(settings, environment)
-    chosen = profile.plan if profile else plans[0]
+    chosen = as_measured(plans[0], profile.plan) if profile else plans[0]
     argv = [str(settings.engine_dir / BINARY), *arguments(chosen, engine, settings.runtime_dir / "appliance.sock")]
     if options.json:
         found = profile.key.id if profile else None
@@ -197,7 +197,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
-            else f"a prediction; {len(plans) - 1} more plans differ in threads and ubatch, and measuring decides"
+            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans of threads and ubatch"
         )
     return 0
 
@@ -281,7 +281,7 @@ def _import_profile(settings: Settings, store: ProfileStore) -> int:
 
 def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
     from appliance.model import list_models
-    from appliance.volume import add_model, open_volume, remove_model
+    from appliance.volume import remove_model
 
     if options.action == "list":
         names = [str(path.relative_to(settings.models_dir)) for path in list_models(settings.models_dir)]
@@ -290,37 +290,63 @@ def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str
     if not options.file:
         message = f"models {options.action} needs a file name"
         raise UsageError(message, hint=f"as in `appliance models {options.action} model.gguf`")
-    open_volume(settings.data_dir)
     if options.action == "add":
+        return _put_model(options, settings)
+    print(remove_model(settings.models_dir, options.file))  # also on a full volume: it is what helps there
+    return 0
+
+
+def _put_model(options: argparse.Namespace, settings: Settings) -> int:
+    import signal
+
+    from appliance.volume import add_model, drop_unfinished, open_volume
+
+    # By default SIGTERM, which is how Docker stops a container, would leave the unfinished file on the volume.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        drop_unfinished(settings.models_dir)  # first: they may be what fills the volume
+        open_volume(settings.data_dir)
         print(add_model(settings.models_dir, options.file, sys.stdin.buffer, options.sha256))
-    else:
-        print(remove_model(settings.models_dir, options.file))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
-    from appliance.volume import open_volume, read_or_make_key
+    from appliance.volume import open_volume, read_key, read_or_make_key
 
-    open_volume(settings.data_dir)
-    print(read_or_make_key(settings.key_path))
+    key = read_key(settings.key_path)
+    if not key:
+        open_volume(settings.data_dir)
+        key = read_or_make_key(settings.key_path)
+    print(key)
     return 0
 
 
 def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
     import http.client
 
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
-    connection = http.client.HTTPConnection(host, settings.port, timeout=5)
+    host, port = _gateway_address(settings)
+    connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/health/ready")
         reply = connection.getresponse()
         print(reply.read().decode(errors="replace").strip())
     except OSError as error:
-        print(f"no answer on port {settings.port}: {error}", file=sys.stderr)
+        print(f"no answer on port {port}: {error}", file=sys.stderr)
         return 1
     finally:
         connection.close()
     return 0 if reply.status == 200 else 1
+
+
+def _gateway_address(settings: Settings) -> tuple[str, int]:
+    """Where the gateway said that it listens; else what the settings say."""
+    host, port = settings.host, settings.port
+    with contextlib.suppress(OSError, ValueError):  # no appliance has said anything
+        host, text = settings.address_path.read_text(encoding="ascii").split()
+        port = int(text)
+    return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), port  # noqa: S104
 
 
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:

@@ -18,14 +18,14 @@ from appliance.supervisor import become_subreaper
 from appliance.volume import open_volume
 
 
-async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
-    """Returns after a stop was asked for and everything is gone; raises FatalError for every other ending."""
+async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
+    """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
     become_subreaper()
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
+    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     house = House(settings, image, engine, hardware, report)
     house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
@@ -33,16 +33,17 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
         if not house.has_engine:
             house.launch(await house.decide(plans, key, store))
         await house.serve()
+    return 0
 
 
-async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> None:
-    """The story without serving: always measures, and keeps the profile."""
+async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
+    """The story without serving: always measures, and keeps the profile. 143, as of SIGTERM, when it was stopped."""
     become_subreaper()
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
+    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     house = House(settings, image, engine, hardware, report)
     async with house.stoppable():
@@ -51,6 +52,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
             await house.tune(plans, key, store)
+    return 143 if house.was_stopped else 0
 
 
 def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
@@ -58,7 +60,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
     image, engine = load_facts(settings)
     hardware, model = look(settings, environment, image)
     plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, model, digest(model.parts, model.header_bytes))
+    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).peek(key)
 
 

@@ -17,6 +17,9 @@ class Command:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ready: Readiness
+    # Never the volume: ggml also looks for backends to load in the working directory, and whoever can write a file
+    # there would run code in every container that shares it.
+    folder: Path = Path("/")
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
     stall_timeout_s: float = 120.0  # not ready, no line in the log and no CPU time used for this long
     stop_grace_s: float = 2.0  # between SIGTERM and SIGKILL

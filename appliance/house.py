@@ -8,24 +8,23 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
-from appliance.engines.llama_server import Allocated, command, ending, is_worth_showing, parse_allocated
-from appliance.errors import EngineError
+from appliance.engines.llama_server import Allocated, as_error, command, is_worth_showing, parse_allocated
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Plan, as_document, explain_memory, in_short
+from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short
 from appliance.probe import Hardware
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
 from appliance.settings import Settings
-from appliance.supervisor import Crash, Restart, State, Supervisor
+from appliance.supervisor import Restart, State, Supervisor
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
@@ -54,6 +53,11 @@ class House:
         self._stop = asyncio.Event()
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether a signal asked for the end."""
+        return self._stop.is_set()
+
+    @property
     def has_engine(self) -> bool:
         return self._plan is not None
 
@@ -63,20 +67,23 @@ class House:
             self.launch(self._use(profile, plans))
 
     def _use(self, profile: Profile, plans: Sequence[Plan]) -> Plan:
-        """The profile's plan; with less memory than when it was made, a new one."""
+        """What was measured, within what this start plans: the memory that is free may be another by now."""
         self._profile = profile
-        chosen = replace(profile.plan, model_path=plans[0].model_path)  # the same file may lie elsewhere by now
-        if chosen.memory.total > plans[0].usable_mib and not self._settings.allow_disk:
-            chosen = replace(plans[0], threads=chosen.threads, threads_batch=chosen.threads_batch)
-            words = f"profile {profile.key.id} needs more memory than is free now; planned anew, nothing measured"
-            self._report.warning("profile_too_large", words, needs_mib=profile.plan.memory.total)
+        chosen = as_measured(plans[0], profile.plan)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
+        if (chosen.context, chosen.kv_type) != (profile.plan.context, profile.plan.kv_type):
+            then = f"{profile.plan.context:,} tokens at {profile.plan.kv_type}"
+            words = f"memory carries {chosen.context:,} tokens at {chosen.kv_type} now, {then} when it was measured"
+            self._report.info("window_changed", words, context=chosen.context, kv_type=chosen.kv_type)
         return chosen
 
     def launch(self, chosen: Plan) -> None:
         """Spawns the engine at once; `serve` waits for it."""
         self._plan = chosen
         self._lines.clear()
+        for choice in chosen.choices:
+            if choice.is_refusal:
+                self._report.warning("not_as_asked", f"{choice.name} is {choice.value}: {choice.reason}")
         self._report.phase(Phase.LOADING, Path(chosen.model_path).name)
         self._report.info("engine_start", f"starting the engine: {explain_memory(chosen)}", context=chosen.context)
         self._supervisor.start(self.command(chosen))
@@ -93,10 +100,13 @@ class House:
 
     async def decide(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Plan:
         """Measures, unless told not to; while another container measures for the same key, waits for its profile."""
-        if changed := store.why_unused(key):
+        if changed := store.why_unused(key, Path(plans[0].model_path).name):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
         if self._settings.tune == "off":
             self._report.info("tune_off", "measuring is off: serving the prediction")
+            return plans[0]
+        if plans[0].is_embedding:
+            self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
             return plans[0]
         is_waiting = False
         while True:
@@ -199,9 +209,12 @@ class House:
         )
         gateway = await Gateway.open(app, self._settings.host, self._settings.port)
         self._report.info("listening", f"listening on {self._settings.host}:{gateway.port}", port=gateway.port)
+        address = self._settings.address_path
+        address.write_text(f"{self._settings.host} {gateway.port}\n", encoding="ascii")
         try:
             yield
         finally:
+            address.unlink(missing_ok=True)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(gateway.drain(self._settings.drain_s))
 
@@ -215,11 +228,11 @@ class House:
         """Waits until the engine answers, then until it is given up. Raises EngineError in the second case."""
         crash = await self._supervisor.wait_ready()
         if crash is not None:
-            raise self._as_error(crash)
+            raise as_error(crash)
         self._on_ready()
         watcher = asyncio.create_task(self._follow_state())
         try:
-            raise self._as_error(await self._supervisor.wait_failed())
+            raise as_error(await self._supervisor.wait_failed(), served=True)
         finally:
             watcher.cancel()
 
@@ -243,10 +256,6 @@ class House:
                 self._on_ready()
             was_ready = is_ready
             await asyncio.sleep(0.05)
-
-    def _as_error(self, crash: Crash) -> EngineError:
-        first_error = None if crash.stalled else crash.first_error  # whatever it said, the stall timer ended it
-        return ending(crash.describe(), first_error=first_error, log=crash.log, was_ready=crash.was_ready)
 
     def _on_line(self, line: str) -> None:
         if self._report.progress.phase is not Phase.READY:

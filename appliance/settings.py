@@ -136,6 +136,11 @@ class Settings:
         return self.data_dir / "profiles"
 
     @property
+    def address_path(self) -> Path:
+        """Where a gateway says that it listens: flags of `serve` may have moved it, and `health` has no such flags."""
+        return self.runtime_dir / "appliance.address"
+
+    @property
     def key_path(self) -> Path:
         return self.data_dir / "secrets" / "api_key"
 
@@ -253,7 +258,8 @@ def _from_environment(environment: Mapping[str, str]) -> list[_Row]:
 
 def _is_service_link(variable: str, value: str) -> bool:
     """Kubernetes gives every pod APPLIANCE_PORT=tcp://… and more when a Service is called `appliance`."""
-    return bool(re.fullmatch(r"APPLIANCE_(SERVICE_.+|PORT_\d+_.+)", variable)) or "://" in value
+    is_address = variable == "APPLIANCE_PORT" and "://" in value
+    return is_address or bool(re.fullmatch(r"APPLIANCE_(SERVICE_.+|PORT_\d+_.+)", variable))
 
 
 def _known(name: str, where: str, shown: str, names: tuple[str, ...]) -> str:

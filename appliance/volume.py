@@ -7,15 +7,20 @@ import fcntl
 import hashlib
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from appliance.errors import ConfigError, DownloadError, VolumeError
+from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
+from appliance.model.gguf import read_gguf
 
 FOLDERS = ("models", "profiles", "cache", "secrets")
 KEY_BYTES = 32
 _CHUNK_BYTES = 2**20
 _PROBE_BYTES = 65536  # more than fits beside an inode, so that a full disk refuses it
+_MARK_BYTES = 8
+_PARTS = f".*.gguf.{'[0-9a-f]' * 2 * _MARK_BYTES}.part"
 
 
 def open_volume(path: Path, build_id: str = "") -> None:
@@ -34,6 +39,15 @@ def open_volume(path: Path, build_id: str = "") -> None:
         _prove_writable(path / "cache" / f".probe.{os.getpid()}")
     except OSError as error:
         raise _refusal(path, error) from error
+
+
+def read_key(path: Path) -> str:
+    """The API key, or nothing where there is none yet. Writes nothing, so that a full volume still tells it."""
+    try:
+        return _read(path)
+    except OSError as error:
+        message = f"API key cannot be read: {path}: {_words(error)}"
+        raise VolumeError(message, hint="check owner and mode of the volume") from error
 
 
 def read_or_make_key(path: Path) -> str:
@@ -113,27 +127,87 @@ def _words(error: OSError) -> str:
 
 
 def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None) -> str:
-    """Streams `source` into a model of that name; returns a sentence. What was there stays until all has come."""
+    """Streams `source` into a model of that name; returns a sentence. What was there stays until a sound one has come.
+
+    With `sha256` nothing is read when the model there has it already. Raises ModelUnreadableError for what is not a
+    whole GGUF file or one whole part of a split one, DownloadError for another sha256, VolumeError for the disk.
+    """
     path = _inside(models_dir, name)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")  # process ids repeat between containers
-    digest, size = hashlib.sha256(), 0
     try:
-        with temporary.open("wb") as file:
-            while chunk := source.read(_CHUNK_BYTES):
-                file.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        if sha256 and digest.hexdigest() != sha256.lower():
-            message = f"model is not what was announced: {name}: sha256 {digest.hexdigest()}, expected {sha256}"
-            raise DownloadError(message, hint="fetch it again")
-        temporary.replace(path)
+        if sha256 and path.is_file() and _sha256(path) == sha256.lower():
+            return f"{name}: is there already, sha256 {sha256.lower()}"
+        with _part(path) as file:
+            size, found = _copy(source, file)
+            _check(name, Path(file.name), size, found, sha256)
+            Path(file.name).replace(path)
     except OSError as error:
         raise _refusal(models_dir, error) from error
+    return f"{name}: {size:,} bytes, sha256 {found}"
+
+
+def drop_unfinished(models_dir: Path) -> None:
+    """Removes what an `add` that was killed left behind. A running one, in whichever container, holds its lock."""
+    for part in models_dir.glob(_PARTS):
+        with suppress(OSError):  # in use, just renamed, or somebody else's: none of it is a reason not to go on
+            handle = os.open(part, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(handle)
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, locked; gone at the end unless it was renamed."""
+    file = _open_part(path)
+    try:
+        yield file
     finally:
-        temporary.unlink(missing_ok=True)
-    return f"{name}: {size:,} bytes, sha256 {digest.hexdigest()}"
+        Path(file.name).unlink(missing_ok=True)
+        file.close()
+
+
+def _open_part(path: Path) -> IO[bytes]:
+    while True:
+        # Not the process id: those repeat between containers.
+        file = path.with_name(f".{path.name}.{secrets.token_hex(_MARK_BYTES)}.part").open("xb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # before it was locked, another add took it for a leftover and removed it
+
+
+def _copy(source: IO[bytes], file: IO[bytes]) -> tuple[int, str]:
+    """Bytes and sha256 of what came; it is on the disk when this returns."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := source.read(_CHUNK_BYTES):
+        file.write(chunk)
+        digest.update(chunk)
+        size += len(chunk)
+    file.flush()
+    os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def _check(name: str, part: Path, size: int, found: str, sha256: str | None) -> None:
+    if not size:
+        message = f"model is unreadable: {name}: nothing came, the input was empty"
+        raise ModelUnreadableError(
+            message, hint=f"Docker hands it on with -i: docker exec -i CONTAINER appliance models add {name} < {name}"
+        )
+    if sha256 and found != sha256.lower():
+        message = f"model is not what was announced: {name}: sha256 {found} of {size:,} bytes, expected {sha256}"
+        raise DownloadError(message, hint="it is another file, or it did not come whole: fetch it again")
+    try:
+        read_gguf(part)
+    except ModelUnreadableError as error:
+        raise ModelUnreadableError(error.message.replace(str(part), name), hint=error.hint) from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_model(models_dir: Path, name: str) -> str:

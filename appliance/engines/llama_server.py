@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from appliance.command import Command, Readiness
 from appliance.errors import (
@@ -21,7 +22,9 @@ from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 
 BINARY = "llama-server"
-LOG_UNTIL_READY = 4  # buffer sizes appear at 4, not at the default 3
+# Buffer sizes appear at 4, not at the default 3. It cannot be lowered later; at 4 a request costs some twenty lines
+# without its text, which are kept for a crash and not repeated.
+LOG_LEVEL = 4
 
 
 class _Flags:
@@ -65,12 +68,14 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
     flags.need("--cache-ram", plan.cache_ram_mib)
     flags.use("--load-mode", plan.load_mode)
+    if plan.is_embedding:
+        flags.need("--embeddings")
     flags.use("--offline")
     flags.use("--no-ui")
     flags.use("--no-slots")
     flags.use("--log-prefix")
     flags.use("--log-colors", "off")
-    flags.need("--log-verbosity", LOG_UNTIL_READY)
+    flags.need("--log-verbosity", LOG_LEVEL)
     return tuple(flags.argv)
 
 
@@ -144,10 +149,28 @@ _ENDINGS: tuple[tuple[re.Pattern[str], type[EngineError], str], ...] = (
 )
 
 
-def ending(description: str, *, first_error: str | None, log: tuple[str, ...], was_ready: bool) -> EngineError:
-    """Which error an ending of the engine is. Only words decide: a time-out or a bad flag is never called memory."""
-    message = f"engine {BINARY} {description}"
-    if was_ready:
+class Ending(Protocol):
+    """What a supervisor tells of an engine that ended."""
+
+    @property
+    def first_error(self) -> str | None: ...
+    @property
+    def log(self) -> tuple[str, ...]: ...
+    @property
+    def was_ready(self) -> bool: ...
+    @property
+    def stalled(self) -> bool: ...
+    def describe(self) -> str: ...
+
+
+def as_error(ending: Ending, *, served: bool = False) -> EngineError:
+    """Which error an ending is; `served` when the engine had been ready before, if not this time.
+
+    Only words decide: a time-out or a bad flag is never called memory.
+    """
+    message, log = f"engine {BINARY} {ending.describe()}", ending.log
+    first_error = None if ending.stalled else ending.first_error  # whatever it said, the stall timer ended it
+    if ending.was_ready or served:
         return EngineDiedError(
             message, hint="its last lines are above; a restart policy starts the container again", log=log
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import docker
 import docker.errors
+import requests.exceptions
 from docker.models.containers import Container
 from rich.console import Console
 from rich.status import Status
@@ -31,17 +32,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     err = Console(stderr=True, highlight=False)
     try:
-        container = _find(options.container)
-        code = _follow(container, err)
-        if code is not None:
-            return code
-        print(_report(container, options.question))
+        return _tell(options.container, options.question, err)
     except FatalError as error:
-        err.print(f"error: {error.message}", markup=False)
+        err.print(f"error: {error.message}", markup=False, soft_wrap=True)
         if error.hint:
-            err.print(f"\nhint: {error.hint}", markup=False)
+            err.print(f"\nhint: {error.hint}", markup=False, soft_wrap=True)
         return error.exit_code
-    return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _tell(name: str, question: str, err: Console) -> int:
+    """ConfigError when there is no such container, or no longer, or when Docker itself fails."""
+    try:
+        container = docker.from_env().containers.get(name)
+        code = _follow(container, err)
+        if code is None:
+            print(_report(container, question))
+        return code or 0
+    except docker.errors.NotFound as error:
+        message = f"no such container: {name}"
+        raise ConfigError(message, hint="`docker ps -a` shows what there is") from error
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        message = f"Docker does not answer as it should: {error}"
+        raise ConfigError(message, hint="start it, or check DOCKER_HOST and that you may use it") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,17 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("container", metavar="CONTAINER", help="name or id")
     parser.add_argument("--question", metavar="TEXT", default=QUESTION, help="what to ask it once it serves")
     return parser
-
-
-def _find(name: str) -> Container:
-    try:
-        return docker.from_env().containers.get(name)
-    except docker.errors.NotFound as error:
-        message = f"no such container: {name}"
-        raise ConfigError(message, hint="`docker ps -a` shows what there is") from error
-    except docker.errors.DockerException as error:
-        message = f"Docker does not answer: {error}"
-        raise ConfigError(message, hint="start it, or check DOCKER_HOST and that you may use it") from error
 
 
 def _follow(container: Container, err: Console) -> int | None:
@@ -70,7 +73,8 @@ def _follow(container: Container, err: Console) -> int | None:
             container.reload()
             if container.status in ("exited", "dead", "restarting"):
                 return _ended(container, err)
-            ready = _get(container, "/health/ready", {})
+            # Before it runs nothing is published yet.
+            ready = _get(container, "/health/ready", {}) if container.status == "running" else {}
             if ready.get("status") == "ready":
                 return None
             words = str(ready.get("message") or "starting")
@@ -98,7 +102,7 @@ class _Answer:
 
 def _report(container: Container, question: str) -> str:
     headers = {"Authorization": f"Bearer {_key(container)}"}
-    status = _get(container, "/appliance/v1/status", headers)
+    status = _status(container, headers)
     answer = _ask(container, headers, question)
     endpoint = "http://{}:{}/v1".format(*_address(container))
     rows = {
@@ -122,15 +126,25 @@ def _key(container: Container) -> str:
     return output.decode().strip()
 
 
+def _status(container: Container, headers: Mapping[str, str]) -> dict[str, Any]:
+    status = _get(container, "/appliance/v1/status", headers)
+    if missing := {"model", "context", "chosen", "speed", "from_profile"} - status.keys():
+        message = (
+            f"the container does not tell its state: no {', '.join(sorted(missing))} in {json.dumps(status)[:500]}"
+        )
+        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
+    return status
+
+
 def _ask(container: Container, headers: Mapping[str, str], question: str) -> _Answer:
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0.2}
     reply = _request(container, "POST", "/v1/chat/completions", headers, json.dumps(body))
     try:
         timings = reply["timings"]
         return _Answer(
-            text=reply["choices"][0]["message"]["content"],
-            tokens=reply["usage"]["completion_tokens"],
-            tokens_per_s=timings["predicted_per_second"],
+            text=str(reply["choices"][0]["message"]["content"] or ""),
+            tokens=int(reply["usage"]["completion_tokens"]),
+            tokens_per_s=float(timings["predicted_per_second"]),
         )
     except (KeyError, IndexError, TypeError) as error:
         message = f"the answer is not what was expected: {json.dumps(reply)[:500]}"
@@ -144,21 +158,25 @@ def _get(container: Container, path: str, headers: Mapping[str, str]) -> dict[st
 def _request(
     container: Container, method: str, path: str, headers: Mapping[str, str], body: str | None
 ) -> dict[str, Any]:
-    """JSON, or nothing while the port does not answer yet."""
+    """JSON, or nothing while the port does not answer yet. ConfigError when no port is published."""
     try:
-        host, port = _address(container)
-        connection = http.client.HTTPConnection(host, port, timeout=300)
+        connection = http.client.HTTPConnection(*_address(container), timeout=300)
         connection.request(method, path, body, {"Content-Type": "application/json", **headers})
         return dict(json.loads(connection.getresponse().read()))
-    except (OSError, http.client.HTTPException, ValueError, LookupError):
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
         return {}
 
 
 def _address(container: Container) -> tuple[str, int]:
-    """Where the container's port is published on this machine. LookupError while it is not."""
-    published = container.attrs["NetworkSettings"]["Ports"][INNER_PORT][0]
-    host = published["HostIp"]
-    return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), int(published["HostPort"])  # noqa: S104
+    """Where the container's port is published on this machine. ConfigError when it is not."""
+    published = (container.attrs["NetworkSettings"].get("Ports") or {}).get(INNER_PORT)
+    if not published:
+        message = f"the container publishes no port {INNER_PORT}: {container.name}"
+        raise ConfigError(
+            message, hint="start it with -p 127.0.0.1:11435:11435, on a network that lets ports be published"
+        )
+    host = published[0]["HostIp"]
+    return ("127.0.0.1" if host in ("", "0.0.0.0", "::") else host), int(published[0]["HostPort"])  # noqa: S104
 
 
 if __name__ == "__main__":

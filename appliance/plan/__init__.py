@@ -1,6 +1,6 @@
 """Step 2: what can work on this machine with this model, best prediction first, each value with its reason."""
 
-from appliance.plan.decide import Choice, Plan, plan, with_measured
+from appliance.plan.decide import Choice, Plan, as_measured, plan, with_measured
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.memory import Memory
 
@@ -9,6 +9,7 @@ __all__ = [
     "Memory",
     "Plan",
     "as_document",
+    "as_measured",
     "explain",
     "explain_memory",
     "explain_settings",

@@ -27,7 +27,7 @@ from appliance.probe import Hardware
 from appliance.settings import Settings
 
 UBATCH = 512
-UBATCHES = (512, 256, 1024)
+UBATCHES = (512, 256)  # more than a chat brings along cannot show in a chat's time
 BATCH = 2048
 MIN_CONTEXT = 256
 GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger window
@@ -44,6 +44,7 @@ class Choice:
     value: str
     reason: str
     source: str
+    is_refusal: bool = False  # something was asked for and is not done: said at the start, not only when asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Plan:
     cache_ram_mib: int
     flash_attention: bool
     load_mode: str
+    is_embedding: bool  # the model gives vectors and no text: there is nothing to decode, and nothing to measure by it
     memory: Memory
     usable_mib: float
     choices: tuple[Choice, ...] = field(default=(), repr=False)
@@ -91,11 +93,30 @@ def plan(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: H
         cache_ram_mib=int(cache_mib),
         flash_attention=True,
         load_mode=load_mode,
+        is_embedding=model.is_embedding_model,
         memory=_memory(settings, model, kv_type, context, ubatch, cache_mib),
         usable_mib=usable_mib,
         choices=(*window, cache, by_threads, _by_ubatch(settings, ubatch), *_fixed(settings), loading),
     )
     return [best, *_alternatives(best, settings, model, threads)]
+
+
+def as_measured(planned: Plan, measured: Plan) -> Plan:
+    """`planned` with what measuring decided: threads and ubatch of `measured`, and the words for them.
+
+    All else is decided by the facts of this start: memory that is free now, not when it was measured.
+    """
+    words = {choice.name: choice for choice in measured.choices if choice.source == "measured"}
+    scale = measured.ubatch / planned.ubatch
+    return replace(
+        planned,
+        threads=measured.threads,
+        threads_batch=measured.threads_batch,
+        ubatch=measured.ubatch,
+        batch=measured.batch,
+        memory=replace(planned.memory, compute=planned.memory.compute * scale),  # every term of it grows with ubatch
+        choices=tuple(words.get(choice.name, choice) for choice in planned.choices),
+    )
 
 
 def with_measured(plan: Plan, words: str) -> Plan:
@@ -141,8 +162,8 @@ def _window(
     kv_type = kinds[0]
     if len(kinds) > 1 and carried["f16"] < min(wanted, GOOD_CONTEXT) and carried["q8_0"] > carried["f16"]:
         kv_type = "q8_0"
-    context = min(carried[kv_type], padded(wanted))
-    if context < min(padded(wanted), MIN_CONTEXT) or (settings.ctx_size and context < settings.ctx_size):
+    context = min(carried[kv_type], padded(wanted) if settings.ctx_size else wanted)
+    if context < min(wanted, MIN_CONTEXT) or (settings.ctx_size and context < settings.ctx_size):
         context = _refused_or_from_disk(settings, model, kv_type, usable_mib, limit, wanted)
     return (
         kv_type,
@@ -208,7 +229,7 @@ def _why_context(
             reason=f"asked for{beyond}: {size}",
             source=settings.sources["ctx_size"],
         )
-    if context >= padded(model.native_context):
+    if context >= model.native_context:
         why, source = f"the model's native length, and it fits: {size}", "model"
     elif carried[kv_type] == 0:
         why, source = f"weights exceed memory and --allow-disk is on: {size}", "allow_disk"
@@ -253,7 +274,11 @@ def _threads(settings: Settings, hardware: Hardware) -> tuple[tuple[int, ...], C
         threads = min(settings.threads, most)
         held = f" ({settings.threads}), held at what this container may use" if threads < settings.threads else ""
         return (threads,), Choice(
-            name="threads", value=str(threads), reason=f"asked for{held}", source=settings.sources["threads"]
+            name="threads",
+            value=str(threads),
+            reason=f"asked for{held}",
+            source=settings.sources["threads"],
+            is_refusal=bool(held),
         )
     first = max(1, min(cpu.cores, most))
     candidates = tuple(dict.fromkeys((first, most, max(1, first // 2))))
@@ -312,7 +337,7 @@ def _load_mode(settings: Settings, hardware: Hardware, model: Model) -> tuple[st
             f"{settings.load_mode} was asked for, but only {lockable:,.0f} MiB may be locked and the weights are "
             f"{weights_mib(model):,.0f}; give the container --ulimit memlock=-1"
         )
-        return mode, Choice(name="load_mode", value=mode, reason=why, source=source)
+        return mode, Choice(name="load_mode", value=mode, reason=why, source=source, is_refusal=True)
     return settings.load_mode, Choice(name="load_mode", value=settings.load_mode, reason="asked for", source=source)
 
 

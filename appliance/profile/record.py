@@ -13,24 +13,14 @@ from typing import Any
 
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
-from appliance.model import Model, ModelDigest
+from appliance.model import ModelDigest
 from appliance.plan import Choice, Memory, Plan
 from appliance.probe import Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.search import Measurement, Point
 
 SCHEMA = 1
-SETTINGS_THAT_MATTER = (
-    "alias",
-    "allow_disk",
-    "cache_ram_mib",
-    "ctx_size",
-    "kv_type",
-    "load_mode",
-    "parallel",
-    "threads",
-    "ubatch",
-)
+SETTINGS_THAT_MATTER = ("ctx_size", "kv_type", "load_mode", "parallel", "threads", "ubatch")  # for speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +40,8 @@ class Key:
         return tuple(f"{n}: {other.get(n)} -> {self.parts.get(n)}" for n in names if other.get(n) != self.parts.get(n))
 
 
-def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, model: Model, digest: ModelDigest) -> Key:
-    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "model_file": model.path.name}
+def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, digest: ModelDigest) -> Key:
+    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
@@ -59,7 +49,7 @@ def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, model: M
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The best plan and how it was found. `measured` is False for a prediction that was never measured."""
+    """The best plan and how it was found."""
 
     key: Key
     plan: Plan

@@ -64,10 +64,10 @@ class ProfileStore:
             with suppress(ValueError, OSError):  # what is set aside at a start is only passed over here
                 yield parse_profile(path.read_text(encoding="utf-8"))
 
-    def why_unused(self, key: Key) -> str | None:
+    def why_unused(self, key: Key, model_file: str) -> str | None:
         """For a key without a profile: what changed since the newest one for the same file; None if there is none."""
         for profile in self.all():
-            if profile.key.parts.get("model_file") == key.parts["model_file"]:
+            if model_file == Path(profile.plan.model_path).name or profile.key.parts.get("model") == key.parts["model"]:
                 return "; ".join(key.changed(profile.key.parts))
         return None
 

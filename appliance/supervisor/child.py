@@ -58,7 +58,7 @@ class Child:
         tag = secrets.token_hex(8)
         self._pipe, write_end = _open_pipe()
         try:
-            self._process = _spawn(command.argv, {**command.environment, TAG_NAME: tag}, write_end)
+            self._process = _spawn(command, {**command.environment, TAG_NAME: tag}, write_end)
         except BaseException:
             os.close(self._pipe)
             raise
@@ -196,12 +196,13 @@ def _open_pipe() -> tuple[int, int]:
     return read_end, write_end
 
 
-def _spawn(argv: tuple[str, ...], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+def _spawn(command: Command, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
     parent_pid = os.getpid()
     try:
         return subprocess.Popen(
-            argv,
+            command.argv,
             env=environment,
+            cwd=command.folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -209,5 +210,5 @@ def _spawn(argv: tuple[str, ...], environment: Mapping[str, str], output: int) -
             preexec_fn=lambda: die_with_parent(parent_pid),
         )
     except OSError as error:
-        message = f"the engine cannot be started: {argv[0]}: {error.strerror}"
+        message = f"the engine cannot be started: {command.argv[0]}: {error.strerror}"
         raise EngineNotReadyError(message, hint="the image may be damaged or of another architecture") from error

@@ -132,6 +132,13 @@ class Supervisor:
             return self._crash
         return self._current().crash(stopped=True)
 
+    async def wait_stalled(self, timeout_s: float) -> None:
+        """Returns once the engine has done nothing for so long: no line in its log, no CPU time, no page from disk.
+
+        For whoever waits for an answer that must come, such as a measurement; an engine that serves may well be idle.
+        """
+        await _until_stalled(self._current(), timeout_s)
+
     async def wait_failed(self) -> Crash:
         """The crash after which nothing is restarted any more. After a `stop()` it never returns: cancel it."""
         await self._wait_for(State.FAILED)

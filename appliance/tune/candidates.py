@@ -1,4 +1,4 @@
-"""At which depths to measure a plan: pure."""
+"""At which depths to measure a plan: pure. Each leaves room in the context to decode `tokens_each`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ MIDDLE = 512  # what a chat brings along
 DEEPEST = 2048
 
 
-def depths(context: int, tokens_each: int, *, prefill_ms: float | None = None, seconds: float = 0.0) -> tuple[int, ...]:
-    """Empty, middle and deep, each leaving room to decode `tokens_each`.
+def empty_depth(context: int, tokens_each: int) -> int:
+    return min(EMPTY, max(1, _room(context, tokens_each) // 4))
 
-    The deep one is the deepest, at most DEEPEST, that `seconds` can prefill at `prefill_ms` a token; it is left out
-    until that rate is known, or when it would lie less than half again as deep as the middle.
-    """
-    room = context - tokens_each - 1
-    middle = min(MIDDLE, room // 2)
-    shallow = [min(EMPTY, max(1, middle // 2)), middle]
-    if prefill_ms is None:
-        return tuple(shallow)
-    deep = min(DEEPEST, room, middle + int(seconds * 1000 / prefill_ms))
-    return (*shallow, deep) if deep >= middle * 1.5 else tuple(shallow)
+
+def middle_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float) -> int | None:
+    """What a chat brings along, or what `seconds` can prefill at `prefill_ms` a token; None when that is no deeper
+    than empty: on a machine that slow one point has to do."""
+    first = empty_depth(context, tokens_each)
+    depth = min(MIDDLE, _room(context, tokens_each) // 2, first + _carried(prefill_ms, seconds))
+    return depth if depth >= 2 * first else None
+
+
+def deep_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float, middle: int) -> int | None:
+    """The deepest, at most DEEPEST, that `seconds` can prefill beyond the middle; None below half again as deep."""
+    depth = min(DEEPEST, _room(context, tokens_each), middle + _carried(prefill_ms, seconds))
+    return depth if depth >= middle * 1.5 else None
+
+
+def _room(context: int, tokens_each: int) -> int:
+    return context - tokens_each - 1
+
+
+def _carried(prefill_ms: float, seconds: float) -> int:
+    return max(0, int(seconds * 1000 / prefill_ms))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import aiohttp
 
 from appliance.command import Command
-from appliance.engines.llama_server import ending, parse_allocated
+from appliance.engines.llama_server import as_error, parse_allocated
 from appliance.errors import EngineError, EngineNotReadyError
 from appliance.plan import Plan
-from appliance.supervisor import Crash, Supervisor
-from appliance.tune.candidates import EMPTY, depths
+from appliance.supervisor import Supervisor
+from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, middle_depth
 from appliance.tune.search import Measurement, Point
 
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
+LOG_LINES = 5000  # buffer sizes are among the first few hundred
 SHARE_FOR_DEPTH = 0.2  # of what is left of the budget, for filling the deep context of one plan
 DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit is seen
 
@@ -47,18 +49,19 @@ async def measure(
     the deep one by its own prefill speed and `left_s`.
     """
     began = time.monotonic()
-    lines: list[str] = []
+    lines: deque[str] = deque(maxlen=LOG_LINES)
     supervisor = Supervisor(on_line=lines.append)
     tell(Step(plan=plan, what="loading"))
     try:
         supervisor.start(start(plan))
         crash = await supervisor.wait_ready()
         if crash is not None:
-            raise _as_error(crash)
+            raise as_error(crash)
         load_s = time.monotonic() - began
         try:
             async with Probe(start(plan)) as probe:
-                points = await _points(probe, plan, left_s - load_s, at, tell)
+                work = _points(probe, plan, left_s - load_s, at, tell)
+                points = await _unless_stalled(work, supervisor, start(plan).stall_timeout_s)
         except EngineNotReadyError as error:
             raise await _cause(supervisor, error) from error
     finally:
@@ -73,19 +76,45 @@ async def measure(
     )
 
 
+async def _unless_stalled(
+    work: Coroutine[Any, Any, tuple[Point, ...]], supervisor: Supervisor, timeout_s: float
+) -> tuple[Point, ...]:
+    """No fixed limit, since a slow machine is no broken one: what counts is that the engine works at all."""
+    working = asyncio.create_task(work)
+    stalling = asyncio.create_task(supervisor.wait_stalled(timeout_s))
+    try:
+        await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        message = f"engine made no progress for {timeout_s:g} s while it was measured"
+        raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
+    finally:
+        for task in (working, stalling):
+            task.cancel()
+        await asyncio.gather(working, stalling, return_exceptions=True)
+
+
 async def _points(
     probe: Probe, plan: Plan, left_s: float, at: tuple[int, ...] | None, tell: Callable[[Step], None]
 ) -> tuple[Point, ...]:
     points: list[Point] = []
-    await probe.warm()
-    for depth in at or depths(plan.context, DECODE_TOKENS):
+
+    async def add(depth: int) -> Point:
         tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
         points.append(await probe.run(depth, DECODE_TOKENS))
-    if at is None:
-        chosen = depths(plan.context, DECODE_TOKENS, prefill_ms=points[-1].prefill_ms, seconds=left_s * SHARE_FOR_DEPTH)
-        for depth in chosen[len(points) :]:
-            tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
-            points.append(await probe.run(depth, DECODE_TOKENS))
+        return points[-1]
+
+    await probe.warm()
+    if at is not None:
+        for depth in at:
+            await add(depth)
+        return tuple(points)
+    last = await add(empty_depth(plan.context, DECODE_TOKENS))
+    seconds = left_s * SHARE_FOR_DEPTH
+    if middle := middle_depth(plan.context, DECODE_TOKENS, prefill_ms=last.prefill_ms, seconds=seconds):
+        last = await add(middle)
+        if deep := deep_depth(plan.context, DECODE_TOKENS, prefill_ms=last.prefill_ms, seconds=seconds, middle=middle):
+            await add(deep)
     return tuple(points)
 
 
@@ -181,14 +210,9 @@ async def _cause(supervisor: Supervisor, seen: EngineError) -> EngineError:
     """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
     try:
         async with asyncio.timeout(DEATH_S):
-            return _as_error(await supervisor.wait_failed())
+            return as_error(await supervisor.wait_failed())
     except TimeoutError:
         return seen
-
-
-def _as_error(crash: Crash) -> EngineError:
-    first_error = None if crash.stalled else crash.first_error  # whatever it said, what ended it was the stall timer
-    return ending(crash.describe(), first_error=first_error, log=crash.log, was_ready=crash.was_ready)
 
 
 def common_depths(measurements: Sequence[Measurement]) -> tuple[int, ...] | None:

@@ -172,6 +172,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.fail(404, "not_found_error", "File Not Found")
 
     def complete(self, path: str, request: dict[str, Any]) -> None:
+        if path == "/completion" and self.server.options.hang_on_completion:
+            threading.Event().wait()  # neither an answer nor work, as after a lock that nobody lets go
         text = prompt_of(request)
         words = max(1, len(text.split()))
         is_of_tokens = path == "/completion" and isinstance(request.get("prompt"), list)
@@ -335,6 +337,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--die-on-request", type=int, nargs="?", const=0, metavar="CHUNKS", help="exit 1 at a POST, after CHUNKS")
     add("--segfault-after", type=float, metavar="SECONDS", help="SIGSEGV to itself so long after readiness")
     add("--double-fork", action="store_true", help="leave a detached grandchild, which keeps the log pipe open")
+    add("--hang-on-completion", action="store_true", help="/completion is taken and never answered")
     add("--pid-file", type=Path, help="where the grandchild's pid is written")
     add("--flood-log", type=int, default=0, metavar="LINES", help="write so many lines before getting ready")
     add("--hang", action="store_true", help="never ready, no log, no CPU time")
@@ -356,17 +359,22 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 def double_fork(pid_file: Path | None) -> None:
     """A grandchild in its own session that ignores SIGTERM and sleeps; its parent is gone."""
+    reads, writes = os.pipe()
     if os.fork():
         os.wait()
+        os.close(writes)
+        pid = os.read(reads, 32)  # the grandchild lives from here on, whatever this program does next
+        os.close(reads)
+        if pid_file:
+            pid_file.write_bytes(pid)
         return
     os.setsid()
     if os.fork():
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if pid_file:
-        part = pid_file.with_name(pid_file.name + ".part")
-        part.write_text(str(os.getpid()), encoding="ascii")
-        part.rename(pid_file)
+    os.write(writes, str(os.getpid()).encode())
+    os.close(reads)
+    os.close(writes)
     while True:
         signal.pause()
 

@@ -103,9 +103,10 @@ esac
         variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}
         return {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", **variables}
 
-    def command(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-        """A verb that ends by itself."""
-        with short_folder() as runtime_dir:
+    def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
+        """A verb that ends by itself; `beside` shares what is in /tmp, as in one container."""
+        with short_folder() as folder:
+            runtime_dir = beside.runtime_dir if beside else folder
             return subprocess.run(
                 [sys.executable, "-m", "appliance", *words],
                 env=self.environment(runtime_dir, **settings),
@@ -157,6 +158,7 @@ class Serving:
         self.home = home
         self.process = process
         self.port = port
+        self.runtime_dir = runtime_dir
         self._log = log
         self._socket = runtime_dir / f"appliance-{process.pid}.sock"
 

@@ -52,7 +52,7 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
         assert (status, document["error"]["code"]) == (503, "model_loading")
 
         serving.wait_ready()
-        assert serving.names().count("tune_measured") == len({p["threads"] for p in plans}) + 2
+        assert serving.names().count("tune_measured") == len({p["threads"] for p in plans}) + 1
         status, document = serving.chat()
         assert (status, document["choices"][0]["message"]["content"]) == (200, "hello there")
         assert serving.ask("POST", "/v1/chat/completions", {}, key="sk-wrong")[0] == 401
@@ -140,17 +140,41 @@ def test_the_verb_tune_does_not_measure_beside_another(home: Home) -> None:
         serving.terminate()
 
 
-def test_with_less_memory_than_before_it_plans_anew_and_serves_without_measuring(known: Home) -> None:
+def test_the_window_follows_the_memory_of_this_start_and_what_was_measured_stays(known: Home) -> None:
     (path,) = known.profiles.glob("*.json")
     document = json.loads(path.read_text())
-    document["plan"]["memory"]["kv"] = 1e9
+    document["plan"]["context"] = 1024  # as if little memory had been free when it was measured
     path.write_text(json.dumps(document))
     with known.serving() as serving:
-        assert serving.event("profile_too_large")["level"] == "warning"
+        assert "1,024 tokens at f16 when it was measured" in serving.event("window_changed")["message"]
         serving.wait_ready()
         assert not MEASURING & set(serving.names())
         plan = serving.document("plan")
-        assert (plan["memory"]["kv"], plan["threads"]) == (0.5, document["plan"]["threads"])
+        assert (plan["context"], plan["threads"], plan["ubatch"]) == (
+            4096,
+            document["plan"]["threads"],
+            document["plan"]["ubatch"],
+        )
+
+
+def test_an_engine_that_hangs_while_it_is_measured_is_given_up(home: Home) -> None:
+    home.set_engine("--hang-on-completion")
+    with home.serving(stall_timeout_s="2") as serving:
+        assert serving.wait_exit() == 43
+        assert "made no progress for 2 s while it was measured" in serving.text
+
+
+def test_a_refusal_is_said_and_not_fatal(known: Home) -> None:
+    with known.serving(threads="4096", tune="off") as serving:
+        assert "held at what this container may use" in serving.event("not_as_asked")["message"]
+        serving.wait_ready()
+
+
+def test_health_finds_a_gateway_that_flags_moved(known: Home) -> None:
+    with known.serving(tune="off") as serving:
+        serving.wait_ready()
+        done = known.command("health", beside=serving, port="1")
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_port_that_is_taken_is_10_and_leaves_no_engine(known: Home) -> None:

@@ -226,6 +226,19 @@ def test_engine_that_is_killed_is_restarted(first_start: Stage, tuned_volume: st
         assert "SIGKILL" in died["message"]
 
 
+def test_a_library_on_the_volume_is_not_loaded_by_the_engine(first_start: Stage, tuned_volume: str) -> None:
+    """ggml looks for backends in its working directory, too."""
+    first_start.run("cp", "/opt/llama/libggml-cpu-x64.so", "/data/libggml-blas.so")
+    try:
+        with started(tuned_volume) as stage:
+            stage.wait_ready(30)
+            maps = stage.run("/bin/sh", "-c", "cat $(grep -l llama-server /proc/[0-9]*/comm | sed 's/comm/maps/')")
+            assert "/opt/llama/libggml" in maps
+            assert "/data/libggml" not in maps
+    finally:
+        first_start.run("rm", "/data/libggml-blas.so")
+
+
 def test_nothing_outlives_an_appliance_that_is_killed(first_start: Stage, tuned_volume: str) -> None:
     assert first_start.key()
     with started(tuned_volume) as stage:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "image_facts": set(),
     "settings": set(),
     "run": set(),
-    "volume": set(),
+    "volume": {"model"},
     "probe": {"run"},
     "model": set(),
     "checks": {"probe"},

@@ -16,10 +16,9 @@ from appliance.tune.search import Measurement, Point
 DIGEST = ModelDigest(size=98_362_432, header_sha256="0" * 64, samples_sha256="1" * 64)
 
 
-def key(build_id: str = "b1", memory_mib: int = 16384, file: str = "small.gguf", **settings: str) -> Key:
-    model = replace(SMALL, path=SMALL.path.with_name(file))
+def key(build_id: str = "b1", memory_mib: int = 16384, size: int = DIGEST.size, **settings: str) -> Key:
     image = replace(IMAGE, build_id=build_id)
-    return make_key(resolve_settings(settings, {}), image, machine(total_mib=memory_mib), model, DIGEST)
+    return make_key(resolve_settings(settings, {}), image, machine(total_mib=memory_mib), replace(DIGEST, size=size))
 
 
 def profile(of: Key | None = None, *, created: str = "2026-01-01T00:00:00+00:00", speed: str = "fast") -> Profile:

@@ -12,15 +12,16 @@ from appliance.engines.llama_facts import parse_facts, parse_flags, parse_kv_typ
 from appliance.engines.llama_server import (
     Allocated,
     arguments,
+    as_error,
     command,
-    ending,
     is_worth_showing,
     parse_allocated,
 )
-from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
+from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan, plan
 from appliance.settings import resolve_settings
+from appliance.supervisor import Crash
 
 SOCKET = Path("/tmp/appliance-7.sock")
 VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
@@ -141,6 +142,10 @@ def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
     assert parse_allocated(lines) == Allocated()
 
 
+def crash(first_error: str | None, log: tuple[str, ...]) -> Crash:
+    return Crash(exit_code=1, signal=None, first_error=first_error, log=log, seconds=1.0)
+
+
 @pytest.mark.parametrize(
     ("first_error", "code"),
     [
@@ -160,19 +165,20 @@ def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
 )
 def test_only_words_decide_what_an_ending_is(first_error: str | None, code: int) -> None:
     log = ("one", "two")
-    found = ending("exited with code 1 before it was ready", first_error=first_error, log=log, was_ready=False)
+    found = as_error(crash(first_error, log))
     assert found.exit_code == code
     assert found.log == log
-    assert found.message == "engine llama-server exited with code 1 before it was ready"
+    assert found.message.startswith("engine llama-server exited with code 1 before it was ready")
     assert found.hint
-    served = ending("exited with code 1", first_error=first_error, log=log, was_ready=True)
-    assert served.exit_code == 45  # whatever it said: it had been serving
+    assert as_error(replace(crash(first_error, log), stalled=True)).exit_code == 43  # what ended it was the stall timer
+    # Whatever it said: it had been serving, this time or before.
+    assert as_error(replace(crash(first_error, log), was_ready=True)).exit_code == 45
+    assert as_error(crash(first_error, log), served=True).exit_code == 45
 
 
-@given(st.text(max_size=100), st.one_of(st.none(), st.text(alphabet="abcdefg :", max_size=60)))
-def test_what_is_not_understood_is_43_and_never_memory(description: str, first_error: str | None) -> None:
-    found: EngineError = ending(description, first_error=first_error, log=(), was_ready=False)
-    assert found.exit_code == 43
+@given(st.one_of(st.none(), st.text(alphabet="abcdefg :", max_size=60)))
+def test_what_is_not_understood_is_43_and_never_memory(first_error: str | None) -> None:
+    assert as_error(crash(first_error, ())).exit_code == 43
 
 
 @pytest.mark.parametrize(

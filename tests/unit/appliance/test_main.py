@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import gguf
 import numpy as np
 import pytest
 from facts import ENGINE, IMAGE
+from mounts import tmpfs
 
 from appliance import __version__
 from appliance.__main__ import main
@@ -273,7 +276,7 @@ def test_a_dry_run_prints_the_engines_command_line_and_nothing_else(house: House
 def test_the_json_plan_holds_every_plan_with_reasons(house: House) -> None:
     house.add("a.gguf", context=4096)
     document: dict[str, Any] = json.loads(house.run("plan", "--json", "--threads", "1").out)
-    assert [p["ubatch"] for p in document["plans"]] == [512, 256, 1024]
+    assert [p["ubatch"] for p in document["plans"]] == [512, 256]
     assert all(choice["reason"] and choice["source"] for choice in document["plans"][0]["choices"])
     assert document["argv"][0].endswith("llama-server")
 
@@ -286,7 +289,7 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert all(f"\n  {name} " in said.out for name in SETTINGS)
     assert "2 [variable APPLIANCE_PARALLEL]" in said.out
     assert "1 [flag --threads]" in said.out
-    assert "2 more plans differ" in said.out
+    assert "1 other plans" in said.out
 
 
 def test_probe_shows_what_may_be_used(house: House) -> None:
@@ -305,12 +308,51 @@ def test_profiles_of_an_empty_volume(house: House) -> None:
 
 def test_models_are_listed_added_and_removed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     assert house.run("models").out == f"no models in {house.models}\n"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"GGUF")))
-    assert house.run("models", "add", "a.gguf").out.startswith("a.gguf: 4 bytes, sha256 ")
+    give(monkeypatch, house.add("source.gguf").read_bytes())
+    house.run("models", "remove", "source.gguf")
+    assert re.match(r"a\.gguf: [\d,]+ bytes, sha256 ", house.run("models", "add", "a.gguf").out)
     assert json.loads(house.run("models", "list", "--json").out) == ["a.gguf"]
     assert house.run("models", "remove", "a.gguf").out == "a.gguf: removed\n"
     assert house.run("models", "remove", "a.gguf").code == 10
     assert house.run("models", "add").code == 2
+
+
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """On standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_an_empty_input_is_30_and_keeps_the_model(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docker exec` without -i gives it."""
+    path = house.add("a.gguf")
+    before = path.read_bytes()
+    give(monkeypatch, b"")
+    said = house.run("models", "add", "a.gguf")
+    assert said.code == 30
+    assert "error: model is unreadable: a.gguf: nothing came" in said.err
+    assert "with -i" in said.err
+    assert path.read_bytes() == before
+
+
+def test_a_full_volume_still_removes_models_and_tells_its_key(
+    tmp_path: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = house.add("a.gguf").read_bytes()
+    with tmpfs(tmp_path / "disk", "size=256k") as disk:
+        house.data = disk
+        key = house.run("key").out
+        leftover = disk / "models/.b.gguf.0123456789abcdef.part"
+        (disk / "models/a.gguf").write_bytes(model)
+        with leftover.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        assert house.run("key").out == key
+        (disk / "secrets/api_key").rename(disk / "secrets/kept")
+        assert house.run("key").code == 50
+        assert house.run("models", "remove", "a.gguf").out == "a.gguf: removed\n"
+        give(monkeypatch, model)
+        assert house.run("models", "add", "b.gguf").code == 0  # the leftover made room for it
+        assert sorted(path.name for path in (disk / "models").iterdir()) == ["b.gguf"]
 
 
 def test_the_key_verb_prints_the_key_of_the_volume(house: House) -> None:

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama_server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
-from appliance.plan import Plan, as_document, explain, plan, with_measured
+from appliance.plan import Plan, as_document, as_measured, explain, plan, with_measured
 from appliance.plan.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
@@ -56,6 +58,26 @@ def test_native_context_when_it_fits() -> None:
     assert found.context == 8192
     assert found.kv_type == "f16"
     assert "native length" in reason(found, "context")
+
+
+def test_a_native_context_that_is_no_multiple_of_the_padding_is_not_exceeded() -> None:
+    assert first(replace(SMALL, native_context=1000)).context == 1000
+    assert first(replace(SMALL, native_context=100)).context == 100
+
+
+def test_an_embedding_model_is_started_as_one() -> None:
+    found = first(replace(SMALL, is_embedding_model=True))
+    assert "--embeddings" in arguments(found, ENGINE, Path("/tmp/e.sock"))
+    assert "--embeddings" not in arguments(first(), ENGINE, Path("/tmp/e.sock"))
+
+
+def test_what_was_measured_is_taken_into_the_plan_of_this_start() -> None:
+    measured = with_measured(replace(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured")
+    found = as_measured(first(hardware=machine(limit_mib=1200)), measured)
+    assert (found.threads, found.threads_batch, found.ubatch) == (2, 2, 256)
+    assert reason(found, "ubatch") == "best of 4 measured"
+    assert found.memory.compute == pytest.approx(first().memory.compute / 2)
+    assert found.usable_mib < 1200
 
 
 def test_context_shrinks_to_what_the_limit_carries_and_names_it() -> None:

@@ -175,7 +175,7 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other = shelf.folder / "of-another-appliance.json"
     other.write_text(text)
     assert shelf.store.all() == ()
-    assert shelf.store.why_unused(key()) is None
+    assert shelf.store.why_unused(key(), "small.gguf") is None
     assert other.exists()
     assert shelf.warnings == []
     assert shelf.load_bytes(text.encode()) is None
@@ -205,23 +205,37 @@ def test_profiles_are_listed_newest_first_without_the_damaged(shelf: Shelf) -> N
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "file", "words"),
     [
-        (key("b2"), "build: b1 -> b2"),
-        (key(memory_mib=8192), "hardware.memory_mib: 16384 -> 8192"),
-        (key(ctx_size="4096"), "settings.ctx_size: None -> 4096"),
-        (key("b2", kv_type="q8_0"), "build: b1 -> b2; settings.kv_type: auto -> q8_0"),
-        (key(file="other.gguf"), None),
+        (key("b2"), "small.gguf", "build: b1 -> b2"),
+        (key("b2"), "renamed.gguf", "build: b1 -> b2"),
+        (key(memory_mib=8192), "small.gguf", "hardware.memory_mib: 16384 -> 8192"),
+        (key(ctx_size="4096"), "small.gguf", "settings.ctx_size: None -> 4096"),
+        (key("b2", kv_type="q8_0"), "small.gguf", "build: b1 -> b2; settings.kv_type: auto -> q8_0"),
+        (key(size=1), "other.gguf", None),
     ],
 )
-def test_what_changed_is_named(shelf: Shelf, changed: Key, words: str | None) -> None:
+def test_what_changed_is_named(shelf: Shelf, changed: Key, file: str, words: str | None) -> None:
     shelf.store.save(profile())
     assert shelf.store.load(changed) is None
-    assert shelf.store.why_unused(changed) == words
+    assert shelf.store.why_unused(changed, file) == words
 
 
 def test_settings_that_do_not_matter_do_not_change_the_key() -> None:
-    assert key(port="99", log="json", tune="off", budget_s="60", drain_s="1", auth="off") == key()
+    assert (
+        key(
+            alias="x",
+            cache_ram_mib="1",
+            allow_disk="on",
+            port="99",
+            log="json",
+            tune="off",
+            budget_s="60",
+            drain_s="1",
+            auth="off",
+        )
+        == key()
+    )
 
 
 def test_a_path_that_is_no_file_is_said(shelf: Shelf) -> None:

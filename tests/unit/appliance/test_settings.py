@@ -66,6 +66,10 @@ def test_empty_variables_and_service_links_are_no_settings() -> None:
     assert settings.port == 11435
 
 
+def test_an_address_is_not_taken_for_a_service_link() -> None:
+    assert resolve_settings({}, {"APPLIANCE_MODEL": "https://example.org/m.gguf"}).model == "https://example.org/m.gguf"
+
+
 def test_unreadable_file_says_which(tmp_path: Path) -> None:
     (tmp_path / "appliance.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="settings file cannot be read"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan, plan
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import DEEPEST, EMPTY, MIDDLE, depths
+from appliance.tune.candidates import DEEPEST, EMPTY, MIDDLE, deep_depth, empty_depth, middle_depth
 from appliance.tune.measure import DECODE_TOKENS, common_depths, parse_timings
 from appliance.tune.search import (
     CHAT,
@@ -43,7 +43,7 @@ def failed(threads: int, ubatch: int) -> Measurement:
 
 
 PLANS = plan(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
-GRID = [(t, u) for u in (512, 256, 1024) for t in (4, 8, 2)]
+GRID = [(t, u) for u in (512, 256) for t in (4, 8, 2)]
 
 
 def test_the_plans_of_the_made_up_machine_are_the_whole_grid() -> None:
@@ -117,20 +117,20 @@ def walk(speeds: dict[tuple[int, int], Measurement], plans: list[Plan] = PLANS) 
 
 def test_threads_are_measured_at_the_predicted_ubatch_and_then_ubatches_at_the_best_threads() -> None:
     speeds = {(t, u): measured(t, u, decode=5.0 if t == 8 else 10.0) for t, u in GRID}
-    assert [(m.threads, m.ubatch) for m in walk(speeds)] == [(4, 512), (8, 512), (2, 512), (8, 256), (8, 1024)]
+    assert [(m.threads, m.ubatch) for m in walk(speeds)] == [(4, 512), (8, 512), (2, 512), (8, 256)]
 
 
 def test_a_first_plan_that_fails_does_not_end_the_search() -> None:
     speeds = {(t, u): measured(t, u) if t != 4 else failed(t, u) for t, u in GRID}
     done = walk(speeds)
     assert best(done, CHAT) is speeds[8, 512]
-    assert len(done) == 5
+    assert len(done) == 4
 
 
 def test_when_every_plan_fails_the_search_ends_all_the_same() -> None:
     done = walk({(t, u): failed(t, u) for t, u in GRID})
     assert best(done, CHAT) is None
-    assert len(done) == 5
+    assert len(done) == 4
 
 
 def test_a_single_plan_is_measured_once() -> None:
@@ -155,7 +155,7 @@ def test_the_known_optimum_of_a_synthetic_machine_is_found(optimum: tuple[int, i
     assert chosen is not None
     assert (chosen.threads, chosen.ubatch) == optimum
     assert plan_of(PLANS, chosen) == PLANS[GRID.index(optimum)]
-    assert len(done) == 5
+    assert len(done) == 4
 
 
 times = st.floats(1.0, 200.0)
@@ -168,9 +168,9 @@ def test_the_winner_is_within_the_noise_of_everything_measured(speeds: dict[Any,
     done = walk(table)
     chosen = best(done, CHAT)
     assert chosen is not None
-    assert len(done) == 5
+    assert len(done) == 4
     assert job_s(chosen, CHAT) * (1 - NOISE) <= min(job_s(m, CHAT) for m in done) + 1e-9
-    assert {m.ubatch for m in done if m.threads == chosen.threads} == {512, 256, 1024}
+    assert {m.ubatch for m in done if m.threads == chosen.threads} == {512, 256}
 
 
 @pytest.mark.parametrize(("context", "tokens_in", "tokens_out"), [(8192, 512, 256), (768, 512, 256), (384, 256, 128)])
@@ -187,24 +187,36 @@ def test_a_scaled_job_fits_its_window(context: int, tokens_in: int, tokens_out: 
 
 
 def test_depths_are_empty_middle_and_what_the_time_allows() -> None:
-    assert depths(8192, 24) == (EMPTY, MIDDLE)  # no rate yet, no deep one
-    assert depths(8192, 24, prefill_ms=1.0, seconds=60) == (EMPTY, MIDDLE, DEEPEST)
-    assert depths(8192, 24, prefill_ms=10.0, seconds=5) == (EMPTY, MIDDLE, MIDDLE + 500)
-    assert depths(8192, 24, prefill_ms=10.0, seconds=1) == (EMPTY, MIDDLE)  # too near to the middle to be worth it
-    assert depths(8192, 24, prefill_ms=10.0, seconds=-5) == (EMPTY, MIDDLE)
+    assert empty_depth(8192, 24) == EMPTY
+    assert middle_depth(8192, 24, prefill_ms=1.0, seconds=60) == MIDDLE
+    assert deep_depth(8192, 24, prefill_ms=1.0, seconds=60, middle=MIDDLE) == DEEPEST
+    assert deep_depth(8192, 24, prefill_ms=10.0, seconds=5, middle=MIDDLE) == MIDDLE + 500
+    assert deep_depth(8192, 24, prefill_ms=10.0, seconds=1, middle=MIDDLE) is None  # too near to be worth it
+
+
+def test_a_very_slow_machine_is_measured_at_what_it_can_carry() -> None:
+    assert middle_depth(8192, 24, prefill_ms=100.0, seconds=10) == EMPTY + 100
+    assert middle_depth(8192, 24, prefill_ms=10_000.0, seconds=10) is None
+    assert middle_depth(8192, 24, prefill_ms=10.0, seconds=-5) is None
 
 
 def test_a_tiny_context_has_room_for_all_depths() -> None:
-    assert depths(256, 24, prefill_ms=0.1, seconds=60) == (32, 115, 231)
+    assert empty_depth(256, 24) == 32
+    assert middle_depth(256, 24, prefill_ms=0.1, seconds=60) == 115
+    assert deep_depth(256, 24, prefill_ms=0.1, seconds=60, middle=115) == 231
 
 
 @given(st.integers(256, 2**20), st.integers(1, 64), st.floats(0.001, 10_000), st.floats(-100, 1000))
 def test_depths_rise_and_leave_room_to_decode(context: int, tokens: int, prefill_ms: float, seconds: float) -> None:
-    for found in (depths(context, tokens), depths(context, tokens, prefill_ms=prefill_ms, seconds=seconds)):
-        assert found[0] >= 1
-        assert list(found) == sorted(set(found))
-        assert found[-1] + tokens < context
-        assert found[-1] <= DEEPEST
+    found = [empty_depth(context, tokens)]
+    middle = middle_depth(context, tokens, prefill_ms=prefill_ms, seconds=seconds)
+    if middle:
+        deep = deep_depth(context, tokens, prefill_ms=prefill_ms, seconds=seconds, middle=middle)
+        found += [middle, *([deep] if deep else [])]
+    assert found[0] >= 1
+    assert found == sorted(set(found))
+    assert found[-1] + tokens < context
+    assert found[-1] <= DEEPEST
 
 
 def test_later_plans_are_measured_at_the_depths_of_the_first_good_one() -> None:

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 from mounts import tmpfs
 
-from appliance.errors import ConfigError, DownloadError, VolumeError
-from appliance.volume import add_model, open_volume, read_or_make_key, remove_model
+from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
+from appliance.volume import add_model, drop_unfinished, open_volume, read_key, read_or_make_key, remove_model
 
 ROOT = Path(__file__).parents[3]
 STRANGER = 12345
+GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)  # whole: a header that announces nothing
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def test_what_one_user_of_group_0_made_another_can_use(foreign: Path) -> None:
     first = as_stranger('sys.exit(main(["key", "--data-dir", str(volume)]))', foreign)
     assert first.returncode == 0, first.stderr
     use = OPEN + "print(read_or_make_key(volume / 'secrets/api_key'))\n"
-    use += "print(add_model(volume / 'models', 'a.gguf', io.BytesIO(b'x'), None).split(':')[0])"
+    use += f"print(add_model(volume / 'models', 'a.gguf', io.BytesIO({GGUF!r}), None).split(':')[0])"
     second = as_stranger(use, foreign, uid=54321)
     assert second.stdout.split() == ["open", first.stdout.strip(), "a.gguf"], second.stderr
     assert stat.S_IMODE((foreign / "secrets/api_key").stat().st_mode) == 0o640
@@ -161,6 +164,15 @@ def test_the_key_is_made_once_and_kept_from_others(volume: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert path.read_text() == key + "\n"
     assert [p.name for p in path.parent.iterdir() if p.suffix != ".lock"] == ["api_key"]
+
+
+def test_the_key_is_read_without_writing(volume: Path) -> None:
+    path = volume / "secrets/api_key"
+    assert read_key(path) == ""
+    assert list(path.parent.iterdir()) == []
+    assert read_or_make_key(path) == read_key(path)
+    with pytest.raises(VolumeError, match=r"API key cannot be read: .*not a directory"):
+        read_key(path / "api_key")
 
 
 def test_two_volumes_have_two_keys(tmp_path: Path) -> None:
@@ -228,7 +240,7 @@ def test_two_processes_that_race_agree_on_one_key(volume: Path, begin: Callable[
 
 
 def test_a_model_is_streamed_in_and_reported(volume: Path) -> None:
-    data = os.urandom(3 * 2**20 + 17)
+    data = GGUF + os.urandom(3 * 2**20 + 17)
     sha256 = hashlib.sha256(data).hexdigest()
     said = add_model(volume / "models", "a.gguf", io.BytesIO(data), sha256.upper())
     assert said == f"a.gguf: {len(data):,} bytes, sha256 {sha256}"
@@ -237,12 +249,74 @@ def test_a_model_is_streamed_in_and_reported(volume: Path) -> None:
 
 
 def test_another_sha256_keeps_what_was_there(volume: Path) -> None:
-    add_model(volume / "models", "a.gguf", io.BytesIO(b"old"), None)
+    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
     with pytest.raises(DownloadError, match=r"model is not what was announced: a\.gguf") as caught:
         add_model(volume / "models", "a.gguf", io.BytesIO(b"new"), "0" * 64)
     assert caught.value.exit_code == 32
-    assert (volume / "models/a.gguf").read_bytes() == b"old"
+    assert (volume / "models/a.gguf").read_bytes() == GGUF
     assert [path.name for path in (volume / "models").iterdir()] == ["a.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "model is unreadable: a.gguf: nothing came, the input was empty"),
+        (PNG, "model is unreadable: a.gguf: at byte 0: expected the letters GGUF, found a PNG image"),
+        (
+            GGUF[:20],
+            "model is unreadable: a.gguf: at byte 16: expected a key count, found the end of the file at byte 20",
+        ),
+    ],
+    ids=["empty", "png", "cut"],
+)
+def test_what_is_no_model_keeps_what_was_there(volume: Path, data: bytes, words: str) -> None:
+    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
+    with pytest.raises(ModelUnreadableError) as caught:
+        add_model(volume / "models", "a.gguf", io.BytesIO(data), None)
+    assert caught.value.message == words
+    assert ("docker exec -i CONTAINER appliance models add a.gguf" in (caught.value.hint or "")) == (not data)
+    assert (volume / "models/a.gguf").read_bytes() == GGUF
+    assert [path.name for path in (volume / "models").iterdir()] == ["a.gguf"]
+
+
+def test_one_part_of_a_split_model_can_be_added(volume: Path) -> None:
+    """Later parts have no architecture and are no model by themselves."""
+    key = b"split.no"
+    part = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, 1)
+    add_model(volume / "models", "a-00002-of-00002.gguf", io.BytesIO(part), None)
+    assert (volume / "models/a-00002-of-00002.gguf").read_bytes() == part
+
+
+def test_a_model_that_has_the_sha256_already_is_kept_unread(volume: Path) -> None:
+    sha256 = hashlib.sha256(GGUF).hexdigest()
+    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), sha256)
+    source = io.BytesIO(b"something else")
+    assert (
+        add_model(volume / "models", "a.gguf", source, sha256.upper()) == f"a.gguf: is there already, sha256 {sha256}"
+    )
+    assert source.tell() == 0
+    (volume / "models/a.gguf").write_bytes(GGUF[:20])  # as an interrupted copy left it
+    assert add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), sha256).startswith("a.gguf: 24 bytes")
+    assert (volume / "models/a.gguf").read_bytes() == GGUF
+
+
+def test_leftovers_are_dropped_and_a_part_in_use_and_other_files_stay(volume: Path) -> None:
+    models = volume / "models"
+    names = [".a.gguf.0123456789abcdef.part", ".a.gguf.part", ".b.part", "a.gguf.0123456789abcdef.part"]
+    for name in names:
+        (models / name).write_bytes(b"x")
+    seen: list[str] = []
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            drop_unfinished(models)
+            seen.extend(path.name for path in models.iterdir())
+            return super().read(size)
+
+    add_model(models, "new.gguf", Slow(GGUF), None)
+    assert any(name.startswith(".new.gguf.") for name in seen)
+    assert sorted(path.name for path in models.iterdir()) == sorted([*names[1:], "new.gguf"])
+    drop_unfinished(volume / "nowhere")
 
 
 class Broken(io.BytesIO):
@@ -253,10 +327,10 @@ class Broken(io.BytesIO):
 
 
 def test_a_stream_that_breaks_keeps_what_was_there(volume: Path) -> None:
-    add_model(volume / "models", "a.gguf", io.BytesIO(b"old"), None)
+    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
     with pytest.raises(VolumeError, match="input/output error"):
         add_model(volume / "models", "a.gguf", Broken(b"x" * 2**21), None)
-    assert (volume / "models/a.gguf").read_bytes() == b"old"
+    assert (volume / "models/a.gguf").read_bytes() == GGUF
     assert [path.name for path in (volume / "models").iterdir()] == ["a.gguf"]
 
 
@@ -281,7 +355,7 @@ def test_hostile_names_are_refused(volume: Path, name: str) -> None:
 
 
 def test_a_model_is_removed_and_a_missing_one_is_said(volume: Path) -> None:
-    add_model(volume / "models", "a.gguf", io.BytesIO(b"x"), None)
+    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
     assert remove_model(volume / "models", "a.gguf") == "a.gguf: removed"
     with pytest.raises(ConfigError, match=r"no such model on the volume: a\.gguf"):
         remove_model(volume / "models", "a.gguf")

@@ -1,0 +1,100 @@
+"""A Docker engine of one container, and that container's port: answers docker-py over TCP, as the knobs say.
+
+    python fake_docker.py --ports bound --status-document error
+
+Prints its own address when it listens. `--gone-after N` forgets the container after N looks at it, `--break-after N`
+answers 500 from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+STATUS = {"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True}
+REPLY = {
+    "choices": [{"message": {"content": "It guides ships."}}],
+    "usage": {"completion_tokens": 5},
+    "timings": {"predicted_per_second": 10.0},
+}
+ERROR = {"error": {"message": "shutting down", "type": "service_unavailable", "param": None, "code": "shutting_down"}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    knobs: argparse.Namespace
+    looks = 0
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if path.endswith("/version"):
+            self._json({"ApiVersion": "1.45", "Version": "26"})
+        elif path.endswith("/containers/c1/json"):
+            self._container()
+        elif path.endswith("/exec/e1/json"):
+            self._json({"ExitCode": 0})
+        elif path == "/health/ready":
+            self._json({"status": "ready" if self.knobs.ready else "loading", "message": "loading the model"})
+        elif path == "/appliance/v1/status":
+            self._json({"whole": STATUS, "error": ERROR, "list": [1]}[self.knobs.status_document])
+        else:
+            self._json({"message": "no such thing"}, 404)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = self.path.split("?")[0]
+        if path.endswith("/containers/c1/exec"):
+            self._json({"Id": "e1"}, 201)
+        elif path.endswith("/exec/e1/start"):
+            self._bytes(struct.pack(">BxxxL", 1, 5) + b"sk-1\n", "application/vnd.docker.multiplexed-stream")
+        elif path == "/v1/chat/completions":
+            self._json(REPLY)
+        else:
+            self._json({"message": "no such thing"}, 404)
+
+    def _container(self) -> None:
+        type(self).looks += 1
+        if self.knobs.gone_after is not None and self.looks > self.knobs.gone_after:
+            self._json({"message": "No such container: c1"}, 404)
+            return
+        if self.knobs.break_after is not None and self.looks > self.knobs.break_after:
+            self._json({"message": "the disk of the engine is full"}, 500)
+            return
+        bound = [{"HostIp": "127.0.0.1", "HostPort": str(self.server.server_address[1])}]
+        ports = {"bound": {"11435/tcp": bound}, "exposed": {"11435/tcp": None}, "absent": {}, "none": None}
+        state = {"Status": self.knobs.state, "ExitCode": 30}
+        network = {"Ports": ports[self.knobs.ports]}
+        self._json({"Id": "c1", "Name": "/one", "State": state, "NetworkSettings": network, "Config": {"Tty": False}})
+
+    def _json(self, document: Any, code: int = 200) -> None:
+        self._bytes(json.dumps(document).encode(), "application/json", code)
+
+    def _bytes(self, data: bytes, kind: str, code: int = 200) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ports", choices=("bound", "exposed", "absent", "none"), default="bound")
+    parser.add_argument("--state", default="running")
+    parser.add_argument("--ready", type=int, default=1)
+    parser.add_argument("--status-document", choices=("whole", "error", "list"), default="whole")
+    parser.add_argument("--gone-after", type=int)
+    parser.add_argument("--break-after", type=int)
+    Handler.knobs = parser.parse_args()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(f"tcp://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
