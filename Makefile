@@ -54,10 +54,11 @@ clean: ## remove what make made: container, volume, image, .venv, caches (the bu
 
 venv: .venv/installed ## .venv with everything, from hash-locked requirements
 
-.venv/installed: images/locks/dev.txt
+.venv/installed: images/locks/dev.txt images/locks/cuda-tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}\n\nhint: make PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
+	@test ! -L .venv || { echo "error: .venv is a link, and making it anew would empty what it points to"; exit 1; } >&2
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check $(if $(CA_BUNDLE),--cert $(CA_BUNDLE)) --require-hashes --requirement $<
+	.venv/bin/pip install --quiet --disable-pip-version-check $(if $(CA_BUNDLE),--cert $(CA_BUNDLE)) --require-hashes $(foreach lock,$^,--requirement $(lock))
 	@touch $@
 
 .PHONY: docker
@@ -80,12 +81,11 @@ lock: venv ## refresh the hash-locked requirements
 
 test: lint drift unit integration verify ## everything that CI runs
 
-lint: venv ## ruff, mypy; hadolint for the Dockerfiles, actionlint and zizmor for the workflows
+lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/hadolint images/rendered/*/Dockerfile
-	.venv/bin/actionlint .github/workflows/*.yml
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
