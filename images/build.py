@@ -155,6 +155,7 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
         raise BuildError(
             message, hint=f"it is for {', '.join(job.cell.platforms)}; BuildKit would only relabel the files"
         )
+    refuse_store(engine.image_store)
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
         finished = docker.stream(buildx_argv(job), cwd=root)
@@ -165,6 +166,18 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     finally:
         job.archive.unlink(missing_ok=True)
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
+
+
+def refuse_store(image_store: str) -> None:
+    """BuildError for an engine without the containerd image store: only there is an id the manifest's digest."""
+    if image_store.startswith("io.containerd."):
+        return
+    message = f"Docker keeps its images in a store that can neither export nor load what is built here: {image_store}"
+    raise BuildError(
+        message,
+        hint='turn on the containerd image store: {"features": {"containerd-snapshotter": true}} in '
+        "/etc/docker/daemon.json and a restart of Docker, or in Docker Desktop's settings under General",
+    )
 
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:

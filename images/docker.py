@@ -139,6 +139,14 @@ class Engine:
         architecture = str(version["Arch"])
         return f"{version['Os']}/{ARCHITECTURES.get(architecture, architecture)}"
 
+    @property
+    def image_store(self) -> str:
+        """What keeps its images: `io.containerd.snapshotter.v1`, or the name of a storage driver such as overlay2."""
+        with _in_words("the engine does not say how it keeps images"):
+            info = self._client.info()
+        status = dict(info.get("DriverStatus") or [])
+        return str(status.get("driver-type") or info.get("Driver"))
+
     def image(self, reference: str) -> Image | None:
         """None when the engine has no such image."""
         with _in_words(f"the engine cannot inspect {reference}"):

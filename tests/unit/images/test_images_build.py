@@ -208,3 +208,12 @@ def _git(folder: Path, *argv: str) -> None:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     done = docker.capture(("git", *identity, *argv), cwd=folder)
     assert done.code == 0, done.lines
+
+
+def test_an_engine_without_the_containerd_store_is_told_what_to_do() -> None:
+    build.refuse_store("io.containerd.snapshotter.v1")
+    with pytest.raises(BuildError) as caught:
+        build.refuse_store("overlay2")
+    assert caught.value.exit_code == 60
+    assert caught.value.message.endswith(": overlay2")
+    assert "containerd-snapshotter" in (caught.value.hint or "")
