@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from appliance.tune.measure import Step
     from appliance.tune.search import Measurement
 
+LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
+
 
 class House:
     """Made inside the running loop. The order of its verbs is `boot`'s business."""
@@ -44,7 +47,7 @@ class House:
         self._hardware = hardware
         self._report = report
         self._socket = settings.runtime_dir / f"appliance-{os.getpid()}.sock"  # short: 107 bytes is all a socket has
-        self._lines: list[str] = []
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._supervisor = Supervisor(restart=Restart(), on_line=self._on_line)
         self._plan: Plan | None = None
         self._profile: Profile | None = None
@@ -260,7 +263,6 @@ class House:
     def _on_line(self, line: str) -> None:
         if self._report.progress.phase is not Phase.READY:
             self._lines.append(line)
-            del self._lines[:-5000]
         if is_worth_showing(line):
             self._report.warning("engine", line[:1000])
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import docker
 import docker.errors
 import requests.exceptions
+from docker.models.containers import Container
 
 from images.errors import BuildError
 
@@ -227,25 +228,24 @@ class Engine:
             container = self._client.containers.create(
                 image, list(argv), entrypoint=list(entrypoint) if entrypoint else None, **_hardened(Hardening())
             )
-            try:
-                container.start()
-                code = int(container.wait()["StatusCode"])
-                text = container.logs(stdout=True, stderr=True).decode("utf-8", "replace")
-            finally:
-                container.remove(v=True, force=True)
-        return Finished(code=code, lines=tuple(text.splitlines()))
+            return _run_to_end(container)
 
     def run_shell(self, image: str, script: str) -> Finished:
         """Runs a script as root with a network, as a step of a build would, and removes the container."""
         with _in_words(f"the engine cannot run {image}"):
             container = self._client.containers.create(image, ["sh", "-euc", script], entrypoint=[])
-            try:
-                container.start()
-                code = int(container.wait()["StatusCode"])
-                text = container.logs(stdout=True, stderr=True).decode("utf-8", "replace")
-            finally:
-                container.remove(v=True, force=True)
-        return Finished(code=code, lines=tuple(text.splitlines()))
+            return _run_to_end(container)
+
+
+def _run_to_end(container: Container) -> Finished:
+    """Starts a container, waits for it and removes it with its volume."""
+    try:
+        container.start()
+        code = int(container.wait()["StatusCode"])
+        text = container.logs(stdout=True, stderr=True).decode("utf-8", "replace")
+    finally:
+        container.remove(v=True, force=True)
+    return Finished(code=code, lines=tuple(text.splitlines()))
 
 
 def registry_has(reference: str, *, timeout_s: float) -> bool:

@@ -52,16 +52,17 @@ async def measure(
     lines: deque[str] = deque(maxlen=LOG_LINES)
     supervisor = Supervisor(on_line=lines.append)
     tell(Step(plan=plan, what="loading"))
+    command = start(plan)
     try:
-        supervisor.start(start(plan))
+        supervisor.start(command)
         crash = await supervisor.wait_ready()
         if crash is not None:
             raise as_error(crash)
         load_s = time.monotonic() - began
         try:
-            async with Probe(start(plan)) as probe:
+            async with Probe(command) as probe:
                 work = _points(probe, plan, left_s - load_s, at, tell)
-                points = await _unless_stalled(work, supervisor, start(plan).stall_timeout_s)
+                points = await _unless_stalled(work, supervisor, command.stall_timeout_s)
         except EngineNotReadyError as error:
             raise await _cause(supervisor, error) from error
     finally:
