@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.model.digest import ModelDigest, digest
-from appliance.model.facts import Model, parse_facts
+from appliance.model.facts import Layer, LayerKind, Model, parse_facts
 from appliance.model.find import list_models, resolve_model
 from appliance.model.parts import plain_name, read_whole
 
-__all__ = ["Model", "ModelDigest", "digest", "list_models", "plain_name", "read_model", "resolve_model"]
+__all__ = [
+    "Layer",
+    "LayerKind",
+    "Model",
+    "ModelDigest",
+    "digest",
+    "list_models",
+    "plain_name",
+    "read_model",
+    "resolve_model",
+]
 
 
 def read_model(path: Path) -> Model:

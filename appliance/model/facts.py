@@ -38,6 +38,27 @@ _OTHER_ARCHITECTURES = {
     "t5": "an encoder-decoder model keeps two caches",
 }
 
+LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of a model: what it keeps for every token, and what it weighs.
+
+    A token costs `k_elements` + `v_elements` elements of the cache types in this layer, in the newest `window` tokens
+    where that is set. A recurrent layer keeps `state_bytes` (f32) for each sequence, whatever its length.
+    """
+
+    kind: LayerKind
+    k_elements: int  # of one token; 0: no cache of its own (recurrent, or shared with another layer)
+    v_elements: int  # of one token; 0 for MLA, whose one compressed row is counted as K
+    window: int | None  # tokens that a sliding layer sees; None: all
+    state_bytes: int  # of one sequence
+    dense_bytes: int  # its weights without routed experts; shared experts are in here
+    expert_bytes: int  # all of its routed experts together
+    is_draft: bool = False  # a layer for multi-token prediction: loaded, run only to speculate
+
+
 CacheKind = Literal["attention", "unsupported"]
 
 
@@ -81,6 +102,13 @@ class Model:
     is_embedding_model: bool
     cache_kind: CacheKind
     cache_reason: str | None
+    stack: tuple[Layer, ...] = ()  # every layer in order, draft layers last
+    embedding_bytes: int = 0  # the token embedding, of which a token reads one row
+    output_bytes: int = 0  # output matrix and final norm; a tied embedding is counted here a second time
+    expert_shared_bytes: int = 0  # of all shared experts; part of the layers' dense_bytes
+    swa_window: int | None = None  # of the sliding layers
+    projector: Path | None = None  # a multimodal projector that lies beside the model
+    projector_bytes: int = 0
 
 
 def parse_facts(gguf: Gguf) -> Model:

@@ -5,17 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from appliance.probe.hardware import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint
+from appliance.probe.hardware import (
+    Cpu,
+    Gpu,
+    GpuHolder,
+    GpuProbe,
+    GpuSpeed,
+    Hardware,
+    Memory,
+    NumaNode,
+    Speeds,
+    Volume,
+    as_document,
+    fingerprint,
+)
 from appliance.probe.host import query_host
 from appliance.probe.nvidia import is_gpu_requested, query_gpus
 
 __all__ = [
     "Cpu",
     "Gpu",
+    "GpuHolder",
     "GpuProbe",
+    "GpuSpeed",
     "Hardware",
     "Memory",
     "NumaNode",
+    "Speeds",
     "Volume",
     "as_document",
     "fingerprint",

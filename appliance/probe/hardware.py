@@ -63,14 +63,43 @@ class Volume:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuHolder:
+    """A process that has memory on a GPU. Inside a container the name is mostly unknown: its pid is the host's."""
+
+    pid: int
+    name: str | None
+    used_mib: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
-    index: int  # NVML's, which is PCI order
+    """One device that an engine could use: a whole GPU, or a slice of one (MIG), which is a device of its own."""
+
+    index: int  # NVML's, which is PCI order; of a slice its parent's
     name: str | None
     uuid: str | None
     sm: str | None  # "90" for compute capability 9.0
-    vram_total_mib: int | None
+    vram_total_mib: int | None  # None also where the GPU has no memory of its own, see is_unified
     vram_free_mib: int | None
     pci_bus_id: str | None
+    is_unified: bool = False  # its memory is the host's: plan with MemAvailable, and count it once
+    bus_bits: int | None = None
+    memory_clock_mhz: int | None = None  # the highest; NVML's clock, half the transfers of a double data rate
+    bandwidth_gb_s: float | None = None  # of its memory, 10^9 bytes; of a slice the slice's own
+    bandwidth_source: str | None = None  # "memory clock x bus width", or "table: …" where NVML is silent
+    pcie_generation: int | None = None  # now; a sleeping card steps down
+    pcie_width: int | None = None
+    pcie_generation_max: int | None = None  # the most that card and slot can
+    pcie_width_max: int | None = None
+    nvlink_peers: tuple[int, ...] = ()  # indices of GPUs that an active link leads to
+    mig_profile: str | None = None  # "1g.10gb" of a slice; None: a whole GPU
+    mig_parent: str | None = None  # uuid of the GPU that it is cut from
+    ecc: bool | None = None
+    display: bool | None = None  # a screen is attached, or a desktop runs on it
+    power_limit_w: float | None = None
+    power_limit_default_w: float | None = None
+    numa_node: int | None = None
+    holders: tuple[GpuHolder, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +110,27 @@ class GpuProbe:
     driver: str | None = None
     cuda_driver: str | None = None  # the newest CUDA release that the driver runs: "13.0"
     problem: str | None = None
+    warnings: tuple[str, ...] = ()  # two sources that disagree, with both values
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpeed:
+    """Bandwidths of one GPU as measured, GB/s (10^9)."""
+
+    uuid: str
+    pinned_gb_s: float | None  # host to device from page-locked memory
+    pageable_gb_s: float | None
+    memory_gb_s: float | None  # reads of its own memory
+    overlapped_pinned_gb_s: float | None  # host to device while the CPU streams its memory
+    overlapped_dram_gb_s: float | None  # what the CPU still reads meanwhile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What `probe --measure` found on this machine; kept on the volume."""
+
+    dram_gb_s: float | None  # reads by all cores that this container may use
+    gpus: tuple[GpuSpeed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +141,7 @@ class Hardware:
     volume: Volume
     gpus: GpuProbe
     gpu_requested: bool  # somebody gave this container a GPU, whether or not it can be used
+    speeds: Speeds | None = None  # None: never measured here
 
 
 def as_document(hardware: Hardware) -> dict[str, Any]:
