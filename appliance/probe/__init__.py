@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from appliance.probe.cgroup import query_oom_kills
 from appliance.probe.hardware import (
     Cpu,
     Gpu,
@@ -34,11 +35,17 @@ __all__ = [
     "Speeds",
     "Volume",
     "as_document",
+    "count_oom_kills",
     "fingerprint",
     "probe",
 ]
 
 _ROOT = Path("/")
+
+
+def count_oom_kills() -> int | None:
+    """How many processes of our control group a memory killer has ended so far; None where nobody counts."""
+    return query_oom_kills(_ROOT)
 
 
 def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:
