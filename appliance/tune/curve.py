@@ -1,0 +1,164 @@
+"""Speed over depth from a few measurements: pure.
+
+Decode time is linear between measured depths. On a CPU it is no line (14.5, 17.7, 25.6, 55.5, 94 ms at 0, 512, 1,024,
+2,048, 4,096 were seen), so beyond the deepest measurement a figure carries its interval and says "extrapolated".
+Prefill of N tokens takes p1 N + p2 N^2: every token reads the weights' share of its batch, and every token before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+SPREAD = 1.5  # how much steeper or flatter than its last stretch a curve may go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Speed with `depth` tokens in the cache: milliseconds a token, decode at this depth and prefill up to it.
+
+    `prefill_tokens` were read for this point, the rest of `depth` was in the cache: from depth - prefill_tokens on.
+    """
+
+    depth: int
+    decode_ms: float
+    prefill_ms: float
+    prefill_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Milliseconds a token, with the interval that it lies in if the curve goes on as curves do."""
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    is_extrapolated: bool = False
+
+    def in_words(self) -> str:
+        """As in "116.0 tok/s", or "42.1 tok/s (extrapolated: 30.2 to 55.0)"."""
+        speed = f"{1000 / self.ms:.1f} tok/s"
+        if not self.is_extrapolated:
+            return speed
+        return f"{speed} (extrapolated: {1000 / self.high_ms:.1f} to {1000 / self.low_ms:.1f})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """At least one point, in any order, of different depths.
+
+    `window` is where sliding-window layers see no further, `past_window` the share of the slope that remains there:
+    that of the layers which see everything, 0 where there are none.
+    """
+
+    points: tuple[Point, ...]
+    window: int | None = None
+    past_window: float = 0.0
+
+    def __post_init__(self) -> None:
+        depths = [point.depth for point in self.points]
+        if not depths or len(set(depths)) < len(depths):
+            message = f"a curve needs points of different depths, not {depths}"
+            raise ValueError(message)
+
+    @cached_property
+    def ordered(self) -> tuple[Point, ...]:
+        return tuple(sorted(self.points, key=lambda point: point.depth))
+
+    @property
+    def deepest(self) -> int:
+        return self.ordered[-1].depth
+
+    @cached_property
+    def _slopes(self) -> tuple[float, ...]:
+        """Milliseconds per token of depth, stretch by stretch."""
+        return tuple((b.decode_ms - a.decode_ms) / (b.depth - a.depth) for a, b in itertools.pairwise(self.ordered))
+
+    @cached_property
+    def _ahead(self) -> tuple[float, float, float]:
+        """Slopes beyond the deepest: likely, lowest, highest. Nothing becomes faster by being deeper; what was measured
+        to do so was noise. One point alone says nothing of a slope: up to proportional to depth."""
+        last = self.ordered[-1]
+        if not self._slopes:
+            return 0.0, 0.0, last.decode_ms / max(1, last.depth)
+        likely = max(0.0, self._slopes[-1])
+        from_first = (last.decode_ms - self.ordered[0].decode_ms) / (last.depth - self.ordered[0].depth)
+        lowest = min(likely / SPREAD, max(0.0, from_first))
+        # A knee that has begun goes on as it began; one that has not may begin at once.
+        before = max(0.0, self._slopes[-2]) if len(self._slopes) > 1 else likely
+        return likely, lowest, max(SPREAD * likely, 2 * likely - before)
+
+    def decode(self, depth: float) -> Figure:
+        if depth <= self.deepest:
+            ms = self._between(depth)
+            return Figure(ms=ms, low_ms=ms, high_ms=ms)
+        beyond = self._steps(self.deepest, depth)
+        likely, low, high = (self.ordered[-1].decode_ms + slope * beyond for slope in self._ahead)
+        return Figure(ms=likely, low_ms=low, high_ms=high, is_extrapolated=True)
+
+    def decode_ms(self, depth: float) -> float:
+        return self.decode(depth).ms
+
+    def decode_s(self, first: float, tokens: float) -> float:
+        """Seconds to decode `tokens` tokens from depth `first` on: the integral of the curve, exactly."""
+        end = first + tokens
+        marks = [mark for mark in (*(p.depth for p in self.ordered), self.window or 0) if first < mark < end]
+        corners = (first, *sorted(marks), end)
+        areas = ((b - a) * (self.decode_ms(a) + self.decode_ms(b)) / 2 for a, b in itertools.pairwise(corners))
+        return sum(areas) / 1000
+
+    def prefill_s(self, first: float, last: float) -> float:
+        """Seconds to read the tokens from depth `first` to `last`, with those before in the cache."""
+        per_token, per_square = self.prefill
+        return (per_token * (last - first) + per_square * (last**2 - first**2)) / 1000
+
+    @cached_property
+    def prefill(self) -> tuple[float, float]:
+        """p1 in ms a token and p2 in ms a token squared: least squares over the stretches read, neither negative.
+
+        Weighted by 1 / time: a prompt of a few tokens fills no batch, and says little of one that does.
+        """
+        rows = [
+            (
+                float(p.prefill_tokens),
+                float(p.depth**2 - (p.depth - p.prefill_tokens) ** 2),
+                p.prefill_tokens * p.prefill_ms,
+            )
+            for p in self.ordered
+            if p.prefill_tokens > 0 and p.prefill_ms > 0
+        ]
+        return _fit_two(rows) if rows else (self.ordered[-1].prefill_ms, 0.0)
+
+    def _between(self, depth: float) -> float:
+        """The measured ends are as good as level: less than the first depth is as fast as the first."""
+        if depth <= self.ordered[0].depth:
+            return self.ordered[0].decode_ms
+        for (low, high), slope in zip(itertools.pairwise(self.ordered), self._slopes, strict=True):
+            if depth <= high.depth:
+                return low.decode_ms + (depth - low.depth) * slope
+        return self.ordered[-1].decode_ms
+
+    def _steps(self, start: float, end: float) -> float:
+        """Tokens of depth from start to end that cost something: past the window only a share of each."""
+        if self.window is None:
+            return end - start
+        inside = max(0.0, min(end, self.window) - start)
+        return inside + self.past_window * (end - start - inside)
+
+
+def _fit_two(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Non-negative a, b that minimise the sum of (a x + b y - t)^2 / t over rows (x, y, t)."""
+    xx, xy, yy, xt, yt = (
+        sum(row)
+        for row in zip(*((x * x / t, x * y / t, y * y / t, x, y) for x, y, t in rows), strict=True)
+    )  # fmt: skip
+    determinant = xx * yy - xy * xy
+    if len(rows) > 1 and determinant > 1e-9 * xx * yy:
+        a, b = (xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+        if a < 0:
+            return 0.0, yt / yy
+    return xt / xx, 0.0

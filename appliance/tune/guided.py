@@ -1,0 +1,337 @@
+"""Which candidate to measure next, and which is best so far: pure functions of what was measured.
+
+Every candidate is predicted, the predictor's corrections are fitted to what was measured (refit.py), and the next
+measurement is the one that is worth most a second. Worth is the knowledge gradient (Frazier, Powell, Dayanik 2009,
+"The knowledge-gradient policy for correlated normal beliefs"): by how much the best is expected to become better
+through it. What was measured once and is still in the running is measured again, longer; a load is part of the price,
+so candidates of the engine that is up come first when they promise as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from appliance.tune.curve import Curve, Point
+from appliance.tune.refit import Fit, Observation, Term, fit
+from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
+from appliance.tune.workload import Mix, cost_s
+
+POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
+NEED_SPREAD = 0.02  # relative error of a predicted need
+LONGER = 3  # a second measurement decodes so many times as much
+WORTH_ANOTHER = 0.0002  # less of a job's time than this and a measurement is not worth its trouble
+WORTH_A_SECOND = 0.00002  # nor less than this for each second that it takes: a load of 100 s has to promise 0.2 %
+AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
+PRICE = 0.5  # worth is divided by seconds to this power: 1 would never pay for a load, 0 never mind one
+SHORTEST_S = 0.1  # nothing is cheaper than its requests
+LIKELY_FIT = 0.9
+SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller ubatch
+WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """`missing_mib` as the engine's log says it; None where it does not."""
+
+    device: str
+    missing_mib: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own."""
+
+    key: str
+    points: tuple[Point, ...] = ()
+    is_long: bool = False
+    load_s: float = 0.0  # 0 when the engine was up already
+    seconds: float = 0.0
+    lacking: OutOfMemory | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`ms` is the mean job's time, `spread` the standard deviation of its logarithm."""
+
+    candidate: Candidate
+    ms: float
+    spread: float
+    is_measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Measure this. `needs_load` when the engine of the trial before cannot be used."""
+
+    candidate: Candidate
+    is_long: bool
+    needs_load: bool
+    seconds: float  # as predicted, the load included
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How measuring is done, so that its time can be predicted."""
+
+    depths: tuple[int, ...] = (32, 512)
+    tokens_each: int = 24
+    load_s: float = 5.0  # as predicted; what was seen replaces it
+    noise: float = 0.07  # relative, of one time in a short measurement
+
+    def noise_of(self, trial_is_long: bool) -> float:
+        return self.noise / math.sqrt(LONGER) if trial_is_long else self.noise
+
+
+class Search:
+    """`candidates` are at least one. Nothing in it changes: the same trials give the same answer, so tuning that was
+    interrupted goes on from what was kept."""
+
+    def __init__(self, candidates: Sequence[Candidate], mix: Mix, effort: Effort | None = None) -> None:
+        self.candidates = tuple(candidates)
+        self.mix = mix
+        self.effort = effort or Effort()
+        self._by_key = {candidate.key: candidate for candidate in self.candidates}
+        anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c), mix)))
+        self._effects = Effects(self.candidates, anchor)
+        self._jobs = {c.key: job_terms(c, self._effects, mix) for c in self.candidates}
+        self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
+
+    def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
+        """The next measurement, or why there is none: the time is up, or none is worth its while."""
+        state = _State(self, trials)
+        possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or not trials]
+        if not possible:
+            return Stop(why="budget" if state.asks() else "everything that may fit was measured")
+        worthy = [pair for pair in possible if pair[0] >= WORTH_ANOTHER + WORTH_A_SECOND * pair[1].seconds]
+        if not worthy:
+            return Stop(why="no measurement promises more than it costs: the noise is larger")
+        return max(worthy, key=lambda pair: pair[0] / max(pair[1].seconds, SHORTEST_S) ** PRICE)[1]
+
+    def rank(self, trials: Sequence[Trial]) -> list[Estimate]:
+        """Best first: what was measured; before that, what is predicted and likely to fit."""
+        state = _State(self, trials)
+        return state.measured or state.predicted[:POOL]
+
+    def observations(self, trials: Sequence[Trial]) -> list[Observation]:
+        return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
+
+    def _of_trial(self, trial: Trial) -> list[Observation]:
+        candidate, noise = self._by_key[trial.key], self.effort.noise_of(trial.is_long)
+        seen = []
+        for p in trial.points:
+            seen.append(Observation(terms=decode_terms(candidate, self._effects, p.depth), ms=p.decode_ms, noise=noise))
+            # A few tokens fill no batch, and no prediction is of them.
+            if p.prefill_tokens >= 128:
+                terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
+                seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
+        return [observation for observation in seen if observation.terms]
+
+    def job(self, key: str) -> tuple[Term, ...]:
+        return self._jobs[key]
+
+    def twins(self, key: str) -> int:
+        """The same for candidates that no prediction can tell apart, as of threads when nothing is on the CPU: one of
+        them stands for all, the first that fits in the caller's order."""
+        return self._twins[key]
+
+    def candidate(self, key: str) -> Candidate:
+        return self._by_key[key]
+
+    def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
+        """Of measuring it, without the load: the text is read once, and decoded from at each depth."""
+        effort = self.effort
+        read = prefill_terms(candidate, self._effects, 0, max(effort.depths))
+        tokens = effort.tokens_each * (LONGER if is_long else 1)
+        decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
+        return (fitted.predict_ms(read) + tokens * decode) / 1000
+
+
+class _State:
+    """What follows from some trials."""
+
+    def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
+        self._search = search
+        self._trials = trials
+        self._fit = fit(search.observations(trials), PRIORS)
+        self._limits = _limits(search, trials)
+        self._held = _held(search, trials)
+        self._failed = {trial.key for trial in trials if not trial.points}
+
+    @cached_property
+    def predicted(self) -> list[Estimate]:
+        """Of all that may fit and were not measured, the best first; the spread is left out until it is asked for."""
+        done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
+        factors: dict[tuple[str, ...], float] = {}
+        found = []
+        for candidate in self._search.candidates:
+            twins = self._search.twins(candidate.key)
+            if twins in done or self._chance(candidate) < WORTH_A_TRY:
+                continue
+            done.add(twins)
+            ms = 0.0
+            for term in self._search.job(candidate.key):
+                if term.by not in factors:
+                    factors[term.by] = self._fit.predict_ms((Term(ms=1.0, by=term.by),))
+                ms += term.ms * factors[term.by]
+            found.append(Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False))
+        return sorted(found, key=lambda estimate: estimate.ms)
+
+    @cached_property
+    def measured(self) -> list[Estimate]:
+        """What was measured, drawn towards what the model says of it as far as the noise wants, the best first."""
+        found = []
+        for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
+            trials = [trial for trial in self._trials if trial.key == key and trial.points]
+            precision = sum(1 / self._noise(is_long=trial.is_long) ** 2 for trial in trials)
+            seen = (
+                sum(math.log(self._job_ms(trial)) / self._noise(is_long=trial.is_long) ** 2 for trial in trials)
+                / precision
+            )
+            model = math.log(self._fit.predict_ms(self._search.job(key)))
+            trust = self._fit.misfit**2 / (self._fit.misfit**2 + 1 / precision)
+            spread = self._fit.misfit * math.sqrt(1 - trust)
+            ms = math.exp(model + trust * (seen - model))
+            candidate = self._search.candidate(key)
+            found.append(Estimate(candidate=candidate, ms=ms, spread=spread, is_measured=True))
+        return sorted(found, key=lambda estimate: estimate.ms)
+
+    @property
+    def leader(self) -> Estimate | None:
+        return self.measured[0] if self.measured else None
+
+    def asks(self) -> list[tuple[float, Ask]]:
+        """What could be done next, each with its worth: the share of a job's time that it is expected to save."""
+        if self.leader is None:
+            return self._first()
+        return [*self._new(self.leader), *self._again(self.leader)]
+
+    def _first(self) -> list[tuple[float, Ask]]:
+        """The best prediction that is likely to fit; with none of that kind, the likeliest."""
+        if not self.predicted:
+            return []
+        likely = [e for e in self.predicted if self._chance(e.candidate) >= LIKELY_FIT]
+        first = likely[0] if likely else max(self.predicted, key=lambda e: self._chance(e.candidate))
+        return [(1.0, self._look(first.candidate, "the best prediction"))]
+
+    def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
+        pool = self.predicted[:POOL]
+        inside = {estimate.candidate.key for estimate in pool}
+        pool += [e for e in self.predicted[POOL:] if e.candidate.key not in inside and is_next_to(e, leader)]
+        found = []
+        for estimate in pool:
+            step = "one step from the best" if is_next_to(estimate, leader) else "may be the best"
+            ask = self._look(estimate.candidate, step)
+            against = self._search.job(leader.candidate.key)
+            variance = self._fit.spread(self._search.job(estimate.candidate.key), against) ** 2 + self._fit.misfit**2
+            told = variance / math.sqrt(variance + self._noise(is_long=ask.is_long) ** 2)
+            found.append((gain(told, math.log(estimate.ms / leader.ms)) * self._chance(estimate.candidate), ask))
+        return found
+
+    def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
+        """Longer, for those that are near the best; the best itself against the next."""
+        if len(self.measured) < 2:
+            return []
+        noise = self._noise(is_long=True)
+        found = []
+        for estimate in self.measured:
+            other = self.measured[1] if estimate is leader else leader
+            told = estimate.spread**2 / math.sqrt(estimate.spread**2 + noise**2)
+            worth = gain(told, abs(math.log(estimate.ms / other.ms)))
+            found.append((worth, self._ask(estimate.candidate, is_long=True, why="longer, to tell it from the next")))
+        return found
+
+    def _look(self, candidate: Candidate, why: str) -> Ask:
+        """The first at a candidate: short, unless the load makes a longer one as cheap."""
+        short, long = (self._ask(candidate, is_long=is_long, why=why) for is_long in (False, True))
+        return long if long.needs_load and long.seconds <= AS_CHEAP * short.seconds else short
+
+    def _ask(self, candidate: Candidate, *, is_long: bool, why: str) -> Ask:
+        needs_load = not self._is_up(candidate)
+        seconds = self._search.seconds(candidate, self._fit, is_long=is_long) + (self._load_s if needs_load else 0.0)
+        return Ask(candidate=candidate, is_long=is_long, needs_load=needs_load, seconds=seconds, why=why)
+
+    def _is_up(self, candidate: Candidate) -> bool:
+        if not self._trials or not self._trials[-1].points:
+            return False
+        return self._search.candidate(self._trials[-1].key).load == candidate.load
+
+    @cached_property
+    def _load_s(self) -> float:
+        loads = [trial.load_s for trial in self._trials if trial.load_s]
+        return sum(loads) / len(loads) if loads else self._search.effort.load_s
+
+    def _noise(self, *, is_long: bool) -> float:
+        return self._search.effort.noise_of(is_long) * self._fit.noisier
+
+    def _job_ms(self, trial: Trial) -> float:
+        return 1000 * cost_s(Curve(points=trial.points), self._search.mix)
+
+    def _chance(self, candidate: Candidate) -> float:
+        """That it fits: 1 below what was seen to fit, 0 from what was seen not to."""
+        if candidate.key in self._failed:
+            return 0.0
+        chance = 1.0
+        for need in candidate.needs:
+            for limit, ubatch in self._limits.get(need.device, ()):
+                if need.need_mib >= limit:
+                    if _ubatch(candidate) >= ubatch:
+                        return 0.0
+                    chance *= SMALLER_BUFFER
+            if need.need_mib > self._held.get(need.device, 0.0):
+                chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_SPREAD * max(1.0, need.need_mib)))
+        return chance
+
+
+def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
+    """By device, from which predicted need on nothing of that ubatch or a larger one is tried: that of the failed less
+    what was missing. With a smaller one what a plan predicts worst, the compute buffer, is smaller too."""
+    limits: dict[str, list[tuple[float, int]]] = {}
+    for trial in trials:
+        if trial.lacking is None:
+            continue
+        failed = search.candidate(trial.key)
+        for need in failed.needs:
+            if need.device == trial.lacking.device:
+                limit = need.need_mib - (trial.lacking.missing_mib or 0.0)
+                limits.setdefault(need.device, []).append((limit, _ubatch(failed)))
+    return limits
+
+
+def _ubatch(candidate: Candidate) -> int:
+    value = candidate.by_knob.get("ubatch", 0)
+    return value if isinstance(value, int) else 0
+
+
+def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
+    held: dict[str, float] = {}
+    for trial in trials:
+        for need in search.candidate(trial.key).needs if trial.points else ():
+            held[need.device] = max(need.need_mib, held.get(need.device, 0.0))
+    return held
+
+
+def is_next_to(one: Estimate, other: Estimate) -> bool:
+    """They differ in one knob only."""
+    a, b = one.candidate.by_knob, other.candidate.by_knob
+    return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys()) == 1
+
+
+def gain(spread: float, gap: float) -> float:
+    """E max(0, X) of a normal X with mean -gap and this standard deviation."""
+    if spread <= 0:
+        return max(0.0, -gap)
+    z = -gap / spread
+    return spread * (z * normal_cdf(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+
+def normal_cdf(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))

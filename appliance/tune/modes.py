@@ -1,0 +1,97 @@
+"""Which of the measured plans serves: speed, balanced or context. Pure, and needs no new run to change the mode.
+
+Plans are compared at the same depth and by the same job, never one plan at two depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from appliance.tune.curve import Curve, Figure
+from appliance.tune.workload import Mix, cost_s, scaled_mix
+
+Mode = Literal["speed", "balanced", "context"]
+SMALLEST_WINDOW = 8192  # or the model's own, if that is smaller: below it clients of today do not work
+SPEED_KEPT = 0.7  # balanced: of the best plan's speed at the workload's depth
+READABLE_TOKENS_PER_S = 15.0  # context: about what one reads along with
+NOISE = 0.03  # two plans nearer than this are as fast as each other
+ROOM = 64  # tokens that are still to be decoded when a window is called full
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated:
+    """A plan that was measured: `key` is the caller's."""
+
+    key: str
+    window: int
+    curve: Curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """`at` is the depth that the figure is quoted for, `why` one sentence."""
+
+    rated: Rated
+    at: int
+    speed: Figure
+    why: str
+
+
+def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chosen:
+    """`rated` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
+    floor = min(native, SMALLEST_WINDOW)
+    usable = [plan for plan in rated if plan.window >= floor]
+    below = ""
+    if not usable:
+        largest = max(plan.window for plan in rated)
+        usable = [plan for plan in rated if plan.window == largest]
+        below = f"; memory forbids a window of {floor:,}"
+    job = scaled_mix(mix, min(plan.window for plan in usable))
+    chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](usable, job)
+    return Chosen(rated=chosen.rated, at=chosen.at, speed=chosen.speed, why=chosen.why + below)
+
+
+def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
+    """The shortest job; of those within the noise of it the largest window, then the shortest."""
+    costs = [(cost_s(plan.curve, job), plan) for plan in usable]
+    shortest = min(cost for cost, _ in costs)
+    cost, plan = max(
+        ((cost, plan) for cost, plan in costs if cost <= shortest * (1 + NOISE)),
+        key=lambda pair: (pair[1].window, -pair[0]),
+    )
+    return Chosen(
+        rated=plan, at=job.depth, speed=plan.curve.decode(job.depth), why=f"{cost:.1f} s for a {job.name} job"
+    )
+
+
+def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
+    best = min(plan.curve.decode_ms(job.depth) for plan in usable)
+    kept = [plan for plan in usable if best / plan.curve.decode_ms(job.depth) >= SPEED_KEPT]
+    largest = max(plan.window for plan in kept)
+    plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
+    speed = plan.curve.decode(job.depth)
+    share = best / speed.ms
+    kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
+    why = f"the largest window that {kept_in_words}: it keeps {share:.0%}"
+    return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
+
+
+def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
+    full = [(plan.curve.decode(plan.window - ROOM), plan) for plan in usable]
+    readable = [(speed, plan) for speed, plan in full if 1000 / speed.ms >= READABLE_TOKENS_PER_S]
+    speed, plan = max(readable or full, key=lambda pair: (pair[1].window, -pair[0].ms))
+    why = f"the largest window that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.in_words()}"
+    if not readable:
+        why = f"no window decodes {READABLE_TOKENS_PER_S:g} tok/s when full; the largest that fits: {speed.in_words()}"
+    return Chosen(rated=plan, at=plan.window - ROOM, speed=speed, why=why)
+
+
+def next_window(windows: Sequence[int], held: Sequence[tuple[int, bool]]) -> int | None:
+    """Which window to measure next for `balanced` or `context`: bisection over `windows`, given those that were
+    measured and whether they met the mode's condition. None when the largest that does is known."""
+    low = max((window for window, is_met in held if is_met), default=0)
+    high = min((window for window, is_met in held if not is_met), default=max(windows) + 1)
+    between = sorted(window for window in windows if low < window < high)
+    return between[len(between) // 2] if between else None

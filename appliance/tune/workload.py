@@ -1,0 +1,143 @@
+"""What a user does with a model, as jobs: so many tokens in, so many out. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from appliance.tune.curve import Curve
+
+EXCESS_WEIGHT = 9.0  # a second of waiting for the first token beyond the limit counts as ten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A job. Of `tokens_in`, the first `tokens_reused` are still in the cache from the turn before."""
+
+    name: str
+    tokens_in: int
+    tokens_out: int
+    tokens_reused: int = 0
+    ttft_limit_s: float | None = None
+
+    @property
+    def depth(self) -> int:
+        """Where its speed is quoted and plans are compared: halfway through its answer."""
+        return self.tokens_in + self.tokens_out // 2
+
+
+CHAT = Workload(name="chat", tokens_in=512, tokens_out=256)
+# An agent sends its whole history each turn and adds a file or a tool's answer: an eighth is new.
+CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336)
+LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256)
+WORKLOADS: Mapping[str, Workload] = {"chat": CHAT, "agent": CODING_AGENT, "document": LONG_DOCUMENT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Jobs by how often they come; `parts` of positive weights."""
+
+    parts: tuple[tuple[Workload, float], ...]
+
+    @property
+    def name(self) -> str:
+        if len(self.parts) == 1:
+            return self.parts[0][0].name
+        return " + ".join(f"{weight:g} {workload.name}" for workload, weight in self.parts)
+
+    @property
+    def depth(self) -> int:
+        """The mean over the jobs: where plans are compared."""
+        whole = sum(weight for _, weight in self.parts)
+        return round(sum(workload.depth * weight for workload, weight in self.parts) / whole)
+
+
+def parse_mix(text: str) -> Mix:
+    """ "chat", or "chat:3,agent:1". Raises ValueError that names what is wrong."""
+    parts: list[tuple[Workload, float]] = []
+    for word in text.split(","):
+        name, colon, share = word.strip().partition(":")
+        if name not in WORKLOADS:
+            message = f"no workload {name!r}; there are {', '.join(WORKLOADS)}"
+            raise ValueError(message)
+        parts.append((WORKLOADS[name], _weight(share, word) if colon else 1.0))
+    return Mix(parts=tuple(parts))
+
+
+def _weight(text: str, word: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        message = f"not a positive weight in {word!r}"
+        raise ValueError(message)
+    return weight
+
+
+def only(workload: Workload) -> Mix:
+    return Mix(parts=((workload, 1.0),))
+
+
+def scaled(workload: Workload, context: int) -> Workload:
+    """The same proportions inside a smaller window, and its name says so."""
+    whole = workload.tokens_in + workload.tokens_out
+    if whole <= context:
+        return workload
+    tokens_in = context * workload.tokens_in // whole
+    return replace(
+        workload,
+        name=f"{workload.name} (scaled to {context})",
+        tokens_in=tokens_in,
+        tokens_out=context - tokens_in,
+        tokens_reused=context * workload.tokens_reused // whole,
+    )
+
+
+def scaled_mix(mix: Mix, context: int) -> Mix:
+    return Mix(parts=tuple((scaled(workload, context), weight) for workload, weight in mix.parts))
+
+
+def ttft_s(curve: Curve, workload: Workload) -> float:
+    return curve.prefill_s(workload.tokens_reused, workload.tokens_in)
+
+
+def job_s(curve: Curve, workload: Workload) -> float:
+    """Seconds for one job: what is new is read, and every token decoded at its own depth."""
+    return ttft_s(curve, workload) + curve.decode_s(workload.tokens_in, workload.tokens_out)
+
+
+def cost_s(curve: Curve, mix: Mix) -> float:
+    """What plans are compared by: the mean job's seconds, and more for a first token that is later than its limit."""
+    whole = sum(weight for _, weight in mix.parts)
+    return sum(weight * _limited(curve, workload) for workload, weight in mix.parts) / whole
+
+
+def _limited(curve: Curve, workload: Workload) -> float:
+    seconds = job_s(curve, workload)
+    if workload.ttft_limit_s is None:
+        return seconds
+    return seconds + EXCESS_WEIGHT * max(0.0, ttft_s(curve, workload) - workload.ttft_limit_s)
+
+
+def is_scaled(mix: Mix, context: int) -> bool:
+    return any(workload.tokens_in + workload.tokens_out > context for workload, _ in mix.parts)
+
+
+def depths_of(mix: Mix, *, empty: int, deepest: int) -> tuple[int, ...]:
+    """Where to measure: empty, each workload's, and the deepest that can be prefilled. Those nearer to one another than
+    half again say the same twice."""
+    wanted = sorted({empty, deepest, *(min(w.depth, deepest) for w, _ in mix.parts)})
+    return _apart(wanted)
+
+
+def _apart(wanted: Sequence[int]) -> tuple[int, ...]:
+    """The first and the last always, of those between none within half of a neighbour."""
+    if len(wanted) < 2:
+        return tuple(wanted)
+    kept = [wanted[0]]
+    for depth, _ in itertools.pairwise(wanted[1:]):
+        if depth >= 1.5 * kept[-1] and wanted[-1] >= 1.5 * depth:
+            kept.append(depth)
+    return (*kept, wanted[-1])

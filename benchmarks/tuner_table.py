@@ -1,0 +1,110 @@
+"""The recorded table: what one real machine did with each cell, as JSON lines, and a machine made of it.
+
+A line is of a kind: "machine" (facts of it), "model" (what a planner knows), "cell" (knobs and what was measured, or an
+error; `repeat` counts the same cell measured again, for the noise).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from appliance.tune.curve import Curve, Point
+from appliance.tune.terms import Candidate, Value, Work
+from appliance.tune.workload import CHAT, Workload, job_s, scaled
+from benchmarks.tuner_machines import KV_BYTES, Missing
+
+KNOBS = ("kv_type", "load_mode", "threads", "ubatch")
+PLANNED_GB_S = 20.0  # one channel of DDR4 and a half: a guess as a planner's is, and the search has to live with it
+PREFILL_GAIN = 8.0  # tokens of a batch that cost what one does: as plan/assumptions.py has it for a CPU
+LEAST_NOISE = 0.01
+
+
+class Recorded:
+    """One model's cells as a machine. Replays add the noise floor, as if each cell were measured anew."""
+
+    def __init__(self, facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> None:
+        self.name = str(facts["name"])
+        self._facts = facts
+        self._cells = {key_of(cell): cell for cell in reversed(cells) if not cell["repeat"]}
+        self.noise = noise_floor(cells)
+        self.candidates = tuple(self._candidate(key, cell) for key, cell in sorted(self._cells.items()))
+        good = [cell for cell in self._cells.values() if cell["points"]]
+        self.depths = tuple(point["depth"] for point in good[0]["points"])
+        self.workload: Workload = scaled(CHAT, self.depths[-1])
+        self._load_s = statistics.median(cell["load_s"] for cell in good)
+
+    def fails(self, candidate: Candidate) -> Missing | None:
+        return None if self._cells[candidate.key]["points"] else Missing(device="ram", mib=0.0)
+
+    def job_s(self, candidate: Candidate, workload: Workload) -> float:
+        points = _points(self._cells[candidate.key])
+        return job_s(Curve(points=points), workload) if points else math.inf
+
+    def load_s(self) -> float:
+        return float(self._load_s)
+
+    def points(
+        self, candidate: Candidate, depths: tuple[int, ...], tokens: int, noise: float, draw: random.Random
+    ) -> tuple[tuple[Point, ...], float]:
+        """At the recorded depths among those asked for, or the shallowest."""
+        recorded = _points(self._cells[candidate.key])
+        wanted = [point for point in recorded if point.depth in depths] or recorded[:1]
+        points, seconds = [], 0.0
+        for point in wanted:
+            decode = point.decode_ms * math.exp(draw.gauss(0, noise))
+            prefill = point.prefill_ms * math.exp(draw.gauss(0, noise))
+            read = point.prefill_tokens
+            points.append(Point(depth=point.depth, decode_ms=decode, prefill_ms=prefill, prefill_tokens=read))
+            seconds += (prefill * read + decode * tokens) / 1000
+        return tuple(points), seconds
+
+    def _candidate(self, key: str, cell: Mapping[str, Any]) -> Candidate:
+        """Bytes over a bandwidth, as for any machine without a GPU."""
+        threads = cell["threads"] / min(cell["threads"], self._facts["cores"]) ** 0.9 / cell["threads"]
+        read_ms = self._facts["read_mb"] / PLANNED_GB_S * threads
+        kv_us = self._facts["kv_values"] * KV_BYTES[cell["kv_type"]] / 1e3 / PLANNED_GB_S * threads
+        work = Work(cpu_ms=read_ms, cpu_depth_us=kv_us, cpu_prefill_ms=read_ms / PREFILL_GAIN, fixed_ms=0.2)
+        # "window" and "cpu_layers" are one value each: rivals ask every machine for them.
+        knobs: tuple[tuple[str, Value], ...] = (
+            *((name, cell[name]) for name in KNOBS),
+            ("cpu_layers", 0),
+            ("window", 1),
+        )
+        return Candidate(key=key, knobs=knobs, window=1, work=work)
+
+
+def load(path: Path) -> list[Recorded]:
+    rows = read(path)
+    facts = [row for row in rows if row["kind"] == "model"]
+    cells = {row["name"]: [c for c in rows if c["kind"] == "cell" and c["model"] == row["name"]] for row in facts}
+    return [Recorded(row, cells[row["name"]]) for row in facts if any(c["points"] for c in cells[row["name"]])]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def key_of(cell: Mapping[str, Any]) -> str:
+    return "/".join(str(cell[name]) for name in KNOBS)
+
+
+def noise_floor(cells: Iterable[Mapping[str, Any]]) -> float:
+    """The relative deviation of decode times of one cell at one depth, over its repeats; at least 1 %."""
+    times: dict[tuple[str, int], list[float]] = {}
+    repeated = {key_of(cell) for cell in cells if cell["repeat"]}
+    for cell in cells:
+        if key_of(cell) in repeated:
+            for point in cell["points"]:
+                times.setdefault((key_of(cell), point["depth"]), []).append(math.log(point["decode_ms"]))
+    deviations = [statistics.stdev(logs) for logs in times.values() if len(logs) > 1]
+    return max(LEAST_NOISE, statistics.fmean(deviations)) if deviations else LEAST_NOISE
+
+
+def _points(cell: Mapping[str, Any]) -> tuple[Point, ...]:
+    return tuple(Point(**point) for point in cell["points"])

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.tune.curve import Curve, Point
+from appliance.tune.modes import SPEED_KEPT, Mode, Rated, choose, next_window
+from appliance.tune.workload import CHAT, only, parse_mix
+
+CHATS = only(CHAT)
+
+
+def rated(window: int, ms: float, *, per_1000: float = 0.0, key: str = "") -> Rated:
+    """Decodes in `ms` at an empty context, and `per_1000` more with every thousand tokens."""
+    points = tuple(
+        Point(depth=depth, decode_ms=ms + per_1000 * depth / 1000, prefill_ms=0.1, prefill_tokens=depth)
+        for depth in (32, 640, 8000)
+    )
+    return Rated(key=key or f"{window}", window=window, curve=Curve(points=points))
+
+
+PLANS = (rated(8192, 20.0), rated(16384, 27.0), rated(32768, 30.0, per_1000=0.2), rated(65536, 55.0, per_1000=1.0))
+
+
+@pytest.mark.parametrize(("mode", "window"), [("speed", 8192), ("balanced", 16384), ("context", 32768)])
+def test_each_mode_takes_its_plan_from_the_same_measurements(mode: Mode, window: int) -> None:
+    assert choose(mode, PLANS, CHATS, native=131072).rated.window == window
+
+
+def test_balanced_compares_at_the_workloads_depth_not_at_an_empty_context() -> None:
+    """At an empty context the second is as fast; at 640 tokens it is half as fast."""
+    plans = (rated(8192, 10.0), rated(65536, 10.0, per_1000=20.0))
+    assert choose("balanced", plans, CHATS, native=131072).rated.window == 8192
+
+
+def test_two_plans_are_never_compared_at_two_depths() -> None:
+    """A workload longer than the smaller window is scaled to it for both: else the larger would look slower."""
+    plans = (rated(8192, 20.0, per_1000=1.0, key="small"), rated(131072, 19.0, per_1000=1.0, key="large"))
+    found = choose("speed", plans, parse_mix("document"), native=131072)
+    assert found.rated.key == "large"
+    assert found.at < 8192
+    assert "scaled to 8192" in found.why
+
+
+def test_when_no_window_is_readable_the_largest_says_its_speed() -> None:
+    plans = (rated(8192, 100.0), rated(16384, 200.0))
+    found = choose("context", plans, CHATS, native=16384)
+    assert found.rated.window == 16384
+    assert (
+        found.why == "no window decodes 15 tok/s when full; the largest that fits: 5.0 tok/s (extrapolated: 5.0 to 5.0)"
+    )
+
+
+def test_no_mode_goes_below_8192_unless_memory_forbids_or_the_model_is_smaller() -> None:
+    fast_and_small = rated(4096, 5.0)
+    assert choose("speed", (fast_and_small, rated(8192, 20.0)), CHATS, native=131072).rated.window == 8192
+    assert choose("speed", (fast_and_small, rated(8192, 20.0)), CHATS, native=4096).rated.window == 4096
+    forbidden = choose("speed", (fast_and_small, rated(2048, 1.0)), CHATS, native=131072)
+    assert forbidden.rated.window == 4096
+    assert forbidden.why.endswith("; memory forbids a window of 8,192")
+
+
+def test_of_plans_as_fast_but_for_noise_the_larger_window_serves() -> None:
+    assert choose("speed", (rated(8192, 20.0), rated(32768, 20.2)), CHATS, native=131072).rated.window == 32768
+
+
+plans = st.lists(
+    st.builds(rated, st.integers(1, 64).map(lambda n: n * 2048), st.floats(1, 500), per_1000=st.floats(0, 50)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(plans, st.integers(1, 64).map(lambda n: n * 2048))
+def test_what_a_mode_promises_holds_on_any_machine(found: list[Rated], native: int) -> None:
+    floor = min(native, 8192)
+    usable = [p for p in found if p.window >= floor] or [p for p in found if p.window == max(q.window for q in found)]
+    speed, balanced, context = (choose(mode, found, CHATS, native=native) for mode in ("speed", "balanced", "context"))
+    assert all(chosen.rated in usable for chosen in (speed, balanced, context))
+    best = min(plan.curve.decode_ms(balanced.at) for plan in usable)
+    assert best / balanced.speed.ms >= SPEED_KEPT
+    assert not any(p.window > balanced.rated.window and best / p.curve.decode_ms(balanced.at) >= 0.7 for p in usable)
+    assert context.speed.ms == context.rated.curve.decode_ms(context.at)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, unique=True), st.integers(0, 100))
+def test_bisection_finds_the_largest_window_that_holds_in_a_few_steps(windows: list[int], threshold: int) -> None:
+    held: list[tuple[int, bool]] = []
+    while (window := next_window(windows, held)) is not None:
+        held.append((window, window <= threshold))
+        assert len(held) <= len(windows).bit_length()
+    kept = [window for window, is_met in held if is_met]
+    assert max(kept, default=0) == max((w for w in windows if w <= threshold), default=0)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.tune.refit import Observation, Term, cholesky, fit, inverse, prior, solve
+
+PRIORS = {"gpu": 0.4, "cpu": 0.4, "fixed": 0.4, "knob": 0.1}
+
+
+def terms(gpu: float, cpu: float) -> tuple[Term, ...]:
+    return (Term(ms=gpu, by=("gpu",)), Term(ms=cpu, by=("cpu",)))
+
+
+def seen(gpu: float, cpu: float, *, truth: tuple[float, float], noise: float = 0.01, off: float = 1.0) -> Observation:
+    return Observation(terms=terms(gpu, cpu), ms=(gpu * truth[0] + cpu * truth[1]) * off, noise=noise)
+
+
+SHAPES = [(10.0, 1.0), (1.0, 10.0), (5.0, 5.0), (8.0, 2.0), (2.0, 8.0), (3.0, 9.0)]
+
+
+def test_without_measurements_nothing_is_corrected_and_the_priors_are_the_spread() -> None:
+    found = fit([], PRIORS)
+    assert found.predict_ms(terms(3.0, 4.0)) == 7.0
+    assert found.correction("gpu") == 1.0
+    assert found.spread(terms(3.0, 0.0)) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("truth", [(1.0, 1.0), (2.0, 0.5), (0.5, 2.0), (1.3, 0.9)])
+def test_rates_that_are_off_are_found_from_a_few_times(truth: tuple[float, float]) -> None:
+    found = fit([seen(*shape, truth=truth) for shape in SHAPES], PRIORS)
+    assert found.correction("gpu") == pytest.approx(truth[0], rel=0.05)
+    assert found.correction("cpu") == pytest.approx(truth[1], rel=0.05)
+    assert found.predict_ms(terms(4.0, 7.0)) == pytest.approx(4 * truth[0] + 7 * truth[1], rel=0.03)
+
+
+def test_one_hiccup_of_the_machine_does_not_bend_the_fit() -> None:
+    found = fit([seen(*s, truth=(1.0, 1.0), off=3.0 if s == (5.0, 5.0) else 1.0) for s in SHAPES * 2], PRIORS)
+    assert found.predict_ms(terms(10.0, 0.0)) == pytest.approx(10, rel=0.15)
+
+
+def test_what_scales_both_alike_does_not_tell_which_is_faster() -> None:
+    found = fit([], PRIORS)
+    assert found.spread(terms(10.0, 0.0), terms(5.0, 0.0)) == 0.0
+    assert found.spread(terms(10.0, 0.0), terms(0.0, 5.0)) == pytest.approx(0.4 * math.sqrt(2))
+
+
+def test_residuals_larger_than_the_noise_are_believed() -> None:
+    draw = random.Random(1)
+    calm = fit([seen(*s, truth=(1.0, 1.0), off=math.exp(draw.gauss(0, 0.01))) for s in SHAPES * 3], PRIORS)
+    rough = fit([seen(*s, truth=(1.0, 1.0), off=math.exp(draw.gauss(0, 0.3))) for s in SHAPES * 3], PRIORS)
+    assert calm.noisier < 1.0 < 2.0 < rough.noisier
+    assert rough.misfit > calm.misfit
+
+
+def test_a_prior_is_found_by_name_then_by_what_stands_before_the_colon() -> None:
+    assert (prior(PRIORS, "gpu"), prior(PRIORS, "knob:kv=q8_0"), prior(PRIORS, "never")) == (0.4, 0.1, 0.35)
+
+
+times = st.floats(0.01, 1e4)
+
+
+@given(st.lists(st.tuples(times, times, times), min_size=1, max_size=12))
+def test_any_times_at_all_give_finite_corrections_and_each_measurement_only_narrows(
+    rows: list[tuple[float, float, float]],
+) -> None:
+    observations = [Observation(terms=terms(gpu, cpu), ms=ms, noise=0.05) for gpu, cpu, ms in rows]
+    found = fit(observations, PRIORS)
+    assert all(math.isfinite(value) for value in found.theta)
+    assert found.predict_ms(terms(1.0, 1.0)) > 0
+    assert 0 <= found.spread(terms(1.0, 1.0)) <= 0.4 + 1e-9
+
+
+@given(st.integers(1, 6), st.integers())
+def test_the_solver_solves(size: int, seed: int) -> None:
+    draw = random.Random(seed)
+    root = [[draw.gauss(0, 1) for _ in range(size)] for _ in range(size)]
+    matrix = [[sum(a * b for a, b in zip(p, q, strict=True)) + (p is q) for q in root] for p in root]
+    right = [draw.gauss(0, 1) for _ in range(size)]
+    found = solve(matrix, right)
+    for row, wanted in zip(matrix, right, strict=True):
+        assert sum(a * x for a, x in zip(row, found, strict=True)) == pytest.approx(wanted, abs=1e-6)
+    assert [row[0] for row in inverse(matrix)] == pytest.approx(solve(matrix, [1.0, *[0.0] * (size - 1)]), abs=1e-6)
+    assert all(cholesky(matrix)[i][i] > 0 for i in range(size))
