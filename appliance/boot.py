@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.checks import check_supported
+from appliance.checks import check_devices, check_supported, why_fewer
+from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
 from appliance.house import House
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
@@ -24,6 +25,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
+    vouch(settings, image, hardware, report)
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
@@ -42,6 +44,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
+    vouch(settings, image, hardware, report)
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
@@ -67,9 +70,24 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
     """The machine and the model; refuses what this image cannot run on."""
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    hardware = probe(settings.data_dir, environment)
-    check_supported(image, hardware)
-    return hardware, model
+    return check_supported(settings, image, probe(settings.data_dir, environment)), model
+
+
+def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Report) -> None:
+    """Says what is odd about the machine, and lets the engine itself vouch for its GPUs: it is started for that once.
+
+    Raises GpuUnusableError when it sees none although there is one.
+    """
+    for words in hardware.gpus.warnings:
+        report.warning("hardware", words)
+    if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
+        return
+    uuids = tuple(gpu.uuid or "" for gpu in hardware.gpus.gpus)
+    cache_dir = settings.data_dir / "cache" / image.build_id
+    devices = query_devices_once(settings.engine_dir, cache_dir, driver=hardware.gpus.driver, uuids=uuids)
+    check_devices(image, hardware, devices.names, devices.said)
+    if fewer := why_fewer(hardware, devices.names):
+        report.warning("hardware", fewer)
 
 
 def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:

@@ -54,6 +54,7 @@ class EngineFacts:
     kv_types: tuple[str, ...]
     kv_pairs: tuple[tuple[str, str], ...] = ()  # pairs with fast flash attention; empty: any pair of equal types
     backends: tuple[str, ...] = ()  # file names of the loadable backends, sorted
+    split_modes: tuple[str, ...] = ()  # how it can split a model across GPUs
 
 
 def dump_facts(facts: ImageFacts | EngineFacts) -> str:

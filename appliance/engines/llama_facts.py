@@ -39,6 +39,7 @@ def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> 
         flags=parse_flags(usage),
         kv_types=parse_kv_types(usage),
         backends=backends,
+        split_modes=parse_split_modes(usage),
     )
 
 
@@ -62,3 +63,9 @@ def parse_kv_types(usage: str) -> tuple[str, ...]:
         message = "engine's --help lists no KV cache types"
         raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
     return tuple(word.strip() for word in found[1].replace("\n", " ").split(",") if word.strip())
+
+
+def parse_split_modes(usage: str) -> tuple[str, ...]:
+    """From `--split-mode {none,layer,row,tensor}`; nothing where an engine has no such flag."""
+    found = re.search(r"--split-mode \{([a-z,]+)\}", usage)
+    return tuple(found[1].split(",")) if found else ()

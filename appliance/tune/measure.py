@@ -70,6 +70,7 @@ async def measure(
     return Measurement(
         threads=plan.threads,
         ubatch=plan.ubatch,
+        variant=plan.variant,
         points=points,
         load_s=load_s,
         seconds=time.monotonic() - began,

@@ -49,7 +49,7 @@ def test_head_lengths_of_their_own(tmp_path: Path) -> None:
     assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
     windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
     assert (windowed.key_length, windowed.value_length, windowed.sliding_window) == (64, 16, 128)
-    assert windowed.cache_reason == "an upper bound: layers with a sliding window keep less"
+    assert (windowed.swa_window, windowed.cache_reason) == (None, None)  # the engine lets no llama slide
 
 
 def test_numbers_by_layer(tmp_path: Path) -> None:
