@@ -214,8 +214,13 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
-            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans of threads and ubatch"
+            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans"
         )
+        if profile and profile.prediction_error is not None and profile.allocated:
+            print(
+                f"memory was predicted {profile.prediction_error:+.1%} of the {profile.allocated.total:,.0f} MiB that the "
+                "engine allocated when it was measured"
+            )
     return 0
 
 
@@ -320,13 +325,15 @@ def _profiles(options: argparse.Namespace, settings: Settings, _: Mapping[str, s
 
 
 def _list_profiles(options: argparse.Namespace, settings: Settings, store: ProfileStore) -> int:
+    from appliance.plan import in_short
+
     found = store.all()
     if options.json:
         rows = [{"id": p.key.id, "created": p.created, "speed": p.speed, "key": p.key.parts} for p in found]
         print(json.dumps(rows, indent=1))
         return 0
     for profile in found:
-        chosen = f"{profile.plan.threads} threads, ubatch {profile.plan.ubatch}"
+        chosen = in_short(profile.plan)
         print(f"{profile.key.id}  {profile.created}  {profile.plan.alias}: {chosen}; {profile.speed}")
     if not found:
         print(f"no profiles in {settings.profiles_dir}", file=sys.stderr)

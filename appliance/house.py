@@ -304,6 +304,7 @@ class House:
             "context": self._plan.context if self._plan else None,
             "chosen": in_short(self._plan) if self._plan else None,
             "speed": self._profile.speed if self._profile else None,
+            "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and not self._measurements,
             "engine_restarts": self._supervisor.restarts,
         }

@@ -47,6 +47,10 @@ class Case:
     def name(self) -> str:
         return f"{self.shape} {self.quantization} c{self.context} {self.kv_type} u{self.ubatch}"
 
+    @property
+    def flags(self) -> dict[str, str]:
+        return {"ctx_size": str(self.context), "kv_type": self.kv_type, "ubatch": str(self.ubatch)}
+
 
 CASES = (
     Case(shape="gqa"),
@@ -106,8 +110,8 @@ def main() -> None:
     print(f"{'model, quantization, context, KV, ubatch':44} {'predicted':>9} {'allocated':>9} {'error':>7}  MiB a kind")
     with tempfile.TemporaryDirectory() as folder:
         for name, path, flags in _models(options, Path(folder)):
-            planned = _plan(facts, path, flags)
-            allocated = _allocated(options.engine_dir / "llama-server", planned, facts, Path(folder))
+            planned = planned_for(facts, path, flags)
+            allocated = allocated_by(options.engine_dir / "llama-server", planned, facts, Path(folder))
             rows.append(Row(name=name, plan=planned, allocated=allocated))
             print(_in_words(rows[-1]), flush=True)
     errors = [abs(row.error) for row in rows]
@@ -128,22 +132,21 @@ def _options() -> argparse.Namespace:
 def _models(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path, dict[str, str]]]:
     for case in CASES:
         if fnmatch.fnmatch(case.name, options.only):
-            path = write_gguf(folder / "model.gguf", _shape(case), quantization=case.quantization)
-            flags = {"ctx_size": str(case.context), "kv_type": case.kv_type, "ubatch": str(case.ubatch)}
-            yield case.name, path, flags
+            path = write_gguf(folder / "model.gguf", shape_of(case), quantization=case.quantization)
+            yield case.name, path, case.flags
     if options.model:
         for context, kv_type, ubatch in ((4096, "f16", "512"), (8192, "q8_0", "512"), (8192, "f16", "2048")):
             flags = {"ctx_size": str(context), "kv_type": kv_type, "ubatch": ubatch}
             yield f"{options.model.stem[:20]} c{context} {kv_type} u{ubatch}", options.model, flags
 
 
-def _shape(case: Case) -> Shape:
+def shape_of(case: Case) -> Shape:
     shape = SMALL[case.shape]
     layers = max(_WIDE["block_count"], shape.layers)
     return shape.changed(**{**_WIDE, "block_count": layers, "context_length": 131072, **case.changes})
 
 
-def _plan(facts: EngineFacts, path: Path, flags: dict[str, str]) -> Plan:
+def planned_for(facts: EngineFacts, path: Path, flags: dict[str, str]) -> Plan:
     image = ImageFacts(
         build_id="none", cell="none", engine="llama", engine_version="", engine_build=0, engine_commit=""
     )
@@ -151,7 +154,7 @@ def _plan(facts: EngineFacts, path: Path, flags: dict[str, str]) -> Plan:
     return plan(resolve_settings(flags, {}), image, facts, hardware, read_model(path))[0]
 
 
-def _allocated(binary: Path, planned: Plan, facts: EngineFacts, folder: Path) -> Allocated:
+def allocated_by(binary: Path, planned: Plan, facts: EngineFacts, folder: Path) -> Allocated:
     log = folder / "engine.log"
     with log.open("w") as file:
         argv = (str(binary), *arguments(planned, facts, folder / "e.sock"), "--no-warmup")

@@ -137,7 +137,7 @@ def _weights(config: Config, tensors: Iterable[Stored], trunk: int, drafts: int)
             sums["head"] += tensor.size_bytes if "lm_head." in tensor.name else 0
             continue
         is_shared = _SHARED_EXPERTS.search(tensor.name) is not None
-        is_routed = not is_shared and _EXPERTS.search(tensor.name) is not None
+        is_routed = _EXPERTS.search(tensor.name) is not None
         (experts if is_routed else dense)[number] += tensor.size_bytes
         sums["shared"] += tensor.size_bytes if is_shared else 0
     empty = [number for number in range(trunk) if not dense[number]]

@@ -274,7 +274,8 @@ def crash(first_error: str | None, log: tuple[str, ...]) -> Crash:
         ("0.01.000.000 E ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 9", 42),
         ("0.01.000.000 E alloc_tensor_range: unable to allocate CPU buffer", 42),
         (
-            "E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4692.00 MiB on device 0: cudaMalloc failed: out of memory",
+            "E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4692.00 MiB on device 0:"
+            " cudaMalloc failed: out of memory",
             41,
         ),
         ("0.01.000.000 E ggml_gallocr_reserve_n_impl: failed to allocate CUDA0 buffer of size 1179648", 41),

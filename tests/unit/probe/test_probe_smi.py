@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from appliance.probe import Gpu, GpuProbe
 from appliance.probe.smi import SmiGpu, SmiReport, disagreements, parse_smi
+from tests.fakes.machines import CARDS
 
 LOGS = Path(__file__).parents[2] / "data/nvidia-smi"
 T4_LOG = (LOGS / "tesla-t4.xml").read_text("utf-8")
@@ -66,6 +69,19 @@ def test_a_real_log_that_agrees() -> None:
 def test_other_real_logs(log: str, name: str, total_mib: int, link: tuple[int | None, int | None]) -> None:
     gpu = parse_smi((LOGS / f"{log}.xml").read_text("utf-8")).gpus[0]
     assert (gpu.name, gpu.vram_total_mib, (gpu.pcie_generation_max, gpu.pcie_width_max)) == (name, total_mib, link)
+
+
+@pytest.mark.parametrize(
+    "card", [card for card in CARDS.values() if card["source"].endswith(".xml")], ids=lambda card: card["source"]
+)
+def test_cards_that_name_a_log_are_what_it_says(card: Mapping[str, Any]) -> None:
+    root = ElementTree.fromstring((LOGS / card["source"]).read_text("utf-8"))
+    gpu = parse_smi(ElementTree.tostring(root, "unicode")).gpus[0]
+    assert (gpu.name, gpu.vram_total_mib) == (card["name"], card["memory_total"])
+    assert root.findtext("gpu/max_clocks/mem_clock") == f"{card['memory_clock']} MHz"
+    assert [gpu.pcie_generation_max, gpu.pcie_width_max] == card["pcie"]
+    limits = [element.text for element in root.iter("default_power_limit")]
+    assert f"{card['power_limit']:.2f} W" in limits
 
 
 @pytest.mark.parametrize(
