@@ -218,8 +218,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         )
         if profile and profile.prediction_error is not None and profile.allocated:
             print(
-                f"memory was predicted {profile.prediction_error:+.1%} of the {profile.allocated.total:,.0f} MiB that the "
-                "engine allocated when it was measured"
+                f"when it was measured the engine allocated {profile.allocated.total:,.0f} MiB; "
+                f"the prediction was off by {profile.prediction_error:+.1%}"
             )
     return 0
 

@@ -115,7 +115,7 @@ def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], sources:
     used = {share.id for share in found.shares}
     for device in machine.devices:
         if device.id not in used:
-            parts.append(f"{device.name} is left out: {_why_not(device, found)}")
+            parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
         if device.note:
             parts.append(f"{device.name}: {device.note}")
     speed = placed.speed

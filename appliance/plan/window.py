@@ -1,7 +1,7 @@
 """How large the context is and in which type it is kept, and so where the layers lie: pure.
 
 Memory carries a context in many ways: more of it is paid for with layers, or experts, that leave the GPU. So the window
-is the largest whose predicted job is not much slower than the fastest plan's; on the CPU alone that is what fits.
+is the largest whose predicted job is not much slower than with a small one; on the CPU alone that is what fits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Literal
 
 from appliance.plan.memory import CONTEXT_STEP, padded
 from appliance.plan.placement import Machine, Placed, Work, place
-from appliance.plan.speed import PS
 
 Aim = Literal["balanced", "speed", "context"]
 SPEED_KEPT: Mapping[Aim, float] = {"balanced": 0.7, "speed": 0.97, "context": 0.0}
@@ -28,7 +27,6 @@ class Window:
     context: int
     placed: Placed
     carried: Mapping[str, int]  # tokens, by type of the cache
-    fastest_s: float  # the chat job at a small context
     larger: Mapping[str, float]  # seconds of that job with twice the context, by type that can carry it
 
 
@@ -44,13 +42,13 @@ def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None
     """None when not even the smallest window fits, or the one that was asked for."""
     at = _Asked(work, machine)
     small = min(wanted.tokens, SMALL_CONTEXT)
-    fast = [placed for kind in wanted.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))]
+    # Each type by its own speed: that a smaller one is read faster is no reason against an exact one.
+    fast = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
     if not fast:
         return None
-    fastest = min(placed.cost for placed in fast)
     share = SPEED_KEPT[wanted.aim]
-    limit = fastest / share if share else float("inf")
-    carried = {kind: at.most(kind, wanted.tokens, limit) for kind in wanted.kinds}
+    limits = {kind: cost / share if share else float("inf") for kind, cost in fast.items()}
+    carried = {kind: at.most(kind, wanted.tokens, limits[kind]) if kind in limits else 0 for kind in wanted.kinds}
     kind = _kind(wanted, carried, at)
     context = wanted.tokens if wanted.is_asked else min(carried[kind], wanted.tokens)
     placed = at(kind, context) if context else None
@@ -62,7 +60,6 @@ def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None
         context=context,
         placed=placed,
         carried=carried,
-        fastest_s=fastest / PS,
         larger={kind: placed.speed.job_s for kind in wanted.kinds if (placed := at(kind, larger))},
     )
 
