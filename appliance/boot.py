@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.checks import check_supported
+from appliance.checks import check_engine, check_supported
 from appliance.errors import ConfigError
 from appliance.house import House
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
@@ -66,6 +66,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
     """The machine and the model; refuses what this image cannot run on."""
+    check_engine(image)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     hardware = probe(settings.data_dir, environment)
     check_supported(image, hardware)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from appliance.errors import GpuUnusableError
+from appliance.errors import ConfigError, GpuUnusableError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Hardware
+
+SERVED_ENGINES = ("llama",)
+
+
+def check_engine(image: ImageFacts) -> None:
+    """Raises ConfigError for an image whose engine this appliance cannot start."""
+    if image.engine not in SERVED_ENGINES:
+        message = f"the engine of this image cannot be served yet: {image.engine} {image.engine_version} ({image.cell})"
+        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED_ENGINES)}: python -m images select")
 
 
 def check_supported(image: ImageFacts, hardware: Hardware) -> None:
