@@ -283,7 +283,7 @@ def _facts(cell: Cell) -> ImageFacts:
         engine_build=engine.build or 0,  # releases without such a number
         engine_commit=engine.commit,
         cuda=cell.target.cuda,
-        sm=(cell.target.sm,) if cell.target.sm else (),
+        sm=(cell.sm_form.form,) if cell.sm_form else (),  # the form: a 120a runs on no other chip
         driver_floor_sass=floors.sass if floors else None,
         driver_floor_ptx=floors.ptx if floors else None,
         cpu_variants=cell.cpu_variants,

@@ -362,6 +362,8 @@ def check_image_facts(evidence: Evidence) -> Check:
     label = evidence.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
     wrong += _floors(evidence, facts)
+    form = {evidence.cell.sm_form.form} if evidence.cell.sm_form else set()
+    wrong += _difference("its machine code is not of this form", form ^ set(facts.sm))
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
         "commit", {facts.engine_commit} - {cell.engine.commit}
     )
@@ -372,7 +374,7 @@ def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
     """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
     said = {
         "io.appliance.cuda": facts.cuda,
-        "io.appliance.sm": ",".join(facts.sm) or None,
+        "io.appliance.sm": evidence.cell.target.sm,
         "io.appliance.driver.floor.sass": facts.driver_floor_sass,
         "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
     }

@@ -1,4 +1,4 @@
-"""nvcc's own output for every SM of CUDA 12.4 and 13, read by the gate: what runs natively where, and what is caught."""
+"""nvcc's own output for every SM of CUDA 12.4 and 13, read by the gate: what runs natively where, what is caught."""
 
 from __future__ import annotations
 

@@ -169,7 +169,8 @@ def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell
         assert "NVIDIA_" not in files["Dockerfile"]
         return
     assert (facts.driver_floor_sass, facts.driver_floor_ptx) == (floors.sass, floors.ptx)
-    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.target.sm,))
+    assert any_cell.sm_form
+    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.sm_form.form,))
     assert labels["io.appliance.driver.floor.sass"] == floors.sass
     assert labels["io.appliance.driver.floor.ptx"] == floors.ptx
     ptx = any_cell.sm_form.ptx if any_cell.sm_form else ()

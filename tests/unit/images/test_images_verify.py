@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import EngineFacts, ImageFacts, dump_facts
+from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
 from images import debian, docker, gate, matrix, render, verify
 from images.errors import BuildError
 from images.matrix import Cell
@@ -195,6 +195,11 @@ def _wrong_floor(evidence: Evidence) -> Evidence:
     return _label("io.appliance.driver.floor.sass", "580")(evidence)
 
 
+def _foreign_form(evidence: Evidence) -> Evidence:
+    facts = parse_image_facts(evidence.tree.files[IMAGE_PATH].content.decode())
+    return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(evidence)
+
+
 ENGINE_FACTS = EngineFacts(version="0.5.0-dev", build=11312, commit="0c1e57098", flags=("--help",), kv_types=("f16",))
 ENGINE_PATH = "opt/appliance/engine_facts.json"
 IMAGE_PATH = "opt/appliance/image_facts.json"
@@ -304,6 +309,7 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_image_facts, _label("io.appliance.build-id", "c" * 32), "build id is not the label's"),
     (verify.check_image_facts, _wrong_floor, "floor.sass: None, the label says 580"),
     (verify.check_image_facts, _label("io.appliance.sm", "90"), "io.appliance.sm: None, the label says 90"),
+    (verify.check_image_facts, _foreign_form, "its machine code is not of this form: 120a"),
     (verify.check_labels, _wrong_floor, "io.appliance.driver.floor.sass: 580"),
     (verify.check_image_facts, _file(IMAGE_PATH, content=b"\xff"), ""),
     (verify.check_volume, _file("data", kind="folder", mode=0o755), "0o755"),
