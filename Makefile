@@ -1,5 +1,5 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
-# Variables that may be given: CA_BUNDLE (behind an intercepting proxy), BASE (another base image), PYTHON.
+# Variables that may be given: CA_BUNDLE (behind an intercepting proxy), BASE (another base image), DEBIAN_MIRROR, PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,6 +7,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
+# Where Debian's packages come from, when not from the base's own sources: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
+DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
 CELL ?= llama-cpu
@@ -19,6 +21,9 @@ COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
+MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
+# The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
+TRIXIE := debian:trixie-slim
 FETCH := $(PY) -m images fetch demo $(CA)
 # The tags that `image` made, one a line.
 BUILT := .make/built
@@ -67,7 +72,7 @@ docker:
 
 image: docker venv ## build the image, or reuse it
 	@mkdir -p $(dir $(BUILT))
-	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(CA) | tee -a $(BUILT)
+	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(MIRROR) $(CA) | tee -a $(BUILT)
 	@sort -u -o $(BUILT) $(BUILT)
 
 model: venv ## fetch the demo model
@@ -85,7 +90,7 @@ lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/hadolint images/rendered/*/Dockerfile
+	.venv/bin/hadolint images/rendered/*/Dockerfile images/models/Dockerfile images/scanner/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
@@ -103,7 +108,11 @@ drift: venv ## rendered files are what the matrix says
 unit: venv ## no engine, no network, no GPU
 	$(PY) -m pytest tests/unit
 
-integration: image model ## real processes, and real containers of the built image
+.PHONY: trixie
+trixie: docker
+	@docker image inspect $(TRIXIE) >/dev/null 2>&1 || docker pull --quiet $(TRIXIE) || echo "skipped: what is tested on $(TRIXIE)"
+
+integration: image model trixie ## real processes, and real containers of the built image
 	$(PY) -m pytest tests/integration
 
 verify: image ## prove what is inside the built image

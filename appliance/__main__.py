@@ -442,10 +442,12 @@ def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, st
 def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str]) -> int:
     from pathlib import Path
 
-    from appliance.engines.llama_facts import query_facts
+    from appliance.engines import llama_facts, vllm_facts
     from appliance.image_facts import dump_facts
 
-    Path(options.out).write_text(dump_facts(query_facts(Path(options.bin))), encoding="utf-8")
+    binary = Path(options.bin)
+    query_facts = vllm_facts.query_facts if binary.name == "vllm" else llama_facts.query_facts
+    Path(options.out).write_text(dump_facts(query_facts(binary)), encoding="utf-8")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.checks import check_devices, check_supported, why_fewer
+from appliance.checks import check_devices, check_engine, check_supported, why_fewer
 from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
 from appliance.house import House
@@ -69,6 +69,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
     """The machine and the model; refuses what this image cannot run on."""
+    check_engine(image)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     return check_supported(settings, image, probe(settings.data_dir, environment)), model
 

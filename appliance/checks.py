@@ -8,7 +8,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from appliance.errors import CpuUnsupportedError, DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
+from appliance.errors import (
+    ConfigError,
+    CpuUnsupportedError,
+    DriverTooOldError,
+    FatalError,
+    GpuUnusableError,
+    NoKernelError,
+)
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
@@ -28,6 +35,15 @@ VARIANT_NEEDS = {
     "armv8.2_1": frozenset({"asimd", "asimddp"}),
     "armv8.2_2": frozenset({"asimd", "asimddp", "asimdhp"}),
 }
+
+SERVED_ENGINES = ("llama",)
+
+
+def check_engine(image: ImageFacts) -> None:
+    """Raises ConfigError for an image whose engine this appliance cannot start."""
+    if image.engine not in SERVED_ENGINES:
+        message = f"the engine of this image cannot be served yet: {image.engine} {image.engine_version} ({image.cell})"
+        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED_ENGINES)}: python -m images select")
 
 
 def runs_on(form: str, sm: str) -> bool:

@@ -223,7 +223,8 @@ def check(cells: Iterable[Cell], known: Facts | None = None) -> None:
     for cell in cells:
         for platform in cell.platforms:
             _check_base(cell, platform)
-            _check_variants(cell, platform)
+            if cell.engine.is_compiled:
+                _check_variants(cell, platform)
             for refusal in cell_refusals(cell, platform, known):
                 raise _refused(cell.id, refusal)
 
@@ -233,7 +234,9 @@ def refuse_unresolved(cell: Cell) -> None:
     image = cell.toolkit.image if cell.toolkit else None
     if image and image.digest is None:
         message = f"cell {cell.id} cannot be built: the image of its CUDA toolkit has no digest yet: {image.image}"
-        raise BuildError(message, hint="python -m images lock --bases asks a registry for it")
+        raise BuildError(
+            message, hint="python -m images lock --bases asks a registry; --toolkit-image takes one that is here"
+        )
 
 
 def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refusal]:

@@ -248,6 +248,26 @@ def _run_to_end(container: Container) -> Finished:
     return Finished(code=code, lines=tuple(text.splitlines()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a registry has under a name."""
+
+    digest: str  # of the index, where there is one
+    platforms: tuple[str, ...] | None  # the engine does not say it of a single OCI manifest
+
+
+def query_registry(reference: str, *, timeout_s: float) -> Published:
+    """Asked through the engine, which knows how to reach it. BuildError when none answers or it has no such image."""
+    try:
+        found = docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        message = f"no registry gives the digest of {reference}: {error}"
+        raise BuildError(message, hint="is the name right, and does `docker pull` reach the registry?") from error
+    said = found.attrs["Platforms"]
+    platforms = None if said is None else tuple(f"{each['os']}/{each['architecture']}" for each in said)
+    return Published(digest=found.id, platforms=platforms)
+
+
 def registry_has(reference: str, *, timeout_s: float) -> bool:
     """Whether a registry, asked through the engine, knows this reference; False also when none answers in time."""
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from images import compat
 from images.compat import Facts
@@ -18,6 +18,7 @@ from images.matrix import Cell, Matrix, Platform, near_miss
 
 SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
 NO_DEVICES = "no devices were found"
+DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,10 @@ class Choice:
     runners_up: tuple[Loser, ...]
 
 
-def choose(matrix: Matrix, machine: Machine, known: Facts | None = None) -> Choice:
-    """MatrixError, saying what would help, when no cell fits."""
+def choose(matrix: Matrix, machine: Machine, known: Facts | None = None, *, engine: str = DEFAULT_ENGINE) -> Choice:
+    """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
     known = known or compat.facts()
+    matrix = of_engine(matrix, engine)
     fitting = [cell for cell in matrix.cells if _unfit(cell, machine, known) is None]
     if not fitting:
         raise _nothing_fits(matrix, machine, known)
@@ -62,6 +64,14 @@ def choose(matrix: Matrix, machine: Machine, known: Facts | None = None) -> Choi
         if cell is not best
     ]
     return Choice(cell=best.id, tag=best.tag, why=_praise(best, machine, known), runners_up=tuple(losers))
+
+
+def of_engine(matrix: Matrix, engine: str) -> Matrix:
+    """UsageError, with the near miss, for an engine that the matrix does not have."""
+    if engine not in matrix.engines:
+        message = f"no such engine: {engine}"
+        raise UsageError(message, hint=near_miss(engine, matrix.engines) or f"known are {', '.join(matrix.engines)}")
+    return replace(matrix, cells=tuple(cell for cell in matrix.cells if cell.engine.name == engine))
 
 
 def parse_gpu(name: str, known: Facts | None = None) -> Gpu:

@@ -233,7 +233,7 @@ def test_a_wrong_list_of_gaps_is_refused(text: str) -> None:
         ("libnccl.so.2", True),
         ("libnvrtc-builtins.so.13.0", True),
         ("libggml-cuda.so", False),
-        ("libtorch_cuda.so", False),
+        ("libtorch_cuda.so", True),
         ("_vllm_fa2_C.abi3.so", False),
     ],
 )

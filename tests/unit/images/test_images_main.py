@@ -77,6 +77,11 @@ def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.Captur
     assert "--out names one file" in capsys.readouterr().err
 
 
+def test_a_mirror_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--debian-mirror", "mirror"]) == 2
+    assert "--debian-mirror is no address of a mirror: mirror" in capsys.readouterr().err
+
+
 def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "--debian", "dev"]) == 2
     assert "takes no names: dev" in capsys.readouterr().err

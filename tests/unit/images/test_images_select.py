@@ -46,8 +46,30 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
     choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform))
     assert choice.cell == cell
     assert choice.tag == f"appliance:{cell}"
-    assert {loser.cell for loser in choice.runners_up} == set(CELLS) - {cell}
+    assert {loser.cell for loser in choice.runners_up} == {each for each in CELLS if each.startswith("llama-")} - {cell}
     assert all(loser.why for loser in choice.runners_up)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "cell"),
+    [
+        ("T4", "linux/amd64", "vllm-cu130-sm75"),
+        ("H200", "linux/amd64", "vllm-cu130-sm90"),
+        ("GB10", "linux/arm64", "vllm-cu130-sm121"),
+    ],
+)
+def test_the_other_engine_is_asked_for_by_name(name: str, platform: Platform, cell: str) -> None:
+    choice = select.choose(LOADED, _machine(name, driver="580.95.05", platform=platform), engine="vllm")
+    assert choice.cell == cell
+    assert all(loser.cell.startswith("vllm-") for loser in choice.runners_up)
+
+
+def test_an_engine_that_is_not_there_and_one_without_a_cell_are_refused() -> None:
+    with pytest.raises(UsageError, match="no such engine: vlm") as caught:
+        select.choose(LOADED, _machine("T4"), engine="vlm")
+    assert caught.value.hint == "perhaps you meant vllm"
+    with pytest.raises(MatrixError, match="no image fits a machine without a GPU"):
+        select.choose(LOADED, _machine(), engine="vllm")
 
 
 def test_runners_up_say_why_they_lost() -> None:
@@ -91,19 +113,20 @@ def test_what_is_chosen_runs(machine: Machine) -> None:
         assert machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(floors.sass)
 
 
-@given(machine=MACHINES)
-def test_nothing_is_refused_that_fits(machine: Machine) -> None:
+@given(machine=MACHINES, engine=st.sampled_from(["llama", "vllm"]))
+def test_nothing_is_refused_that_fits(machine: Machine, engine: str) -> None:
     fits = [
         cell
         for cell in LOADED.cells
         if machine.gpus
+        and cell.engine.name == engine
         and machine.platform in cell.platforms
         and cell.sm_form
         and all(compat.runs_on(cell.sm_form.form, gpu.sm) for gpu in machine.gpus)
         and (machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(_sass(cell.id)))
     ]
     if fits:
-        assert select.choose(LOADED, machine).cell in {cell.id for cell in fits}
+        assert select.choose(LOADED, machine, engine=engine).cell in {cell.id for cell in fits}
 
 
 @pytest.mark.parametrize(
