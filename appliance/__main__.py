@@ -12,12 +12,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
-from appliance.errors import ConfigError, EngineError, FatalError, UsageError
+from appliance.errors import FatalError, UsageError
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 
 if TYPE_CHECKING:
     from appliance.probe import Hardware
-    from appliance.profile import ProfileStore
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -82,7 +81,7 @@ def _parser() -> tuple[_Parser, list[str]]:
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),
         ("doctor", _doctor, "check everything that a start looks at, and say what to do"),
-        ("profiles", _profiles, "list, show, export or import what was found before"),
+        ("profiles", _profiles, "list, show, compare, move, pin or forget what was found before"),
         ("models", _models, "list, add or remove models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
@@ -137,9 +136,10 @@ def _add_doctor(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_profiles(verb: argparse.ArgumentParser) -> None:
-    actions = ("list", "show", "export", "import")
+    actions = ("list", "show", "diff", "export", "import", "pin", "unpin", "forget")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
     verb.add_argument("id", nargs="?", metavar="ID", help="of a profile, or the beginning of it")
+    verb.add_argument("other", nargs="?", metavar="ID", help="with diff: another one, instead of this machine's key")
     _add_json(verb)
 
 
@@ -301,57 +301,24 @@ def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
     return "\n".join(lines)
 
 
-def _profiles(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
-    from appliance.profile import ProfileStore, dump_profile
-
-    store = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr))
-    if options.action == "list":
-        return _list_profiles(options, settings, store)
-    if options.action == "import":
-        return _import_profile(settings, store)
-    if not options.id:
-        message = f"profiles {options.action} needs an id"
-        raise UsageError(message, hint="`appliance profiles list` shows what is there")
-    profile = store.find(options.id)
-    if options.action == "export" or options.json:
-        print(dump_profile(profile), end="")
-    else:
-        from appliance.plan import explain
-
-        parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
-        print(f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n\nmeasured {profile.created}")
-        print(_indented("\n".join(measurement.in_words() for measurement in profile.measurements)))
-    return 0
-
-
-def _list_profiles(options: argparse.Namespace, settings: Settings, store: ProfileStore) -> int:
-    from appliance.plan import in_short
-
-    found = store.all()
-    if options.json:
-        rows = [{"id": p.key.id, "created": p.created, "speed": p.speed, "key": p.key.parts} for p in found]
-        print(json.dumps(rows, indent=1))
-        return 0
-    for profile in found:
-        chosen = in_short(profile.plan)
-        print(f"{profile.key.id}  {profile.created}  {profile.plan.alias}: {chosen}; {profile.speed}")
-    if not found:
-        print(f"no profiles in {settings.profiles_dir}", file=sys.stderr)
-    return 0
-
-
-def _import_profile(settings: Settings, store: ProfileStore) -> int:
-    from appliance.profile import parse_profile
+def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.boot import query_key
+    from appliance.profile import ProfileStore
+    from appliance.profile.verbs import Desk, answer
     from appliance.volume import open_volume
 
-    try:
-        profile = parse_profile(sys.stdin.read())
-    except ValueError as error:
-        message = f"profile cannot be imported: {error}"
-        raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
-    open_volume(settings.data_dir)
-    store.save(profile)
-    print(f"{profile.key.id}: used by the next start whose model, machine, image and settings are the same")
+    desk = Desk(
+        store=ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr)),
+        folder=str(settings.profiles_dir),
+        this_key=lambda: query_key(settings, environment),
+        writable=lambda: open_volume(settings.data_dir),
+        read_input=lambda: sys.stdin.read(),
+        as_json=options.json,
+    )
+    told = answer(options.action, [id for id in (options.id, options.other) if id], desk)
+    print(told.note, end="", file=sys.stderr)
+    if told.text:
+        print(told.text)
     return 0
 
 
@@ -453,9 +420,8 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
 
 def _show(error: FatalError) -> None:
     """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
-    if isinstance(error, EngineError):
-        for line in error.log[-40:]:
-            print(f"  | {line}", file=sys.stderr)
+    for line in error.log[-40:]:
+        print(f"  | {line}", file=sys.stderr)
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"\nhint: {error.hint}", file=sys.stderr)

@@ -12,7 +12,7 @@ from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, p
 from appliance.model import Model, digest, read_model, resolve_model
 from appliance.plan import Plan, plan
 from appliance.probe import Hardware, probe
-from appliance.profile import Profile, ProfileStore, make_key
+from appliance.profile import Key, Profile, ProfileStore, make_key
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
@@ -65,6 +65,13 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[P
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).peek(key)
+
+
+def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
+    """Of the profile that a start here would want."""
+    image, _ = load_facts(settings)
+    hardware, model = look(settings, environment, image)
+    return make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
 
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:

@@ -23,3 +23,5 @@ class Command:
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
     stall_timeout_s: float = 120.0  # not ready, no line in the log and no CPU time used for this long
     stop_grace_s: float = 2.0  # between SIGTERM and SIGKILL
+    # How many processes of our control group the kernel's memory killer has ended so far; None: it cannot be known.
+    oom_kills: Callable[[], int | None] | None = None

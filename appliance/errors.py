@@ -27,14 +27,18 @@ from __future__ import annotations
 
 
 class FatalError(Exception):
-    """Ends the program with `exit_code`; the message has no final period and the value stands after the colon."""
+    """Ends the program with `exit_code`; the message has no final period and the value stands after the colon.
+
+    `log`: where an engine's ending told of it, its last lines, oldest first, so that the cause can be shown.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.log = log
 
 
 class UsageError(FatalError):
@@ -74,13 +78,26 @@ class DownloadError(FatalError):
 
 
 class EngineError(FatalError):
-    """An ending of the engine. `log` holds its last lines, oldest first, so that the cause can be shown."""
+    """An ending of the engine that another plan may mend; a model, a GPU or a CPU that will not do is none.
+
+    `was_memory`: memory ran out, by the log or by the kernel's count, also while serving: only then a smaller plan
+    helps. `needed_mib`: the size of the buffer that was refused, where the log tells it; at most so much was missing.
+    """
 
     exit_code = 43
 
-    def __init__(self, message: str, *, hint: str | None = None, log: tuple[str, ...] = ()) -> None:
-        super().__init__(message, hint=hint)
-        self.log = log
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        log: tuple[str, ...] = (),
+        was_memory: bool = False,
+        needed_mib: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, log=log)
+        self.was_memory = was_memory
+        self.needed_mib = needed_mib
 
 
 class EngineArgumentsError(EngineError):

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
-from appliance.engines.llama_server import Allocated, as_error, command, is_worth_showing, parse_allocated
+from appliance.engines.endings import as_error
+from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short, nearest, refine
-from appliance.probe import Hardware
+from appliance.probe import Hardware, count_oom_kills
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
@@ -73,6 +74,9 @@ class House:
         """What was measured, within what this start plans: the memory that is free may be another by now."""
         self._profile = profile
         chosen = as_measured(nearest(plans, profile.plan), profile.plan)
+        if (build := profile.key.parts.get("build")) != self._image.build_id:
+            words = f"profile {profile.key.id} is pinned: used although build: {build} -> {self._image.build_id}"
+            self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
         if (chosen.context, chosen.kv_type) != (profile.plan.context, profile.plan.kv_type):
             then = f"{profile.plan.context:,} tokens at {profile.plan.kv_type}"
@@ -99,6 +103,7 @@ class House:
             socket_path=self._socket,
             cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
+            oom_kills=count_oom_kills,
         )
 
     @property
@@ -151,7 +156,12 @@ class House:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             allocated=tuned.chosen.allocated,
         )
-        store.save(self._profile)
+        is_kept = store.save(self._profile)
+        pinned = store.pinned(key)
+        if not is_kept or pinned is not None:
+            which = pinned.key.id if pinned else key.id
+            words = f"profile {which} is pinned and stays the one that is used; `appliance profiles unpin` ends that"
+            self._report.warning("profile_pinned", words, profile=which)
         words = f"chose {in_short(tuned.plan)} in {tuned.seconds:.0f} s: {speed}"
         self._report.info("tuned", words, profile=key.id, stopped_by=tuned.stopped_by)
         return self._profile
@@ -253,7 +263,7 @@ class House:
         return read_or_make_key(self._settings.key_path)
 
     async def serve(self) -> None:
-        """Waits until the engine answers, then until it is given up. Raises EngineError in the second case."""
+        """Waits until the engine answers, then until it is given up. Raises the error of its ending then."""
         crash = await self._supervisor.wait_ready()
         if crash is not None:
             raise as_error(crash)

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from appliance.command import Command, Readiness
-from appliance.errors import (
-    EngineArgumentsError,
-    EngineDiedError,
-    EngineError,
-    EngineGpuMemoryError,
-    EngineHostMemoryError,
-    EngineLibraryError,
-    EngineNotReadyError,
-)
+from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 
@@ -107,7 +98,14 @@ def has_gpu_backend(facts: EngineFacts) -> bool:
 
 
 def command(
-    plan: Plan, facts: EngineFacts, *, engine_dir: Path, socket_path: Path, cache_dir: Path, stall_timeout_s: float
+    plan: Plan,
+    facts: EngineFacts,
+    *,
+    engine_dir: Path,
+    socket_path: Path,
+    cache_dir: Path,
+    stall_timeout_s: float,
+    oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     return Command(
@@ -116,6 +114,7 @@ def command(
         is_ready=_health(socket_path),
         socket_path=socket_path,
         stall_timeout_s=stall_timeout_s,
+        oom_kills=oom_kills,
     )
 
 
@@ -175,67 +174,6 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
 def is_worth_showing(line: str) -> bool:
     """Warnings and errors of the engine; the rest is kept for a crash and not repeated in our log."""
     return (bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")) and _NOT_OURS not in line
-
-
-_ENDINGS: tuple[tuple[re.Pattern[str], type[EngineError], str], ...] = (
-    (
-        re.compile(r"error while loading shared libraries|cannot open shared object file", re.I),
-        EngineLibraryError,
-        "the image is damaged or was changed; pull or build it again",
-    ),
-    (
-        # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
-        re.compile(r"invalid argument: |unknown argument|error while handling argument|unsupported cache type", re.I),
-        EngineArgumentsError,
-        "see `appliance plan --dry-run` for the command line",
-    ),
-    (
-        # Words of ggml-cuda.cu, ggml-alloc.c and the CUDA runtime; "out of memory" without them is the host's.
-        re.compile(
-            r"cudaMalloc failed: out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
-            r"|(failed to allocate|unable to allocate) CUDA\d+ buffer",
-            re.I,
-        ),
-        EngineGpuMemoryError,
-        "use a smaller --ctx-size or --gpu-layers, a larger --n-cpu-moe, or end what else holds the GPU's memory",
-    ),
-    (
-        re.compile(r"bad_alloc|failed to allocate|unable to allocate|cannot allocate memory|out of memory", re.I),
-        EngineHostMemoryError,
-        "give the container more memory, or use a smaller --ctx-size or model",
-    ),
-)
-
-
-class Ending(Protocol):
-    """What a supervisor tells of an engine that ended."""
-
-    @property
-    def first_error(self) -> str | None: ...
-    @property
-    def log(self) -> tuple[str, ...]: ...
-    @property
-    def was_ready(self) -> bool: ...
-    @property
-    def stalled(self) -> bool: ...
-    def describe(self) -> str: ...
-
-
-def as_error(ending: Ending, *, served: bool = False) -> EngineError:
-    """Which error an ending is; `served` when the engine had been ready before, if not this time.
-
-    Only words decide: a time-out or a bad flag is never called memory.
-    """
-    message, log = f"engine {BINARY} {ending.describe()}", ending.log
-    first_error = None if ending.stalled else ending.first_error  # whatever it said, the stall timer ended it
-    if ending.was_ready or served:
-        return EngineDiedError(
-            message, hint="its last lines are above; a restart policy starts the container again", log=log
-        )
-    for pattern, kind, hint in _ENDINGS:
-        if first_error and pattern.search(first_error):
-            return kind(message, hint=hint, log=log)
-    return EngineNotReadyError(message, hint="its last lines are above", log=log)
 
 
 def _health(socket_path: Path) -> Readiness:

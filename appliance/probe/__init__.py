@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from appliance.probe.cgroup import query_oom_kills
 from appliance.probe.hardware import (
     Cpu,
     Gpu,
@@ -36,12 +37,18 @@ __all__ = [
     "Speeds",
     "Volume",
     "as_document",
+    "count_oom_kills",
     "fingerprint",
     "probe",
 ]
 
 SPEEDS_FOLDER = "profiles"  # on the volume
 _ROOT = Path("/")
+
+
+def count_oom_kills() -> int | None:
+    """How many processes of our control group a memory killer has ended so far; None where nobody counts."""
+    return query_oom_kills(_ROOT)
 
 
 def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:

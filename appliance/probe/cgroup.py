@@ -110,6 +110,25 @@ def query_limits(root: Path) -> Limits:
     )
 
 
+def query_oom_kills(root: Path) -> int | None:
+    """How many processes of this process's group a memory killer has ended; None where nobody counts.
+
+    Version 2 counts groups below too, version 1 the group alone; both count a kill for the whole machine's sake.
+    """
+    paths = parse_membership(_text(root / "proc/self/cgroup"))
+    for mount in parse_mountinfo(_text(root / "proc/self/mountinfo")):
+        if mount.controllers is None:
+            file, path = "memory.events", paths.get("", "/")
+        elif "memory" in mount.controllers:
+            file, path = "memory.oom_control", paths.get("memory", "/")
+        else:
+            continue
+        own = next(_levels(root, mount, path))
+        if (kills := parse_stat(_text(own / file)).get("oom_kill")) is not None:
+            return kills
+    return None
+
+
 def _levels(root: Path, mount: Mount, path: str) -> Iterator[Path]:
     """The folders from the process's own group up to the root of the mount."""
     top = root / mount.path.lstrip("/")

@@ -53,6 +53,8 @@ class Child:
         self._seconds: float | None = None
         self._loop = asyncio.get_running_loop()
         self._socket_path = command.socket_path
+        self._count_oom_kills = command.oom_kills or (lambda: None)
+        self._oom_kills_before = self._count_oom_kills()
         self._is_closed = False
         _free(command.socket_path)
         tag = secrets.token_hex(8)
@@ -126,7 +128,12 @@ class Child:
             stalled=stalled,
             seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
             stopped=stopped,
+            oom_kills=self._oom_kills(),
         )
+
+    def _oom_kills(self) -> int | None:
+        before, after = self._oom_kills_before, self._count_oom_kills()
+        return None if before is None or after is None else after - before
 
     def _open_pidfd(self) -> int:
         try:

@@ -12,6 +12,8 @@ SIGNAL_WORDS = {
     signals.SIGSEGV: "segmentation fault",
     signals.SIGKILL: "sent from outside: it may be the kernel's memory killer",
 }
+BY_MEMORY_KILLER = "by the kernel's memory killer"
+NOT_BY_MEMORY_KILLER = "sent from outside, and not by the kernel's memory killer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class Crash:
     seconds: float
     stopped: bool = False  # not a crash at all: stop() was called before it was ready
     not_executed: bool = False  # `first_error` says why
+    # Processes of our control group that the kernel's memory killer ended meanwhile; None: it cannot be known.
+    oom_kills: int | None = None
 
     def describe(self) -> str:
         """One sentence without a subject and without a final period: "exited with code 1 before it was ready: …"."""
@@ -46,16 +50,18 @@ class Crash:
         if self.stalled:
             return f"made no progress (no log line, no CPU time) and was killed {self.seconds:.1f} s after its start,"
         if self.signal is not None:
-            return f"was killed by {_signal_in_words(self.signal)}"
+            return f"was killed by {_signal_in_words(self.signal, self.oom_kills)}"
         if self.exit_code is not None:
             return f"exited with code {self.exit_code}"
         return "did not end even after SIGKILL"
 
 
-def _signal_in_words(number: int) -> str:
+def _signal_in_words(number: int, oom_kills: int | None) -> str:
     try:
         known = signals.Signals(number)
     except ValueError:
         return f"signal {number}"
     words = SIGNAL_WORDS.get(known)
+    if known is signals.SIGKILL and oom_kills is not None:
+        words = BY_MEMORY_KILLER if oom_kills else NOT_BY_MEMORY_KILLER
     return f"{known.name} ({words})" if words else known.name

@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 
 from appliance.command import Command
-from appliance.engines.llama_server import as_error, parse_allocated
-from appliance.errors import EngineError, EngineNotReadyError
+from appliance.engines.endings import as_error
+from appliance.engines.llama_server import parse_allocated
+from appliance.errors import EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.supervisor import Supervisor
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, middle_depth
@@ -43,7 +44,7 @@ async def measure(
     at: tuple[int, ...] | None,
     tell: Callable[[Step], None],
 ) -> Measurement:
-    """One start, two or three depths. Raises EngineError, with the engine's log, when it fails on the way.
+    """One start, two or three depths. Raises what `as_error` makes of it when it fails on the way.
 
     `at` are the depths of the plans measured before, so that all are compared at the same; None lets this plan choose
     the deep one by its own prefill speed and `left_s`.
@@ -208,7 +209,7 @@ def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
     )
 
 
-async def _cause(supervisor: Supervisor, seen: EngineError) -> EngineError:
+async def _cause(supervisor: Supervisor, seen: FatalError) -> FatalError:
     """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
     try:
         async with asyncio.timeout(DEATH_S):

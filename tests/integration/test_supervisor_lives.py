@@ -162,6 +162,18 @@ async def test_restarts_are_exhausted(restarting: Supervisor, make_command: Make
     assert len(pids) == QUICK.max_in_row + 1
 
 
+@pytest.mark.parametrize(("counts", "found"), [((3, 4), 1), ((3, 3), 0), ((None, 4), None), ((3, None), None)], ids=str)
+async def test_memory_kills_are_counted_from_start_to_end(
+    supervisor: Supervisor, make_command: MakeCommand, counts: tuple[int | None, int | None], found: int | None
+) -> None:
+    counter = iter(counts)
+    await started(supervisor, replace(make_command(), oom_kills=lambda: next(counter)))
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    crash = await asyncio.wait_for(supervisor.wait_failed(), 10)
+    assert (crash.signal, crash.oom_kills) == (signal.SIGKILL, found)
+
+
 async def test_healthy_time_ends_the_row(make_command: MakeCommand) -> None:
     supervisor = Supervisor(restart=Restart(max_in_row=1, backoff_s=(0.01,), healthy_after_s=0.0))
     supervisor.start(make_command())

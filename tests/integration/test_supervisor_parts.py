@@ -94,6 +94,14 @@ def test_a_line_without_end_is_cut() -> None:
             "after 2.5 s",
         ),
         (
+            Crash(exit_code=None, signal=signal.SIGKILL, first_error=None, seconds=0.1, oom_kills=1),
+            "was killed by SIGKILL (by the kernel's memory killer) before it was ready",
+        ),
+        (
+            Crash(exit_code=None, signal=signal.SIGKILL, first_error=None, seconds=0.1, oom_kills=0),
+            "was killed by SIGKILL (sent from outside, and not by the kernel's memory killer) before it was ready",
+        ),
+        (
             Crash(exit_code=None, signal=signal.SIGILL, first_error=None, seconds=0.1),
             "was killed by SIGILL (illegal instruction: this CPU lacks one that the program uses) before it was ready",
         ),

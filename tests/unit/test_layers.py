@@ -37,6 +37,7 @@ MAY_IMPORT = {
 }
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates", "appliance/tune/search",
+              "appliance/engines/endings",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),

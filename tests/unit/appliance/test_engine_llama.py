@@ -13,7 +13,6 @@ from appliance.engines.llama_fit import parse_projection, query_projections
 from appliance.engines.llama_server import (
     Allocated,
     arguments,
-    as_error,
     command,
     environment,
     is_worth_showing,
@@ -24,7 +23,6 @@ from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Memory, Placement, Plan, Projection, Share, plan
 from appliance.settings import resolve_settings
-from appliance.supervisor import Crash
 
 SOCKET = Path("/tmp/appliance-7.sock")
 VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
@@ -257,55 +255,6 @@ def test_buffers_of_gpus_and_states_are_told_apart() -> None:
 @given(st.lists(st.text(max_size=80)))
 def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
     assert parse_allocated(lines) == Allocated()
-
-
-def crash(first_error: str | None, log: tuple[str, ...]) -> Crash:
-    return Crash(exit_code=1, signal=None, first_error=first_error, log=log, seconds=1.0)
-
-
-@pytest.mark.parametrize(
-    ("first_error", "code"),
-    [
-        ("error: invalid argument: --ctx-sise", 40),
-        ('error while handling argument "-ctk": Unsupported cache type: q8', 40),
-        ("0.00.000.100 E error: unknown argument: --foo", 40),
-        ("/opt/llama/llama-server: error while loading shared libraries: libgomp.so.1: cannot open shared object", 44),
-        ("libllama.so: cannot open shared object file: No such file or directory", 44),
-        ("0.01.000.000 E ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 9", 42),
-        ("0.01.000.000 E alloc_tensor_range: unable to allocate CPU buffer", 42),
-        (
-            "E ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4692.00 MiB on device 0:"
-            " cudaMalloc failed: out of memory",
-            41,
-        ),
-        ("0.01.000.000 E ggml_gallocr_reserve_n_impl: failed to allocate CUDA0 buffer of size 1179648", 41),
-        ("E alloc_tensor_range: unable to allocate CUDA1 buffer", 41),
-        ("CUDA error: out of memory", 41),
-        ("CUDA error: an illegal memory access was encountered", 43),
-        ("E ggml_backend_cuda_init: failed to allocate context", 42),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", 42),
-        ("0.01.000.000 E llama_model_load: error loading model: tensor data is not within the file bounds", 43),
-        ("0.01.000.000 E gguf_init_from_file: read error: Invalid argument", 43),  # the kernel's words, not a bad flag
-        ("0.01.000.000 E srv  start: couldn't bind HTTP server socket", 43),
-        (None, 43),
-    ],
-)
-def test_only_words_decide_what_an_ending_is(first_error: str | None, code: int) -> None:
-    log = ("one", "two")
-    found = as_error(crash(first_error, log))
-    assert found.exit_code == code
-    assert found.log == log
-    assert found.message.startswith("engine llama-server exited with code 1 before it was ready")
-    assert found.hint
-    assert as_error(replace(crash(first_error, log), stalled=True)).exit_code == 43  # what ended it was the stall timer
-    # Whatever it said: it had been serving, this time or before.
-    assert as_error(replace(crash(first_error, log), was_ready=True)).exit_code == 45
-    assert as_error(crash(first_error, log), served=True).exit_code == 45
-
-
-@given(st.one_of(st.none(), st.text(alphabet="abcdefg :", max_size=60)))
-def test_what_is_not_understood_is_43_and_never_memory(first_error: str | None) -> None:
-    assert as_error(crash(first_error, ())).exit_code == 43
 
 
 @pytest.mark.parametrize(

@@ -175,11 +175,15 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other = shelf.folder / "of-another-appliance.json"
     other.write_text(text)
     assert shelf.store.all() == ()
-    assert shelf.store.why_unused(key(), "small.gguf") is None
-    assert other.exists()
+    assert [(found.id, found.schema) for found in shelf.store.strangers()] == [("of-another-appliance", str(schema))]
+    words = f"schema of profiles: {schema} -> 1; of-another-appliance is kept"
+    assert shelf.store.why_unused(key("b2"), "small.gguf") == words
+    assert shelf.store.why_unused(key(size=1), "small.gguf") is None
+    assert other.read_text() == text
     assert shelf.warnings == []
     assert shelf.load_bytes(text.encode()) is None
     assert f"another schema than 1: {schema}" in shelf.warnings[0]
+    assert shelf.path.with_suffix(".other-schema").read_text() == text
 
 
 def test_a_profile_for_another_key_under_this_name_is_set_aside(shelf: Shelf) -> None:

@@ -18,6 +18,7 @@ from appliance.probe.cgroup import (
     parse_mountinfo,
     parse_stat,
     query_limits,
+    query_oom_kills,
 )
 
 CGROUP = "/sys/fs/cgroup"
@@ -162,3 +163,38 @@ def test_whatever_the_kernel_says_is_no_crash(text: str) -> None:
     assert all(path for path in parse_membership(text).values())
     assert all(mount.path for mount in parse_mountinfo(text))
     assert (parse_cpu_max(text) or 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({f"{CGROUP}/memory.events": "low 0\nhigh 5\nmax 9\noom 2\noom_kill 1\noom_group_kill 0\n"}, 1),
+        ({f"{CGROUP}/memory.events": "low 0\noom_kill many\n"}, None),
+        ({f"{CGROUP}/memory.events": ""}, None),
+        ({}, None),
+    ],
+)
+def test_memory_kills_of_version_2(tmp_path: Path, files: dict[str, str], kills: int | None) -> None:
+    put(tmp_path, {"/proc/self/mountinfo": V2_MOUNT, "/proc/self/cgroup": "0::/\n", **files})
+    assert query_oom_kills(tmp_path) == kills
+
+
+def test_memory_kills_of_version_1_are_those_of_the_own_group(tmp_path: Path) -> None:
+    """Beside the empty tree of version 2 that many hosts mount too."""
+    put(
+        tmp_path,
+        {
+            "/proc/self/mountinfo": V2_MOUNT.replace(CGROUP, f"{CGROUP}/unified")
+            + v1_mount("cpu")
+            + v1_mount("memory"),
+            "/proc/self/cgroup": "4:memory:/docker/own\n1:cpu:/docker/own\n0::/\n",
+            f"{CGROUP}/memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 7\n",
+            f"{CGROUP}/memory/docker/own/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n",
+        },
+    )
+    assert query_oom_kills(tmp_path) == 2
+
+
+def test_memory_kills_of_this_machine_are_a_count_or_unknown() -> None:
+    kills = query_oom_kills(Path("/"))
+    assert kills is None or kills >= 0

@@ -1,0 +1,157 @@
+"""`appliance profiles …`: each verb as what it prints, for a reader or for a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.errors import ConfigError, UsageError
+from appliance.plan import as_document, explain
+from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile
+from appliance.profile.store import ProfileStore
+
+# Of a plan's document: what it is made of and long, or follows from the rest.
+_NOT_COMPARED = frozenset({"choices", "memory", "model_path"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`text` for standard output; `note` for people, on standard error."""
+
+    text: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desk:
+    """What the verbs work with. `this_key` looks at this machine and its model; `writable` makes sure of the volume."""
+
+    store: ProfileStore
+    folder: str
+    this_key: Callable[[], Key]
+    writable: Callable[[], None]
+    read_input: Callable[[], str]
+    as_json: bool
+
+
+def answer(action: str, ids: list[str], desk: Desk) -> Answer:
+    """Raises UsageError for ids that the verb does not take."""
+    least, most = {"list": (0, 0), "import": (0, 0), "diff": (1, 2)}.get(action, (1, 1))
+    if not least <= len(ids) <= most:
+        few = len(ids) < least
+        message = f"profiles {action} {'needs an id' if few else f'does not take so many ids: {len(ids)}'}"
+        raise UsageError(message, hint="`appliance profiles list` shows what is there")
+    verbs: dict[str, Callable[[], Answer]] = {
+        "list": lambda: _list(desk),
+        "show": lambda: _show(desk, ids[0]),
+        "export": lambda: Answer(text=dump_profile(desk.store.find(ids[0])).rstrip("\n")),
+        "import": lambda: _import(desk),
+        "diff": lambda: _diff(desk, ids),
+        "pin": lambda: _pin(desk, ids[0]),
+        "unpin": lambda: _unpin(desk, ids[0]),
+        "forget": lambda: _forget(desk, ids[0]),
+    }
+    return verbs[action]()
+
+
+def _list(desk: Desk) -> Answer:
+    found = desk.store.all()
+    strangers = desk.store.strangers()
+    note = "".join(f"{s.id}: kept for another version, schema {s.schema} and not {SCHEMA}\n" for s in strangers)
+    if desk.as_json:
+        return Answer(text=json.dumps([_row(profile, desk.store) for profile in found], indent=1), note=note)
+    if not found and not note:
+        note = f"no profiles in {desk.folder}\n"
+    return Answer(text="\n".join(_line(profile, desk.store) for profile in found), note=note)
+
+
+def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
+    is_pinned = store.is_pinned(profile.key.id)
+    row = {"id": profile.key.id, "created": profile.created, "speed": profile.speed, "key": profile.key.parts}
+    return {**row, "pinned": is_pinned}
+
+
+def _line(profile: Profile, store: ProfileStore) -> str:
+    pinned = "  pinned" if store.is_pinned(profile.key.id) else ""
+    chosen = f"{profile.plan.threads} threads, ubatch {profile.plan.ubatch}"
+    return f"{profile.key.id}  {profile.created}{pinned}  {profile.plan.alias}: {chosen}; {profile.speed}"
+
+
+def _show(desk: Desk, key_id: str) -> Answer:
+    profile = desk.store.find(key_id)
+    if desk.as_json:
+        return Answer(text=dump_profile(profile).rstrip("\n"))
+    parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
+    pinned = ", pinned" if desk.store.is_pinned(profile.key.id) else ""
+    measured = "\n".join(measurement.in_words() for measurement in profile.measurements)
+    head = f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n"
+    return Answer(text=f"{head}\nmeasured {profile.created}{pinned}\n{_indented(measured)}")
+
+
+def _import(desk: Desk) -> Answer:
+    try:
+        profile = parse_profile(desk.read_input())
+    except ValueError as error:
+        message = f"profile cannot be imported: {error}"
+        raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
+    desk.writable()
+    if not desk.store.save(profile):
+        message = f"profile cannot be imported: {profile.key.id} is there and pinned"
+        raise ConfigError(message, hint=f"`appliance profiles unpin {profile.key.id}` lets it be replaced")
+    used = "used by the next start whose model, machine, image and settings are the same"
+    return _told(desk, {"imported": profile.key.id}, f"{profile.key.id}: {used}")
+
+
+def _diff(desk: Desk, ids: list[str]) -> Answer:
+    """Of two profiles, or of one and this machine with its model: what differs, each with both values."""
+    old = desk.store.find(ids[0])
+    if len(ids) == 2:
+        new = desk.store.find(ids[1])
+        name, key = new.key.id, _changes(old.key.parts, new.key.parts)
+        plan = _changes(_compared(old), _compared(new))
+    else:
+        name, key, plan = "this machine", _changes(old.key.parts, desk.this_key().parts), {}
+    if desk.as_json:
+        return Answer(text=json.dumps({"from": old.key.id, "to": name, "key": key, "plan": plan}, indent=1))
+    lines = [f"{part}: {before} -> {after}" for part, (before, after) in key.items()]
+    lines += [f"plan.{part}: {before} -> {after}" for part, (before, after) in plan.items()]
+    return Answer(text="\n".join(lines), note="" if lines else f"{old.key.id} and {name} do not differ\n")
+
+
+def _compared(profile: Profile) -> dict[str, Any]:
+    document = {name: value for name, value in as_document(profile.plan).items() if name not in _NOT_COMPARED}
+    return {**document, "speed": profile.speed, "job_s": profile.job_s}
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """A part that one of them lacks is None there."""
+    return {n: (old.get(n), new.get(n)) for n in sorted({*old, *new}) if old.get(n) != new.get(n)}
+
+
+def _pin(desk: Desk, key_id: str) -> Answer:
+    desk.writable()
+    profile = desk.store.pin(key_id)
+    words = "pinned: never replaced, and used for its model, machine and settings whatever the image"
+    return _told(desk, {"pinned": profile.key.id}, f"{profile.key.id}: {words}")
+
+
+def _unpin(desk: Desk, key_id: str) -> Answer:
+    profile = desk.store.unpin(key_id)  # also on a full volume: it removes
+    return _told(desk, {"unpinned": profile.key.id}, f"{profile.key.id}: no longer pinned")
+
+
+def _forget(desk: Desk, key_id: str) -> Answer:
+    gone = desk.store.forget(key_id)  # also on a full volume: it is what helps there
+    row = {"forgotten": gone.id, "model": gone.alias, "was_pinned": gone.was_pinned}
+    of = f" of {gone.alias}" if gone.alias else ""
+    return _told(desk, row, f"{gone.id}{of}: forgotten{', which was pinned' if gone.was_pinned else ''}")
+
+
+def _told(desk: Desk, row: dict[str, Any], words: str) -> Answer:
+    return Answer(text=json.dumps(row) if desk.as_json else words)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
