@@ -17,6 +17,7 @@ from images.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
+FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc: why stands in it
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
 RENDER_COMMAND = "python -m images render"
@@ -97,7 +98,9 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
         locks.append(cell.toolkit.lock)
     if cell.toolkit and cell.toolkit.glibc_patch:
         patches.append(cell.toolkit.glibc_patch)
-    return (PACKAGE, LAUNCHER, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
+    is_nvcc_run = cell.toolkit is not None and cell.engine.is_compiled
+    builder = (FIXED_ADDRESSES,) if is_nvcc_run else ()
+    return (PACKAGE, LAUNCHER, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
 def _fill(cell: Cell, template: str) -> str:
