@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
@@ -33,6 +34,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
     async with house.stoppable(), house.open_gateway():
         if not house.has_engine:
+            await doubt(hardware, environment, report)
             house.launch(await house.decide(plans, key, store))
         await house.serve()
     return 0
@@ -96,6 +98,15 @@ def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Rep
     check_devices(image, hardware, devices.names, devices.said)
     if fewer := why_fewer(hardware, devices.names):
         report.warning("hardware", fewer)
+
+
+async def doubt(hardware: Hardware, environment: Mapping[str, str], report: Report) -> None:
+    """Says where nvidia-smi contradicts NVML; before measuring only, since it may take seconds."""
+    from appliance.probe.smi import cross_check  # here, since a start from a profile never needs its XML parser
+
+    found = await asyncio.to_thread(cross_check, hardware.gpus, environment)
+    for words in found.warnings[len(hardware.gpus.warnings) :]:
+        report.warning("hardware", words)
 
 
 def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:

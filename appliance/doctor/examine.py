@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from appliance.boot import load_facts
@@ -17,6 +17,7 @@ from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import Plan
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
+from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
 from appliance.settings import Settings
 
@@ -42,6 +43,7 @@ class Findings:
 def examine(settings: Settings, environment: Mapping[str, str]) -> Findings:
     """Raises nothing that a start would end with: it becomes a check."""
     hardware = probe(settings.data_dir, environment)
+    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment))
     facts = _facts(settings)
     image, engine = (None, None) if isinstance(facts, Check) else facts
     checks = [

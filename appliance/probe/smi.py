@@ -1,7 +1,8 @@
 """A second witness: `nvidia-smi -q -x`, compared with what NVML told the child.
 
 Both ask the same driver, but by two libraries that a container may have from two places. What they disagree on becomes
-a warning with both values, and NVML's reading stands. It can take seconds: `appliance probe` asks it, a start does not.
+a warning with both values, and NVML's reading stands. It can take seconds: `probe` and `doctor` ask it, a start
+only before it measures.
 """
 
 from __future__ import annotations
