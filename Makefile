@@ -16,7 +16,7 @@ CELL ?= llama-cpu
 IMAGE := appliance:$(CELL)
 VOLUME := $(or $(APPLIANCE_VOLUME),appliance)
 PROJECT := $(or $(APPLIANCE_PROJECT),appliance)
-COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml
+COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml$(if $(findstring -cu,$(CELL)), -f compose/gpu.yaml)
 # What compose writes on all that it makes: how `clean` tells ours from a volume that somebody else filled.
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
@@ -38,7 +38,10 @@ help: ## show this
 # `models add` runs in the service's own container, hardened as it is, so that compose makes the volume; it copies only
 # what is not there already, and a copy that was interrupted is refused by its sha256.
 # The id by labels: `compose ps --all` also names a container in which such a copy still runs.
+# What the machine should run is for `images select` to say; a CUDA image takes half an hour to build and is not begun unasked.
 up: docker image ## build or reuse the image, start it, wait until it is tuned, ask it a question
+	@if [ "$(origin CELL)" = file ] && command -v nvidia-smi >/dev/null && cell=$$($(PY) -m images select 2>/dev/null); then \
+	  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell#*:}" >&2; fi
 	@fetched=$$($(FETCH) --json) && \
 	read -r sha256 file < <($(PY) -c 'import json, sys; row = json.loads(sys.argv[1]); print(row["sha256"], row["file"])' "$$fetched") && \
 	$(COMPOSE) run --rm -T --no-deps appliance models add "$${file##*/}" --sha256 "$$sha256" <"$$file" && \

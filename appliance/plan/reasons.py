@@ -137,7 +137,7 @@ def _why_not(device: Device, found: Placement) -> str:
         return "nothing fits on it that pays"
     slowest = min(share.bandwidth_gb_s for share in found.shares)
     if device.bandwidth_gb_s < slowest:
-        return f"a job is faster without it, since its {device.bandwidth_gb_s:,.0f} GB/s, reckoned, would slow each layer on it"
+        return f"a job is faster without it: {device.bandwidth_gb_s:,.0f} GB/s, reckoned, would slow each layer on it"
     return "a job is faster without it"
 
 
@@ -149,8 +149,9 @@ def _holds(at: int, share: Share) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
     return (
-        f"CUDA{at} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s reckoned) holds {share.layers} layers in {m.total:,.0f} of "
-        f"{share.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, {m.compute:,.0f} buffers"
+        f"CUDA{at} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s reckoned) holds {share.layers} layers in "
+        f"{m.total:,.0f} of {share.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
+        f"{m.compute:,.0f} buffers"
     )
 
 
