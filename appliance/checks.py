@@ -16,14 +16,11 @@ from appliance.errors import (
     GpuUnusableError,
     NoKernelError,
 )
-from appliance.image_facts import ImageFacts
+from appliance.image_facts import ImageFacts, runs_on
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
 
 SELECT = "`python -m images select`"
-# Chips of Jetson and of DRIVE: machine code neither comes from another chip nor goes to one, whatever the numbers say.
-# CUDA C++ Programming Guide, 6.1.2; images/facts/nvidia.yaml has the same, and a test holds the two together.
-TEGRA = frozenset({"87", "101", "110"})
 # What the kernels of an engine's CPU variants are compiled with, as /proc/cpuinfo names it: llama.cpp build 11312,
 # ggml/src/CMakeLists.txt and ggml-cpu/arch/*/cpu-feats.cpp. A variant that is not here is not judged.
 VARIANT_NEEDS = {
@@ -44,17 +41,6 @@ def check_engine(image: ImageFacts) -> None:
     if image.engine not in SERVED_ENGINES:
         message = f"the engine of this image cannot be served yet: {image.engine} {image.engine_version} ({image.cell})"
         raise ConfigError(message, hint=f"use an image of {', '.join(SERVED_ENGINES)}: python -m images select")
-
-
-def runs_on(form: str, sm: str) -> bool:
-    """Whether machine code of a form (`80`, `90a`, `120f`) runs on the chip `sm`.
-
-    Plain and `f`: same major, equal or higher minor, never from or to a Tegra. `a`: that chip alone.
-    """
-    own = form.rstrip("af")
-    if form.endswith("a") or own in TEGRA or sm in TEGRA:
-        return own == sm
-    return own[:-1] == sm[:-1] and int(own) <= int(sm)
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:
@@ -133,8 +119,8 @@ def _unusable(hardware: Hardware) -> FatalError:
         cause = "the driver's library libnvidia-ml.so.1 is not in this container"
         hint = "start it with --gpus all; without the NVIDIA Container Toolkit on the host only device files get in"
     else:
-        cause = f"driver {gpus.driver} lists no device"
-        hint = "compare --gpus and NVIDIA_VISIBLE_DEVICES with `nvidia-smi -L` on the host"
+        cause = "; ".join((f"driver {gpus.driver} lists no device", *gpus.warnings))
+        hint = "compare --gpus, NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES with `nvidia-smi -L` on the host"
     return GpuUnusableError(f"a GPU was asked for and cannot be used: {cause}", hint=hint)
 
 

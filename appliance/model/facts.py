@@ -124,7 +124,7 @@ def parse_facts(gguf: Gguf) -> Model:
         native_context=keys.number("context_length", low=1),
         vocabulary=_vocabulary(keys, gguf.tensors),
         experts=experts,
-        experts_used=max(keys.by_layer("expert_used_count", layers, default=0)) if experts else 0,
+        experts_used=_experts_used(keys, layers, experts),
         expert_bytes=sum(weights.expert_bytes),
         sliding_window=keys.number("attention.sliding_window", default=0) or None,
         output_is_tied=_is_tied(gguf.tensors),
@@ -158,6 +158,13 @@ def _feed_forward_length(keys: Keys, layers: int) -> int:
     if keys.has("feed_forward_length"):
         return max(keys.by_layer("feed_forward_length", layers, default=None))
     return keys.number("expert_feed_forward_length", default=0)
+
+
+def _experts_used(keys: Keys, layers: int, experts: int) -> int:
+    used = max(keys.by_layer("expert_used_count", layers, default=0)) if experts else 0
+    if used > experts:
+        keys.fail(f"its key {keys.architecture}.expert_used_count is more than its {experts} experts: {used}")
+    return used
 
 
 def _vocabulary(keys: Keys, tensors: tuple[Tensor, ...]) -> int:

@@ -58,7 +58,7 @@ def read_folder(folder: Path) -> Model:
         native_context=config.number("context", low=1),
         vocabulary=config.number("vocabulary", low=1),
         experts=experts,
-        experts_used=config.number("experts_used", default=0) if experts else 0,
+        experts_used=config.number("experts_used", default=0, high=experts) if experts else 0,
         expert_bytes=sum(weights.expert_bytes),
         sliding_window=config.number("window", default=0) or None,
         output_is_tied=not any("lm_head." in tensor.name for tensor in tensors),

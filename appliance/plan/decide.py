@@ -19,6 +19,7 @@ from appliance.plan.memory import (
     CHECKPOINTS_MAX,
     CONTEXT_STEP,
     Memory,
+    can_keep,
     checkpoint_mib,
     drafts_mib,
     host_overhead_mib,
@@ -134,21 +135,40 @@ def plan(
 def as_measured(planned: Plan, measured: Plan) -> Plan:
     """`planned` with what measuring decided: threads and ubatch of `measured`, and the words for them.
 
-    All else is decided by the facts of this start: memory that is free now, not when it was measured.
+    All else is decided by the facts of this start: memory that is free now, not when it was measured. A larger ubatch
+    whose buffers do not fit now is not taken.
     """
     words = {choice.name: choice for choice in measured.choices if choice.source == "measured"}
+    resized = _resized(planned, measured)
+    if not _has_room(resized, planned):
+        resized = planned
+        words.pop("ubatch", None)
+    return replace(
+        resized,
+        threads=measured.threads,
+        threads_batch=measured.threads_batch,
+        choices=tuple(words.get(choice.name, choice) for choice in planned.choices),
+    )
+
+
+def _resized(planned: Plan, measured: Plan) -> Plan:
+    """With the other plan's ubatch, and buffers in proportion."""
     scale = measured.ubatch / planned.ubatch
     shares = tuple(replace(s, memory=_scaled(s.memory, scale)) for s in planned.placement.shares)
     return replace(
         planned,
-        threads=measured.threads,
-        threads_batch=measured.threads_batch,
         ubatch=measured.ubatch,
         batch=measured.batch,
         memory=_scaled(planned.memory, scale),
         placement=replace(planned.placement, shares=shares),
-        choices=tuple(words.get(choice.name, choice) for choice in planned.choices),
     )
+
+
+def _has_room(resized: Plan, planned: Plan) -> bool:
+    """On each GPU and on the host; what `planned` takes beyond that is its own affair, as from disk."""
+    pairs = zip(resized.placement.shares, planned.placement.shares, strict=True)
+    on_gpus = all(new.memory.total <= max(new.free_mib, old.memory.total) for new, old in pairs)
+    return on_gpus and resized.memory.total <= max(planned.usable_mib, planned.memory.total)
 
 
 def nearest(plans: Sequence[Plan], measured: Plan) -> Plan:
@@ -183,6 +203,12 @@ def _check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     if settings.kv_type != "auto" and settings.kv_type not in engine.kv_types:
         message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
         raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")
+    if settings.kv_type != "auto" and not can_keep(model, settings.kv_type):
+        message = (
+            f"setting kv_type does not suit this model: '{settings.kv_type}' ({settings.sources['kv_type']}), "
+            f"whose heads of {model.key_length} and {model.value_length} values are no multiples of its blocks of 32"
+        )
+        raise ConfigError(message, hint="use f16")
 
 
 def _scene(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, model: Model) -> _Scene:
@@ -224,7 +250,7 @@ def _window(scene: _Scene, aim: Aim) -> Window:
     settings, model = scene.settings, scene.model
     kinds: tuple[str, ...] = (settings.kv_type,)
     if settings.kv_type == "auto":
-        offered = tuple(kind for kind in ("f16", "q8_0") if kind in scene.engine.kv_types)
+        offered = tuple(k for k in ("f16", "q8_0") if k in scene.engine.kv_types and can_keep(model, k))
         kinds = offered
         if scene.machine.devices:
             kinds = tuple(kind for kind in offered if is_fast_pair(scene.engine, kind)) or offered
@@ -271,6 +297,9 @@ def _refusal(scene: _Scene, kv_type: str, wanted: int) -> ModelDoesNotFitError:
         f"and {scene.hardware.memory.usable_mib:,.0f} MiB are usable ({reasons.limit(scene.hardware)}){gpus}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
+    if scene.machine.devices:
+        smaller += "a smaller --gpu-layers, " if settings.gpu_layers else ""
+        smaller += "another --n-cpu-moe, " if settings.n_cpu_moe else ""
     return ModelDoesNotFitError(
         message,
         hint=f"use {smaller}a smaller model or quantization, raise the limit, or --allow-disk on to read from disk",
@@ -287,7 +316,7 @@ def _planned(scene: _Scene, image: ImageFacts, window: Window) -> Plan:
     checkpoints, host, by_checkpoints = _checkpoints(scene, host, window.kv_type, spare)
     host, by_cache = _cache(scene, host, window, spare)
     placed = (
-        (reasons.placement(window.placed, scene.machine, scene.notes, settings.sources),)
+        (reasons.placement(window.placed, scene.machine, scene.notes, settings),)
         if scene.machine.devices or scene.notes
         else ()
     )
@@ -317,6 +346,7 @@ def _planned(scene: _Scene, image: ImageFacts, window: Window) -> Plan:
                 settings, window, is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type)
             ),
             *placed,
+            *(() if scene.machine.devices else reasons.without_gpu(settings)),
             by_cache,
             *by_checkpoints,
             by_threads,
@@ -447,10 +477,23 @@ def _around_gpu(scene: _Scene, best: Plan, window: Window) -> Iterator[Plan]:
     if works_on_cpu:
         threads, _ = _threads(settings, scene.hardware)
         yield from (replace(best, threads=count, threads_batch=count) for count in threads)
-        if settings.load_mode == "auto":  # then host weights are pinned, and copies of them twice as fast
-            yield replace(best, load_mode="none")
+        # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
+        if settings.load_mode == "auto" and best.memory.total <= best.usable_mib:
+            why = "host weights are loaded, and pinned for the GPU, instead of mapped; measured beside mmap"
+            yield _reworded(replace(best, load_mode="none"), load_mode=("none", why))
     elif "row" in scene.engine.split_modes and _are_linked(scene, placement):
-        yield replace(best, placement=replace(placement, split_mode="row"))
+        split = replace(placement, split_mode="row")
+        why = "rows of each matrix are split over the linked cards; measured beside whole layers"
+        yield _reworded(replace(best, placement=split), placement=(split.in_short(), why))
+
+
+def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
+    """With another value and reason for some of its choices."""
+    choices = tuple(
+        replace(choice, value=words[choice.name][0], reason=words[choice.name][1]) if choice.name in words else choice
+        for choice in plan.choices
+    )
+    return replace(plan, choices=choices)
 
 
 def _are_linked(scene: _Scene, placement: Placement) -> bool:
@@ -469,8 +512,12 @@ def _with(scene: _Scene, best: Plan, placed: Placed, *, ubatch: int, threads: in
     host = _host(scene, placed.host, best.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
     count = threads or best.threads
+    where = reasons.placement(placed, scene.machine, scene.notes, scene.settings)
+    words = {"placement": (where.value, where.reason)}
+    if ubatch != best.ubatch:
+        words["ubatch"] = (str(ubatch), f"measured beside {best.ubatch}")
     return replace(
-        best,
+        _reworded(best, **words),
         threads=count,
         threads_batch=count,
         ubatch=ubatch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.plan import assumptions
 from appliance.probe import Gpu, Hardware
 
@@ -47,7 +47,7 @@ def usable_devices(
 def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
     if gpu.uuid in sliced:
         return "it is cut into slices (MIG), and those are used"
-    if image.sm and gpu.sm is not None and gpu.sm not in image.sm:
+    if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
         return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
     if not gpu.is_unified and gpu.vram_free_mib is None:
         return "nobody says how much of its memory is free"

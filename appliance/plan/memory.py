@@ -30,6 +30,7 @@ KV_BYTES = MappingProxyType(
 )
 """Bytes per value of the KV cache."""
 
+KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
 CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
 CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
 SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
@@ -146,6 +147,11 @@ def cells(layer: Layer, context: int, ubatch: int, parallel: int) -> int:
 def layer_kv_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
     elements = layer.k_elements + layer.v_elements
     return elements * KV_BYTES[kv_type] * cells(layer, context, ubatch, parallel) if elements else 0.0
+
+
+def can_keep(model: Model, kv_type: str) -> bool:
+    """Whether the engine takes this type for the model's cache (llama-context.cpp, llama_init_from_model)."""
+    return kv_type in ("f32", "f16", "bf16") or not (model.key_length % KV_BLOCK or model.value_length % KV_BLOCK)
 
 
 def kv_bytes_per_token(model: Model, kv_type: str) -> float:

@@ -115,7 +115,8 @@ def place(work: Work, machine: Machine) -> Placed | None:
         found += [placed for placed in of_team if placed]
         if len(devices) == 1 and found and _is_unbeatable(found[0].placement, machine.devices):
             return found[0]
-    if work.gpu_layers in (None, 0) and work.cpu_expert_layers in (None, 0):
+    # Without a GPU the two numbers fix nothing.
+    if not machine.devices or (work.gpu_layers in (None, 0) and work.cpu_expert_layers in (None, 0)):
         on_cpu = _Search(work, machine, (), 0, False, _table(work, machine, ()), may_use_cpu=True).best()
         found += [on_cpu] if on_cpu else []
     return min(found, key=lambda placed: placed.cost, default=None)
@@ -375,10 +376,13 @@ class _Search:
         ends = [() if is_needed or not row else (*row, row[-1]) for row in came]
         held, rooms = self._held, [self._room(at, i) for i in range(self._count)]
         copied = self._copied_mib if at == 0 else [0.0] * self._count
+        is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
             most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
             for i in range(j - 1, -1, -1):
                 if most - held[i] > rooms[i]:
+                    if is_unified:  # fewer layers on the CPU leave it more room
+                        continue
                     break
                 need = most - held[i] + copied[i]
                 if best[i] == _NEVER or need > rooms[i]:

@@ -103,7 +103,7 @@ def kv_type(settings: Settings, window: Window, *, is_slow: bool) -> Choice:
     return Choice(name="kv_type", value=window.kv_type, reason=why, source="memory")
 
 
-def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], sources: Mapping[str, str]) -> Choice:
+def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings: Settings) -> Choice:
     found = placed.placement
     parts = [_holds(at, share) for at, share in enumerate(found.shares)]
     if found.cpu_layers:
@@ -124,10 +124,35 @@ def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], sources:
         f"from bandwidths (DRAM {machine.dram_gb_s:.0f} GB/s, {'measured' if machine.dram_is_measured else 'assumed'})"
     )
     asked = [
-        sources[name] for name in ("gpu_layers", "n_cpu_moe", "devices") if sources.get(name, "default") != "default"
+        settings.sources[name]
+        for name in ("gpu_layers", "n_cpu_moe", "devices")
+        if settings.sources.get(name, "default") != "default"
     ]
+    wants_cpu = settings.devices == "none" or settings.gpu_layers == 0
     source = ", ".join(asked) or "memory and bandwidths"
-    return Choice(name="placement", value=found.in_short(), reason="; ".join((*parts, *notes)), source=source)
+    return Choice(
+        name="placement",
+        value=found.in_short(),
+        reason="; ".join((*parts, *notes)),
+        source=source,
+        is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
+    )
+
+
+def without_gpu(settings: Settings) -> tuple[Choice, ...]:
+    """For numbers that were asked for and mean nothing where no GPU is used."""
+    asked = {"gpu_layers": (settings.gpu_layers, 0), "n_cpu_moe": (settings.n_cpu_moe, "all")}
+    return tuple(
+        Choice(
+            name=name,
+            value=str(value),
+            reason=f"{number} was asked for, and there is no GPU to use",
+            source=settings.sources[name],
+            is_refusal=True,
+        )
+        for name, (number, value) in asked.items()
+        if number
+    )
 
 
 def _why_not(device: Device, found: Placement) -> str:

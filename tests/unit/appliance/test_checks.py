@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from facts import IMAGE, machine
 
-from appliance.checks import TEGRA, VARIANT_NEEDS, check_devices, check_supported, runs_on, tag_for, why_fewer
+from appliance.checks import VARIANT_NEEDS, check_devices, check_supported, tag_for, why_fewer
 from appliance.errors import CpuUnsupportedError, DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
-from appliance.image_facts import ImageFacts
+from appliance.image_facts import TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
 from appliance.settings import Settings
 from images import compat
@@ -111,6 +111,14 @@ def test_a_driver_below_the_floor_is_21(driver: str | None, is_old: bool) -> Non
 
 def test_a_driver_too_old_is_said_before_kernels_that_are_missing() -> None:
     assert isinstance(refusal(CUDA_IMAGE, given(gpu("75"), driver="470.1")), DriverTooOldError)
+
+
+def test_devices_that_a_variable_hides_are_named_as_the_cause() -> None:
+    hidden = replace(given().gpus, warnings=("CUDA_VISIBLE_DEVICES=9 leaves 0 of 1 devices",))
+    error = refusal(CUDA_IMAGE, replace(given(), gpus=hidden))
+    assert isinstance(error, GpuUnusableError)
+    assert "lists no device; CUDA_VISIBLE_DEVICES=9 leaves 0 of 1 devices" in error.message
+    assert "CUDA_VISIBLE_DEVICES" in (error.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Projection, as_document, plan, refine
+from appliance.plan import Plan, Projection, as_document, as_measured, nearest, plan, refine, with_measured
 from appliance.plan.devices import Device
 from appliance.plan.placement import Machine, Placed, Work, place
 from appliance.plan.window import Aim
@@ -145,7 +145,7 @@ def test_what_fits_keeps_fitting_and_is_never_slower_with_more_memory_or_one_mor
 def test_a_slow_card_is_left_out_where_the_fast_ones_hold_everything_and_it_is_said() -> None:
     found = plans(MACHINES["3090+4090+5060"], model("llama-3.1-8b", "Q8_0"), ctx_size="8192")[0]
     assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
-    assert "RTX 5060 (GPU 2) is left out: a job is faster without it, since its 336 GB/s" in reason(found, "placement")
+    assert "RTX 5060 (GPU 2) is left out: a job is faster without it: 336 GB/s" in reason(found, "placement")
 
 
 def test_equal_cards_share_evenly() -> None:
@@ -198,6 +198,72 @@ def test_what_the_image_has_no_kernels_for_is_left_out_and_said() -> None:
     found = plan(resolve_settings({}, {}), only_ada, engine, MACHINES["3090+4090+5060"], shape("gpt-oss-120b"))[0]
     assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
     assert "this image has kernels for SM 89 and none for SM 86" in reason(found, "placement")
+
+
+def test_code_for_an_older_chip_of_the_same_generation_is_used_on_a_newer_one() -> None:
+    image, engine = facts(has_cuda=True)
+    for sm, runs in (("86", True), ("80", True), ("75", False), ("89a", True), ("86a", False)):
+        found = plan(resolve_settings({}, {}), replace(image, sm=(sm,)), engine, MACHINES["2x4090"], shape("qwen3-8b"))
+        assert bool(found[0].placement.shares) is runs, sm
+
+
+def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> None:
+    laptop = MACHINES["laptop-5060"]
+    (card,) = laptop.gpus.gpus
+    measured = with_measured(max(plans(laptop, shape("qwen3-30b-a3b")), key=lambda each: each.ubatch), "best measured")
+    assert as_measured(nearest(plans(laptop, shape("qwen3-30b-a3b")), measured), measured).ubatch == 2048
+    for less_mib in (300, 1000, 3000):
+        now = with_gpus(laptop, replace(card, vram_free_mib=(card.vram_free_mib or 0) - less_mib))
+        found = as_measured(nearest(plans(now, shape("qwen3-30b-a3b")), measured), measured)
+        assert all(share.memory.total <= share.free_mib for share in found.placement.shares)
+        assert found.ubatch == 512
+        assert "best measured" not in reason(found, "ubatch")
+
+
+@pytest.mark.parametrize("machine", ["laptop-5060", "2x2080ti-22g"])
+def test_what_is_measured_beside_the_first_plan_is_explained_by_its_own_values(machine: str) -> None:
+    of = shape("qwen3-30b-a3b") if machine == "laptop-5060" else model("llama-3.1-8b", "F16")
+    found = plans(MACHINES[machine], of)
+    assert len({each.placement for each in found}) > 1
+    for each in found:
+        said = {choice.name: choice.value for choice in each.choices}
+        assert said["placement"] == each.placement.in_short()
+        assert said["ubatch"] == str(each.ubatch)
+        assert said["load_mode"] == each.load_mode
+
+
+def test_numbers_for_gpus_are_no_reason_to_refuse_where_there_is_none() -> None:
+    found = plans(MACHINES["cpu-16g"], shape("qwen3-8b"), gpu_layers="20", n_cpu_moe="5")[0]
+    assert found.context == plans(MACHINES["cpu-16g"], shape("qwen3-8b"))[0].context
+    refused = {choice.name: choice.reason for choice in found.choices if choice.is_refusal}
+    assert refused == {
+        "gpu_layers": "20 was asked for, and there is no GPU to use",
+        "n_cpu_moe": "5 was asked for, and there is no GPU to use",
+    }
+
+
+def test_the_cpu_in_place_of_a_gpu_is_said_at_the_start_unless_it_was_asked_for() -> None:
+    cards = MACHINES["2x4090"].gpus.gpus
+    full = with_gpus(MACHINES["2x4090"], *(replace(card, vram_free_mib=0) for card in cards))
+    assert [c.name for c in plans(full, shape("qwen3-8b"))[0].choices if c.is_refusal] == ["placement"]
+    assert not [c for c in plans(full, shape("qwen3-8b"), gpu_layers="0")[0].choices if c.is_refusal]
+
+
+def test_weights_that_are_read_from_disk_stay_mapped() -> None:
+    small = replace(MACHINES["laptop-5060"], memory=replace(MACHINES["laptop-5060"].memory, available_mib=12_000))
+    found = plans(small, shape("gpt-oss-120b"), allow_disk="on")
+    assert found[0].placement.shares
+    assert found[0].memory.total > small.memory.usable_mib
+    assert {each.load_mode for each in found} == {"mmap"}
+
+
+def test_unified_memory_that_holds_all_layers_but_not_a_second_set_of_buffers_is_used() -> None:
+    card = replace(device(0, 9650.0, 270.0), is_unified=True)
+    work = Work(model=shape("qwen3-8b"), context=32768, kv_type="f16", ubatch=512, parallel=4)
+    found = place(work, Machine(devices=(card,), spare_mib=9650.0, dram_gb_s=32.0))
+    assert found is not None
+    assert found.placement.gpu_layers == 37
+    assert found.host.total + found.placement.shares[0].memory.total <= 9650.0
 
 
 def test_unified_memory_is_counted_once() -> None:

@@ -75,6 +75,11 @@ def test_experts(tmp_path: Path) -> None:
     assert dict(model.repackable_by_type)["Q8_0"] == model.expert_bytes + 64 * 128 // 32 * 34
 
 
+def test_more_used_experts_than_there_are_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnreadableError, match=r"llama\.expert_used_count is more than its 4 experts: 1000"):
+        facts(tmp_path, llama__expert_count=4, llama__expert_used_count=1000)
+
+
 def test_a_tied_output_is_repacked_and_a_mere_lookup_is_not(tmp_path: Path) -> None:
     untied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0), ("output.weight", (64, 103), Q8_0)])
     assert (untied.output_is_tied, untied.repackable_by_type) == (False, ())  # 103 rows are no multiple of 8
