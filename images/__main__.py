@@ -25,7 +25,6 @@ from images import (
     drift,
     explain,
     fetch,
-    gaps,
     gate,
     installed,
     lock,
@@ -41,10 +40,12 @@ from images import (
     select,
     space,
     verify,
+    wheel_gaps,
 )
-from images.errors import FatalError, MatrixError, UsageError, VerificationError
+from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell, Matrix
 
+LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
@@ -55,10 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.verb(arguments))
     except FatalError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return _fail(error)
+    except OSError as error:  # a full disk, or a folder that may not be written to, wherever that shows
+        return _fail(
+            BuildError(f"a file cannot be used: {error}", hint="is there room, and may this user write there?")
+        )
+
+
+def _fail(error: FatalError) -> int:
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -205,6 +214,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         return _reproduce(arguments)
     _refuse_alone(arguments)
     _, cells = _load(arguments)
+    _refuse_one_image(arguments, cells)
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
     if arguments.dry_run:
         names = [check.__name__.removeprefix("check_") for check in verify.CHECKS]
@@ -242,6 +252,12 @@ def _refuse_alone(arguments: argparse.Namespace) -> None:
         if value is not None:
             message = f"{flag} belongs to --reproduce, which is not there: {value}"
             raise UsageError(message, hint=f"verify --reproduce CELL {flag} {value}")
+
+
+def _refuse_one_image(arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    if arguments.image and len(cells) != 1:
+        message = f"--image names one image, but {len(cells)} cells match: {arguments.only}"
+        raise UsageError(message, hint="choose one with --only")
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
@@ -346,11 +362,12 @@ def _fetch(arguments: argparse.Namespace) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
     known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
+    sm = int(select.parse_sm(arguments.sm).sm)
     if arguments.dry_run:
         _say(arguments, [str(file) for file in arguments.files], [str(file) for file in arguments.files])
         return 0
     tool = gate.find_tool(arguments.cuobjdump)
-    report = gate.judge([gate.query_library(tool, file) for file in arguments.files], arguments.sm, known)
+    report = gate.judge([gate.query_library(tool, file) for file in arguments.files], sm, known)
     lines = [gate.describe(library, report.sm) for library in report.libraries]
     _say(arguments, {**asdict(report), "faults": report.faults}, [*lines, *(f"FAIL {each}" for each in report.faults)])
     if report.faults:
@@ -370,16 +387,16 @@ def _gaps(arguments: argparse.Namespace) -> int:
         message = f"no cell that matches is of an engine from wheels: {arguments.only}"
         raise UsageError(message, hint="such as --only 'vllm-*'")
     if arguments.dry_run:
-        paths = [gaps.path_for(cell).as_posix() for cell in cells]
+        paths = [wheel_gaps.path_for(cell).as_posix() for cell in cells]
         _say(arguments, paths, paths)
         return 0
     lock_text = (ROOT / cells[0].engine.source.lock_file).read_text("utf-8")
-    wheels = gaps.read_wheels(gate.find_tool(arguments.cuobjdump), arguments.files, cells[0].engine, lock_text)
-    texts = {gaps.path_for(cell): gaps.report(cell, wheels) for cell in cells}
-    found = gaps.faults(ROOT, texts)
+    wheels = wheel_gaps.read_wheels(gate.find_tool(arguments.cuobjdump), arguments.files, cells[0].engine, lock_text)
+    texts = {wheel_gaps.path_for(cell): wheel_gaps.report(cell, wheels) for cell in cells}
+    found = wheel_gaps.faults(ROOT, texts)
     if arguments.check and found:
         message = f"the reports on the wheels are not what these wheels say: {'; '.join(found)}"
-        raise VerificationError(message, hint=f"{gaps.COMMAND}, then commit what it wrote")
+        raise VerificationError(message, hint=f"{wheel_gaps.COMMAND}, then commit what it wrote")
     if not arguments.check:
         drift.write(ROOT, texts)
     _say(arguments, found, found or [f"{len(texts)} reports as they were"])
@@ -391,6 +408,7 @@ def _sbom(arguments: argparse.Namespace) -> int:
     if arguments.out and len(cells) != 1:
         message = f"--out names one file, but {len(cells)} cells match: {arguments.only}"
         raise UsageError(message, hint="choose one with --only")
+    _refuse_one_image(arguments, cells)
     files = {cell.id: arguments.out or ROOT / sbom.path_for(cell) for cell in cells}
     if not arguments.dry_run:
         engine = docker.Engine()
@@ -593,7 +611,9 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=about)
     parser.add_argument("--tag", metavar="IMAGE", help="name of the image; appliance:<cell> without it")
-    parser.add_argument("--epoch", metavar="SECONDS", type=int, help="date of the image; without it the last commit's")
+    parser.add_argument(
+        "--epoch", metavar="SECONDS", type=_epoch, help="date of the image; without it the last commit's"
+    )
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
@@ -610,6 +630,14 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     about = "Debian's packages from ROOT/debian; of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z)"
     parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=about)
     parser.set_defaults(verb=_build)
+
+
+def _epoch(text: str) -> int:
+    """A date that a tar header and RFC 3339 can hold. ArgumentTypeError otherwise."""
+    if not text.isdecimal() or int(text) > LAST_EPOCH_S:
+        message = f"not the seconds of a date since 1970: {text}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
 
 
 def _add_memory_flag(parser: argparse.ArgumentParser) -> None:
@@ -644,14 +672,14 @@ def _add_verify_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--against", metavar="WHAT", help=about)
     parser.add_argument("--base", metavar="IMAGE", help="of --reproduce, as in build")
-    parser.add_argument("--epoch", metavar="SECONDS", type=int, help="of --reproduce, as in build")
+    parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help="of --reproduce, as in build")
     _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_verify)
 
 
 def _add_gate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="shared libraries, objects, .fatbin files")
-    parser.add_argument("--sm", metavar="SM", type=int, required=True, help="the chip by its number: 90, 120")
+    parser.add_argument("--sm", metavar="SM", required=True, help="the chip by its number: 90 or 9.0")
     parser.add_argument("--known-gaps", metavar="FILE", type=Path, help="kernels that may need a JIT, as YAML")
     _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_gate)

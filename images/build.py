@@ -228,7 +228,9 @@ def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseCh
         return _local_base(cell, wanted, engine.image(wanted))
     if cell.base.digest is None:
         message = f"cell {cell.id}: its base has no digest yet: {cell.base.image}"
-        raise BuildError(message, hint="give one that is here: --base IMAGE")
+        raise BuildError(
+            message, hint="python -m images lock --bases asks a registry; --base IMAGE takes one that is here"
+        )
     return BaseChoice(identity=cell.base.digest)
 
 

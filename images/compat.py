@@ -135,7 +135,12 @@ class Refusal:
 @functools.cache
 def facts() -> Facts:
     """The committed facts. MatrixError when they cannot be."""
-    return parse_facts(yaml.safe_load(FACTS_FILE.read_text("utf-8")))
+    try:
+        data = yaml.safe_load(FACTS_FILE.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
+        raise MatrixError(message) from error
+    return parse_facts(data)
 
 
 def parse_facts(data: object) -> Facts:
@@ -196,6 +201,16 @@ def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:
     if release is None or sm is None:
         raise _refused(cell.id, next(_target_refusals(cell.target.cuda, cell.target.sm, None, known)))
     return floors(release, sm, is_compressed=cell.engine.fatbin_compression is not None)
+
+
+def required_driver(cell: Cell, known: Facts | None = None) -> str | None:
+    """The oldest driver that the image asks for. An engine from wheels always has something that the driver compiles:
+    kernels that are PTX in them, or Triton's. None for a cell without CUDA.
+    """
+    found = cell_floors(cell, known)
+    if found is None:
+        return None
+    return found.sass if cell.engine.is_compiled else found.ptx
 
 
 def runs_on(form: str, sm: str, known: Facts | None = None) -> bool:

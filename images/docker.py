@@ -28,6 +28,7 @@ T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
 HTTP_CONFLICT = 409
+NOT_STARTED, NOT_FOUND = 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -85,9 +86,11 @@ def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
 def capture(argv: tuple[str, ...], *, cwd: Path) -> Finished:
     """Runs a short program in silence."""
     try:
-        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        return Finished(code=127, lines=(f"{argv[0]}: {error.strerror}",))
+        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        # As a shell says it: not there, or there and not to be started.
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
+        return Finished(code=code, lines=(f"{argv[0]}: {error.strerror}",))
     return Finished(code=done.returncode, lines=tuple((done.stdout + done.stderr).splitlines()))
 
 
@@ -110,7 +113,10 @@ def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Pat
 def _started(argv: tuple[str, ...], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """A running program that is gone when the block is left, also by an interrupt."""
     try:
-        process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # A compiler's line may be cut in the middle of a character.
+        process = subprocess.Popen(
+            argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
     except FileNotFoundError as error:
         message = f"program not found: {argv[0]}"
         raise BuildError(message, hint="install Docker with its buildx plugin") from error

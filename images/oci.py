@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,12 +26,17 @@ class Contents:
     statements: tuple[Mapping[str, Any], ...]  # in-toto
 
 
-def opened(archive: Path) -> tarfile.TarFile:
-    """VerificationError when it is no archive at all."""
+@contextmanager
+def opened(archive: Path) -> Iterator[tarfile.TarFile]:
+    """VerificationError when it is no archive at all, or turns out to be cut or to lack what one must hold."""
     try:
-        return tarfile.open(archive)
-    except (OSError, tarfile.TarError) as error:
-        message = f"not an OCI archive: {archive}: {error}"
+        with tarfile.open(archive) as tar:
+            yield tar
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        message = f"not an OCI archive: {archive}: {' '.join(str(error).split())}"
+        raise VerificationError(message) from error
+    except (AttributeError, KeyError, TypeError) as error:  # whoever wrote it: JSON of another form
+        message = f"not an OCI archive: {archive}: its documents are not of the form that they must have: {error!r}"
         raise VerificationError(message) from error
 
 

@@ -77,7 +77,7 @@ def load(root: Path, name: str) -> Recipe:
         known = ", ".join(sorted(file.stem for file in (root / MODELS).glob("*.yaml")))
         message = f"no such recipe: {name}"
         raise MatrixError(message, hint=f"there are {known}") from error
-    except (ValidationError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, ValidationError, yaml.YAMLError) as error:
         message = f"recipe cannot be read: {path}: {' '.join(str(error).split())}"
         raise MatrixError(message, hint="see images/models/demo.yaml") from error
 

@@ -168,8 +168,7 @@ def _wheel_values(cell: Cell) -> dict[str, str | int]:
         "engine_title": engine.title,
         "engine_version": engine.version,
         "require_cuda": f"cuda>={engine.cuda.partition('.')[0]}.0",
-        # Every vLLM compiles something in the driver: what is left as PTX, or what Triton makes of its own.
-        "require_driver": f"driver>={floors.ptx}",
+        "require_driver": f"driver>={compat.required_driver(cell)}",
     }
 
 
@@ -198,7 +197,7 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
         "cuda_architectures": f"{cell.sm_form.form}-real",  # `real`: machine code and no PTX
         # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
         "require_cuda": f"cuda>={toolkit.cuda.partition('.')[0]}.0",
-        "require_driver": f"driver>={floors.sass}",
+        "require_driver": f"driver>={compat.required_driver(cell)}",
         "toolkit_release": toolkit.release,
     }
 

@@ -21,7 +21,7 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, debian, docker, gate, render
+from images import compat, debian, docker, gate, render, wheel_gaps
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
@@ -47,7 +47,6 @@ GPU_FILES: Mapping[str, re.Pattern[str]] = {
     "vllm": re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
 }
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
-GAPS = Path("images/gaps")
 LICENSES = "opt/appliance/licenses/"
 LICENSE_NAME = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
 CUDA_LICENSE = re.compile(
@@ -200,7 +199,7 @@ def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: r
 def _judge_kernels(root: Path, cell: Cell, platform: Platform, tree: Tree, cuobjdump: Path | None) -> gate.Report:
     tool = gate.find_tool(cuobjdump)
     libraries = [gate.query_library(tool, file, name=path) for path, file in sorted(tree.extracted.items())]
-    gaps = root / GAPS / f"{cell.id}.yaml"
+    gaps = root / wheel_gaps.path_for(cell)
     known = gate.load_known_gaps(gaps, platform) if gaps.exists() else None
     return gate.judge(libraries, int(cell.target.sm or 0), known)
 

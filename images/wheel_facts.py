@@ -63,11 +63,12 @@ def facts(engine: str) -> WheelFacts:
     """The committed facts. MatrixError when they cannot be."""
     path = FOLDER / f"{engine}.yaml"
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        message = f"facts of engine {engine} cannot be read: images/facts/{engine}.yaml: {error.strerror}"
+        data = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        message = f"facts of engine {engine} cannot be read: images/facts/{engine}.yaml: {said}"
         raise MatrixError(message, hint="an engine from wheels needs them: what it compiles when it runs") from error
-    return parse_facts(yaml.safe_load(text), name=f"images/facts/{engine}.yaml")
+    return parse_facts(data, name=f"images/facts/{engine}.yaml")
 
 
 def parse_facts(data: object, *, name: str) -> WheelFacts:

@@ -65,6 +65,16 @@ def test_an_archive_without_its_blob_is_named(tmp_path: Path) -> None:
         oci.read(tar)
 
 
+@pytest.mark.parametrize("index", ['{"manifests": "x"}', '{"manifests": [{"mediaType": "x"}]}', "[1]", "null"])
+def test_an_archive_with_documents_of_another_form_is_named(tmp_path: Path, index: str) -> None:
+    path = tmp_path / "strange.oci.tar"
+    (tmp_path / "index.json").write_text(index)
+    with tarfile.open(path, "w") as tar:
+        tar.add(tmp_path / "index.json", "index.json")
+    with pytest.raises(VerificationError, match=r"not an OCI archive: .*strange\.oci\.tar"):
+        reproduce.published(str(path), "linux/amd64", cwd=tmp_path)
+
+
 def test_a_manifests_digest_is_taken_as_it_is(tmp_path: Path) -> None:
     digest = "sha256:" + "0" * 64
     assert reproduce.published(digest, "linux/amd64", cwd=tmp_path) == reproduce.Published(manifest=digest)

@@ -113,6 +113,18 @@ def test_what_is_chosen_runs(machine: Machine) -> None:
         assert machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(floors.sass)
 
 
+@pytest.mark.parametrize(("engine", "fits"), [("llama", True), ("vllm", False)])
+def test_what_leaves_something_to_the_driver_needs_cudas_own(engine: str, *, fits: bool) -> None:
+    """580.10 runs the machine code of CUDA 13.0; the PTX of its wheels needs the driver that came with it."""
+    machine = _machine("H200", driver="580.10")
+    if fits:
+        assert select.choose(LOADED, machine, engine=engine).cell == "llama-cu134-sm90"
+        return
+    with pytest.raises(MatrixError) as caught:
+        select.choose(LOADED, machine, engine=engine)
+    assert caught.value.hint == "driver 580.65.06 or newer would do, for vllm-cu130-sm90"
+
+
 @given(machine=MACHINES, engine=st.sampled_from(["llama", "vllm"]))
 def test_nothing_is_refused_that_fits(machine: Machine, engine: str) -> None:
     fits = [
@@ -123,7 +135,10 @@ def test_nothing_is_refused_that_fits(machine: Machine, engine: str) -> None:
         and machine.platform in cell.platforms
         and cell.sm_form
         and all(compat.runs_on(cell.sm_form.form, gpu.sm) for gpu in machine.gpus)
-        and (machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(_sass(cell.id)))
+        and (
+            machine.driver is None
+            or compat.numbers(machine.driver) >= compat.numbers(compat.required_driver(cell) or "0")
+        )
     ]
     if fits:
         assert select.choose(LOADED, machine, engine=engine).cell in {cell.id for cell in fits}
@@ -284,12 +299,6 @@ def _tried(machine: Machine) -> tuple[str, None] | tuple[None, MatrixError]:
         return select.choose(LOADED, machine).cell, None
     except MatrixError as error:
         return None, error
-
-
-def _sass(cell_id: str) -> str:
-    floors = compat.cell_floors(CELLS[cell_id])
-    assert floors is not None
-    return floors.sass
 
 
 def _with(changed: matrix.Cell) -> Matrix:

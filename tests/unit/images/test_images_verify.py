@@ -82,7 +82,7 @@ def test_of_vllm_its_own_libraries_are_judged(project: Path) -> None:
     pattern = verify.GPU_FILES["vllm"]
     assert pattern.match("opt/vllm/lib/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so")
     assert not pattern.match("opt/vllm/lib/torch/lib/libtorch_cuda.so")
-    known = gate.load_known_gaps(project / verify.GAPS / "vllm-cu130-sm90.yaml", "linux/amd64")
+    known = gate.load_known_gaps(project / "images/gaps/vllm-cu130-sm90.yaml", "linux/amd64")
     assert all(pattern.match(f"opt/vllm/lib/vllm/{count.library}") for count in known.counts)
 
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import gaps, gate, matrix
+from images import gate, matrix, wheel_gaps
 from images.errors import UsageError, VerificationError
-from images.gaps import Wheel
 from images.gate import Kernel, Library
 from images.matrix import Cell, Platform
+from images.wheel_gaps import Wheel
 
 CELLS = [cell for cell in matrix.load(Path(__file__).parents[3]).cells if not cell.engine.is_compiled]
 NAMES = st.sets(st.text(alphabet="_Zab1", min_size=1, max_size=6), max_size=12)
@@ -51,10 +51,10 @@ def _torch() -> Wheel:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_every_cell_from_wheels_has_its_report(project: Path, cell: Cell) -> None:
-    data = yaml.safe_load((project / gaps.path_for(cell)).read_text("utf-8"))
+    data = yaml.safe_load((project / wheel_gaps.path_for(cell)).read_text("utf-8"))
     assert all(sha256 in data["source"] for sha256 in (cell.engine.source.wheels[each] for each in cell.platforms))
     for platform in cell.platforms:
-        known = gate.load_known_gaps(project / gaps.path_for(cell), platform)
+        known = gate.load_known_gaps(project / wheel_gaps.path_for(cell), platform)
         assert sum(count.kernels for count in known.counts) > 10_000
         assert all(count.native + count.ptx <= count.kernels for count in known.counts)
         assert any(count.native for count in known.counts)
@@ -62,13 +62,13 @@ def test_every_cell_from_wheels_has_its_report(project: Path, cell: Cell) -> Non
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_the_matrix_names_the_libraries_that_a_driver_compiles(project: Path, cell: Cell) -> None:
-    known = gate.load_known_gaps(project / gaps.path_for(cell))
+    known = gate.load_known_gaps(project / wheel_gaps.path_for(cell))
     assert cell.sm_form is not None
     assert set(cell.sm_form.ptx) == {count.library.partition(".")[0] for count in known.counts if count.ptx}
 
 
 def test_every_report_is_a_cells(project: Path) -> None:
-    assert {path.name for path in (project / gaps.FOLDER).iterdir()} == {f"{cell.id}.yaml" for cell in CELLS}
+    assert {path.name for path in (project / wheel_gaps.FOLDER).iterdir()} == {f"{cell.id}.yaml" for cell in CELLS}
 
 
 def test_no_attention_kernel_of_the_wheel_runs_below_sm_80(project: Path) -> None:
@@ -84,7 +84,7 @@ def test_no_attention_kernel_of_the_wheel_runs_below_sm_80(project: Path) -> Non
     [(75, 1, 0), (80, 1, 0), (86, 1, 0), (89, 1, 0), (90, 1, 1), (100, 1, 1), (103, 1, 1), (120, 0, 1), (87, 0, 1)],
 )
 def test_a_kernel_is_native_compiled_or_never_run(sm: int, native: int, ptx: int) -> None:
-    count = gaps.describe(Library(path="x.so", kernels=KERNELS), sm).count
+    count = wheel_gaps.describe(Library(path="x.so", kernels=KERNELS), sm).count
     assert (count.native, count.ptx) == (native, ptx)
 
 
@@ -97,14 +97,14 @@ def test_a_driver_makes_code_of_older_ptx(target: str, sm: int, is_made: bool) -
 
 @given(names=NAMES, others=NAMES)
 def test_globs_match_the_gaps_and_nothing_else(names: set[str], others: set[str]) -> None:
-    known = gate.KnownGaps(kernels=tuple(("x.so", glob) for glob in gaps.shortest_globs(names, others)))
+    known = gate.KnownGaps(kernels=tuple(("x.so", glob) for glob in wheel_gaps.shortest_globs(names, others)))
     assert all(known.admits("a/x.so", name) for name in names)
     assert not any(known.admits("a/x.so", name) for name in others - names)
 
 
 def test_a_report_declares_what_it_saw_and_nothing_else(hopper: Cell) -> None:
     wheels = [_wheel("linux/amd64"), _wheel("linux/arm64", KERNELS[:2]), _torch()]
-    text = gaps.report(hopper, wheels)
+    text = wheel_gaps.report(hopper, wheels)
     assert "listed:  #" in text
     assert '{"80": 2, "90a": 1}' in text
     for wheel in wheels[:2]:
@@ -120,7 +120,7 @@ def test_a_cell_that_claims_native_fails_on_the_first_kernel() -> None:
 
 
 def test_planted_changes_of_a_wheel_are_caught(hopper: Cell) -> None:
-    text = gaps.report(replace(hopper, platforms=("linux/amd64",)), [_wheel("linux/amd64")])
+    text = wheel_gaps.report(replace(hopper, platforms=("linux/amd64",)), [_wheel("linux/amd64")])
     known = gate.parse_known_gaps(text, where="x", platform="linux/amd64")
 
     def faults(*kernels: Kernel) -> list[str]:
@@ -143,7 +143,7 @@ def test_planted_changes_of_a_wheel_are_caught(hopper: Cell) -> None:
 
 def test_a_platform_whose_wheel_was_not_given_is_named(hopper: Cell) -> None:
     with pytest.raises(UsageError, match="the wheel of vLLM for linux/arm64 was not given") as caught:
-        gaps.report(hopper, [_wheel("linux/amd64")])
+        wheel_gaps.report(hopper, [_wheel("linux/amd64")])
     assert caught.value.hint == f"its sha256 is {hopper.engine.source.wheels['linux/arm64']}"
 
 
@@ -151,14 +151,14 @@ def test_a_file_is_known_by_its_hash(tmp_path: Path, hopper: Cell) -> None:
     file = tmp_path / "torch-2.14.0-cp311-cp311-manylinux_2_28_aarch64.whl"
     file.write_bytes(b"wheel")
     digest = sha256(b"wheel").hexdigest()
-    found = gaps.identify(file, hopper.engine.source, f"torch==2.14.0 --hash=sha256:{digest}")
+    found = wheel_gaps.identify(file, hopper.engine.source, f"torch==2.14.0 --hash=sha256:{digest}")
     assert (found.platform, found.is_engine) == ("linux/arm64", False)
     own = replace(hopper.engine.source, wheels={"linux/amd64": digest})
-    assert gaps.identify(file, own, "").is_engine
+    assert wheel_gaps.identify(file, own, "").is_engine
     with pytest.raises(UsageError, match=f"not a wheel of images/locks/vllm-cu130.txt: .*: sha256 {digest}"):
-        gaps.identify(file, hopper.engine.source, "")
+        wheel_gaps.identify(file, hopper.engine.source, "")
     with pytest.raises(UsageError, match="wheel cannot be read"):
-        gaps.identify(tmp_path, hopper.engine.source, "")
+        wheel_gaps.identify(tmp_path, hopper.engine.source, "")
 
 
 def test_libraries_are_read_out_of_a_wheel(tmp_path: Path) -> None:
@@ -169,22 +169,22 @@ def test_libraries_are_read_out_of_a_wheel(tmp_path: Path) -> None:
         archive.writestr("../escape.so", _fatbin(90))
     symbol = "FUNC          GLOBAL  DEFAULT    ENTRY                                sum"
     _write_tool(tool, f"printf 'Fatbin elf code:\\narch = sm_90\\n{symbol}\\n'")
-    identity = gaps.Identity(sha256="0" * 64, platform="linux/amd64", is_engine=True)
-    wheel = gaps.read_wheel(tool, file, identity)
+    identity = wheel_gaps.Identity(sha256="0" * 64, platform="linux/amd64", is_engine=True)
+    wheel = wheel_gaps.read_wheel(tool, file, identity)
     assert [library.path for library in wheel.libraries] == ["vllm/_C.abi3.so", "../escape.so"]
     assert wheel.libraries[0].kernels == (Kernel(name="sum", sass=("90",), ptx=()),)
     assert not (tmp_path.parent / "escape.so").exists()
     file.write_bytes(b"no wheel")
     with pytest.raises(VerificationError, match="wheel cannot be unpacked"):
-        gaps.read_wheel(tool, file, identity)
+        wheel_gaps.read_wheel(tool, file, identity)
 
 
 def test_faults_name_what_is_missing_and_what_differs(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("old")
     texts = {Path("a.yaml"): "new", Path("b.yaml"): "new"}
-    assert gaps.faults(tmp_path, texts) == ["a.yaml: is not what the wheels say", "b.yaml: missing"]
+    assert wheel_gaps.faults(tmp_path, texts) == ["a.yaml: is not what the wheels say", "b.yaml: missing"]
     (tmp_path / "a.yaml").write_text("new")
-    assert gaps.faults(tmp_path, {Path("a.yaml"): "new"}) == []
+    assert wheel_gaps.faults(tmp_path, {Path("a.yaml"): "new"}) == []
 
 
 def test_the_verb_wants_cells_from_wheels_and_every_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
