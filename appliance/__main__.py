@@ -153,10 +153,24 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
+    words = "types of K and V with fast flash attention on a GPU, as it was compiled: q8_0-q8_0;q8_0-q4_0"
+    verb.add_argument("--kv-pairs", metavar="LIST", default="", help=words)
 
 
 _OTHER_FLAGS = (
-    *("--", "--help", "--json", "--explain", "--dry-run", "--sha256", "--bin", "--out", "--measure", "--bundle"),
+    *(
+        "--",
+        "--help",
+        "--json",
+        "--explain",
+        "--dry-run",
+        "--sha256",
+        "--bin",
+        "--out",
+        "--kv-pairs",
+        "--measure",
+        "--bundle",
+    ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "serve": _add_model,
@@ -407,6 +421,7 @@ def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, st
 
 
 def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str]) -> int:
+    from dataclasses import replace
     from pathlib import Path
 
     from appliance.engines import llama_facts, vllm_facts
@@ -414,7 +429,9 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
 
     binary = Path(options.bin)
     query_facts = vllm_facts.query_facts if binary.name == "vllm" else llama_facts.query_facts
-    Path(options.out).write_text(dump_facts(query_facts(binary)), encoding="utf-8")
+    facts = query_facts(binary)
+    facts = replace(facts, kv_pairs=llama_facts.parse_kv_pairs(options.kv_pairs, facts.kv_types))
+    Path(options.out).write_text(dump_facts(facts), encoding="utf-8")
     return 0
 
 

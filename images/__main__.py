@@ -80,7 +80,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
-    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells)}
+    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked)}
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if lines:
@@ -435,7 +435,11 @@ def _bake(arguments: argparse.Namespace) -> int:
 
 def _ci_matrix(arguments: argparse.Namespace) -> int:
     loaded, _ = _load(arguments)
-    return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells))
+    return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells, _is_locked))
+
+
+def _is_locked(cell: Cell, platform: matrix.Platform) -> bool:
+    return (ROOT / debian.path_for(cell.base, platform)).exists()
 
 
 def _generate(arguments: argparse.Namespace, path: Path, text: str) -> int:

@@ -94,6 +94,7 @@ class _EngineRow(_Row):
     cpu_variants: dict[Platform, _VariantsRow] = {}
     sm_forms: dict[Sm, _SmFormRow] = {}
     fatbin_compression: Literal["size", "balance"] | None = None
+    fast_kv_pairs: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_]+-[a-z0-9_]+$")], ...] = ()
 
 
 class _TargetRow(_Row):
@@ -239,6 +240,7 @@ class Engine:
     sm_forms: Mapping[str, SmForm]
     cuda: str | None = None  # the release that its wheels are made with; None: it is compiled with whichever is asked
     fatbin_compression: str | None = None  # what its build tells nvcc, from CUDA 12.8 on; raises the driver's floor
+    fast_kv_pairs: tuple[str, ...] = ()  # `K-V` types whose flash attention is compiled for CUDA; others are converted
 
     @property
     def is_compiled(self) -> bool:

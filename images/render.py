@@ -127,6 +127,9 @@ def _values(cell: Cell) -> dict[str, str | int]:
         "build_id_mark": BUILD_ID_MARK,
         "caches": _cache_lines(CACHES[engine.name]),
         "engine_binary": ENGINE_BINARIES[engine.name],
+        "engine_says": f" --kv-pairs '{';'.join(engine.fast_kv_pairs)}'"
+        if cell.toolkit and engine.fast_kv_pairs
+        else "",
         "facts_path": (cell.folder / "image_facts.json").as_posix(),
         "labels": _label_lines(static_labels(cell)),
         "python": compat.python_of(cell.base),
@@ -194,6 +197,7 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
         **TOOLKIT_PLACES[toolkit.form],
         **{name: value for name, value in own.items() if value is not None},
         "cuda": toolkit.cuda,
+        "kv_pairs": ";".join(cell.engine.fast_kv_pairs),
         "cuda_architectures": f"{cell.sm_form.form}-real",  # `real`: machine code and no PTX
         # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
         "require_cuda": f"cuda>={toolkit.cuda.partition('.')[0]}.0",

@@ -348,8 +348,19 @@ def check_engine_facts(evidence: Evidence) -> Check:
     commit_agrees = bool(facts.commit) and engine.commit.startswith(facts.commit)
     # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm_facts.py.
     is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
+    pairs = cell_pairs(evidence.cell)
+    is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
     ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
-    return Check(name=name, ok=ok, detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types")
+    return Check(
+        name=name,
+        ok=ok,
+        detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs",
+    )
+
+
+def cell_pairs(cell: Cell) -> tuple[str, ...]:
+    """The pairs of KV types that its GPU code was compiled for; none without GPU code of ours."""
+    return cell.engine.fast_kv_pairs if cell.toolkit else ()
 
 
 def check_image_facts(evidence: Evidence) -> Check:

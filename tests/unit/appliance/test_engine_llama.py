@@ -8,7 +8,14 @@ from facts import ENGINE, IMAGE, SMALL, USAGE, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_facts import parse_facts, parse_flags, parse_kv_types, parse_split_modes, query_facts
+from appliance.engines.llama_facts import (
+    parse_facts,
+    parse_flags,
+    parse_kv_pairs,
+    parse_kv_types,
+    parse_split_modes,
+    query_facts,
+)
 from appliance.engines.llama_fit import parse_projection, query_projections
 from appliance.engines.llama_server import (
     Allocated,
@@ -344,3 +351,15 @@ def test_a_binary_that_does_not_run_is_44_with_its_words(tmp_path: Path) -> None
     binary = program(tmp_path / "llama-server", "echo 'error while loading shared libraries: libx.so' >&2; exit 127")
     with pytest.raises(EngineLibraryError, match=r"exit code 127: error while loading shared libraries: libx\.so"):
         query_facts(binary)
+
+
+def test_pairs_of_kv_types_are_what_the_engine_was_compiled_for() -> None:
+    types = ("f16", "q8_0", "q4_0")
+    assert parse_kv_pairs("", types) == ()
+    assert parse_kv_pairs("q8_0-q8_0;q8_0-q4_0", types) == (("q8_0", "q8_0"), ("q8_0", "q4_0"))
+
+
+@pytest.mark.parametrize("text", ["q8_0", "q8_0-q9_9", "bf16-bf16", "q8_0-q8_0;;x-f16"])
+def test_a_pair_that_the_engine_does_not_offer_is_refused(text: str) -> None:
+    with pytest.raises(EngineArgumentsError, match="no such pair of KV types"):
+        parse_kv_pairs(text, ("f16", "q8_0", "q4_0"))

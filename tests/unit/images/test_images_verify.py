@@ -306,6 +306,11 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
         _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, flags=())).encode()),
         "0 fl",
     ),
+    (
+        verify.check_engine_facts,
+        _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, kv_pairs=(("f16", "f16"),))).encode()),
+        "1 pairs",
+    ),
     (verify.check_image_facts, _label("io.appliance.build-id", "c" * 32), "build id is not the label's"),
     (verify.check_image_facts, _wrong_floor, "floor.sass: None, the label says 580"),
     (verify.check_image_facts, _label("io.appliance.sm", "90"), "io.appliance.sm: None, the label says 90"),
