@@ -1,5 +1,5 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
-# Variables that may be given: CA_BUNDLE (behind an intercepting proxy), BASE (another base image), PYTHON.
+# Variables that may be given: CA_BUNDLE (behind an intercepting proxy), BASE (another base image), DEBIAN_MIRROR, PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,6 +7,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
+# Where Debian's packages come from, when not from the base's own sources: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
+DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
 CELL ?= llama-cpu
@@ -14,11 +16,14 @@ CELL ?= llama-cpu
 IMAGE := appliance:$(CELL)
 VOLUME := $(or $(APPLIANCE_VOLUME),appliance)
 PROJECT := $(or $(APPLIANCE_PROJECT),appliance)
-COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml
+COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml$(if $(findstring -cu,$(CELL)), -f compose/gpu.yaml)
 # What compose writes on all that it makes: how `clean` tells ours from a volume that somebody else filled.
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
+MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
+# The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
+TRIXIE := debian:trixie-slim
 FETCH := $(PY) -m images fetch demo $(CA)
 # The tags that `image` made, one a line.
 BUILT := .make/built
@@ -33,7 +38,10 @@ help: ## show this
 # `models add` runs in the service's own container, hardened as it is, so that compose makes the volume; it copies only
 # what is not there already, and a copy that was interrupted is refused by its sha256.
 # The id by labels: `compose ps --all` also names a container in which such a copy still runs.
+# What the machine should run is for `images select` to say; a CUDA image takes half an hour to build and is not begun unasked.
 up: docker image ## build or reuse the image, start it, wait until it is tuned, ask it a question
+	@if [ "$(origin CELL)" = file ] && command -v nvidia-smi >/dev/null && cell=$$($(PY) -m images select 2>/dev/null); then \
+	  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell#*:}" >&2; fi
 	@fetched=$$($(FETCH) --json) && \
 	read -r sha256 file < <($(PY) -c 'import json, sys; row = json.loads(sys.argv[1]); print(row["sha256"], row["file"])' "$$fetched") && \
 	$(COMPOSE) run --rm -T --no-deps appliance models add "$${file##*/}" --sha256 "$$sha256" <"$$file" && \
@@ -67,7 +75,7 @@ docker:
 
 image: docker venv ## build the image, or reuse it
 	@mkdir -p $(dir $(BUILT))
-	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(CA) | tee -a $(BUILT)
+	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(MIRROR) $(CA) | tee -a $(BUILT)
 	@sort -u -o $(BUILT) $(BUILT)
 
 model: venv ## fetch the demo model
@@ -85,7 +93,7 @@ lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/hadolint images/rendered/*/Dockerfile
+	.venv/bin/hadolint images/rendered/*/Dockerfile images/models/Dockerfile images/scanner/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
@@ -103,7 +111,11 @@ drift: venv ## rendered files are what the matrix says
 unit: venv ## no engine, no network, no GPU
 	$(PY) -m pytest tests/unit
 
-integration: image model ## real processes, and real containers of the built image
+.PHONY: trixie
+trixie: docker
+	@docker image inspect $(TRIXIE) >/dev/null 2>&1 || docker pull --quiet $(TRIXIE) || echo "skipped: what is tested on $(TRIXIE)"
+
+integration: image model trixie ## real processes, and real containers of the built image
 	$(PY) -m pytest tests/integration
 
 verify: image ## prove what is inside the built image

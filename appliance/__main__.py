@@ -9,11 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
 from appliance.errors import FatalError, UsageError
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
+
+if TYPE_CHECKING:
+    from appliance.probe import Hardware
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -77,6 +80,7 @@ def _parser() -> tuple[_Parser, list[str]]:
         ("plan", _plan, "show what would be served, and why"),
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),
+        ("doctor", _doctor, "check everything that a start looks at, and say what to do"),
         ("profiles", _profiles, "list, show, compare, move, pin or forget what was found before"),
         ("models", _models, "list, add or remove models on the volume"),
         ("key", _key, "print the API key"),
@@ -119,6 +123,18 @@ def _add_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
+def _add_probe(verb: argparse.ArgumentParser) -> None:
+    words = "measure the bandwidths of memory and GPUs now, and keep them on the volume; best while nothing is served"
+    verb.add_argument("--measure", action="store_true", help=words)
+    _add_json(verb)
+
+
+def _add_doctor(verb: argparse.ArgumentParser) -> None:
+    words = "also write a file for a bug report: without the key, uuids, names of users, hosts and folders"
+    verb.add_argument("--bundle", metavar="FILE", help=words)
+    _add_json(verb)
+
+
 def _add_profiles(verb: argparse.ArgumentParser) -> None:
     actions = ("list", "show", "diff", "export", "import", "pin", "unpin", "forget")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
@@ -137,14 +153,31 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
 def _add_engine_facts(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bin", metavar="PATH", required=True, help="the engine's server binary")
     verb.add_argument("--out", metavar="PATH", required=True, help="file to write")
+    words = "types of K and V with fast flash attention on a GPU, as it was compiled: q8_0-q8_0;q8_0-q4_0"
+    verb.add_argument("--kv-pairs", metavar="LIST", default="", help=words)
 
 
-_OTHER_FLAGS = ("--", "--help", "--json", "--explain", "--dry-run", "--sha256", "--bin", "--out")
+_OTHER_FLAGS = (
+    *(
+        "--",
+        "--help",
+        "--json",
+        "--explain",
+        "--dry-run",
+        "--sha256",
+        "--bin",
+        "--out",
+        "--kv-pairs",
+        "--measure",
+        "--bundle",
+    ),
+)
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "serve": _add_model,
     "tune": _add_model,
     "plan": _add_plan,
-    "probe": _add_json,
+    "probe": _add_probe,
+    "doctor": _add_doctor,
     "profiles": _add_profiles,
     "models": _add_models,
     "version": _add_json,
@@ -177,10 +210,10 @@ def _run_story(story: Coroutine[Any, Any, int]) -> int:
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.boot import foretell
     from appliance.engines.llama_server import BINARY, arguments
-    from appliance.plan import as_document, as_measured, explain, explain_settings
+    from appliance.plan import as_document, as_measured, explain, explain_settings, nearest
 
     plans, engine, profile = foretell(settings, environment)
-    chosen = as_measured(plans[0], profile.plan) if profile else plans[0]
+    chosen = as_measured(nearest(plans, profile.plan), profile.plan) if profile else plans[0]
     argv = [str(settings.engine_dir / BINARY), *arguments(chosen, engine, settings.runtime_dir / "appliance.sock")]
     if options.json:
         found = profile.key.id if profile else None
@@ -195,8 +228,13 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
-            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans of threads and ubatch"
+            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans"
         )
+        if profile and profile.prediction_error is not None and profile.allocated:
+            print(
+                f"when it was measured the engine allocated {profile.allocated.total:,.0f} MiB; "
+                f"the prediction was off by {profile.prediction_error:+.1%}"
+            )
     return 0
 
 
@@ -205,11 +243,63 @@ def _indented(text: str) -> str:
 
 
 def _probe(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.probe import as_document, probe
+    from dataclasses import replace
 
-    document = as_document(probe(settings.data_dir, environment))
+    from appliance.probe import as_document, probe
+    from appliance.probe.smi import cross_check
+
+    hardware = probe(settings.data_dir, environment)
+    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment))
+    if options.measure:
+        return _measure(options, settings, hardware, environment)
+    document = as_document(hardware)
     print(json.dumps(document, indent=1) if options.json else _as_lines(document))
     return 0
+
+
+def _measure(
+    options: argparse.Namespace, settings: Settings, hardware: Hardware, environment: Mapping[str, str]
+) -> int:
+    from dataclasses import asdict
+
+    from appliance.probe import SPEEDS_FOLDER
+    from appliance.probe.measure import in_words, measure
+    from appliance.probe.speeds import save_speeds
+    from appliance.volume import open_volume
+
+    open_volume(settings.data_dir)  # before the time is spent
+    measured = measure(hardware, settings.engine_dir, environment, lambda words: print(words, file=sys.stderr))
+    path = save_speeds(settings.data_dir / SPEEDS_FOLDER, hardware, measured.speeds)
+    print(json.dumps(asdict(measured), indent=1) if options.json else in_words(measured))
+    print(f"kept in {path}, for every start on this machine", file=sys.stderr)
+    return 0
+
+
+def _doctor(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.doctor import as_json, bundle, examine, show, write_bundle
+
+    findings = examine(settings, environment)
+    if options.json:
+        print(as_json(findings))
+    else:
+        show(findings, sys.stdout)
+    if options.bundle:
+        from pathlib import Path
+
+        names = [os.uname().nodename, *(environment.get(name, "") for name in ("USER", "LOGNAME", "HOSTNAME"))]
+        write_bundle(Path(options.bundle), bundle(settings, findings, names, [_known_key(settings)]))
+        print(f"{options.bundle}: read it before you send it", file=sys.stderr)
+    return findings.exit_code
+
+
+def _known_key(settings: Settings) -> str:
+    from appliance.errors import VolumeError
+    from appliance.volume import read_key
+
+    try:
+        return read_key(settings.key_path)
+    except VolumeError:  # which is a check of its own; what cannot be read cannot be told on
+        return ""
 
 
 def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
@@ -331,12 +421,17 @@ def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, st
 
 
 def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str]) -> int:
+    from dataclasses import replace
     from pathlib import Path
 
-    from appliance.engines.llama_facts import query_facts
+    from appliance.engines import llama_facts, vllm_facts
     from appliance.image_facts import dump_facts
 
-    Path(options.out).write_text(dump_facts(query_facts(Path(options.bin))), encoding="utf-8")
+    binary = Path(options.bin)
+    query_facts = vllm_facts.query_facts if binary.name == "vllm" else llama_facts.query_facts
+    facts = query_facts(binary)
+    facts = replace(facts, kv_pairs=llama_facts.parse_kv_pairs(options.kv_pairs, facts.kv_types))
+    Path(options.out).write_text(dump_facts(facts), encoding="utf-8")
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
-from appliance.checks import check_supported
+from appliance.checks import check_devices, check_engine, check_supported, why_fewer
+from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
 from appliance.house import House
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
@@ -24,6 +26,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
+    vouch(settings, image, hardware, report)
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
@@ -31,6 +34,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
     async with house.stoppable(), house.open_gateway():
         if not house.has_engine:
+            await doubt(hardware, environment, report)
             house.launch(await house.decide(plans, key, store))
         await house.serve()
     return 0
@@ -42,6 +46,7 @@ async def measure_only(settings: Settings, environment: Mapping[str, str], repor
     image, engine = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     hardware, model = look(settings, environment, image)
+    vouch(settings, image, hardware, report)
     plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
@@ -73,10 +78,35 @@ def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
     """The machine and the model; refuses what this image cannot run on."""
+    check_engine(image)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    hardware = probe(settings.data_dir, environment)
-    check_supported(image, hardware)
-    return hardware, model
+    return check_supported(settings, image, probe(settings.data_dir, environment)), model
+
+
+def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Report) -> None:
+    """Says what is odd about the machine, and lets the engine itself vouch for its GPUs: it is started for that once.
+
+    Raises GpuUnusableError when it sees none although there is one.
+    """
+    for words in hardware.gpus.warnings:
+        report.warning("hardware", words)
+    if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
+        return
+    uuids = tuple(gpu.uuid or "" for gpu in hardware.gpus.gpus)
+    cache_dir = settings.data_dir / "cache" / image.build_id
+    devices = query_devices_once(settings.engine_dir, cache_dir, driver=hardware.gpus.driver, uuids=uuids)
+    check_devices(image, hardware, devices.names, devices.said)
+    if fewer := why_fewer(hardware, devices.names):
+        report.warning("hardware", fewer)
+
+
+async def doubt(hardware: Hardware, environment: Mapping[str, str], report: Report) -> None:
+    """Says where nvidia-smi contradicts NVML; before measuring only, since it may take seconds."""
+    from appliance.probe.smi import cross_check  # here, since a start from a profile never needs its XML parser
+
+    found = await asyncio.to_thread(cross_check, hardware.gpus, environment)
+    for words in found.warnings[len(hardware.gpus.warnings) :]:
+        report.warning("hardware", words)
 
 
 def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:

@@ -1,15 +1,185 @@
-"""Whether this image can run on this machine: refused at the start, in words, and never later in the engine's."""
+"""Whether this image can run on this machine: refused at the start, in words, and never later in the engine's.
+
+Pure. What the engine itself said of its devices is passed in by the caller, who knows whether it was asked.
+"""
 
 from __future__ import annotations
 
-from appliance.errors import GpuUnusableError
-from appliance.image_facts import ImageFacts
-from appliance.probe import Hardware
+import re
+from dataclasses import replace
+
+from appliance.errors import (
+    ConfigError,
+    CpuUnsupportedError,
+    DriverTooOldError,
+    FatalError,
+    GpuUnusableError,
+    NoKernelError,
+)
+from appliance.image_facts import ImageFacts, runs_on
+from appliance.probe import Gpu, Hardware
+from appliance.settings import Settings
+
+SELECT = "`python -m images select`"
+# What the kernels of an engine's CPU variants are compiled with, as /proc/cpuinfo names it: llama.cpp build 11312,
+# ggml/src/CMakeLists.txt and ggml-cpu/arch/*/cpu-feats.cpp. A variant that is not here is not judged.
+VARIANT_NEEDS = {
+    "x64": frozenset[str](),
+    "sse42": frozenset({"sse4_2"}),
+    "sandybridge": frozenset({"sse4_2", "avx"}),
+    "haswell": frozenset({"sse4_2", "avx", "f16c", "fma", "avx2", "bmi2"}),
+    "armv8.0_1": frozenset({"asimd"}),
+    "armv8.2_1": frozenset({"asimd", "asimddp"}),
+    "armv8.2_2": frozenset({"asimd", "asimddp", "asimdhp"}),
+}
+
+SERVED_ENGINES = ("llama",)
 
 
-def check_supported(image: ImageFacts, hardware: Hardware) -> None:
-    """Raises GpuUnusableError when a GPU was given to an image without GPU kernels: never the CPU in silence."""
-    if image.cuda is None and hardware.gpu_requested:
-        seen = ", ".join(gpu.name or "unnamed GPU" for gpu in hardware.gpus.gpus) or hardware.gpus.problem or "a GPU"
-        message = f"a GPU was asked for and this image has no GPU kernels: {image.cell}, given {seen}"
-        raise GpuUnusableError(message, hint="use an image for this GPU, or start without --gpus to use the CPU")
+def check_engine(image: ImageFacts) -> None:
+    """Raises ConfigError for an image whose engine this appliance cannot start."""
+    if image.engine not in SERVED_ENGINES:
+        message = f"the engine of this image cannot be served yet: {image.engine} {image.engine_version} ({image.cell})"
+        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED_ENGINES)}: python -m images select")
+
+
+def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:
+    """The machine as this image can use it: GPUs that it has no kernels for are left out, with a warning each.
+
+    Raises NoKernelError when none is left, DriverTooOldError, CpuUnsupportedError, and GpuUnusableError when a GPU was
+    given and none can be used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
+    """
+    check_isa(image, hardware)
+    if settings.devices == "none":
+        return hardware
+    if image.cuda is None:
+        _refuse_idle_gpu(image, hardware)
+        return hardware
+    if not hardware.gpus.gpus:
+        if hardware.gpu_requested:
+            raise _unusable(hardware)
+        return _warned(hardware, "no GPU was given to this container: serving on the CPU. Start it with --gpus all")
+    check_driver(image, hardware)
+    return _with_kernels(image, hardware)
+
+
+def check_devices(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...], said: str) -> None:
+    """Raises GpuUnusableError when the engine lists no GPU although NVML does; `said` are its last words."""
+    if image.cuda is None or not hardware.gpus.gpus or devices:
+        return
+    message = f"the engine sees no GPU where NVML sees {_names(hardware.gpus.gpus)}: {said or 'it does not say why'}"
+    raise GpuUnusableError(message, hint=_cuda_remedy(said, hardware))
+
+
+def why_fewer(hardware: Hardware, devices: tuple[str, ...]) -> str | None:
+    """Words for an engine that sees some GPUs but not all; None where it sees what NVML does."""
+    whole = [gpu for gpu in hardware.gpus.gpus if gpu.mig_profile is None]
+    # Of slices CUDA shows a process only one, unless it is told which: with any of them a count says nothing.
+    if len(whole) < len(hardware.gpus.gpus) or len(devices) >= len(whole):
+        return None
+    return f"the engine sees {len(devices)} of {len(whole)} GPUs: {', '.join(devices)} of {_names(tuple(whole))}"
+
+
+def tag_for(image: ImageFacts, sm: str) -> str:
+    """The tag of this CUDA release's image for a chip, by the rule that names cells; not every one exists."""
+    release = (image.cuda or "").replace(".", "")
+    return f"{image.engine}-cu{release}-sm{sm}"
+
+
+def check_isa(image: ImageFacts, hardware: Hardware) -> None:
+    """Raises CpuUnsupportedError. The facts name the variants of both architectures; AArch64 always has asimd."""
+    isa = set(hardware.cpu.isa)
+    is_arm = "asimd" in isa
+    variants = [name for name in image.cpu_variants if name.startswith("arm") == is_arm]
+    if not variants or any(VARIANT_NEEDS.get(name, isa) <= isa for name in variants):
+        return
+    lowest = min((VARIANT_NEEDS[name] for name in variants), key=len)
+    lacking = ", ".join(sorted(lowest - isa))
+    message = f"this CPU lacks what the engine's kernels need: {lacking} ({hardware.cpu.model_name or 'unnamed CPU'})"
+    hint = "a virtual machine may hide it: give it the host's CPU model; else take an image with the variant x64"
+    raise CpuUnsupportedError(message, hint=hint)
+
+
+def _refuse_idle_gpu(image: ImageFacts, hardware: Hardware) -> None:
+    if not hardware.gpu_requested:
+        return
+    seen = _names(hardware.gpus.gpus) or hardware.gpus.problem or "a GPU"
+    message = f"a GPU was asked for and this image has no GPU kernels: {image.cell}, given {seen}"
+    sms = sorted({gpu.sm for gpu in hardware.gpus.gpus if gpu.sm})
+    tags = f", its tag ends in {' or '.join(f'-sm{sm}' for sm in sms)}" if sms else ""
+    hint = f"use an image for this GPU{tags} ({SELECT} names it), or start without --gpus to use the CPU"
+    raise GpuUnusableError(message, hint=hint)
+
+
+def _unusable(hardware: Hardware) -> FatalError:
+    gpus = hardware.gpus
+    if gpus.problem:
+        cause, hint = gpus.problem, _driver_remedy(gpus.problem)
+    elif gpus.driver is None:
+        cause = "the driver's library libnvidia-ml.so.1 is not in this container"
+        hint = "start it with --gpus all; without the NVIDIA Container Toolkit on the host only device files get in"
+    else:
+        cause = "; ".join((f"driver {gpus.driver} lists no device", *gpus.warnings))
+        hint = "compare --gpus, NVIDIA_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES with `nvidia-smi -L` on the host"
+    return GpuUnusableError(f"a GPU was asked for and cannot be used: {cause}", hint=hint)
+
+
+def _driver_remedy(problem: str) -> str:
+    if "mismatch" in problem:
+        return "kernel module and library of the driver differ, as after an update: reboot the host"
+    if "hangs" in problem or "did not answer" in problem:
+        return "`nvidia-smi` on the host hangs as well: look for Xid in its `dmesg`, and reboot it"
+    if "--gpus" in problem:
+        return "start it with --gpus all; the host needs the NVIDIA Container Toolkit"
+    return "run `nvidia-smi` on the host: when it fails as well, repair the driver there"
+
+
+def _cuda_remedy(said: str, hardware: Hardware) -> str:
+    if "insufficient" in said:
+        return f"the driver is too old for this CUDA: {hardware.gpus.driver or 'unknown'}; update it on the host"
+    if "cannot open shared object" in said:
+        return "start it with --gpus all; where NVIDIA_DRIVER_CAPABILITIES is set, it must hold compute,utility"
+    return "CUDA_VISIBLE_DEVICES may hide it; else run `nvidia-smi` on the host and look for Xid in its `dmesg`"
+
+
+def check_driver(image: ImageFacts, hardware: Hardware) -> None:
+    """Raises DriverTooOldError. A driver that does not tell its version is not judged."""
+    driver, floor = hardware.gpus.driver, image.driver_floor_sass
+    if driver is None or floor is None or _numbers(driver) >= _numbers(floor):
+        return
+    message = f"the NVIDIA driver is too old for this image: {driver}, {image.cell} needs {floor} or newer"
+    sms = sorted({gpu.sm for gpu in hardware.gpus.gpus if gpu.sm})
+    chips = "".join(f" --sm {sm}" for sm in sms)
+    runs = f"This driver runs CUDA {hardware.gpus.cuda_driver}: " if hardware.gpus.cuda_driver else ""
+    hint = (
+        f"update the driver on the host, or take an image for an older CUDA. {runs}"
+        f"`python -m images select --driver {driver}{chips}` names its tag"
+    )
+    raise DriverTooOldError(message, hint=hint)
+
+
+def _with_kernels(image: ImageFacts, hardware: Hardware) -> Hardware:
+    """A chip that NVML does not tell stays in: the engine may know it."""
+    usable = [gpu for gpu in hardware.gpus.gpus if gpu.sm is None or any(runs_on(form, gpu.sm) for form in image.sm)]
+    strangers = [gpu for gpu in hardware.gpus.gpus if gpu not in usable]
+    has = f"{image.cell} has kernels for SM {', '.join(image.sm) or 'none'}"
+    if not usable:
+        tags = " or ".join(dict.fromkeys(tag_for(image, gpu.sm or "") for gpu in strangers))
+        message = f"this image has no kernels for {_names(tuple(strangers))}: {has}"
+        raise NoKernelError(message, hint=f"use the image {tags}; {SELECT} says whether there is one")
+    left = [f"{_names((gpu,))} is left out: {has}" for gpu in strangers]
+    return _warned(replace(hardware, gpus=replace(hardware.gpus, gpus=tuple(usable))), *left)
+
+
+def _warned(hardware: Hardware, *warnings: str) -> Hardware:
+    if not warnings:
+        return hardware
+    return replace(hardware, gpus=replace(hardware.gpus, warnings=(*hardware.gpus.warnings, *warnings)))
+
+
+def _names(gpus: tuple[Gpu, ...]) -> str:
+    return ", ".join((gpu.name or "unnamed GPU") + (f" (SM {gpu.sm})" if gpu.sm else "") for gpu in gpus)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))

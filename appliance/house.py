@@ -20,7 +20,7 @@ from appliance.engines.endings import as_error
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short
+from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short, nearest, refine
 from appliance.probe import Hardware, count_oom_kills
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Profile, ProfileStore
@@ -73,7 +73,7 @@ class House:
     def _use(self, profile: Profile, plans: Sequence[Plan]) -> Plan:
         """What was measured, within what this start plans: the memory that is free may be another by now."""
         self._profile = profile
-        chosen = as_measured(plans[0], profile.plan)
+        chosen = as_measured(nearest(plans, profile.plan), profile.plan)
         if (build := profile.key.parts.get("build")) != self._image.build_id:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {self._image.build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
@@ -101,10 +101,14 @@ class House:
             self._engine,
             engine_dir=self._settings.engine_dir,
             socket_path=self._socket,
-            cache_dir=self._settings.data_dir / "cache" / self._image.build_id,
+            cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
             oom_kills=count_oom_kills,
         )
+
+    @property
+    def _cache_dir(self) -> Path:
+        return self._settings.data_dir / "cache" / self._image.build_id
 
     async def decide(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Plan:
         """Measures, unless told not to; while another container measures for the same key, waits for its profile."""
@@ -134,6 +138,7 @@ class House:
         from appliance.tune.tuner import speed_in_words, tune  # here, since a start from a profile never needs it
 
         self._report.phase(Phase.TUNING, "starting")
+        plans = await self._refined(plans)
         self._report.info("tune_start", f"measuring up to {len(plans)} plans within {self._settings.budget_s:g} s")
         tuned = await tune(
             plans, self.command, budget_s=self._settings.budget_s, tell=self._on_step, done=self._on_measured
@@ -157,12 +162,32 @@ class House:
             which = pinned.key.id if pinned else key.id
             words = f"profile {which} is pinned and stays the one that is used; `appliance profiles unpin` ends that"
             self._report.warning("profile_pinned", words, profile=which)
-        words = f"chose {tuned.plan.threads} threads, ubatch {tuned.plan.ubatch} in {tuned.seconds:.0f} s: {speed}"
+        words = f"chose {in_short(tuned.plan)} in {tuned.seconds:.0f} s: {speed}"
         self._report.info("tuned", words, profile=key.id, stopped_by=tuned.stopped_by)
         return self._profile
 
+    async def _refined(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """The plans as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells the same."""
+        if not plans[0].placement.shares:
+            return plans
+        from appliance.engines.llama_fit import query_projections  # here, since a start from a profile never needs it
+
+        projections = await asyncio.to_thread(
+            query_projections,
+            self._settings.engine_dir,
+            plans,
+            self._engine,
+            cache_dir=self._cache_dir,
+            budget_s=self._settings.budget_s / 10,
+        )
+        refined = refine(plans, projections)
+        answered = sum(found is not None for found in projections)
+        words = f"the engine's loader reckoned {answered} of {len(plans)} plans: {len(refined)} fit by its figures"
+        self._report.info("plans_refined", words)
+        return refined or plans
+
     def _on_step(self, step: Step) -> None:
-        words = f"{step.plan.threads} threads, ubatch {step.plan.ubatch}: {step.what}"
+        words = f"{in_short(step.plan)}: {step.what}"
         self._report.phase(Phase.TUNING, words)
         self._report.info("tune_step", words)
 
@@ -289,6 +314,7 @@ class House:
             "context": self._plan.context if self._plan else None,
             "chosen": in_short(self._plan) if self._plan else None,
             "speed": self._profile.speed if self._profile else None,
+            "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and not self._measurements,
             "engine_restarts": self._supervisor.restarts,
         }

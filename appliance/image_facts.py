@@ -14,6 +14,9 @@ T = TypeVar("T")
 SCHEMA = 1
 IMAGE_FACTS_PATH = "/opt/appliance/image_facts.json"
 ENGINE_FACTS_PATH = "/opt/appliance/engine_facts.json"
+# Chips of Jetson and of DRIVE: machine code neither comes from another chip nor goes to one, whatever the numbers say.
+# CUDA C++ Programming Guide, 6.1.2; images/facts/nvidia.yaml has the same, and a test holds the two together.
+TEGRA = frozenset({"87", "101", "110"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,18 @@ class EngineFacts:
     kv_types: tuple[str, ...]
     kv_pairs: tuple[tuple[str, str], ...] = ()  # pairs with fast flash attention; empty: any pair of equal types
     backends: tuple[str, ...] = ()  # file names of the loadable backends, sorted
+    split_modes: tuple[str, ...] = ()  # how it can split a model across GPUs
+
+
+def runs_on(form: str, sm: str) -> bool:
+    """Whether machine code of a form (`80`, `90a`, `120f`) runs on the chip `sm`.
+
+    Plain and `f`: same major, equal or higher minor, never from or to a Tegra. `a`: that chip alone.
+    """
+    own = form.rstrip("af")
+    if form.endswith("a") or own in TEGRA or sm in TEGRA:
+        return own == sm
+    return own[:-1] == sm[:-1] and int(own) <= int(sm)
 
 
 def dump_facts(facts: ImageFacts | EngineFacts) -> str:

@@ -107,6 +107,13 @@ class Settings:
     cache_ram_mib: int | None = _setting(
         _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB"
     )
+    devices: str = _setting(_text, "auto", "GPUs to use: auto, none, or indices or UUIDs with commas", "LIST")
+    gpu_layers: int | None = _setting(
+        _integer(0, 1024), None, "layers on GPUs, the output counted as one (default: the fastest that fits)", "N"
+    )
+    n_cpu_moe: int | None = _setting(
+        _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
+    )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
     )

@@ -8,12 +8,15 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
 from images import (
     bake,
+    bases,
     build,
     ci,
     compat,
@@ -23,19 +26,26 @@ from images import (
     explain,
     fetch,
     gate,
+    installed,
     lock,
     matrix,
+    mirror,
+    model,
     prune,
+    push,
+    recipe,
     render,
     reproduce,
     sbom,
     select,
     space,
     verify,
+    wheel_gaps,
 )
-from images.errors import FatalError, MatrixError, UsageError, VerificationError
+from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell, Matrix
 
+LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
@@ -46,10 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.verb(arguments))
     except FatalError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
+        return _fail(error)
+    except OSError as error:  # a full disk, or a folder that may not be written to, wherever that shows
+        return _fail(
+            BuildError(f"a file cannot be used: {error}", hint="is there room, and may this user write there?")
+        )
+
+
+def _fail(error: FatalError) -> int:
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -62,7 +80,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
-    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells)}
+    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked)}
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if lines:
@@ -80,8 +98,12 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.tag and len(cells) != 1:
         message = f"--tag names one image, but {len(cells)} cells match: {arguments.only}"
         raise UsageError(message, hint="choose one with --only")
+    archive = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    name = push.check_name(arguments.push) if arguments.push else None
+    model_of = _model_of(arguments)
     options = build.Options(
         base=arguments.base,
+        toolkit_image=arguments.toolkit_image,
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         tag=arguments.tag,
         epoch_s=arguments.epoch,
@@ -92,42 +114,107 @@ def _build(arguments: argparse.Namespace) -> int:
         cache_to=tuple(arguments.cache_to),
     )
     engine = docker.Engine()
-    results = [_build_cell(cell, options, engine, is_dry=arguments.dry_run) for cell in cells]
+    results = [_build_cell(cell, options, engine, archive, name, is_dry=arguments.dry_run) for cell in cells]
+    if model_of and not arguments.dry_run:
+        results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
 
 
-def _build_cell(cell: Cell, options: build.Options, engine: docker.Engine, *, is_dry: bool) -> dict[str, object]:
-    compat.refuse_unresolved(cell)
+def _build_cell(
+    cell: Cell,
+    options: build.Options,
+    engine: docker.Engine,
+    archive: mirror.Mirror | None,
+    name: str | None,
+    *,
+    is_dry: bool,
+) -> dict[str, object]:
+    if options.toolkit_image is None:
+        compat.refuse_unresolved(cell)
     base = build.choose_base(cell, options.base, engine)
+    toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
-    job = build.plan_job(ROOT, cell, options, base)
+    job = build.plan_job(ROOT, cell, options, base, toolkit)
+    if archive:
+        job = mirror.plan(job)
     if is_dry:
         return {"cell": cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))}
     reused = None if options.force else build.find_built(job, engine)
+    if reused and name and not push.is_current(job, engine.image(reused.digest)):
+        _progress(cell, f"built again: {reused.tag} has this build id, and the date or revision of another commit")
+        reused = None
     if reused:
         _progress(cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)")
     elif options.space_check:
         data = engine.data_folder()
         space.refuse_full(cell, space.needs(cell, archives=job.archive.parent, engine_data=data))
-    built = reused or build.build(ROOT, job, engine)
+    built = reused or _build_locked(job, engine, archive)
     bill = ROOT / sbom.path_for(cell)
     if not sbom.describes(bill, built.digest):
         sbom.write(ROOT, cell, engine, image=built.tag, out=bill)
         _progress(cell, f"bill of materials: {sbom.path_for(cell)}")
-    return asdict(built)
+    return asdict(built) | (_push(job, built, engine, archive, name) if name else {})
+
+
+def _push(
+    job: build.Job, built: build.Built, engine: docker.Engine, archive: mirror.Mirror | None, name: str
+) -> dict[str, object]:
+    with mirror.written(ROOT, job, archive) if archive else nullcontext():
+        pushed = push.push(ROOT, job, built, engine, name=name)
+    others = [each for each in job.cell.platforms if each != engine.platform]
+    if others:
+        words = ("docker", "buildx", "imagetools", "create", "--tag", f"{name}:{job.cell.id}")
+        sources = [f"{name}:{push.tag_of(job.cell, each)}" for each in job.cell.platforms]
+        _progress(job.cell, f"when {', '.join(others)} is pushed too, merge: {shlex.join((*words, *sources))}")
+    return {"pushed": pushed.reference}
+
+
+def _model_of(arguments: argparse.Namespace) -> tuple[recipe.Recipe, recipe.Weights] | None:
+    """What --model names, read before the build, which takes long."""
+    if arguments.model is None:
+        if arguments.memory_mib is not None:
+            message = f"--memory-mib chooses among the weights of a model, and none is named: {arguments.memory_mib}"
+            raise UsageError(message, hint="--model qwen")
+        return None
+    if arguments.push:
+        message = f"--push publishes cells, and --model makes an image of this machine: {arguments.model}"
+        raise UsageError(message, hint="push the cell; who pulls it makes the model image in a second")
+    named = recipe.load(ROOT, arguments.model)
+    return named, recipe.choose(named, arguments.memory_mib)
+
+
+def _build_model(
+    cell: Cell, result: dict[str, object], engine: docker.Engine, named: recipe.Recipe, weights: recipe.Weights
+) -> dict[str, object]:
+    epoch_s = build.query_origin(ROOT, cell, epoch_s=None).epoch_s
+    made = model.build(ROOT, cell, named, weights, engine, image=str(result["tag"]), epoch_s=epoch_s)
+    _progress(cell, f"{made.tag} serves {made.file}: python -m images fetch {named.name} brings it here")
+    return result | {"tag": made.tag, "cell_tag": result["tag"], "file": made.file, "digest": made.digest}
+
+
+def _build_locked(job: build.Job, engine: docker.Engine, archive: mirror.Mirror | None) -> build.Built:
+    """Of the packages that the Debian lock names, or not at all."""
+    build.refuse_engine(job, engine)
+    with mirror.written(ROOT, job, archive) if archive else nullcontext():
+        held = installed.hold_to_lock(ROOT, job, engine)
+        if held.no_cache and not job.no_cache:
+            _progress(job.cell, "what the builder had kept is of other packages than the lock's: every step runs again")
+        return build.build(ROOT, held, engine)
 
 
 def _build_line(result: Mapping[str, object]) -> str:
-    """What a script wants on stdout: the tag, or the command that a dry run would have run."""
+    """What a script wants on stdout: tag, or what was pushed, or the command that a dry run would have run."""
     command = result.get("command")
-    return shlex.join(command) if isinstance(command, list) else str(result["tag"])
+    return shlex.join(command) if isinstance(command, list) else str(result.get("pushed", result["tag"]))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.reproduce:
         return _reproduce(arguments)
+    _refuse_alone(arguments)
     _, cells = _load(arguments)
+    _refuse_one_image(arguments, cells)
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
     if arguments.dry_run:
         names = [check.__name__.removeprefix("check_") for check in verify.CHECKS]
@@ -158,6 +245,21 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_alone(arguments: argparse.Namespace) -> None:
+    """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
+    given = {"--against": arguments.against, "--base": arguments.base, "--epoch": arguments.epoch}
+    for flag, value in given.items():
+        if value is not None:
+            message = f"{flag} belongs to --reproduce, which is not there: {value}"
+            raise UsageError(message, hint=f"verify --reproduce CELL {flag} {value}")
+
+
+def _refuse_one_image(arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    if arguments.image and len(cells) != 1:
+        message = f"--image names one image, but {len(cells)} cells match: {arguments.only}"
+        raise UsageError(message, hint="choose one with --only")
+
+
 def _reproduce(arguments: argparse.Namespace) -> int:
     """Two whole builds of each cell, minutes or hours: asked for by name and never part of plain `verify`."""
     arguments.only = arguments.reproduce
@@ -170,6 +272,8 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
+    if arguments.against:
+        return _reproduce_against(arguments, jobs, engine)
     found = [reproduce.reproduce(ROOT, job, engine) for job in jobs]
     _say(arguments, [asdict(each) for each in found], [f"{each.cell}  {each.first}  {each.second}" for each in found])
     differing = [f"{each.cell}: {each.difference}" for each in found if not each.is_same]
@@ -179,7 +283,24 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce_against(arguments: argparse.Namespace, jobs: Sequence[build.Job], engine: docker.Engine) -> int:
+    if len(jobs) != 1:
+        message = f"--against names one image, but {len(jobs)} cells match: {arguments.only}"
+        raise UsageError(message, hint="choose one with --reproduce")
+    published = reproduce.published(arguments.against, engine.platform, cwd=ROOT)
+    found = reproduce.against(ROOT, jobs[0], engine, published)
+    _say(arguments, asdict(found), [f"{found.cell}  {found.first}  {found.second}"])
+    if not found.is_same:
+        what = found.difference or f"{found.first} here, {found.second} there"
+        message = f"this commit does not build what was published: {found.cell}: {what}"
+        archive = f"docker save --output IMAGE.oci.tar {arguments.against}, and --against IMAGE.oci.tar names the file"
+        raise VerificationError(message, hint=None if found.difference else archive)
+    return 0
+
+
 def _lock(arguments: argparse.Namespace) -> int:
+    if arguments.bases:
+        return _lock_bases(arguments)
     if arguments.debian:
         return _lock_debian(arguments)
     known = matrix.load(ROOT).locks
@@ -199,6 +320,24 @@ def _lock(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _lock_bases(arguments: argparse.Namespace) -> int:
+    """Digests of all base images, or of those that are named."""
+    loaded = matrix.load(ROOT)
+    known = {cell.base.name: cell.base for cell in loaded.cells}
+    known |= {kit.image.name: kit.image for kit in loaded.toolkits.values() if kit.image}
+    unknown = [name for name in arguments.names if name not in known]
+    if unknown:
+        message = f"no such base: {', '.join(unknown)}"
+        raise UsageError(message, hint=matrix.near_miss(unknown[0], known) or f"the bases are {', '.join(known)}")
+    wanted = bases.choose(known, arguments.names)
+    if arguments.dry_run:
+        _say(arguments, [base.image for base in wanted], [f"{base.name}: {base.image}" for base in wanted])
+        return 0
+    found = bases.lock(ROOT, wanted, today=datetime.now(UTC).date())
+    _say(arguments, [asdict(each) for each in found], [*map(str, found), f"now: {render.RENDER_COMMAND}"])
+    return 0
+
+
 def _lock_debian(arguments: argparse.Namespace) -> int:
     """One lock for each base that the engine has, of the engine's own platform."""
     if arguments.names:
@@ -211,23 +350,24 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    recipe = fetch.load_recipe(ROOT, arguments.name)
+    weights = recipe.choose(recipe.load(ROOT, arguments.name), arguments.memory_mib)
     if arguments.dry_run:
-        target = arguments.to / recipe.file
+        target = arguments.to / weights.file
     else:
-        target = fetch.fetch(ROOT, recipe, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
-    _say(arguments, {"file": str(target), "sha256": recipe.sha256}, [str(target)])
+        target = fetch.fetch(ROOT, weights, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
+    _say(arguments, {"file": str(target), "sha256": weights.sha256}, [str(target)])
     return 0
 
 
 def _gate(arguments: argparse.Namespace) -> int:
     """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
     known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
+    sm = int(select.parse_sm(arguments.sm).sm)
     if arguments.dry_run:
         _say(arguments, [str(file) for file in arguments.files], [str(file) for file in arguments.files])
         return 0
     tool = gate.find_tool(arguments.cuobjdump)
-    report = gate.judge([gate.query_library(tool, file) for file in arguments.files], arguments.sm, known)
+    report = gate.judge([gate.query_library(tool, file) for file in arguments.files], sm, known)
     lines = [gate.describe(library, report.sm) for library in report.libraries]
     _say(arguments, {**asdict(report), "faults": report.faults}, [*lines, *(f"FAIL {each}" for each in report.faults)])
     if report.faults:
@@ -239,11 +379,36 @@ def _gate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _gaps(arguments: argparse.Namespace) -> int:
+    """The gate on an engine's own wheels, kept as data: one file for each of its cells."""
+    _, chosen = _load(arguments)
+    cells = [cell for cell in chosen if not cell.engine.is_compiled]
+    if not cells:
+        message = f"no cell that matches is of an engine from wheels: {arguments.only}"
+        raise UsageError(message, hint="such as --only 'vllm-*'")
+    if arguments.dry_run:
+        paths = [wheel_gaps.path_for(cell).as_posix() for cell in cells]
+        _say(arguments, paths, paths)
+        return 0
+    lock_text = (ROOT / cells[0].engine.source.lock_file).read_text("utf-8")
+    wheels = wheel_gaps.read_wheels(gate.find_tool(arguments.cuobjdump), arguments.files, cells[0].engine, lock_text)
+    texts = {wheel_gaps.path_for(cell): wheel_gaps.report(cell, wheels) for cell in cells}
+    found = wheel_gaps.faults(ROOT, texts)
+    if arguments.check and found:
+        message = f"the reports on the wheels are not what these wheels say: {'; '.join(found)}"
+        raise VerificationError(message, hint=f"{wheel_gaps.COMMAND}, then commit what it wrote")
+    if not arguments.check:
+        drift.write(ROOT, texts)
+    _say(arguments, found, found or [f"{len(texts)} reports as they were"])
+    return 0
+
+
 def _sbom(arguments: argparse.Namespace) -> int:
     _, cells = _load(arguments)
     if arguments.out and len(cells) != 1:
         message = f"--out names one file, but {len(cells)} cells match: {arguments.only}"
         raise UsageError(message, hint="choose one with --only")
+    _refuse_one_image(arguments, cells)
     files = {cell.id: arguments.out or ROOT / sbom.path_for(cell) for cell in cells}
     if not arguments.dry_run:
         engine = docker.Engine()
@@ -270,7 +435,11 @@ def _bake(arguments: argparse.Namespace) -> int:
 
 def _ci_matrix(arguments: argparse.Namespace) -> int:
     loaded, _ = _load(arguments)
-    return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells))
+    return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells, _is_locked))
+
+
+def _is_locked(cell: Cell, platform: matrix.Platform) -> bool:
+    return (ROOT / debian.path_for(cell.base, platform)).exists()
 
 
 def _generate(arguments: argparse.Namespace, path: Path, text: str) -> int:
@@ -302,9 +471,17 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> int:
-    choice = select.choose(_load_all(), _machine(arguments))
+    choice = select.choose(_load_all(), _machine(arguments), engine=arguments.engine)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
-    _say(arguments, asdict(choice), [choice.tag])
+    if arguments.alias:
+        recipe.load(ROOT, arguments.alias)
+        tag = model.tag_of(arguments.alias, choice.cell)
+        name = model.alias_of(arguments.alias)
+        if not arguments.dry_run:
+            model.set_alias(arguments.alias, choice.cell, docker.Engine())
+        _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
+    else:
+        _say(arguments, asdict(choice), [choice.tag])
     if not arguments.json:
         print(f"{choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
     return 0
@@ -353,7 +530,7 @@ def _rendered(cell: Cell) -> dict[Path, str]:
 def _row(cell: Cell) -> dict[str, object]:
     return {
         "id": cell.id,
-        "engine": f"{cell.engine.title} {cell.engine.version} b{cell.engine.build}",
+        "engine": _engine_version(cell),
         "cuda": cell.target.cuda,
         "sm": cell.target.sm,
         "platforms": ",".join(cell.platforms),
@@ -364,6 +541,11 @@ def _row(cell: Cell) -> dict[str, object]:
         "cpu_variants": list(cell.cpu_variants),
         "size_budget_mib": cell.size_budget_mib,
     }
+
+
+def _engine_version(cell: Cell) -> str:
+    build = f" b{cell.engine.build}" if cell.engine.build is not None else ""
+    return f"{cell.engine.title} {cell.engine.version}{build}"
 
 
 def _say(arguments: argparse.Namespace, data: object, lines: Sequence[str]) -> None:
@@ -386,6 +568,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_build_flags(add("build", "build images and load them into the engine", _only(), _certificates()))
     _add_verify_flags(add("verify", "prove what is inside built images", _only(), _certificates()))
     _add_gate_flags(add("gate", "say which kernels of GPU libraries an SM runs natively; exit 61 when one needs a JIT"))
+    _add_gaps_flags(add("gaps", "write images/gaps/<cell>.yaml: what of an engine's wheels runs on which SM", _only()))
     _add_sbom_flags(add("sbom", "write what is in built images as SPDX, .make/images/<cell>.spdx.json", _only()))
     _add_bake_flags(add("bake", f"write {bake.BAKE_FILE}: the builds for docker buildx bake", _only()))
     add("ci-matrix", f"write {ci.JOBS_FILE}: the jobs of the images workflow", _only()).set_defaults(verb=_ci_matrix)
@@ -408,7 +591,9 @@ def _common() -> argparse.ArgumentParser:
 
 def _only() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(add_help=False)
-    flags.add_argument("--only", metavar="GLOB", default="*", help="cells by id, such as llama-cpu or 'llama-*'")
+    flags.add_argument(
+        "--only", metavar="GLOB", default="*", help="cells by id: llama-cpu or 'llama-*'; all without it"
+    )
     return flags
 
 
@@ -427,15 +612,41 @@ def _add_render_flags(parser: argparse.ArgumentParser) -> None:
 def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
     parser.add_argument("--base", metavar="IMAGE", help=about)
+    about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
+    parser.add_argument("--toolkit-image", metavar="IMAGE", help=about)
     parser.add_argument("--tag", metavar="IMAGE", help="name of the image; appliance:<cell> without it")
-    parser.add_argument("--epoch", metavar="SECONDS", type=int, help="date of the image; without it the last commit's")
+    parser.add_argument(
+        "--epoch", metavar="SECONDS", type=_epoch, help="date of the image; without it the last commit's"
+    )
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
     parser.add_argument("--cache-from", metavar="SPEC", action="append", default=[], help=about)
     parser.add_argument("--cache-to", metavar="SPEC", action="append", default=[], help="a cache to write, likewise")
+    about = (
+        "then push it to this repository as :<cell>, its bill of materials and provenance beside it; print the digest"
+    )
+    parser.add_argument("--push", metavar="REGISTRY/NAME", help=about)
+    about = "then also appliance/NAME:<cell>, which serves the weights of images/models/NAME.yaml"
+    parser.add_argument("--model", metavar="NAME", help=about)
+    _add_memory_flag(parser)
     parser.add_argument("--no-space-check", action="store_true", help="build even if the disks seem too full for it")
+    about = "Debian's packages from ROOT/debian; of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z)"
+    parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=about)
     parser.set_defaults(verb=_build)
+
+
+def _epoch(text: str) -> int:
+    """A date that a tar header and RFC 3339 can hold. ArgumentTypeError otherwise."""
+    if not text.isdecimal() or int(text) > LAST_EPOCH_S:
+        message = f"not the seconds of a date since 1970: {text}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def _add_memory_flag(parser: argparse.ArgumentParser) -> None:
+    about = "memory for the model, of the GPU or of the machine: the largest weights that leave a quarter of it free"
+    parser.add_argument("--memory-mib", metavar="MIB", type=int, help=f"{about}; without it the recipe's default")
 
 
 def _add_sbom_flags(parser: argparse.ArgumentParser) -> None:
@@ -460,18 +671,31 @@ def _add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", metavar="IMAGE", help="verify this image; appliance:<cell> without it")
     about = "instead: build this cell twice without a cache and compare the manifest digests"
     parser.add_argument("--reproduce", metavar="CELL", help=about)
+    about = (
+        "of --reproduce: build once and compare with this: IMAGE@DIGEST, sha256:DIGEST of a manifest, or FILE.oci.tar"
+    )
+    parser.add_argument("--against", metavar="WHAT", help=about)
     parser.add_argument("--base", metavar="IMAGE", help="of --reproduce, as in build")
-    parser.add_argument("--epoch", metavar="SECONDS", type=int, help="of --reproduce, as in build")
+    parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help="of --reproduce, as in build")
     _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_verify)
 
 
 def _add_gate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="shared libraries, objects, .fatbin files")
-    parser.add_argument("--sm", metavar="SM", type=int, required=True, help="the chip by its number: 90, 120")
+    parser.add_argument("--sm", metavar="SM", required=True, help="the chip by its number: 90 or 9.0")
     parser.add_argument("--known-gaps", metavar="FILE", type=Path, help="kernels that may need a JIT, as YAML")
     _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_gate)
+
+
+def _add_gaps_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files", metavar="FILE", nargs="*", type=Path, help="wheels of the lock; others are only listed"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 61 naming each file that differs")
+    _add_cuobjdump_flag(parser)
+    parser.set_defaults(verb=_gaps)
 
 
 def _add_cuobjdump_flag(parser: argparse.ArgumentParser) -> None:
@@ -486,23 +710,32 @@ def _add_explain_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_select_flags(parser: argparse.ArgumentParser) -> None:
+    about = "llama serves GGUF and is the default, vllm serves safetensors"
+    parser.add_argument("--engine", metavar="NAME", default=select.DEFAULT_ENGINE, help=about)
     parser.add_argument("--driver", metavar="VERSION", help="as nvidia-smi says it: 570.124.06")
     parser.add_argument("--gpu", metavar="NAME", action="append", default=[], help="repeatable: one image for all")
     parser.add_argument("--sm", metavar="SM", action="append", default=[], help="a GPU by its number: 90 or 9.0")
     parser.add_argument("--platform", choices=PLATFORMS, help="without it this machine's")
+    about = (
+        "also name the model image of that cell, appliance/NAME:<cell>, just appliance/NAME in this machine's engine"
+    )
+    parser.add_argument("--alias", metavar="NAME", help=about)
     parser.set_defaults(verb=_select)
 
 
 def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="NAME", nargs="*", help="locks to write; all without it")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="locks, or bases, to write; all without it")
     parser.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
     parser.add_argument("--debian", action="store_true", help=about)
+    about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
+    parser.add_argument("--bases", action="store_true", help=about)
     parser.set_defaults(verb=_lock)
 
 
 def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a file of images/models, without .yaml")
+    _add_memory_flag(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, default=ROOT / ".make/models", help="default: .make/models")
     parser.set_defaults(verb=_fetch)
 

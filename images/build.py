@@ -11,7 +11,7 @@ import json
 import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,7 +26,10 @@ FALLBACK_EPOCH_S = 1767225600
 REGISTRY_TIMEOUT_S = 8.0
 BUILD_ID_DIGITS = 32
 BUILD_ID_LABEL = "io.appliance.build-id"
+RECIPE_LABEL = "io.appliance.recipe"  # of a model image, which is a cell and one layer more
 BASE_OVERRIDE_LABEL = "io.appliance.base-override"
+NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
+TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 NO_BASE = ("failed to resolve source metadata", "pull access denied", "failed to do request", "failed to authorize")
 
@@ -58,6 +61,7 @@ class Options:
     """What the command line asks for."""
 
     base: str | None = None  # None: the pinned one; "auto": whichever is there; else an image name
+    toolkit_image: str | None = None  # None: the pinned one
     ca_bundle: Path | None = None
     tag: str | None = None
     epoch_s: int | None = None
@@ -83,6 +87,14 @@ class Job:
     no_cache: bool = False
     cache_from: tuple[str, ...] = ()
     cache_to: tuple[str, ...] = ()
+    attest: tuple[str, ...] = ()  # what to say about the image beside it; nothing of that goes into its manifest
+    toolkit: BaseChoice | None = None  # instead of the image that the toolkit is taken from
+    variant: Path | None = None  # a Dockerfile that is built instead of the cell's, made from it
+    contexts: tuple[str, ...] = ()  # beside the project itself, as buildx takes them: name=DIR
+
+    @property
+    def dockerfile(self) -> Path:
+        return self.variant or self.cell.folder / "Dockerfile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +106,16 @@ class Built:
     is_reused: bool
 
 
-def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice) -> Job:
+def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice, toolkit: BaseChoice | None = None) -> Job:
     """Reads the inputs below `root` and asks git; builds nothing."""
     files = render.render(cell, render.load_template(root, cell))
     _refuse_drift(root, cell, files)
     return Job(
         cell=cell,
         base=base,
+        toolkit=toolkit,
         origin=query_origin(root, cell, epoch_s=options.epoch_s),
-        build_id=build_id(read_inputs(root, cell), base.identity),
+        build_id=build_id(read_inputs(root, cell), " ".join(each.identity for each in (base, toolkit) if each)),
         version=_project_version(root),
         tag=options.tag or cell.tag,
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
@@ -115,20 +128,29 @@ def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice) -> Job:
 
 def buildx_argv(job: Job) -> tuple[str, ...]:
     """The whole command; its last word is the context, the project's root."""
-    dockerfile = job.cell.folder / "Dockerfile"
     return (
-        *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false"),
-        *("--file", dockerfile.as_posix()),
+        *("docker", "buildx", "build", "--progress", "plain"),
+        *((word for each in job.attest for word in ("--attest", each)) if job.attest else NO_ATTESTATIONS),
+        *("--file", job.dockerfile.as_posix()),
         *_pairs("--build-arg", {"APPLIANCE_BUILD_ID": job.build_id, "SOURCE_DATE_EPOCH": str(job.origin.epoch_s)}),
         *_pairs("--label", moment_labels(job)),
         *(("--secret", f"id=ca,src={job.ca_bundle}") if job.ca_bundle else ()),
         *(("--build-context", f"{job.cell.base.reference}={job.base.context}") if job.base.context else ()),
+        *(("--build-context", _toolkit_context(job)) if job.toolkit else ()),
+        *(word for context in job.contexts for word in ("--build-context", context)),
         *(("--no-cache",) if job.no_cache else ()),
         *(word for place in job.cache_from for word in ("--cache-from", place)),
         *(word for place in job.cache_to for word in ("--cache-to", place)),
         *("--output", f"type=oci,name={job.tag},dest={job.archive},rewrite-timestamp=true,oci-mediatypes=true"),
         ".",
     )
+
+
+def targeted_argv(job: Job, target: str, output: str) -> tuple[str, ...]:
+    """The same build as far as one stage, with its files where `output` says."""
+    words = buildx_argv(replace(job, attest=(), cache_to=()))
+    at = words.index("--output")
+    return (*words[:at], "--target", target, "--output", output, *words[at + 2 :])
 
 
 def moment_labels(job: Job) -> dict[str, str]:
@@ -142,6 +164,8 @@ def moment_labels(job: Job) -> dict[str, str]:
     }
     if job.origin.revision:
         labels["org.opencontainers.image.revision"] = job.origin.revision
+    if job.toolkit:
+        labels[TOOLKIT_OVERRIDE_LABEL] = f"{job.toolkit.override} {job.toolkit.identity}"
     if job.base.override:
         labels["org.opencontainers.image.base.name"] = job.base.override
         labels["org.opencontainers.image.base.digest"] = job.base.identity
@@ -150,12 +174,7 @@ def moment_labels(job: Job) -> dict[str, str]:
 
 def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     """Runs the build and loads the result. BuildError in words; the archive is gone either way."""
-    if engine.platform not in job.cell.platforms:
-        message = f"cell {job.cell.id} cannot be built here: the engine is {engine.platform}"
-        raise BuildError(
-            message, hint=f"it is for {', '.join(job.cell.platforms)}; BuildKit would only relabel the files"
-        )
-    refuse_store(engine.image_store)
+    refuse_engine(job, engine)
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
         finished = docker.stream(buildx_argv(job), cwd=root)
@@ -166,6 +185,16 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     finally:
         job.archive.unlink(missing_ok=True)
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
+
+
+def refuse_engine(job: Job, engine: docker.Engine) -> None:
+    """BuildError for an engine that cannot build this cell, or cannot keep what it built."""
+    if engine.platform not in job.cell.platforms:
+        message = f"cell {job.cell.id} cannot be built here: the engine is {engine.platform}"
+        raise BuildError(
+            message, hint=f"it is for {', '.join(job.cell.platforms)}; BuildKit would only relabel the files"
+        )
+    refuse_store(engine.image_store)
 
 
 def refuse_store(image_store: str) -> None:
@@ -182,7 +211,8 @@ def refuse_store(image_store: str) -> None:
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:
     """An image that was made from the same inputs, under this job's tag from now on."""
-    found = engine.images_labelled({BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id})
+    known = engine.images_labelled({BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id})
+    found = [image for image in known if RECIPE_LABEL not in image.labels]
     if not found:
         return None
     if not any(_same_name(job.tag, tag) for image in found for tag in image.tags):
@@ -198,7 +228,9 @@ def choose_base(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseCh
         return _local_base(cell, wanted, engine.image(wanted))
     if cell.base.digest is None:
         message = f"cell {cell.id}: its base has no digest yet: {cell.base.image}"
-        raise BuildError(message, hint="give one that is here: --base IMAGE")
+        raise BuildError(
+            message, hint="python -m images lock --bases asks a registry; --base IMAGE takes one that is here"
+        )
     return BaseChoice(identity=cell.base.digest)
 
 
@@ -222,6 +254,32 @@ def _local_base(cell: Cell, name: str, image: docker.Image | None) -> BaseChoice
         raise BuildError(message, hint=f"docker pull {name}, or --base auto")
     is_pinned = image.id == cell.base.digest
     return BaseChoice(identity=image.id, context=f"docker-image://{name}", override=None if is_pinned else name)
+
+
+def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> BaseChoice | None:
+    """An image that is here instead of the one of the matrix; None: that one, by its digest.
+
+    UsageError for a cell whose toolkit comes from no image, BuildError when the wanted one is not here.
+    """
+    if wanted is None:
+        return None
+    if cell.toolkit is None or cell.toolkit.image is None:
+        source = cell.toolkit.source if cell.toolkit else "nowhere"
+        message = f"--toolkit-image fits no cell whose CUDA toolkit is from elsewhere: {cell.id}: {source}"
+        raise UsageError(message, hint="choose cells of CUDA 12.8 or 12.9 with --only")
+    image = engine.image(wanted)
+    if image is None:
+        message = f"cell {cell.id}: the toolkit's image is not among the engine's images: {wanted}"
+        raise BuildError(message, hint=f"docker pull {wanted}")
+    return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=wanted)
+
+
+def _toolkit_context(job: Job) -> str:
+    image = job.cell.toolkit.image if job.cell.toolkit else None
+    if image is None or job.toolkit is None:
+        message = f"cell {job.cell.id} takes its toolkit from no image"
+        raise BuildError(message)
+    return f"{image.reference}={job.toolkit.context}"
 
 
 def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:

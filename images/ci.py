@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from images import render
@@ -18,13 +19,24 @@ TIMEOUT_MINUTES = 60
 CUDA_TIMEOUT_MINUTES = 180
 
 
-def jobs_file(cells: Iterable[Cell]) -> str:
-    """The text of .github/images.json."""
+IsLocked = Callable[[Cell, Platform], bool]
+
+
+def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform: True) -> str:
+    """The text of .github/images.json. A platform without a Debian lock is left out: it could only fail."""
     known = tuple(cells)
+    ready = [cell for cell in known if not cell.unresolved]
+    locked = [replace(cell, platforms=tuple(p for p in cell.platforms if is_locked(cell, p))) for cell in ready]
+    unlocked = {
+        f"{cell.id} {platform}": f"no Debian lock of {cell.base.image}: run `python -m images lock --debian` there"
+        for cell in ready
+        for platform in cell.platforms
+        if not is_locked(cell, platform)
+    }
     made = {
         "//": f"DO NOT EDIT. Made from build_matrix.yaml and images/ci.py by: {render.RENDER_COMMAND}",
-        "cells": [job(cell) for cell in known if not cell.unresolved],
-        "left_out": {cell.id: _why(cell) for cell in known if cell.unresolved},
+        "cells": [job(cell) for cell in locked if cell.platforms],
+        "left_out": {cell.id: _why(cell) for cell in known if cell.unresolved} | unlocked,
     }
     return json.dumps(made, indent=2) + "\n"
 

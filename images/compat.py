@@ -135,7 +135,12 @@ class Refusal:
 @functools.cache
 def facts() -> Facts:
     """The committed facts. MatrixError when they cannot be."""
-    return parse_facts(yaml.safe_load(FACTS_FILE.read_text("utf-8")))
+    try:
+        data = yaml.safe_load(FACTS_FILE.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
+        raise MatrixError(message) from error
+    return parse_facts(data)
 
 
 def parse_facts(data: object) -> Facts:
@@ -198,6 +203,16 @@ def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:
     return floors(release, sm, is_compressed=cell.engine.fatbin_compression is not None)
 
 
+def required_driver(cell: Cell, known: Facts | None = None) -> str | None:
+    """The oldest driver that the image asks for. An engine from wheels always has something that the driver compiles:
+    kernels that are PTX in them, or Triton's. None for a cell without CUDA.
+    """
+    found = cell_floors(cell, known)
+    if found is None:
+        return None
+    return found.sass if cell.engine.is_compiled else found.ptx
+
+
 def runs_on(form: str, sm: str, known: Facts | None = None) -> bool:
     """Whether machine code of a form (`80`, `90a`, `120f`) runs on a chip.
 
@@ -223,7 +238,8 @@ def check(cells: Iterable[Cell], known: Facts | None = None) -> None:
     for cell in cells:
         for platform in cell.platforms:
             _check_base(cell, platform)
-            _check_variants(cell, platform)
+            if cell.engine.is_compiled:
+                _check_variants(cell, platform)
             for refusal in cell_refusals(cell, platform, known):
                 raise _refused(cell.id, refusal)
 
@@ -233,7 +249,9 @@ def refuse_unresolved(cell: Cell) -> None:
     image = cell.toolkit.image if cell.toolkit else None
     if image and image.digest is None:
         message = f"cell {cell.id} cannot be built: the image of its CUDA toolkit has no digest yet: {image.image}"
-        raise BuildError(message, hint="python -m images lock --bases asks a registry for it")
+        raise BuildError(
+            message, hint="python -m images lock --bases asks a registry; --toolkit-image takes one that is here"
+        )
 
 
 def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refusal]:

@@ -146,11 +146,17 @@ def dump(lock: Lock) -> str:
 def moved(old: Lock, new: Lock) -> list[str]:
     """A line for each package that is not what it was."""
     return [
-        f"{name}: {was.version} -> {now.version if now else 'gone'}"
+        f"{name}: {was.version} -> {_description(was, now)}"
         for part, packages in old.parts.items()
         for name, was in packages.items()
-        if (now := new.parts.get(part, {}).get(name)) is None or now.version != was.version
+        if (now := new.parts.get(part, {}).get(name)) != was
     ]
+
+
+def _description(was: Locked, now: Locked | None) -> str:
+    if now is None:
+        return "gone"
+    return now.version if now.version != was.version else f"another file: SHA-256 {now.sha256}"
 
 
 def parse_status(text: str) -> Iterator[Installed]:
@@ -206,7 +212,8 @@ def _script(parts: Iterable[str]) -> str:
     )
     # Sections that are off by default change nothing for packages of main, and nvidia-cuda-toolkit is in one of them.
     return f"""
-find /etc/apt -name '*.sources' -o -name '*.list' | xargs sed -i -E '/^(Components:|deb )/ s/\\bmain\\b/main non-free/'
+find /etc/apt -name '*.sources' -o -name '*.list' \
+  | xargs sed -i -E '/^(Components:|deb )/ s/\\bmain\\b/main contrib non-free/'
 apt-get update -qq >&2
 sed -n 's/^Date: /{DATE_MARK}/p' /var/lib/apt/lists/*Release
 {asks}

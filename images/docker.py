@@ -28,6 +28,7 @@ T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
 HTTP_CONFLICT = 409
+NOT_STARTED, NOT_FOUND = 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -85,9 +86,11 @@ def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
 def capture(argv: tuple[str, ...], *, cwd: Path) -> Finished:
     """Runs a short program in silence."""
     try:
-        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        return Finished(code=127, lines=(f"{argv[0]}: {error.strerror}",))
+        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        # As a shell says it: not there, or there and not to be started.
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
+        return Finished(code=code, lines=(f"{argv[0]}: {error.strerror}",))
     return Finished(code=done.returncode, lines=tuple((done.stdout + done.stderr).splitlines()))
 
 
@@ -110,7 +113,10 @@ def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Pat
 def _started(argv: tuple[str, ...], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """A running program that is gone when the block is left, also by an interrupt."""
     try:
-        process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        # A compiler's line may be cut in the middle of a character.
+        process = subprocess.Popen(
+            argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
     except FileNotFoundError as error:
         message = f"program not found: {argv[0]}"
         raise BuildError(message, hint="install Docker with its buildx plugin") from error
@@ -246,6 +252,26 @@ def _run_to_end(container: Container) -> Finished:
     finally:
         container.remove(v=True, force=True)
     return Finished(code=code, lines=tuple(text.splitlines()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a registry has under a name."""
+
+    digest: str  # of the index, where there is one
+    platforms: tuple[str, ...] | None  # the engine does not say it of a single OCI manifest
+
+
+def query_registry(reference: str, *, timeout_s: float) -> Published:
+    """Asked through the engine, which knows how to reach it. BuildError when none answers or it has no such image."""
+    try:
+        found = docker.from_env(timeout=int(timeout_s)).images.get_registry_data(reference)
+    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
+        message = f"no registry gives the digest of {reference}: {error}"
+        raise BuildError(message, hint="is the name right, and does `docker pull` reach the registry?") from error
+    said = found.attrs["Platforms"]
+    platforms = None if said is None else tuple(f"{each['os']}/{each['architecture']}" for each in said)
+    return Published(digest=found.id, platforms=platforms)
 
 
 def registry_has(reference: str, *, timeout_s: float) -> bool:

@@ -25,4 +25,4 @@ def write(root: Path, files: Mapping[Path, str]) -> None:
 def _state(path: Path, text: str) -> str | None:
     if not path.is_file():
         return "missing"
-    return None if path.read_text("utf-8") == text else "differs from what the matrix renders"
+    return None if path.read_bytes() == text.encode() else "differs from what the matrix renders"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from images import compat
+from images import compat, wheel_facts
 from images.compat import Facts, Release, Sm
 from images.errors import UsageError
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit, near_miss
@@ -42,7 +42,7 @@ class Consequence:
 @dataclass(frozen=True, kw_only=True)
 class Near:
     cell: str
-    driver: str | None  # floor of machine code; None: needs no GPU
+    driver: str | None  # the oldest that it asks for; None: needs no GPU
     platforms: tuple[Platform, ...]
     serves: bool  # it runs on the chip that was asked for
 
@@ -128,9 +128,9 @@ def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...
 
 
 def _near(cell: Cell, question: Question, known: Facts) -> Near:
-    floors = compat.cell_floors(cell, known)
+    driver = compat.required_driver(cell, known)
     serves = question.sm is None or bool(cell.sm_form and compat.runs_on(cell.sm_form.form, question.sm, known))
-    return Near(cell=cell.id, driver=floors.sass if floors else None, platforms=cell.platforms, serves=serves)
+    return Near(cell=cell.id, driver=driver, platforms=cell.platforms, serves=serves)
 
 
 def _sm_distance(cell: Cell, sm: str | None) -> int:
@@ -172,7 +172,11 @@ def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict,
 
 
 def _refusals(question: Question, cuda: str, sm: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
-    form = matrix.engines[question.engine].sm_forms.get(sm)
+    engine = matrix.engines[question.engine]
+    if engine.cuda and engine.cuda != cuda:
+        what = f"the wheels of {engine.title} {engine.version} are made with CUDA {engine.cuda}"
+        yield Reason(what=what, sources=(engine.source.lock_file.as_posix(),))
+    form = engine.sm_forms.get(sm)
     found = list(compat.refusals(cuda, sm, question.platform, form, known))
     toolkit = matrix.toolkits.get(cuda)
     for cell in _toolkit_users(matrix, question.engine, cuda)[:1] if toolkit and not found else ():
@@ -216,7 +220,10 @@ def _consequences(cell: Cell, matrix: Matrix, known: Facts) -> Iterator[Conseque
     yield Consequence(name="engine", value=f"{cell.engine.title} {cell.engine.version}", sources=(where,))
     yield Consequence(name="platforms", value=", ".join(cell.platforms), sources=(where,))
     yield Consequence(name="base", value=_describe(cell.base), sources=(where,))
-    yield Consequence(name="CPU variants", value=", ".join(cell.cpu_variants), sources=(where,))
+    if cell.engine.is_compiled:
+        yield Consequence(name="CPU variants", value=", ".join(cell.cpu_variants), sources=(where,))
+    elif cell.sm_form and cell.target.sm:
+        yield from _wheel_consequences(cell, cell.sm_form, cell.target.sm, known)
     if cell.toolkit and cell.sm_form and cell.target.sm:
         yield from _cuda_consequences(cell, cell.toolkit, cell.sm_form, cell.target.sm, known)
     for base in cell.unresolved:
@@ -239,6 +246,26 @@ def _cuda_consequences(cell: Cell, toolkit: Toolkit, form: SmForm, sm: str, know
     yield Consequence(name="code", value=f"{cell.gencode}: {form.why}", sources=(f"{MATRIX_FILE}, sm_forms",))
     yield from (Consequence(name=name, value=value, sources=known.cite(names)) for name, value, names in values)
     yield from _drivers(cell, release, chip, known)
+
+
+def _wheel_consequences(cell: Cell, form: SmForm, sm: str, known: Facts) -> Iterator[Consequence]:
+    """What an engine from wheels has for a chip, and what it still compiles on the user's machine."""
+    engine, chip = cell.engine, known.sms[sm]
+    told = wheel_facts.facts(engine.name)
+    forms = f"{MATRIX_FILE}, engines.{engine.name}.sm_forms"
+    gaps = f"images/gaps/{cell.id}.yaml"
+    yield Consequence(name="wheels", value=f"of CUDA {engine.cuda}", sources=(engine.source.lock_file.as_posix(),))
+    yield Consequence(name="chip", value=chip.chip, sources=known.cite(chip.sources["chip"]))
+    yield Consequence(name="code", value=f"native: partial; {form.why}", sources=(forms, gaps))
+    yield Consequence(name="compiled by the driver", value=", ".join(form.ptx) or "nothing", sources=(gaps,))
+    if row := told.attention_of(sm):
+        value = f"{', '.join(row.order)}: {row.why}"
+        yield Consequence(name="attention", value=value, sources=told.cite(row.sources))
+    for jit in told.jits:
+        value = f"{jit.compiles}, with {jit.tools}"
+        yield Consequence(name=f"compiled by {jit.name}", value=value, sources=told.cite(jit.sources))
+    if cell.target.cuda:
+        yield from _drivers(cell, known.releases[cell.target.cuda], chip, known)
 
 
 def _drivers(cell: Cell, release: Release, chip: Sm, known: Facts) -> Iterator[Consequence]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from images import compat, docker
 from images.errors import MatrixError, VerificationError
+from images.matrix import Platform
 
 Kind = Literal["elf", "ptx"]
 T = TypeVar("T")
@@ -32,10 +33,10 @@ PTX_KERNEL = re.compile(r"^(?:\.(?:visible|weak|extern)\s+)?\.entry\s+([\w$.@%]+
 LISTED = re.compile(r"^ELF file\s+\d+: .*\.sm_(\w+)\.cubin$")
 NO_CODE = "does not contain device code"
 
-# Of NVIDIA's own toolkit, by the file's name: what they carry is listed, and judged by nobody here.
+# Of NVIDIA's own toolkit and of torch, by the file's name: what they carry is listed, and judged by nobody here.
 TOOLKIT = re.compile(
     r"^lib(?:cublas|cublasLt|cudart|cudnn\w*|cufft\w*|cufile\w*|cupti|curand|cusolver\w*|cusparse\w*|nccl|npp\w+|"
-    r"nvJitLink|nvfatbin|nvjpeg|nvrtc[\w-]*|nvshmem\w*|nvToolsExt)(?:-[0-9a-f]+)?\.so(?:\.|$)"
+    r"nvJitLink|nvfatbin|nvjpeg|nvrtc[\w-]*|nvshmem\w*|nvToolsExt|torch_cuda\w*)(?:-[0-9a-f]+)?\.so(?:\.|$)"
 )
 
 FATBIN_MAGIC = 0xBA55ED50
@@ -69,6 +70,10 @@ class Kernel:
     def runs_natively(self, sm: int) -> bool:
         return any(runs_natively(target, sm) for target in self.sass)
 
+    def runs_from_ptx(self, sm: int) -> bool:
+        """The driver must compile it for this chip, and can."""
+        return not self.runs_natively(sm) and any(compiles_for(target, sm) for target in self.ptx)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
@@ -77,6 +82,24 @@ class Library:
     path: str
     kernels: tuple[Kernel, ...] = ()
     targets: Mapping[str, int] | None = None  # cubins by target; None: judged by its kernels
+
+    def count(self, sm: int) -> Count:
+        native = sum(kernel.runs_natively(sm) for kernel in self.kernels)
+        ptx = sum(kernel.runs_from_ptx(sm) for kernel in self.kernels)
+        return Count(library=Path(self.path).name, kernels=len(self.kernels), native=native, ptx=ptx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Kernels of one library by what they are on one chip; the rest cannot run there."""
+
+    library: str
+    kernels: int
+    native: int
+    ptx: int  # compiled by the driver
+
+    def __str__(self) -> str:
+        return f"{self.kernels} kernels, {self.native} native, {self.ptx} from PTX"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +122,7 @@ class KnownGaps:
     """The kernels that a cell admits to have no machine code for: library and kernel as globs."""
 
     kernels: tuple[tuple[str, str], ...] = ()
+    counts: tuple[Count, ...] = ()  # of the libraries that it was made from; empty: nobody counted
 
     def admits(self, library: str, kernel: str) -> bool:
         return any(_matches(library, kernel, known) for known in self.kernels)
@@ -109,7 +133,7 @@ class Report:
     sm: int
     libraries: tuple[Library, ...]
     gaps: tuple[Gap, ...]
-    stale: tuple[str, ...]  # known gaps that are none any more
+    stale: tuple[str, ...]  # known gaps that are none any more, and libraries that are not as they were counted
 
     @property
     def kernel_count(self) -> int:
@@ -122,17 +146,45 @@ class Report:
         return [*nothing, *(str(gap) for gap in self.gaps if not gap.is_declared), *self.stale]
 
 
-class _GapRow(BaseModel):
+class _PlatformRow(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     library: str
+    platforms: tuple[Platform, ...] | None = None  # None: any
+
+    def is_for(self, platform: str | None) -> bool:
+        return self.platforms is None or platform is None or platform in self.platforms
+
+
+class _GapRow(_PlatformRow):
+    runs: Literal["from PTX", "never"] | None = None
     kernels: tuple[str, ...] = Field(min_length=1)
+
+
+class _CountRow(_PlatformRow):
+    kernels: int
+    native: int
+    ptx: int
+
+
+class _ListedRow(_PlatformRow):
+    """Of a wheel that is not ours to judge: cubins by target."""
+
+    targets: dict[str, int]
 
 
 class _GapFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     native: Literal["partial"]
     source: str  # what was read to know it
+    libraries: tuple[_CountRow, ...] = ()
+    listed: tuple[_ListedRow, ...] = ()
     gaps: tuple[_GapRow, ...] = Field(min_length=1)
+
+
+def compiles_for(target: str, sm: int) -> bool:
+    """Whether a driver makes code for the chip `sm` of PTX of `target`: with a suffix, for no more chips than code."""
+    number, suffix = parse_target(target)
+    return runs_natively(target, sm) if suffix else number <= sm
 
 
 def runs_natively(target: str, sm: int) -> bool:
@@ -169,27 +221,46 @@ def judge(libraries: Sequence[Library], sm: int, known: KnownGaps | None = None)
         f"known gap is none any more: {pair[0]}: {pair[1]}"
         for pair in admitted.kernels
         if not any(_matches(gap.library, gap.kernel, pair) for gap in gaps)
-    )
+    ) + tuple(_miscounted(libraries, sm, admitted.counts))
     return Report(sm=sm, libraries=tuple(libraries), gaps=gaps, stale=stale)
 
 
-def load_known_gaps(path: Path) -> KnownGaps:
+def _miscounted(libraries: Sequence[Library], sm: int, counts: Sequence[Count]) -> Iterator[str]:
+    """A glob admits any number of kernels; that their number grew is seen here."""
+    seen = {count.library: count for count in (library.count(sm) for library in libraries if library.kernels)}
+    for expected in counts:
+        found = seen.get(expected.library)
+        if found != expected:
+            yield f"{expected.library}: {found or 'is not there'}, known were {expected}"
+    for name in sorted(set(seen) - {count.library for count in counts}) if counts else ():
+        yield f"{name}: {seen[name]}, and nobody counted it before"
+
+
+def load_known_gaps(path: Path, platform: str | None = None) -> KnownGaps:
+    """Those of one platform; None: of all. MatrixError when they cannot be read."""
     try:
         text = path.read_text("utf-8")
-    except OSError as error:
-        message = f"known gaps cannot be read: {path}: {error.strerror}"
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"known gaps cannot be read: {path}: {error}"
         raise MatrixError(message) from error
-    return parse_known_gaps(text, where=path.as_posix())
+    return parse_known_gaps(text, where=path.as_posix(), platform=platform)
 
 
-def parse_known_gaps(text: str, *, where: str) -> KnownGaps:
+def parse_known_gaps(text: str, *, where: str, platform: str | None = None) -> KnownGaps:
     """A YAML file: `native: partial`, `source`, and `gaps` by library. MatrixError when it says something else."""
     try:
         rows = _GapFile.model_validate(yaml.safe_load(text))
     except (yaml.YAMLError, ValidationError) as error:
-        message = f"{where}: not a list of known gaps: {error}"
+        message = f"{where}: not a list of known gaps: {' '.join(str(error).split())}"
         raise MatrixError(message, hint="native: partial, source: …, gaps: [{library: …, kernels: […]}]") from error
-    return KnownGaps(kernels=tuple((row.library, kernel) for row in rows.gaps for kernel in row.kernels))
+    return KnownGaps(
+        kernels=tuple((row.library, kernel) for row in rows.gaps if row.is_for(platform) for kernel in row.kernels),
+        counts=tuple(
+            Count(library=row.library, kernels=row.kernels, native=row.native, ptx=row.ptx)
+            for row in rows.libraries
+            if row.is_for(platform)
+        ),
+    )
 
 
 def parse_elements(lines: Iterable[str]) -> list[Element]:
@@ -344,4 +415,5 @@ def _c_string(data: bytes, start: int) -> str:
 
 
 def _matches(library: str, kernel: str, known: tuple[str, str]) -> bool:
-    return fnmatch.fnmatchcase(Path(library).name, known[0]) and fnmatch.fnmatchcase(kernel, known[1])
+    # Millions of times for a wheel: the folder is cut off by hand, since a Path takes longer than all the rest.
+    return fnmatch.fnmatchcase(library.rpartition("/")[2], known[0]) and fnmatch.fnmatchcase(kernel, known[1])

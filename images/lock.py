@@ -22,11 +22,20 @@ FORMS: dict[LockForm, tuple[str, ...]] = {
     "wheels": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_28"),
     "wheel": ("--no-deps", "--only-binary", ":all:"),  # one file, carried for what is inside it
     "sdist": ("--no-deps", "--no-binary", ":all:"),
+    # Newer than the others: some of the wheels are made for glibc 2.31, and the images stand on 2.36.
+    "engine": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_36"),
 }
+# A lock holds the hashes of a release's every file. What may differ is which releases the other platform needs.
+ALSO_FOR: dict[LockForm, str] = {"engine": "aarch64-manylinux_2_36"}
 
 
-def uv_argv(name: str, form: LockForm, output: Path, *, ca_bundle: Path | None, upgrade: bool) -> tuple[str, ...]:
-    """`output` is read too: versions that stand there are kept unless `upgrade`. Run it in the project's root."""
+def uv_argv(
+    name: str, form: LockForm, output: Path, *, ca_bundle: Path | None, upgrade: bool, overrides: Path | None = None
+) -> tuple[str, ...]:
+    """`output` is read too: versions that stand there are kept unless `upgrade`. Run it in the project's root.
+
+    `overrides`: requirements that replace what the wheels themselves ask for.
+    """
     # By env, since uv has no flag for a file of certificates.
     certificates = ("env", f"SSL_CERT_FILE={ca_bundle}") if ca_bundle else ()
     source = (LOCKS / f"{name}.in").as_posix()
@@ -34,6 +43,7 @@ def uv_argv(name: str, form: LockForm, output: Path, *, ca_bundle: Path | None, 
         *certificates,
         *(sys.executable, "-m", "uv", "pip", "compile", *COMMON, *FORMS[form]),
         *(("--upgrade",) if upgrade else ()),
+        *(("--override", overrides.as_posix()) if overrides else ()),
         *("--output-file", output.as_posix(), source),
     )
 
@@ -45,16 +55,36 @@ def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgra
         fresh = Path(folder) / target.name
         if target.exists():
             shutil.copyfile(target, fresh)
-        done = docker.capture(uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=upgrade), cwd=root)
-        if done.code != 0:
-            message = f"uv could not lock {name}: {' '.join(done.lines[-3:])}"
-            raise BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
-        text = fresh.read_text("utf-8")
+        path = LOCKS / f"{name}.overrides"
+        overrides = path if (root / path).exists() else None
+        argv = uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=upgrade, overrides=overrides)
+        text = _compiled(root, name, argv, fresh)
+        if form in ALSO_FOR:
+            # The versions of the first stand in the output and are kept, so only a real difference shows.
+            other = tuple(ALSO_FOR[form] if word == FORMS[form][-1] else word for word in argv if word != "--upgrade")
+            refuse_differing(name, text, _compiled(root, name, other, fresh))
+            fresh.write_text(text, "utf-8")
         refuse_foreign(name, text)
         refuse_unhashed(name, text)
         has_changed = not target.exists() or target.read_text("utf-8") != text
         fresh.replace(target)
     return has_changed
+
+
+def _compiled(root: Path, name: str, argv: tuple[str, ...], output: Path) -> str:
+    done = docker.capture(argv, cwd=root)
+    if done.code != 0:
+        message = f"uv could not lock {name}: {' '.join(done.lines[-3:])}"
+        raise BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
+    return output.read_text("utf-8")
+
+
+def refuse_differing(name: str, text: str, other: str) -> None:
+    """BuildError when two platforms need other releases: one lock could then not install both."""
+    pins, others = (set(re.findall(r"^\S+==\S+", each, re.MULTILINE)) for each in (text, other))
+    if pins != others:
+        message = f"lock {name} would not fit every platform, which differ in: {', '.join(sorted(pins ^ others))}"
+        raise BuildError(message, hint="pin these in the .in file, or give the platforms locks of their own")
 
 
 def refuse_foreign(name: str, text: str) -> None:

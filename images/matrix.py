@@ -27,8 +27,9 @@ Cuda = Annotated[str, Field(pattern=r"^\d+\.\d$")]  # one digit after the point,
 Sm = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Platform = Literal["linux/amd64", "linux/arm64"]
-LockForm = Literal["wheels", "wheel", "sdist"]
-BaseStatus = Literal["pinned", "unverified", "unresolved"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+LockForm = Literal["wheels", "wheel", "sdist", "engine"]
+BaseStatus = Literal["verified", "unverified", "unresolved"]
 ToolkitForm = Literal["debian", "image", "wheels"]
 
 
@@ -47,6 +48,7 @@ class _BaseRow(_Row):
     image: str
     digest: Digest | None = None
     status: BaseStatus
+    asked: str | object = None  # the day on which a registry gave the digest
     source: _BaseSourceRow | None = None
     platforms: list[Platform]
     distribution: Name | None = None
@@ -66,6 +68,7 @@ class _SourceRow(_Row):
     distribution: Name
     release: str
     lock: Name
+    wheels: dict[Platform, Sha256] = {}
 
 
 class _VariantsRow(_Row):
@@ -76,20 +79,22 @@ class _VariantsRow(_Row):
 class _SmFormRow(_Row):
     form: Annotated[str, Field(pattern=r"^\d{2,3}[af]?$")]
     why: str
+    ptx: tuple[str, ...] = ()
 
 
 class _EngineRow(_Row):
     title: str
     license: str
     version: str
-    build: int
-    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    build: int | None = None
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{9,40}$")]
     source: _SourceRow
-    backend_lock: Name
-    patches: tuple[str, ...] = Field(min_length=1)
+    backend_lock: Name | None = None
+    patches: tuple[str, ...] = ()
     cpu_variants: dict[Platform, _VariantsRow] = {}
     sm_forms: dict[Sm, _SmFormRow] = {}
     fatbin_compression: Literal["size", "balance"] | None = None
+    fast_kv_pairs: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_]+-[a-z0-9_]+$")], ...] = ()
 
 
 class _TargetRow(_Row):
@@ -99,10 +104,10 @@ class _TargetRow(_Row):
 
 class _CellRow(_Row):
     engine: Name
-    targets: list[Name]
+    targets: Annotated[list[Name], Field(min_length=1)]
     template: Name
     base: Name
-    platforms: list[Platform]
+    platforms: Annotated[list[Platform], Field(min_length=1)]
     size_budget_mib: Annotated[int, Field(gt=0)]
 
 
@@ -147,12 +152,18 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A hash-locked source distribution."""
+    """What an engine comes from, hash-locked: its source distribution, or one wheel for each platform."""
 
     distribution: str
     release: str
     lock: str
-    sha256: str
+    sha256: str | None = None  # of the source distribution
+    wheels: Mapping[Platform, str]  # SHA-256; empty: it is compiled
+
+    @property
+    def lock_file(self) -> Path:
+        """Relative to the project."""
+        return LOCKS / f"{self.lock}.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +197,11 @@ class Toolkit:
 
 @dataclass(frozen=True, kw_only=True)
 class SmForm:
-    """What the compiler is asked for on behalf of one chip: `90`, `120a`, `100f`."""
+    """What the compiler is asked for on behalf of one chip: `90`, `120a`, `100f`. Of wheels: what they carry for it."""
 
     form: str
     why: str
+    ptx: tuple[str, ...] = ()  # libraries of the engine's wheel with kernels that the driver must compile for this chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,18 +225,26 @@ class Scope:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
+    """Compiled here, or installed from wheels; the latter has no patches, no variants and one CUDA release."""
+
     name: str
     title: str
     license: str
     version: str
-    build: int
-    commit: str  # all 40 digits
+    build: int | None  # None: its releases have no such number
+    commit: str  # all 40 digits, or as many as its wheel tells
     source: Source
-    backend_lock: str
+    backend_lock: str | None
     patches: tuple[str, ...]  # applied to the source tree in this order; relative to the project
     cpu_variants: Mapping[Platform, Variants]
     sm_forms: Mapping[str, SmForm]
+    cuda: str | None = None  # the release that its wheels are made with; None: it is compiled with whichever is asked
     fatbin_compression: str | None = None  # what its build tells nvcc, from CUDA 12.8 on; raises the driver's floor
+    fast_kv_pairs: tuple[str, ...] = ()  # `K-V` types whose flash attention is compiled for CUDA; others are converted
+
+    @property
+    def is_compiled(self) -> bool:
+        return not self.source.wheels
 
     @property
     def commit_short(self) -> str:
@@ -250,8 +270,8 @@ class Cell:
     base: Base
     platforms: tuple[Platform, ...]
     size_budget_mib: int  # files of the finished image, uncompressed
-    toolkit: Toolkit | None = None  # None exactly where the target has no CUDA
-    sm_form: SmForm | None = None  # likewise
+    toolkit: Toolkit | None = None  # None where nothing is compiled: without CUDA, and for an engine from wheels
+    sm_form: SmForm | None = None  # None exactly where the target has no CUDA
 
     @property
     def id(self) -> str:
@@ -263,8 +283,10 @@ class Cell:
 
     @property
     def gencode(self) -> str | None:
-        """As nvcc is told: machine code for one chip and no PTX."""
-        return f"arch=compute_{self.sm_form.form},code=sm_{self.sm_form.form}" if self.sm_form else None
+        """As nvcc is told: machine code for one chip and no PTX. None where it is told nothing."""
+        if self.sm_form is None or not self.engine.is_compiled:
+            return None
+        return f"arch=compute_{self.sm_form.form},code=sm_{self.sm_form.form}"
 
     @property
     def unresolved(self) -> tuple[Base, ...]:
@@ -301,9 +323,9 @@ def load(root: Path) -> Matrix:
     try:
         data = yaml.load(path.read_bytes(), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (OSError, yaml.YAMLError) as error:
-        message = f"{MATRIX_FILE} cannot be read: {error}"
+        message = f"{MATRIX_FILE} cannot be read: {' '.join(str(error).split())}"
         raise MatrixError(message) from error
-    return parse_matrix(data, {lock.stem: lock.read_text("utf-8") for lock in sorted((root / LOCKS).glob("*.txt"))})
+    return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
 def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
@@ -345,6 +367,14 @@ def parse_source_sha256(text: str, *, distribution: str, release: str, lock: str
     return str(hashes[0])
 
 
+def _lock_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"lock cannot be read: {LOCKS / path.name}: {error}"
+        raise MatrixError(message, hint=f"python -m images lock {path.stem}") from error
+
+
 class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
 
@@ -365,6 +395,9 @@ def _base(name: str, row: _BaseRow) -> Base:
     if row.status == "unverified" and row.source is None:
         message = f"base {name}: an unverified digest needs the public file that it was copied from: source is missing"
         raise MatrixError(message, hint="name repository, path, commit and date under `source:`")
+    if (row.status == "verified") != (row.asked is not None):
+        message = f"base {name}: status {row.status} does not fit the day on which a registry was asked: {row.asked}"
+        raise MatrixError(message, hint="python -m images lock --bases writes both")
     return Base(
         name=name,
         image=row.image,
@@ -421,24 +454,60 @@ def _refuse_contradictions(cells: Iterable[Cell], scopes: Iterable[Scope]) -> No
 
 
 def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str]) -> Engine:
-    for lock in (row.source.lock, row.backend_lock):
+    for lock in filter(None, (row.source.lock, row.backend_lock)):
         _refuse_unknown(lock, known, f"engine {name}: lock")
+    _refuse_half_compiled(name, row)
     text = locks.get(row.source.lock, "")
-    sha256 = parse_source_sha256(
-        text, distribution=row.source.distribution, release=row.source.release, lock=row.source.lock
-    )
     variants = {
         platform: Variants(offered=tuple(row.offered), built=tuple(row.built))
         for platform, row in row.cpu_variants.items()
     }
-    source = Source(**row.source.model_dump(), sha256=sha256)
     return Engine(
         name=name,
         **row.model_dump(exclude={"source", "cpu_variants", "sm_forms"}),
-        source=source,
+        source=_wheels(name, row.source, text) if row.source.wheels else _sdist(row.source, text),
         cpu_variants=variants,
-        sm_forms={sm: SmForm(form=form.form, why=form.why) for sm, form in row.sm_forms.items()},
+        sm_forms={sm: SmForm(**form.model_dump()) for sm, form in row.sm_forms.items()},
+        cuda=parse_cuda(text, lock=row.source.lock) if row.source.wheels else None,
     )
+
+
+def _refuse_half_compiled(name: str, row: _EngineRow) -> None:
+    """What is compiled needs all that compiling takes; what comes in wheels has none of it."""
+    given = {"build": row.build, "backend_lock": row.backend_lock, "patches": row.patches}
+    wrong = [key for key, value in given.items() if bool(value) is bool(row.source.wheels)]
+    if wrong:
+        how = "comes in wheels and has" if row.source.wheels else "is compiled and lacks"
+        message = f"{MATRIX_FILE}: engine {name} {how}: {', '.join(wrong)}"
+        raise MatrixError(message, hint="build, backend_lock and patches belong to a source without `wheels:`")
+
+
+def _sdist(row: _SourceRow, text: str) -> Source:
+    sha256 = parse_source_sha256(text, distribution=row.distribution, release=row.release, lock=row.lock)
+    return Source(**row.model_dump(), sha256=sha256)
+
+
+def _wheels(name: str, row: _SourceRow, text: str) -> Source:
+    """The lock must pin this release with the hash of each wheel, and all that the wheels need beside it."""
+    pin = re.search(rf"^{re.escape(row.distribution)}=={re.escape(row.release)}(?=\s)(?:.*\\\n)*.*", text, re.MULTILINE)
+    hashes = re.findall(r"--hash=sha256:([0-9a-f]{64})", pin[0]) if pin else []
+    for platform, sha256 in row.wheels.items():
+        if sha256 not in hashes:
+            message = (
+                f"{MATRIX_FILE}: engine {name}: images/locks/{row.lock}.txt does not lock its wheel of "
+                f"{row.distribution}=={row.release} for {platform}: {sha256}"
+            )
+            raise MatrixError(message, hint=f"python -m images lock {row.lock}, and copy the hash of that wheel")
+    return Source(**row.model_dump())
+
+
+def parse_cuda(text: str, *, lock: str) -> str:
+    """The CUDA release that a lock's wheels are made with: `13.0`, by the one metapackage that they all need."""
+    found = re.search(r"^cuda-toolkit==(\d+\.\d)(?:\.|\s)", text, re.MULTILINE)
+    if found is None:
+        message = f"images/locks/{lock}.txt names no CUDA release: cuda-toolkit"
+        raise MatrixError(message, hint=f"cuda-toolkit==13.0.3.0 in images/locks/{lock}.in, then: images lock {lock}")
+    return found[1]
 
 
 def _target(name: str, row: _TargetRow) -> Target:
@@ -461,6 +530,7 @@ def _cells(
     for target in row.targets:
         _refuse_unknown(target, targets, f"cells of {row.engine}: target")
         _refuse_untooled(targets[target], engines[row.engine], toolkits)
+        _refuse_unwheeled(row, engines[row.engine])
     return [
         Cell(
             engine=engines[row.engine],
@@ -469,7 +539,7 @@ def _cells(
             base=bases[row.base],
             platforms=tuple(row.platforms),
             size_budget_mib=row.size_budget_mib,
-            toolkit=toolkits.get(targets[target].cuda or ""),
+            toolkit=toolkits.get(targets[target].cuda or "") if engines[row.engine].is_compiled else None,
             sm_form=engines[row.engine].sm_forms.get(targets[target].sm or ""),
         )
         for target in row.targets
@@ -477,11 +547,21 @@ def _cells(
 
 
 def _refuse_untooled(target: Target, engine: Engine, toolkits: Mapping[str, Toolkit]) -> None:
-    """A CUDA target needs a toolkit for its release and the form of its chip."""
+    """A CUDA target needs a toolkit for its release and the form of its chip; wheels are of one release."""
+    if not engine.is_compiled and target.cuda != engine.cuda:
+        message = f"{MATRIX_FILE}: target {target.name}: {engine.title}'s wheels are made with CUDA {engine.cuda}"
+        raise MatrixError(message, hint="take it out of cells, or lock a release of the engine with that CUDA")
     if target.cuda is not None:
         _refuse_unknown(target.cuda, toolkits, f"target {target.name}: toolkit")
     if target.sm is not None:
         _refuse_unknown(target.sm, engine.sm_forms, f"engine {engine.name}: sm_forms: target {target.name}")
+
+
+def _refuse_unwheeled(row: _CellRow, engine: Engine) -> None:
+    missing = [platform for platform in row.platforms if platform not in engine.source.wheels]
+    if missing and not engine.is_compiled:
+        message = f"{MATRIX_FILE}: cells of {row.engine}: its source has no wheel for: {', '.join(missing)}"
+        raise MatrixError(message, hint=f"it has {', '.join(engine.source.wheels)}")
 
 
 def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:

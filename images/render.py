@@ -11,12 +11,13 @@ from pathlib import Path
 import jinja2
 
 from appliance.image_facts import ImageFacts, dump_facts
-from images import compat
+from images import compat, wheel_facts
 from images.errors import MatrixError
 from images.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
+FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc: why stands in it
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
 RENDER_COMMAND = "python -m images render"
@@ -43,7 +44,31 @@ TOOLKIT_PLACES: Mapping[ToolkitForm, Mapping[str, str]] = {
 }
 # The cost in the words of its CMake file: "performance for multiple CUDA GPUs will be suboptimal".
 NCCL_OFF = "off: several GPUs exchange through llama.cpp's own code, which its authors call suboptimal"
-NVIDIA_LICENSE = " AND LicenseRef-NVIDIA-CUDA-EULA"
+NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
+OWN_LICENSE = "Apache-2.0"
+# What the runtime stage asks Debian for, by engine. Part of vLLM's kernels are made when it runs: Triton compiles a
+# launcher in C with Python's headers, FlashInfer's nvcc takes g++.
+RUNTIME_PACKAGES: Mapping[str, str] = {
+    "llama": "libgomp1 libstdc++6 python3 tini",
+    "vllm": "g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
+}
+# The binary that `appliance engine-facts` asks while the image is built.
+ENGINE_BINARIES: Mapping[str, str] = {"llama": "/opt/llama/llama-server", "vllm": "/opt/vllm/bin/vllm"}
+# Variable -> folder below the cache of this build. What is not named here goes to HOME.
+CACHES: Mapping[str, Mapping[str, str]] = {
+    "llama": {"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
+    "vllm": {
+        "HOME": "home",
+        "CUDA_CACHE_PATH": "cuda",
+        "DG_JIT_CACHE_DIR": "deep_gemm",
+        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+        "HF_HOME": "huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "VLLM_CACHE_ROOT": "vllm",
+        "XDG_CACHE_HOME": "xdg",
+    },
+}
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 
 
@@ -67,13 +92,15 @@ def load_template(root: Path, cell: Cell) -> str:
 
 def inputs(cell: Cell) -> tuple[Path, ...]:
     """What the build may copy from the project: the context, the date and the build id are all made of these."""
-    locks = ["appliance", cell.engine.backend_lock, cell.engine.source.lock]
+    locks = ["appliance", *filter(None, (cell.engine.backend_lock,)), cell.engine.source.lock]
     patches = [*cell.engine.patches]
     if cell.toolkit and cell.toolkit.lock:
         locks.append(cell.toolkit.lock)
     if cell.toolkit and cell.toolkit.glibc_patch:
         patches.append(cell.toolkit.glibc_patch)
-    return (PACKAGE, LAUNCHER, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
+    is_nvcc_run = cell.toolkit is not None and cell.engine.is_compiled
+    builder = (FIXED_ADDRESSES,) if is_nvcc_run else ()
+    return (PACKAGE, LAUNCHER, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
 def _fill(cell: Cell, template: str) -> str:
@@ -93,30 +120,64 @@ def _fill(cell: Cell, template: str) -> str:
 
 def _values(cell: Cell) -> dict[str, str | int]:
     engine = cell.engine
-    variants = [";".join(engine.cpu_variants[platform].built) for platform in cell.platforms]
-    cuda = _cuda_values(cell, cell.toolkit) if cell.toolkit else {}
     return {
-        **cuda,
+        **(_source_values(cell) if engine.is_compiled else _wheel_values(cell)),
         "base_reference": cell.base.reference,
-        "backend_lock": engine.backend_lock,
         "build_command": f"python -m images build --only {cell.id}",
         "build_id_mark": BUILD_ID_MARK,
+        "caches": _cache_lines(CACHES[engine.name]),
+        "engine_binary": ENGINE_BINARIES[engine.name],
+        "engine_says": f" --kv-pairs '{';'.join(engine.fast_kv_pairs)}'"
+        if cell.toolkit and engine.fast_kv_pairs
+        else "",
+        "facts_path": (cell.folder / "image_facts.json").as_posix(),
+        "labels": _label_lines(static_labels(cell)),
+        "python": compat.python_of(cell.base),
+        "render_command": RENDER_COMMAND,
+        "runtime_packages": RUNTIME_PACKAGES[engine.name],
+    }
+
+
+def _source_values(cell: Cell) -> dict[str, str | int]:
+    """What the stages that compile an engine take."""
+    engine = cell.engine
+    variants = [";".join(engine.cpu_variants[platform].built) for platform in cell.platforms]
+    own = {"backend_lock": engine.backend_lock, "engine_build": engine.build}
+    return {
+        **(_cuda_values(cell, cell.toolkit) if cell.toolkit else {}),
+        **{name: value for name, value in own.items() if value is not None},
         "compile_part": f"parts/{'compile-both' if len(variants) > 1 else 'compile'}.j2",
         "compile_stage": "compile",
         "compiled_stage": "compiled" if len(variants) > 1 else "compile",
         "cpu_variants": variants[0],
         "cpu_variants_arm64": variants[-1],
-        "engine_build": engine.build,
         "engine_commit_short": engine.commit_short,
-        "facts_path": (cell.folder / "image_facts.json").as_posix(),
-        "labels": _label_lines(static_labels(cell)),
         "patches": " ".join(engine.patches),
         "patch_names": " ".join(Path(patch).name for patch in engine.patches),
-        "python": compat.python_of(cell.base),
-        "render_command": RENDER_COMMAND,
         "source_lock": engine.source.lock,
         "source_release": engine.source.release,
     }
+
+
+def _wheel_values(cell: Cell) -> dict[str, str | int]:
+    """What the stages that install an engine take."""
+    engine, floors = cell.engine, compat.cell_floors(cell)
+    if floors is None or engine.cuda is None:
+        message = f"cell {cell.id} is of an engine from CUDA wheels and has no CUDA"
+        raise MatrixError(message)
+    return {
+        "engine_commit": engine.commit,
+        "engine_lock": engine.source.lock,
+        "engine_title": engine.title,
+        "engine_version": engine.version,
+        "require_cuda": f"cuda>={engine.cuda.partition('.')[0]}.0",
+        "require_driver": f"driver>={compat.required_driver(cell)}",
+    }
+
+
+def _cache_lines(caches: Mapping[str, str]) -> str:
+    """The body of one ENV instruction."""
+    return " \\\n    ".join(f"{name}=/data/cache/${{APPLIANCE_BUILD_ID}}/{folder}" for name, folder in caches.items())
 
 
 def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
@@ -136,10 +197,11 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
         **TOOLKIT_PLACES[toolkit.form],
         **{name: value for name, value in own.items() if value is not None},
         "cuda": toolkit.cuda,
+        "kv_pairs": ";".join(cell.engine.fast_kv_pairs),
         "cuda_architectures": f"{cell.sm_form.form}-real",  # `real`: machine code and no PTX
         # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
         "require_cuda": f"cuda>={toolkit.cuda.partition('.')[0]}.0",
-        "require_driver": f"driver>={floors.sass}",
+        "require_driver": f"driver>={compat.required_driver(cell)}",
         "toolkit_release": toolkit.release,
     }
 
@@ -147,26 +209,52 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
 def static_labels(cell: Cell) -> dict[str, str]:
     """The labels that the matrix alone decides; `build` adds those that depend on the moment and the base used."""
     engine, floors = cell.engine, compat.cell_floors(cell)
+    licenses = dict.fromkeys((OWN_LICENSE, engine.license, *((NVIDIA_LICENSE,) if floors else ())))
     return {
         "org.opencontainers.image.title": cell.tag,
         "org.opencontainers.image.description": f"{engine.title} {engine.version} for {_machine(cell)}",
-        "org.opencontainers.image.licenses": f"Apache-2.0 AND {engine.license}{NVIDIA_LICENSE if floors else ''}",
+        "org.opencontainers.image.licenses": " AND ".join(licenses),
         "org.opencontainers.image.base.name": cell.base.image,
         "org.opencontainers.image.base.digest": cell.base.digest or NONE,
         "io.appliance.cell": cell.id,
         "io.appliance.cuda": cell.target.cuda or NONE,
         "io.appliance.cuda.gencode": cell.gencode or NONE,
-        "io.appliance.cuda.toolkit": cell.toolkit.source if cell.toolkit else NONE,
+        "io.appliance.cuda.toolkit": _toolkit_source(cell),
         "io.appliance.sm": cell.target.sm or NONE,
         "io.appliance.driver.floor.ptx": floors.ptx if floors else NONE,
         "io.appliance.driver.floor.sass": floors.sass if floors else NONE,
         "io.appliance.engine": engine.name,
         "io.appliance.engine.commit": engine.commit,
-        "io.appliance.engine.source-sha256": engine.source.sha256,
+        "io.appliance.engine.source-sha256": engine.source.sha256 or _wheel_hashes(cell),
         "io.appliance.engine.version": engine.version,
-        "io.appliance.nccl": NCCL_OFF if floors else NONE,
-        "io.appliance.ptx-jit": "no",
+        **(_compiled_labels(cell) if engine.is_compiled else _wheel_labels(cell)),
     }
+
+
+def _compiled_labels(cell: Cell) -> dict[str, str]:
+    return {"io.appliance.nccl": NCCL_OFF if cell.target.cuda else NONE, "io.appliance.ptx-jit": "no"}
+
+
+def _wheel_labels(cell: Cell) -> dict[str, str]:
+    """`partial`: some kernels have no machine code for this chip; which ones is data, and `jit` is what fills in."""
+    ptx = cell.sm_form.ptx if cell.sm_form else ()
+    return {
+        "io.appliance.jit": ", ".join(jit.name for jit in wheel_facts.facts(cell.engine.name).jits),
+        "io.appliance.native": "partial",
+        "io.appliance.nccl": "on",
+        "io.appliance.ptx-jit": f"yes: {', '.join(ptx)}" if ptx else "no",
+    }
+
+
+def _toolkit_source(cell: Cell) -> str:
+    if cell.engine.cuda:
+        return f"CUDA {cell.engine.cuda} from wheels, {cell.engine.source.lock_file}"
+    return cell.toolkit.source if cell.toolkit else NONE
+
+
+def _wheel_hashes(cell: Cell) -> str:
+    """One image for each platform, and labels that they share."""
+    return ", ".join(f"{platform} {cell.engine.source.wheels[platform]}" for platform in cell.platforms)
 
 
 def _label_lines(labels: Mapping[str, str]) -> str:
@@ -198,10 +286,10 @@ def _facts(cell: Cell) -> ImageFacts:
         cell=cell.id,
         engine=engine.name,
         engine_version=engine.version,
-        engine_build=engine.build,
+        engine_build=engine.build or 0,  # releases without such a number
         engine_commit=engine.commit,
         cuda=cell.target.cuda,
-        sm=(cell.target.sm,) if cell.target.sm else (),
+        sm=(cell.sm_form.form,) if cell.sm_form else (),  # the form: a 120a runs on no other chip
         driver_floor_sass=floors.sass if floors else None,
         driver_floor_ptx=floors.ptx if floors else None,
         cpu_variants=cell.cpu_variants,

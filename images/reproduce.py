@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from images import docker
+from images import docker, oci
 from images.build import Job, buildx_argv, explain_failure, manifest_digest
-from images.errors import BuildError, VerificationError
+from images.errors import BuildError, UsageError
 
 CHUNK_BYTES = 1 << 20
 ABSENT = "absent"
 CONFIGURATION = "configuration"
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +65,57 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
 
     Nothing is loaded into the engine, and both archives are gone when this returns.
     """
-    if engine.platform not in job.cell.platforms:
-        message = f"cell {job.cell.id} cannot be reproduced here: the engine is {engine.platform}"
-        raise BuildError(message, hint=f"it is for {', '.join(job.cell.platforms)}")
+    _refuse_platform(job, engine)
     archives = [job.archive.with_name(f"{job.cell.id}.{number}.oci.tar") for number in (1, 2)]
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
         for archive in archives:
             _export(root, replace(job, archive=archive), stages)
         first, second = (manifest_digest(archive) for archive in archives)
-        difference = None if first == second else compare(*archives)
+        difference = None if first == second else compare(archives[0], archives[1])
     finally:
         for archive in archives:
             archive.unlink(missing_ok=True)
     return Reproduction(cell=job.cell.id, first=first, second=second, difference=difference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What somebody else built: the digest of its manifest, and the archive where that is at hand."""
+
+    manifest: str
+    archive: Path | None = None
+
+
+def published(what: str, platform: str, *, cwd: Path) -> Published:
+    """By an archive, a manifest's digest, or an image of a registry, whose index is asked for the platform's manifest.
+
+    UsageError for anything else, BuildError when no registry answers for it.
+    """
+    if Path(what).is_file():
+        with oci.opened(Path(what)) as tar:
+            return Published(manifest=oci.read(tar, platform).manifest, archive=Path(what))
+    if DIGEST.fullmatch(what):
+        return Published(manifest=what)
+    if not DIGEST.fullmatch(what.rpartition("@")[2]):
+        message = f"--against is neither an archive that is here nor a digest: {what}"
+        raise UsageError(message, hint="IMAGE@sha256:…, sha256:… of the platform's manifest, or FILE.oci.tar")
+    return Published(manifest=_query_manifest(what, platform, cwd))
+
+
+def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Reproduction:
+    """Builds once, each step again, and compares. Without the other's archive a difference has no place."""
+    _refuse_platform(job, engine)
+    archive = job.archive.with_name(f"{job.cell.id}.1.oci.tar")
+    job.archive.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _export(root, replace(job, archive=archive), ())
+        mine = manifest_digest(archive)
+        is_comparable = mine != other.manifest and other.archive is not None
+        difference = compare(archive, other.archive, engine.platform) if is_comparable and other.archive else None
+    finally:
+        archive.unlink(missing_ok=True)
+    return Reproduction(cell=job.cell.id, first=mine, second=other.manifest, difference=difference)
 
 
 def uncached_argv(job: Job, stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -87,69 +126,49 @@ def uncached_argv(job: Job, stages: tuple[str, ...]) -> tuple[str, ...]:
     return (*words, "--no-cache-filter", ",".join(stages), context)
 
 
-def compare(first: Path, second: Path) -> Difference | None:
+def compare(first: Path, second: Path, platform: str | None = None) -> Difference | None:
     """The first difference of two OCI archives, layers before configuration; None when their manifests are the same.
 
     VerificationError when one of them is no OCI archive of a single image.
     """
-    with _opened(first) as one, _opened(second) as two:
-        manifests = [_manifest(tar) for tar in (one, two)]
+    with oci.opened(first) as one, oci.opened(second) as two:
+        manifests = [oci.manifest_of(tar, platform) for tar in (one, two)]
         left, right = ([str(layer["digest"]) for layer in manifest["layers"]] for manifest in manifests)
         for number, (before, after) in enumerate(zip_longest(left, right, fillvalue=ABSENT)):
             if before != after:
                 return _layer_difference(number, (one, two), (before, after))
-        configs = [_json(tar, str(found["config"]["digest"])) for tar, found in zip((one, two), manifests, strict=True)]
+        configs = [
+            oci.json_blob(tar, str(found["config"]["digest"])) for tar, found in zip((one, two), manifests, strict=True)
+        ]
         return _value_difference(*configs) or _value_difference(*manifests)
+
+
+def _refuse_platform(job: Job, engine: docker.Engine) -> None:
+    if engine.platform not in job.cell.platforms:
+        message = f"cell {job.cell.id} cannot be reproduced here: the engine is {engine.platform}"
+        raise BuildError(message, hint=f"it is for {', '.join(job.cell.platforms)}")
+
+
+def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
+    """An image's own digest, or in an index that of the one for `platform`."""
+    asked = docker.capture(("docker", "buildx", "imagetools", "inspect", "--raw", reference), cwd=cwd)
+    if asked.code != 0:
+        message = f"no registry answers for what was published: {reference}: {' '.join(asked.lines)}"
+        raise BuildError(message, hint="docker login, or give the digest of its manifest alone: sha256:…")
+    document = json.loads("\n".join(asked.lines))
+    if "manifests" not in document:
+        return reference.rpartition("@")[2]
+    images = oci.platform_manifests(document["manifests"], platform)
+    if len(images) != 1:
+        message = f"what was published has {len(images)} images for {platform}: {reference}"
+        raise BuildError(message)
+    return str(images[0]["digest"])
 
 
 def _export(root: Path, job: Job, stages: tuple[str, ...]) -> None:
     finished = docker.stream(uncached_argv(job, stages), cwd=root)
     if finished.code != 0:
         raise explain_failure(job.cell, finished.lines)
-
-
-def _opened(archive: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(archive)
-    except (OSError, tarfile.TarError) as error:
-        message = f"not an OCI archive: {archive}: {error}"
-        raise VerificationError(message) from error
-
-
-def _manifest(tar: tarfile.TarFile) -> dict[str, Any]:
-    index = _json_file(tar, "index.json")
-    if len(index["manifests"]) != 1:
-        message = f"one image expected, and the archive holds {len(index['manifests'])}: {tar.name!r}"
-        raise VerificationError(message)
-    return _json(tar, str(index["manifests"][0]["digest"]))
-
-
-def _json(tar: tarfile.TarFile, digest: str) -> dict[str, Any]:
-    return _json_file(tar, _blob(digest))
-
-
-def _json_file(tar: tarfile.TarFile, name: str) -> dict[str, Any]:
-    try:
-        found = json.load(_read(tar, name))
-    except ValueError as error:
-        message = f"not an OCI archive: {tar.name!r}: {name}: {error}"
-        raise VerificationError(message) from error
-    return dict(found)
-
-
-def _read(tar: tarfile.TarFile, name: str) -> IO[bytes]:
-    try:
-        file = tar.extractfile(name)
-    except KeyError:
-        file = None
-    if file is None:
-        message = f"not an OCI archive: {tar.name!r}: {name} is missing"
-        raise VerificationError(message)
-    return file
-
-
-def _blob(digest: str) -> str:
-    return f"blobs/{digest.replace(':', '/')}"
 
 
 def _layer_difference(
@@ -182,7 +201,7 @@ def _what(one: _Member, two: _Member) -> str:
 
 
 def _members(tar: tarfile.TarFile, digest: str) -> Iterator[_Member]:
-    with tarfile.open(fileobj=_read(tar, _blob(digest)), mode="r:*") as layer:
+    with tarfile.open(fileobj=oci.member(tar, oci.blob(digest)), mode="r:*") as layer:
         for member in layer:
             yield _Member(path=member.name, header=_header(member), content=_content_hash(layer, member))
 
@@ -211,22 +230,9 @@ def _content_hash(layer: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 
 def _value_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> Difference | None:
     """Of two JSON documents: an image's configuration, or its manifest with what that says beside the layers."""
-    left, right = dict(_leaves("", one)), dict(_leaves("", two))
+    left, right = dict(oci.leaves("", one)), dict(oci.leaves("", two))
     for path in sorted(left.keys() | right.keys()):
         if left.get(path) != right.get(path):
             values = [repr(each[path]) if path in each else ABSENT for each in (left, right)]
             return Difference(layer=None, path=path, what="value", first=values[0], second=values[1])
     return None
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Every value of a JSON document by its place: `config.Labels.version`."""
-    items: list[tuple[object, object]] = []
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    if not items:
-        yield path, value
-    for key, inner in items:
-        yield from _leaves(f"{path}.{key}".removeprefix("."), inner)

@@ -43,7 +43,7 @@ DOCUMENT_ID = "SPDXRef-DOCUMENT"
 
 # One file for all packages, or, in images made without dpkg, one for each.
 STATUS = re.compile(r"^var/lib/dpkg/status(?:\.d/(?!.*\.md5sums$).+)?$")
-METADATA = re.compile(r"^opt/.+\.dist-info/METADATA$")
+METADATA = re.compile(r"^opt/[^/]+/lib/[^/]+\.dist-info/METADATA$")  # not what a wheel carries inside itself
 COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
 OS_RELEASE = "usr/lib/os-release"
 KEPT = re.compile("|".join((STATUS.pattern, METADATA.pattern, COPYRIGHT.pattern, f"^{re.escape(OS_RELEASE)}$")))
@@ -96,7 +96,9 @@ class Component:
 
     @property
     def spdx_id(self) -> str:
-        return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", "-", f"{self.kind}-{self.name}")
+        # Wheels with their version: an engine from wheels has its own copies beside the appliance's.
+        version = f"-{self.version}" if self.kind == "pypi" else ""
+        return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", "-", f"{self.kind}-{self.name}{version}")
 
 
 def path_for(cell: Cell) -> Path:
@@ -145,8 +147,8 @@ def contents(tree: Tree) -> Iterator[Component]:
         message = "the image holds no list of Debian packages: var/lib/dpkg/status"
         raise VerificationError(message, hint="a runtime stage must leave it there")
     yield from packages
-    for _, entry in _matching(tree, METADATA):
-        yield parse_metadata(_text(entry))
+    wheels = [parse_metadata(_text(entry)) for _, entry in _matching(tree, METADATA)]
+    yield from {wheel.purl: wheel for wheel in wheels}.values()  # the same version twice is one package
 
 
 def packages_of(text: str, distribution: str, said: Mapping[str, str]) -> Iterator[Component]:
@@ -194,7 +196,7 @@ def parse_metadata(text: str) -> Component:
 def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str]) -> list[Component]:
     """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's."""
     names = {PurePosixPath(path).name.partition(".so")[0] for path in tree.files if path.startswith("opt/")}
-    found = sorted(names & set(WHEEL_OF_LIBRARY))
+    found = sorted(names & set(WHEEL_OF_LIBRARY)) if cell.engine.is_compiled else []  # a wheel's folder names itself
     toolkit = cell.toolkit
     if toolkit is None:
         return [_library(name, None, "no toolkit of this cell brings it") for name in found]
@@ -213,26 +215,37 @@ def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str]) -> list[Com
 def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator[Component]:
     """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told."""
     engine = cell.engine
+    build = f" b{engine.build}" if engine.build is not None else ""
+    patched = f"; patched by {', '.join(engine.patches)}" if engine.patches else ""
     yield Component(
         kind="engine",
         name=engine.title,
-        version=f"{engine.version} b{engine.build}",
+        version=f"{engine.version}{build}",
         purl=f"pkg:generic/{_quoted(engine.title)}@{engine.commit}",
         license=_expression(engine.license),
         said=engine.license,
-        comment=f"git commit {engine.commit}; patched by {', '.join(engine.patches)}",
+        comment=f"git commit {engine.commit}{patched}",
     )
-    source = engine.source
-    yield Component(
+    yield source_of(cell)
+    if cell.toolkit:
+        yield compiler(cell.toolkit, dockerfile, locks)
+
+
+def source_of(cell: Cell) -> Component:
+    """The file that the engine is made from, or its wheels: the image's own platform tells which of these it was."""
+    source, commit = cell.engine.source, cell.engine.commit
+    wheels = ", ".join(f"{platform} {sha256}" for platform, sha256 in source.wheels.items())
+    told = f"installed as a wheel, SHA-256 by platform: {wheels}"
+    return Component(
         kind="source",
         name=source.distribution,
         version=source.release,
         purl=_pypi(source.distribution, source.release),
         sha256=source.sha256,
-        comment=f"the engine's tree travels in this source distribution: git commit {engine.commit}",
+        comment=f"{told}; git commit {commit}"
+        if wheels
+        else f"the engine's tree travels in this source distribution: git commit {commit}",
     )
-    if cell.toolkit:
-        yield compiler(cell.toolkit, dockerfile, locks)
 
 
 def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Component:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from images import compat
 from images.compat import Facts
@@ -18,6 +18,7 @@ from images.matrix import Cell, Matrix, Platform, near_miss
 
 SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
 NO_DEVICES = "no devices were found"
+DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,10 @@ class Choice:
     runners_up: tuple[Loser, ...]
 
 
-def choose(matrix: Matrix, machine: Machine, known: Facts | None = None) -> Choice:
-    """MatrixError, saying what would help, when no cell fits."""
+def choose(matrix: Matrix, machine: Machine, known: Facts | None = None, *, engine: str = DEFAULT_ENGINE) -> Choice:
+    """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
     known = known or compat.facts()
+    matrix = of_engine(matrix, engine)
     fitting = [cell for cell in matrix.cells if _unfit(cell, machine, known) is None]
     if not fitting:
         raise _nothing_fits(matrix, machine, known)
@@ -62,6 +64,14 @@ def choose(matrix: Matrix, machine: Machine, known: Facts | None = None) -> Choi
         if cell is not best
     ]
     return Choice(cell=best.id, tag=best.tag, why=_praise(best, machine, known), runners_up=tuple(losers))
+
+
+def of_engine(matrix: Matrix, engine: str) -> Matrix:
+    """UsageError, with the near miss, for an engine that the matrix does not have."""
+    if engine not in matrix.engines:
+        message = f"no such engine: {engine}"
+        raise UsageError(message, hint=near_miss(engine, matrix.engines) or f"known are {', '.join(matrix.engines)}")
+    return replace(matrix, cells=tuple(cell for cell in matrix.cells if cell.engine.name == engine))
 
 
 def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
@@ -97,7 +107,7 @@ def parse_sm(text: str, known: Facts | None = None) -> Gpu:
 
 def parse_driver(text: str) -> str:
     """UsageError for something that is no driver version."""
-    if not text.replace(".", "").isdecimal() or not all(text.split(".")):
+    if not text.isascii() or not text.replace(".", "").isdecimal() or not all(text.split(".")):
         message = f"not a driver version: {text}"
         raise UsageError(message, hint="such as 570.124.06; nvidia-smi --query-gpu=driver_version --format=csv says it")
     return text
@@ -142,9 +152,9 @@ def _unfit(cell: Cell, machine: Machine, known: Facts) -> str | None:
     strangers = [gpu for gpu in machine.gpus if not compat.runs_on(form.form, gpu.sm, known)]
     if strangers:
         return f"its code for sm_{form.form} does not run on {_names(strangers)}"
-    floors = compat.cell_floors(cell, known)
-    if floors and machine.driver and compat.numbers(machine.driver) < compat.numbers(floors.sass):
-        return f"needs driver {floors.sass}, here is {machine.driver}"
+    driver = compat.required_driver(cell, known)
+    if driver and machine.driver and compat.numbers(machine.driver) < compat.numbers(driver):
+        return f"needs driver {driver}, here is {machine.driver}"
     return None
 
 
@@ -164,15 +174,15 @@ def _beaten(cell: Cell, best: Cell) -> str:
 
 
 def _praise(best: Cell, machine: Machine, known: Facts) -> str:
-    floors = compat.cell_floors(best, known)
-    if floors is None or best.sm_form is None:
+    required = compat.required_driver(best, known)
+    if required is None or best.sm_form is None:
         return "no GPU was found; it runs on the CPU"
     driver = (
         f"driver {machine.driver} is not older than"
         if machine.driver
         else "the driver was not told and must not be older than"
     )
-    return f"its code for sm_{best.sm_form.form} runs on {_names(machine.gpus)}; {driver} {floors.sass}"
+    return f"its code for sm_{best.sm_form.form} runs on {_names(machine.gpus)}; {driver} {required}"
 
 
 def _names(gpus: Iterable[Gpu]) -> str:
@@ -187,10 +197,12 @@ def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError
     with_any_driver = Machine(platform=machine.platform, gpus=machine.gpus)
     willing = [cell for cell in matrix.cells if _unfit(cell, with_any_driver, known) is None]
     if willing:
-        lowest = min((_sass(cell, known) for cell in willing), key=compat.numbers)
-        easiest = max((cell for cell in willing if _sass(cell, known) == lowest), key=lambda cell: _rank(cell, machine))
+        lowest = min((_driver(cell, known) for cell in willing), key=compat.numbers)
+        easiest = max(
+            (cell for cell in willing if _driver(cell, known) == lowest), key=lambda cell: _rank(cell, machine)
+        )
         message = f"{where}: the driver is too old: {machine.driver}"
-        return MatrixError(message, hint=f"driver {_sass(easiest, known)} or newer would do, for {easiest.id}")
+        return MatrixError(message, hint=f"driver {lowest} or newer would do, for {easiest.id}")
     kept = _largest_part(matrix, machine, known) or _largest_part(matrix, with_any_driver, known)
     if kept:
         cell, part = kept
@@ -204,9 +216,8 @@ def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError
     return MatrixError(where, hint=f"images for {machine.platform} are for SM {', '.join(built)}" if built else None)
 
 
-def _sass(cell: Cell, known: Facts) -> str:
-    floors = compat.cell_floors(cell, known)
-    return floors.sass if floors else "0"
+def _driver(cell: Cell, known: Facts) -> str:
+    return compat.required_driver(cell, known) or "0"
 
 
 def _largest_part(matrix: Matrix, machine: Machine, known: Facts) -> tuple[Cell, tuple[Gpu, ...]] | None:

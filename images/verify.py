@@ -21,13 +21,12 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, debian, docker, gate, render
+from images import compat, debian, docker, gate, render, wheel_gaps
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
-SERVER = "/opt/llama/llama-server"
 LIBRARY_FOLDER = "opt/appliance/lib/"
 VARIANT = re.compile(r"^opt/llama/libggml-cpu-([a-z0-9_.-]+)\.so$")
 BINARY_FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin")
@@ -42,12 +41,18 @@ CUDA_TOOLKIT = re.compile(
     r"libnvvm\.so[\d.]*|libdevice\.\d+\.bc|libcu[\w]+\.a)$"
 )
 HEADER = re.compile(r"\.(?:h|hh|hpp|cuh|inl)$")
-GPU_FILES = re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$")
+# What cuobjdump is asked about. Of vLLM its own libraries: those that its lock brings beside them are 8 GB.
+GPU_FILES: Mapping[str, re.Pattern[str]] = {
+    "llama": re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
+    "vllm": re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
+}
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
-GAPS = Path("images/gaps")
 LICENSES = "opt/appliance/licenses/"
 LICENSE_NAME = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
-CUDA_LICENSE = re.compile(rf"^(?:{LICENSES}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright)$")
+CUDA_LICENSE = re.compile(
+    rf"^(?:{LICENSES}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
+    r"opt/vllm/lib/nvidia_[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
+)
 # Wheels whose license text is the head of their one source file, and nowhere else.
 LICENSE_IN_SOURCE = {"nvidia_ml_py": f"{LIBRARY_FOLDER}pynvml.py"}
 DIST_INFO = re.compile(rf"^{LIBRARY_FOLDER}[^/]+\.dist-info/")
@@ -67,27 +72,30 @@ STATUS = "var/lib/dpkg/status"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnList:
-    """What an engine's image may have and must have beyond the others, by path."""
+    """What an engine's image may have and must have beyond the others, by path. `code`: must be compiled ahead."""
 
     tools: re.Pattern[str] | None = None
     headers: re.Pattern[str] | None = None
     needed: tuple[re.Pattern[str], ...] = ()
+    code: tuple[str, ...] = (LIBRARY_FOLDER,)
 
 
-# Triton compiles its launcher when vLLM runs: it takes gcc, the C library's headers and Python's, and its own ptxas.
+# vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
+# FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel.
 OWN_LISTS: Mapping[str, OwnList] = {
     "llama": OwnList(),
     "vllm": OwnList(
         tools=re.compile(
-            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|lib(?:exec)?/gcc/.+)$|"
-            r"/triton/backends/nvidia/bin/"
+            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
+            r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
         ),
-        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|/(?:site|dist)-packages/|^opt/appliance/lib/"),
+        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
         needed=(
             re.compile(r"^usr/bin/gcc$"),
             re.compile(r"^usr/include/stdio\.h$"),
             re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
         ),
+        code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
     ),
 }
 
@@ -106,7 +114,7 @@ class Evidence:
     config: Mapping[str, Any]  # of the image, as the engine inspects it
     tree: Tree
     version: docker.Finished  # `appliance version`
-    engine_version: docker.Finished  # `llama-server --version`
+    engine_version: docker.Finished  # what the engine's binary says to --version
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
     kernels: gate.Report | None = None  # of a CUDA cell
     debian: debian.Lock | None = None  # of its base
@@ -144,15 +152,15 @@ def gather(
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
     platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
-        tree = _saved_tree(Path(folder), engine, image, is_cuda=cell.target.cuda is not None)
-        kernels = _judge_kernels(root, cell, tree, cuobjdump) if cell.target.cuda else None
+        tree = _saved_tree(Path(folder), engine, image, gpu_files=_gpu_files(cell))
+        kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else None
     return Evidence(
         cell=cell,
         platform=platform,
         config=found.config,
         tree=tree,
         version=engine.run(image, ("version",)),
-        engine_version=engine.run(image, ("--version",), entrypoint=(SERVER,)),
+        engine_version=engine.run(image, ("--version",), entrypoint=(render.ENGINE_BINARIES[cell.engine.name],)),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         debian=debian.load(root, cell.base, platform),
@@ -175,20 +183,25 @@ def _archives(root: Path) -> Path:
     return folder
 
 
-def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, is_cuda: bool) -> Tree:
+def _gpu_files(cell: Cell) -> re.Pattern[str] | None:
+    return GPU_FILES[cell.engine.name] if cell.target.cuda else None
+
+
+def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: re.Pattern[str] | None) -> Tree:
     """Reads the image by way of `folder`; the libraries of a CUDA cell stay there for cuobjdump."""
     archive = folder / "saved.tar"
     engine.save(image, archive)
-    tree = read_tree(archive, extraction=Extraction(pattern=GPU_FILES, folder=folder) if is_cuda else None)
+    tree = read_tree(archive, extraction=Extraction(pattern=gpu_files, folder=folder) if gpu_files else None)
     archive.unlink()
     return tree
 
 
-def _judge_kernels(root: Path, cell: Cell, tree: Tree, cuobjdump: Path | None) -> gate.Report:
+def _judge_kernels(root: Path, cell: Cell, platform: Platform, tree: Tree, cuobjdump: Path | None) -> gate.Report:
     tool = gate.find_tool(cuobjdump)
     libraries = [gate.query_library(tool, file, name=path) for path, file in sorted(tree.extracted.items())]
-    gaps = root / GAPS / f"{cell.id}.yaml"
-    return gate.judge(libraries, int(cell.target.sm or 0), gate.load_known_gaps(gaps) if gaps.exists() else None)
+    gaps = root / wheel_gaps.path_for(cell)
+    known = gate.load_known_gaps(gaps, platform) if gaps.exists() else None
+    return gate.judge(libraries, int(cell.target.sm or 0), known)
 
 
 def check_start(evidence: Evidence) -> Check:
@@ -199,8 +212,12 @@ def check_start(evidence: Evidence) -> Check:
 
 def check_engine_version(evidence: Evidence) -> Check:
     engine = evidence.cell.engine
-    expected = f"version: {engine.version} (build {engine.build}, commit {engine.commit_short})"
-    said = next((line for line in evidence.engine_version.lines if line.startswith("version:")), "no version line")
+    if engine.is_compiled:
+        expected = f"version: {engine.version} (build {engine.build}, commit {engine.commit_short})"
+        said = next((line for line in evidence.engine_version.lines if line.startswith("version:")), "no version line")
+    else:  # warnings of a machine without a GPU come first
+        expected = engine.version
+        said = next(reversed(evidence.engine_version.lines), "no version line")
     return Check(
         name="engine is the pinned one",
         ok=evidence.engine_version.code == 0 and said == expected,
@@ -210,7 +227,8 @@ def check_engine_version(evidence: Evidence) -> Check:
 
 def check_cpu_variants(evidence: Evidence) -> Check:
     found = {match.group(1) for path in evidence.tree.files if (match := VARIANT.match(path))}
-    expected = set(evidence.cell.engine.cpu_variants[evidence.platform].built)
+    variants = evidence.cell.engine.cpu_variants.get(evidence.platform)
+    expected = set(variants.built if variants else ())
     wrong = _difference("missing", expected - found) + _difference("not listed", found - expected)
     return Check(name="CPU variants", ok=not wrong, detail="; ".join(wrong) or f"{len(found)} as listed")
 
@@ -328,8 +346,21 @@ def check_engine_facts(evidence: Evidence) -> Check:
         return Check(name=name, ok=False, detail=str(error))
     said = (facts.version, facts.build, facts.commit)
     commit_agrees = bool(facts.commit) and engine.commit.startswith(facts.commit)
-    ok = commit_agrees and said[:2] == (engine.version, engine.build) and bool(facts.flags) and bool(facts.kv_types)
-    return Check(name=name, ok=ok, detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types")
+    # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm_facts.py.
+    is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
+    pairs = cell_pairs(evidence.cell)
+    is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
+    ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
+    return Check(
+        name=name,
+        ok=ok,
+        detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs",
+    )
+
+
+def cell_pairs(cell: Cell) -> tuple[str, ...]:
+    """The pairs of KV types that its GPU code was compiled for; none without GPU code of ours."""
+    return cell.engine.fast_kv_pairs if cell.toolkit else ()
 
 
 def check_image_facts(evidence: Evidence) -> Check:
@@ -341,6 +372,8 @@ def check_image_facts(evidence: Evidence) -> Check:
     label = evidence.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
     wrong += _floors(evidence, facts)
+    form = {evidence.cell.sm_form.form} if evidence.cell.sm_form else set()
+    wrong += _difference("its machine code is not of this form", form ^ set(facts.sm))
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
         "commit", {facts.engine_commit} - {cell.engine.commit}
     )
@@ -351,7 +384,7 @@ def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
     """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
     said = {
         "io.appliance.cuda": facts.cuda,
-        "io.appliance.sm": ",".join(facts.sm) or None,
+        "io.appliance.sm": evidence.cell.target.sm,
         "io.appliance.driver.floor.sass": facts.driver_floor_sass,
         "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
     }
@@ -392,7 +425,7 @@ def check_run_line(evidence: Evidence) -> Check:
 def check_byte_code(evidence: Evidence) -> Check:
     """Without it a read-only container compiles its imports at every start; with times in it no rebuild is the same."""
     files = evidence.tree.files
-    sources = [path for path in files if path.startswith(LIBRARY_FOLDER) and path.endswith(".py")]
+    sources = [path for path in files if path.startswith(evidence.own_list.code) and path.endswith(".py")]
     python = compat.python_of(evidence.cell.base)
     missing = [path for path in sources if _byte_code(path, python) not in files]
     code = [entry for entry in files.values() if entry.path.endswith(".pyc")]

@@ -51,7 +51,7 @@ class Ending(Protocol):
 
 _LAST_LINES = "its last lines are above"
 _REBUILD = "the image is damaged or was changed; pull or build it again"
-_LESS = "use a smaller --ctx-size or model, or free the GPU's memory"
+_LESS = "use a smaller --ctx-size or --gpu-layers, a larger --n-cpu-moe, or free the GPU's memory"
 _MORE = "give the container more memory, or use a smaller --ctx-size or model"
 
 # A line is tried from the top: what stands further down is wider.

@@ -39,6 +39,7 @@ def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> 
         flags=parse_flags(usage),
         kv_types=parse_kv_types(usage),
         backends=backends,
+        split_modes=parse_split_modes(usage),
     )
 
 
@@ -62,3 +63,21 @@ def parse_kv_types(usage: str) -> tuple[str, ...]:
         message = "engine's --help lists no KV cache types"
         raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
     return tuple(word.strip() for word in found[1].replace("\n", " ").split(",") if word.strip())
+
+
+def parse_kv_pairs(text: str, kv_types: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """`q8_0-q8_0;q8_0-q4_0`, K first; raises EngineArgumentsError for a type that the engine does not offer."""
+    pairs: list[tuple[str, str]] = []
+    for word in filter(None, text.split(";")):
+        k, _, v = word.partition("-")
+        if k not in kv_types or v not in kv_types:
+            message = f"engine has no such pair of KV types: {word}, given by --kv-pairs"
+            raise EngineArgumentsError(message, hint=f"its --help lists {', '.join(kv_types)}")
+        pairs.append((k, v))
+    return tuple(pairs)
+
+
+def parse_split_modes(usage: str) -> tuple[str, ...]:
+    """From `--split-mode {none,layer,row,tensor}`; nothing where an engine has no such flag."""
+    found = re.search(r"--split-mode \{([a-z,]+)\}", usage)
+    return tuple(found[1].split(",")) if found else ()

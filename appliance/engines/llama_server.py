@@ -59,6 +59,9 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.need("--parallel", plan.parallel)
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
     flags.need("--cache-ram", plan.cache_ram_mib)
+    if plan.checkpoints is not None:
+        flags.use("--ctx-checkpoints", plan.checkpoints)
+    flags.argv += placement_arguments(plan, facts)
     flags.use("--load-mode", plan.load_mode)
     if plan.is_embedding:
         flags.need("--embeddings")
@@ -69,6 +72,29 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.use("--log-colors", "off")
     flags.need("--log-verbosity", LOG_LEVEL)
     return tuple(flags.argv)
+
+
+def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """All of it or nothing: a combination that is set by half is what the engine's own fit gives up on."""
+    flags = _Flags(facts)
+    shares = plan.placement.shares
+    if not shares:
+        if has_gpu_backend(facts):
+            flags.need("--device", "none")  # else it takes every GPU that it sees
+        return tuple(flags.argv)
+    flags.need("--device", ",".join(f"CUDA{at}" for at in range(len(shares))))
+    flags.need("--gpu-layers", plan.placement.gpu_layers)
+    flags.need("--split-mode", plan.placement.split_mode)
+    # Counts of layers: the engine gives position k of n to the first device whose share of the sum exceeds k/n.
+    flags.need("--tensor-split", ",".join(str(share.layers) for share in shares))
+    flags.need("--main-gpu", 0)
+    if plan.placement.cpu_expert_layers:
+        flags.need("--n-cpu-moe", plan.placement.cpu_expert_layers)
+    return tuple(flags.argv)
+
+
+def has_gpu_backend(facts: EngineFacts) -> bool:
+    return any("cuda" in name for name in facts.backends)
 
 
 def command(
@@ -84,7 +110,7 @@ def command(
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     return Command(
         argv=(str(engine_dir / BINARY), *arguments(plan, facts, socket_path)),
-        environment=environment(cache_dir),
+        environment=environment(plan, cache_dir),
         is_ready=_health(socket_path),
         socket_path=socket_path,
         stall_timeout_s=stall_timeout_s,
@@ -92,8 +118,16 @@ def command(
     )
 
 
-def environment(cache_dir: Path) -> dict[str, str]:
-    return {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
+def environment(plan: Plan, cache_dir: Path) -> dict[str, str]:
+    """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
+    base = {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
+    if not plan.placement.shares:
+        return base
+    return base | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(share.id for share in plan.placement.shares),
+        "CUDA_CACHE_PATH": str(cache_dir / "cuda"),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,24 +138,37 @@ class Allocated:
     kv: float = 0.0
     compute: float = 0.0
     output: float = 0.0
+    recurrent: float = 0.0  # states
+    mapped: float = 0.0  # of `model`, what is a file in memory
+    repacked: float = 0.0  # of `model`, what the CPU backend copied
+    devices: tuple[tuple[str, float], ...] = ()  # the engine's name of each GPU, and the sum over its buffers
 
     @property
     def total(self) -> float:
-        return self.model + self.kv + self.compute + self.output
+        return self.model + self.kv + self.compute + self.output + self.recurrent
 
 
 # True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
 _NOT_OURS = "security: no API key is set"
-_BUFFER = re.compile(r"\b(model|KV|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
+_GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
 
 
 def parse_allocated(lines: Iterable[str]) -> Allocated:
     """From lines like `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
-    sums = {"model": 0.0, "kv": 0.0, "compute": 0.0, "output": 0.0}
+    sums = dict.fromkeys((*_KINDS.values(), "mapped", "repacked"), 0.0)
+    devices: dict[str, float] = {}
     for line in lines:
-        if found := _BUFFER.search(line):
-            sums[found[1].lower()] += float(found[2])
-    return Allocated(**sums)
+        if not (found := _BUFFER.search(line)):
+            continue
+        place, kind, size = found[1], _KINDS[found[2]], float(found[3])
+        sums[kind] += size
+        sums["mapped"] += size if place.endswith("_Mapped") else 0.0
+        sums["repacked"] += size if place == "CPU_REPACK" else 0.0
+        if _GPU.fullmatch(place):
+            devices[place] = devices.get(place, 0.0) + size
+    return Allocated(**sums, devices=tuple(sorted(devices.items())))
 
 
 def is_worth_showing(line: str) -> bool:

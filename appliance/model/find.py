@@ -1,37 +1,67 @@
-"""Which model to serve: the one asked for, else the image's, else the only one on the volume."""
+"""Which model to serve: the one asked for, else the image's, else the only one on the volume.
+
+A model is a GGUF file, or a folder with config.json and safetensors files. One image serves one of the two.
+"""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.model.facts import Format
 from appliance.model.parts import PART
 
 DEPTH = 2  # models/organisation/repository/file.gguf
 _LISTED = 20
+_TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-f16.gguf, which name nobody
+_WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
 def list_models(models_dir: Path) -> tuple[Path, ...]:
-    """Every *.gguf that could be served, sorted; of a split file the first part, and no multimodal projector.
+    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors.
 
     Hidden folders (unfinished downloads) and `lost+found` are passed over. Raises ModelUnreadableError for a folder
     that cannot be read; a `models_dir` that is not there holds nothing.
     """
     if not _is_there(models_dir):
         return ()
-    return tuple(sorted(path for path in _walk(models_dir, DEPTH) if _is_served(path.name)))
+    return tuple(sorted(path for path in _walk(models_dir, DEPTH) if is_folder_model(path) or _is_served(path.name)))
 
 
-def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path) -> Path:
-    """The file to serve. Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one."""
+def is_folder_model(path: Path) -> bool:
+    return _is_there(path / "config.json") and any(path.glob("*.safetensors"))
+
+
+def find_projector(model: Path) -> Path | None:
+    """The multimodal projector that lies beside a GGUF model: `mmproj*.gguf`, the one whose name is most like it.
+
+    Where several models share a folder it has to name the model's family, or any of them would get another's.
+    """
+    try:
+        names = [path.name for path in model.parent.glob("*.gguf")]
+    except OSError:
+        return None
+    found = [name for name in names if _is_projector(name)]
+    if sum(map(_is_served, names)) > 1:
+        found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
+    near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
+    return model.parent / near[0] if near else None
+
+
+def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
+    """The file or folder to serve; what nobody named is of the format that this image `serves`.
+
+    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one.
+    """
     if request:
         return _checked(_requested(request, models_dir))
-    models = list_models(models_dir)
+    models = tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
     if recipe_file:
         path = models_dir / recipe_file
         if not _is_there(path):
@@ -42,7 +72,7 @@ def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path
         return _checked(models[0])
     if not models:
         message = f"no model was named and none is on the volume: {models_dir}"
-        raise ConfigError(message, hint=f"put a .gguf file into {models_dir}, or name one with APPLIANCE_MODEL")
+        raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
     message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {models[0].stem}")
 
@@ -75,7 +105,7 @@ def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
 
 
 def _checked(path: Path) -> Path:
-    if _is_folder(path):
+    if _is_folder(path) and not is_folder_model(path):
         message = f"model is a folder: {path}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path
@@ -86,8 +116,8 @@ def _folder_hint(folder: Path) -> str:
     if inside:
         return f"name the file itself, for instance {inside[0]}"
     if any(folder.glob("*.safetensors")):
-        return "safetensors folders are not supported yet: give the model as a GGUF file"
-    return "give the path of a GGUF file"
+        return "its config.json is missing: fetch the whole folder of the model"
+    return "give the path of a GGUF file, or of a folder with config.json and safetensors files"
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
@@ -101,9 +131,9 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
         if entry.name.startswith(".") or entry.name == "lost+found":
             continue
         path = Path(entry.path)
-        if not _is_folder(path):
+        if not _is_folder(path) or is_folder_model(path):
             yield path
-        elif depth:
+        if _is_folder(path) and depth:
             yield from _walk(path, depth - 1)
 
 
@@ -128,7 +158,17 @@ def _is_folder(path: Path) -> bool:
 def _is_served(name: str) -> bool:
     part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
-    return name.lower().endswith(".gguf") and not name.lower().startswith("mmproj") and not is_later_part
+    return name.lower().endswith(".gguf") and not _is_projector(name) and not is_later_part
+
+
+def _is_projector(name: str) -> bool:
+    return name.lower().startswith("mmproj")
+
+
+def _family(projector: str) -> str:
+    """`gemma` of mmproj-gemma-3-12b-F16.gguf; nothing of mmproj-F16.gguf."""
+    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").removeprefix("mmproj"))
+    return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 
 def _listing(models: tuple[Path, ...]) -> str:

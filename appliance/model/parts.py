@@ -59,8 +59,10 @@ def part_paths(path: Path, count: int) -> list[Path]:
 
 
 def plain_name(path: Path) -> str:
-    """The file's name without `.gguf` and without what says which part it is: what the model is called in the API."""
-    return PART.sub("", path.name) if PART.search(path.name) else path.stem
+    """The name without `.gguf` and without what says which part it is: what the model is called in the API."""
+    if PART.search(path.name):
+        return PART.sub("", path.name)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name  # a folder's dots are its own: Qwen2.5-7B
 
 
 def _check(part: Gguf, number: int, count: int) -> None:

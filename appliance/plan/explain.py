@@ -17,18 +17,33 @@ def explain(plan: Plan) -> str:
 
 
 def in_short(plan: Plan) -> str:
-    """As in "2 threads, ubatch 512, KV cache f16"."""
-    return f"{plan.threads} threads, ubatch {plan.ubatch}, KV cache {plan.kv_type}"
+    """As in "2 threads, ubatch 512, KV cache f16", and where the layers lie if not all on the CPU."""
+    words = f"{plan.threads} threads, ubatch {plan.ubatch}, KV cache {plan.kv_type}"
+    return f"{words}, {plan.variant}" if plan.variant else words
 
 
 def explain_memory(plan: Plan) -> str:
     m = plan.memory
     left = plan.usable_mib - m.total
-    return (
-        f"{m.total:,.0f} MiB predicted: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache, {m.compute + m.output:,.0f} "
-        f"buffers, {m.cache:,.0f} prompt cache at most, {m.overhead:,.0f} programs; "
-        + (f"leaves {left:,.0f} of {plan.usable_mib:,.0f} usable" if left >= 0 else f"{-left:,.0f} more than usable")
+    parts = [
+        f"{m.weights:,.0f} weights",
+        *([f"of which {m.repacked:,.0f} are copied for the CPU's kernels"] if m.repacked else []),
+        f"{m.kv:,.0f} KV cache",
+        *([f"{m.state:,.0f} states"] if m.state else []),
+        f"{m.compute + m.output:,.0f} buffers",
+        f"{m.cache:,.0f} prompt cache at most",
+        *([f"{m.checkpoints:,.0f} context checkpoints at most"] if m.checkpoints else []),
+    ]
+    host = f"{m.total:,.0f} MiB predicted: {', '.join(parts)}, {m.overhead:,.0f} programs; " + (
+        f"leaves {left:,.0f} of {plan.usable_mib:,.0f} usable" if left >= 0 else f"{-left:,.0f} more than usable"
     )
+    if not plan.placement.shares:
+        return host
+    gpus = "; ".join(
+        f"CUDA{at} {share.memory.total:,.0f} of {share.free_mib:,.0f} MiB"
+        for at, share in enumerate(plan.placement.shares)
+    )
+    return f"{gpus}; host {host}"
 
 
 def explain_settings(settings: Settings) -> str:
@@ -41,5 +56,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
     """JSON-able; `choices` carry the reasons."""
     document = asdict(plan)
     document["memory"]["total"] = plan.memory.total
+    for share, shown in zip(plan.placement.shares, document["placement"]["shares"], strict=True):
+        shown["memory"]["total"] = share.memory.total
     document["choices"] = [asdict(choice) for choice in plan.choices]
     return document

@@ -1,7 +1,9 @@
 """How much memory a plan takes: formulas only. What the engine then allocates is read from its log and kept beside it.
 
-Units: MiB are floats of 2**20 bytes. Sources: KV bytes and block sizes from llama.cpp's ggml-common.h (blocks of 32
-values with their scales); compute buffer from sizes seen in llama-server's log (test_plan.py holds them).
+Units: MiB are floats of 2**20 bytes. Sources, all in the pinned llama.cpp: KV bytes and block sizes from ggml-common.h
+(blocks of 32 values with their scales); cells of sliding layers from src/llama-kv-cache-iswa.cpp; states from
+src/llama-memory-recurrent.cpp; repacked types from ggml-cpu/repack.cpp; the compute buffer from sizes seen in
+llama-server's log (benchmarks/memory.py prints both).
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from appliance.model import Model
+from appliance.model import Layer, Model
+from appliance.plan.assumptions import APPLIANCE_MIB, ENGINE_MIB
 
 MIB = 2**20
 KV_BYTES = MappingProxyType(
@@ -27,16 +30,34 @@ KV_BYTES = MappingProxyType(
 )
 """Bytes per value of the KV cache."""
 
+KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
 CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
-ENGINE_MIB = (
-    160.0  # code, vocabulary, threads, HTTP: llama-server's resident memory beyond its buffers, seen with 49 K tokens
+CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
+SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
+# Types that the CPU backend copies into a layout of its own, by the first ISA flag that brings the kernel.
+REPACKED_BY = MappingProxyType(
+    {
+        "Q4_0": ("avx2", "asimddp"),
+        "Q4_K": ("avx2", "asimddp"),
+        "IQ4_NL": ("avx2", "asimddp"),
+        "MXFP4": ("avx2", "asimddp"),
+        "Q2_K": ("avx512f",),
+        "Q5_K": ("asimddp",),
+        "Q6_K": ("asimddp",),
+        "Q8_0": ("asimddp",),
+        "Q1_0": ("asimddp",),
+    }
 )
-APPLIANCE_MIB = 96.0  # this program, serving
+# Architectures whose graphs were seen to be wider or narrower than others'.
+_DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
+_UNGATED = ("nemotron_h", "nemotron_h_moe")
+_PARALLEL = ("cohere2", "command-r")  # attention and feed-forward from one norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Host memory in MiB. `total` is what must fit; `cache` grows to its size with use and never beyond."""
+    """Of one place, host or GPU, in MiB. `total` is what must fit; `cache` and `checkpoints` grow to their sizes with
+    use and never beyond."""
 
     weights: float
     kv: float
@@ -44,39 +65,195 @@ class Memory:
     output: float
     cache: float
     overhead: float
+    state: float = 0.0  # of recurrent layers
+    checkpoints: float = 0.0
+    repacked: float = 0.0  # of the weights, what the CPU backend copies: not mapped but allocated
+    mapped_twice: float = 0.0  # originals of those copies: the engine counts them, and the kernel drops them
 
     @property
     def total(self) -> float:
-        return self.weights + self.kv + self.compute + self.output + self.cache + self.overhead
+        return (
+            self.weights
+            + self.kv
+            + self.compute
+            + self.output
+            + self.cache
+            + self.overhead
+            + self.state
+            + self.checkpoints
+        )
+
+    @property
+    def as_logged(self) -> float:
+        """What the engine's log adds up to for it: buffers only, and mapped files as long as they are."""
+        return self.weights + self.mapped_twice + self.kv + self.state + self.compute + self.output
+
+
+def layers_of(model: Model) -> tuple[Layer, ...]:
+    """The model's stack; of one that has only sums, layers that are all alike."""
+    if model.stack:
+        return model.stack
+    outside = model.embedding_bytes + (0 if model.output_is_tied else model.output_bytes)
+    experts = model.expert_bytes // model.layers
+    dense = max(0, (model.weights_bytes - outside - model.expert_bytes) // model.layers)
+    return tuple(
+        Layer(
+            kind="full",
+            k_elements=heads * model.key_length,
+            v_elements=heads * model.value_length,
+            window=None,
+            state_bytes=0,
+            dense_bytes=dense,
+            expert_bytes=experts,
+        )
+        for heads in model.kv_heads
+    )
 
 
 def weights_mib(model: Model) -> float:
-    """What the CPU backend repacks for its own kernels moves out of the mapping, so nothing is counted twice."""
-    return model.weights_bytes / MIB
+    """Every tensor of the files once, but layers that only draft: they are not loaded unless something drafts."""
+    return model.weights_bytes / MIB - drafts_mib(model)
+
+
+def repacked_mib(model: Model, isa: tuple[str, ...]) -> float:
+    """Matrices that the CPU backend copies when it holds them. With a GPU beside it, it copies none: the loader prefers
+    the GPU's host buffer, and plain mapped memory after that (llama-model.cpp, make_cpu_buft_list)."""
+    copied = sum(size for kind, size in model.repackable_by_type if is_repacked(kind, isa)) / MIB
+    return copied * weights_mib(model) / max(1.0, weights_mib(model) + drafts_mib(model))
+
+
+def is_repacked(kind: str, isa: tuple[str, ...]) -> bool:
+    return any(flag in isa for flag in REPACKED_BY.get(kind.upper(), ()))
+
+
+def drafts_mib(model: Model) -> float:
+    """Layers that only draft: within the mapped file, and not loaded."""
+    return sum(layer.dense_bytes + layer.expert_bytes for layer in layers_of(model) if layer.is_draft) / MIB
+
+
+def tied_copy_mib(model: Model, isa: tuple[str, ...]) -> float:
+    """A tied embedding is looked up as it is and multiplied as a copy, where its type is repacked."""
+    is_copied = model.output_is_tied and is_repacked(model.embedding_type or "", isa)
+    return model.output_bytes / MIB if is_copied else 0.0
+
+
+def cells(layer: Layer, context: int, ubatch: int, parallel: int) -> int:
+    """Cache cells of a layer: all of the context, or the window of each slot and one ubatch."""
+    if layer.window is None:
+        return padded(context)
+    return padded(min(padded(context), layer.window * parallel + ubatch))
+
+
+def layer_kv_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
+    elements = layer.k_elements + layer.v_elements
+    return elements * KV_BYTES[kv_type] * cells(layer, context, ubatch, parallel) if elements else 0.0
+
+
+def can_keep(model: Model, kv_type: str) -> bool:
+    """Whether the engine takes this type for the model's cache (llama-context.cpp, llama_init_from_model)."""
+    return kv_type in ("f32", "f16", "bf16") or not (model.key_length % KV_BLOCK or model.value_length % KV_BLOCK)
 
 
 def kv_bytes_per_token(model: Model, kv_type: str) -> float:
-    """Both caches over all attention layers; an upper bound where `model.cache_reason` says so."""
-    return sum(model.kv_heads) * (model.key_length + model.value_length) * KV_BYTES[kv_type]
+    """Of every further token: layers that see only a window take none."""
+    growing = [layer for layer in layers_of(model) if layer.window is None and not layer.is_draft]
+    return sum(layer.k_elements + layer.v_elements for layer in growing) * KV_BYTES[kv_type]
 
 
-def kv_mib(model: Model, kv_type: str, context: int) -> float:
-    return kv_bytes_per_token(model, kv_type) * padded(context) / MIB
+def kv_mib(model: Model, kv_type: str, context: int, ubatch: int = 512, parallel: int = 4) -> float:
+    kept = [layer for layer in layers_of(model) if not layer.is_draft]
+    return sum(layer_kv_bytes(layer, kv_type, context, ubatch, parallel) for layer in kept) / MIB
 
 
-def compute_mib(model: Model, ubatch: int, context: int) -> float:
-    """The scheduler's buffer with flash attention: activations of one ubatch in f32, and the mask in f16.
+def state_mib(model: Model, parallel: int) -> float:
+    """Recurrent layers keep a state for each sequence in f32, however long it is."""
+    return sum(layer.state_bytes for layer in layers_of(model) if not layer.is_draft) * parallel / MIB
 
-    An upper bound: seen were 0.6 to 1.0 of it, since the scheduler lets buffers share memory that this adds up.
+
+def checkpoint_mib(model: Model, kv_type: str) -> float:
+    """One context checkpoint of one slot: what cannot be rolled back, states and the windows of sliding layers."""
+    kept = [layer for layer in layers_of(model) if not layer.is_draft]
+    states = sum(layer.state_bytes for layer in kept)
+    windows = sum((la.k_elements + la.v_elements) * la.window for la in kept if la.window) * KV_BYTES[kv_type]
+    return (states + windows) / MIB
+
+
+def mask_bytes(model: Model, ubatch: int, context: int, parallel: int) -> float:
+    """One f16 mask for all layers that see everything, and one for those that see a window."""
+    sizes = {cells(layer, context, ubatch, parallel) for layer in layers_of(model) if layer.k_elements}
+    return 2.0 * ubatch * sum(sizes)
+
+
+def compute_mib(model: Model, ubatch: int, context: int, parallel: int = 4) -> float:
+    """The scheduler's buffer with flash attention: the largest moment of the graph in f32, and the masks in f16."""
+    tokens = min(ubatch, padded(context))
+    return (4 * tokens * widest(model) + mask_bytes(model, tokens, context, parallel) + _states(model, parallel)) / MIB
+
+
+def widest(model: Model) -> int:
+    """Values kept for each token at the graph's largest moment: in attention, in a feed-forward layer, among experts or
+    in a recurrent layer.
+
+    The scheduler lets buffers share memory, so these are what was seen with growing widths, not what the graph adds
+    up to; where chance decides what fits into what was freed, the larger of the two. 8 are token ids and the like.
     """
-    heads_width = model.heads * model.key_length
-    activations = 4 * ubatch * (4 * model.embedding_length + 2 * model.feed_forward_length + 2 * heads_width)
-    return (1.01 * activations + 2 * ubatch * padded(context)) / MIB
+    layers = layers_of(model)
+    moments = [_attention_width(model)]
+    if any(not layer.expert_bytes for layer in layers):
+        moments.append(_dense_width(model))
+    if model.experts:
+        moments.append(_experts_width(model))
+    if model.recurrent_length:
+        moments.append(_recurrent_width(model))
+    return max(moments) + 8
+
+
+def _attention_width(model: Model) -> int:
+    layers, d = layers_of(model), model.embedding_length
+    latent = max((layer.k_elements for layer in layers if layer.kind == "mla"), default=0)
+    if latent:  # queries once as they are, once as wide as the cache, and what comes out
+        return 3 * model.heads * latent
+    keys = max((layer.k_elements + layer.v_elements for layer in layers), default=0)
+    return 2 * model.heads * model.key_length + keys + 2 * d
+
+
+def _dense_width(model: Model) -> int:
+    d, wide = model.embedding_length, model.feed_forward_length
+    if model.architecture == "gemma3n":  # four streams, and an embedding of 256 for every layer
+        return 7 * d + 4 * 256 * model.layers
+    if model.architecture in _UNGATED:
+        return 2 * wide + d
+    return 3 * wide + (5 if model.architecture in _PARALLEL else 4) * d
+
+
+def _experts_width(model: Model) -> int:
+    """Results of the used experts fit where gate and up were, or lie beside them."""
+    d, used = model.embedding_length, model.experts_used
+    inner = used * (model.expert_length or model.feed_forward_length)
+    if used * d <= 2 * inner:
+        return 3 * inner + 5 * d
+    holes = model.heads * model.key_length  # what attention leaves free
+    return used * d + 3 * inner + (2 if inner <= holes else 4) * d
+
+
+def _recurrent_width(model: Model) -> int:
+    d, inner, channels = model.embedding_length, model.recurrent_length, model.recurrent_channels
+    return 3 * channels + (4 * d - inner if model.architecture in _DELTA_NETS else 3 * d + 2 * inner + 512)
+
+
+def _states(model: Model, parallel: int) -> float:
+    """Bytes of the copies of one layer's states that the graph works on."""
+    copies = 2.2 if model.architecture in _DELTA_NETS else 1.0
+    return copies * parallel * max((layer.state_bytes for layer in layers_of(model)), default=0)
 
 
 def output_mib(model: Model, parallel: int) -> float:
     """Logits in f32 for one token of each slot: llama-server's n_outputs_max is its number of slots."""
     return 4 * model.vocabulary * parallel / MIB
+
+
+def host_overhead_mib() -> float:
+    return ENGINE_MIB.value + APPLIANCE_MIB.value
 
 
 def padded(context: int) -> int:

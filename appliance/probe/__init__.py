@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.probe.cgroup import query_oom_kills
@@ -20,8 +21,9 @@ from appliance.probe.hardware import (
     as_document,
     fingerprint,
 )
-from appliance.probe.host import query_host
+from appliance.probe.host import query_host, query_numa_node
 from appliance.probe.nvidia import is_gpu_requested, query_gpus
+from appliance.probe.speeds import load_speeds
 
 __all__ = [
     "Cpu",
@@ -40,6 +42,7 @@ __all__ = [
     "probe",
 ]
 
+SPEEDS_FOLDER = "profiles"  # on the volume
 _ROOT = Path("/")
 
 
@@ -51,11 +54,17 @@ def count_oom_kills() -> int | None:
 def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:
     """Ask the machine. Raises OSError where there is no /proc; a GPU's trouble is in `gpus.problem`."""
     cpu, memory, numa, space = query_host(_ROOT, volume)
-    return Hardware(
+    hardware = Hardware(
         cpu=cpu,
         memory=memory,
         numa=numa,
         volume=space,
-        gpus=query_gpus(_ROOT, environment),
+        gpus=_placed(_ROOT, query_gpus(_ROOT, environment)),
         gpu_requested=is_gpu_requested(_ROOT, environment),
     )
+    return replace(hardware, speeds=load_speeds(volume / SPEEDS_FOLDER, hardware))
+
+
+def _placed(root: Path, found: GpuProbe) -> GpuProbe:
+    gpus = (replace(gpu, numa_node=query_numa_node(root, gpu.pci_bus_id)) for gpu in found.gpus)
+    return replace(found, gpus=tuple(gpus))

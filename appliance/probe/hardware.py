@@ -38,6 +38,9 @@ class Memory:
     limit_mib: int | None  # the tightest limit of the cgroup path; None: no limit
     limit_used_mib: int | None  # of that limit; cache of files, which the kernel drops on demand, is not counted
     memlock_limit_mib: int | None  # RLIMIT_MEMLOCK, which always can be read; None: no limit
+    shm_mib: int | None = None  # the size of /dev/shm; a container's is 64 unless --shm-size says otherwise
+    hugetlb_mib: int | None = None  # set aside for explicit huge pages: nobody else can allocate it
+    transparent_hugepages: str | None = None  # "always", "madvise" or "never"
 
     @property
     def usable_mib(self) -> int:
@@ -98,7 +101,7 @@ class Gpu:
     display: bool | None = None  # a screen is attached, or a desktop runs on it
     power_limit_w: float | None = None
     power_limit_default_w: float | None = None
-    numa_node: int | None = None
+    numa_node: int | None = None  # that its slot hangs on
     holders: tuple[GpuHolder, ...] = ()
 
 
@@ -163,8 +166,20 @@ def fingerprint(hardware: Hardware) -> dict[str, Any]:
         "physical": cpu.physical,
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
-        "gpus": [{"name": gpu.name, "sm": gpu.sm, "vram_mib": gpu.vram_total_mib} for gpu in gpus],
+        "gpus": [_kind(gpu) for gpu in gpus],
         "driver": hardware.gpus.driver,
+    }
+
+
+def _kind(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "name": gpu.name,
+        "sm": gpu.sm,
+        "vram_mib": gpu.vram_total_mib,
+        "bus_bits": gpu.bus_bits,
+        # The width that was negotiated, which a card in another slot changes; the generation steps down in sleep.
+        "pcie_width": gpu.pcie_width,
+        "power_limit_w": gpu.power_limit_w,
     }
 
 

@@ -49,6 +49,12 @@ def parse_cpulist(text: str) -> tuple[int, ...]:
     return tuple(sorted(cpus))
 
 
+def parse_choice(text: str) -> str | None:
+    """The word in brackets: sysfs shows a setting as "always [madvise] never"."""
+    match = re.search(r"\[(\w+)\]", text)
+    return match[1] if match else None
+
+
 def query_cpu(root: Path, affinity: frozenset[int], quota: float | None) -> Cpu:
     """`affinity` is the set of CPUs that this process may run on, `quota` its share of time in cores."""
     model_name, isa = parse_cpuinfo(_first_bytes(root / "proc/cpuinfo"))
@@ -76,6 +82,9 @@ def query_memory(root: Path, limit_bytes: int | None, headroom_bytes: int | None
         limit_mib=None if limit_bytes is None else limit_bytes // MIB,
         limit_used_mib=used_mib,
         memlock_limit_mib=None if soft == resource.RLIM_INFINITY else soft // MIB,
+        shm_mib=_size_mib(root / "dev/shm"),
+        hugetlb_mib=meminfo.get("Hugetlb"),
+        transparent_hugepages=parse_choice(_first_bytes(root / "sys/kernel/mm/transparent_hugepage/enabled")),
     )
 
 
@@ -87,6 +96,20 @@ def query_numa(root: Path) -> tuple[NumaNode, ...]:
     except OSError:
         return ()
     return tuple(_numa_node(node) for node in sorted(nodes, key=lambda node: int(node.name[4:])))
+
+
+def query_numa_node(root: Path, pci_bus_id: str | None) -> int | None:
+    """The node whose CPUs are nearest to a PCI device; None where there is one node only, or sysfs does not tell.
+
+    Not NVML's nvmlDeviceGetNumaNodeId: that is the node which a GPU's own memory forms on Grace.
+    """
+    match = re.fullmatch(r"([0-9a-f]{4,8})(:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", (pci_bus_id or "").lower())
+    if match is None:
+        return None
+    # NVML writes the domain with eight digits, the kernel with four and more only where it must.
+    address = f"{int(match[1], 16):04x}{match[2]}"
+    text = _first_bytes(root / f"sys/bus/pci/devices/{address}/numa_node").strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else None  # -1: it hangs on none
 
 
 def query_volume(path: Path) -> Volume:
@@ -110,6 +133,14 @@ def query_host(root: Path, volume: Path) -> tuple[Cpu, Memory, tuple[NumaNode, .
         query_numa(root),
         query_volume(volume),
     )
+
+
+def _size_mib(path: Path) -> int | None:
+    try:
+        space = os.statvfs(path)
+    except OSError:
+        return None
+    return space.f_blocks * space.f_frsize // MIB
 
 
 def _count_cores(folder: Path, affinity: frozenset[int]) -> int | None:

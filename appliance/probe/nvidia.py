@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from appliance.probe.hardware import Gpu, GpuProbe
+from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
 from appliance.run import RunTimeout, run
 
 TIMEOUT_S = 15.0
@@ -27,6 +29,8 @@ _FOLDERS = (
     "usr/local/nvidia/lib",
     "usr/lib/wsl/lib",
 )
+_ABSURD = 1e6  # GB/s and watts beyond this are no readings
+_UUIDS = ("GPU-", "MIG-")
 _NO_DEVICE = ("", "void", "none")
 
 
@@ -51,7 +55,7 @@ def query_gpus(
 ) -> GpuProbe:
     """What NVML says. Without its library no child is started, and no GPU is known."""
     if has_library(root, environment):
-        return _ask_child(environment, child, timeout_s)
+        return only_visible(_ask_child(environment, child, timeout_s), environment)
     if (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
         return GpuProbe(problem=f"the NVIDIA driver is here but {LIBRARY} is not: start the container with --gpus all")
     return GpuProbe()
@@ -71,7 +75,47 @@ def parse_nvidia_report(text: str) -> GpuProbe:
         driver=_word(report.get("driver")),
         cuda_driver=_word(report.get("cuda_driver")),
         problem=_word(report.get("problem")),
+        warnings=tuple(words for each in _entries(report.get("warnings")) if (words := _word(each))),
     )
+
+
+def only_visible(found: GpuProbe, environment: Mapping[str, str]) -> GpuProbe:
+    """The devices that CUDA_VISIBLE_DEVICES leaves, where somebody set it, with a warning that says so.
+
+    A uuid may be cut short, and what follows a word that names nothing counts for nothing, both as in CUDA. Numbers are
+    taken in PCI order, the order of all that is shown here; CUDA's own default is the fastest first.
+    NVIDIA_VISIBLE_DEVICES is the container runtime's. Where NVML shows more than its uuids name, as in a privileged
+    container, they are kept to; its numbers are the host's, and cannot be told from the container's.
+    """
+    given = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    if given.startswith(_UUIDS):
+        found = _left(found, "NVIDIA_VISIBLE_DEVICES", given, is_silent_if_all=True)
+    wanted = environment.get("CUDA_VISIBLE_DEVICES")
+    return found if wanted is None else _left(found, "CUDA_VISIBLE_DEVICES", wanted)
+
+
+def is_narrowed(environment: Mapping[str, str]) -> bool:
+    """Whether `only_visible` may leave out GPUs that there are."""
+    given = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    return "CUDA_VISIBLE_DEVICES" in environment or given.startswith(_UUIDS)
+
+
+def _left(found: GpuProbe, variable: str, value: str, *, is_silent_if_all: bool = False) -> GpuProbe:
+    if not found.gpus:
+        return found
+    named = [word.strip() for word in value.split(",")]
+    words = list(takewhile(lambda word: any(_is_named(gpu, word) for gpu in found.gpus), named))
+    seen = tuple(gpu for gpu in found.gpus if any(_is_named(gpu, word) for word in words))
+    if is_silent_if_all and len(seen) == len(found.gpus):
+        return found
+    said = f"{variable}={value} leaves {len(seen)} of {len(found.gpus)} devices"
+    return replace(found, gpus=seen, warnings=(*found.warnings, said))
+
+
+def _is_named(gpu: Gpu, word: str) -> bool:
+    if word.startswith(_UUIDS):
+        return (gpu.uuid or "").startswith(word) or (gpu.mig_parent or "").startswith(word)
+    return gpu.mig_profile is None and word == str(gpu.index)
 
 
 def _ask_child(environment: Mapping[str, str], child: Sequence[str], timeout_s: float) -> GpuProbe:
@@ -97,7 +141,43 @@ def _parse_gpu(entry: dict[str, Any], position: int) -> Gpu:
         vram_total_mib=_count(entry.get("vram_total_mib")),
         vram_free_mib=_count(entry.get("vram_free_mib")),
         pci_bus_id=_word(entry.get("pci_bus_id")),
+        is_unified=entry.get("is_unified") is True,
+        bus_bits=_count(entry.get("bus_bits")),
+        memory_clock_mhz=_count(entry.get("memory_clock_mhz")),
+        bandwidth_gb_s=_size(entry.get("bandwidth_gb_s")),
+        bandwidth_source=_word(entry.get("bandwidth_source")),
+        pcie_generation=_count(entry.get("pcie_generation")),
+        pcie_width=_count(entry.get("pcie_width")),
+        pcie_generation_max=_count(entry.get("pcie_generation_max")),
+        pcie_width_max=_count(entry.get("pcie_width_max")),
+        nvlink_peers=tuple(peer for each in _entries(entry.get("nvlink_peers")) if (peer := _count(each)) is not None),
+        mig_profile=_word(entry.get("mig_profile")),
+        mig_parent=_word(entry.get("mig_parent")),
+        ecc=_switch(entry.get("ecc")),
+        display=_switch(entry.get("display")),
+        power_limit_w=_size(entry.get("power_limit_w")),
+        power_limit_default_w=_size(entry.get("power_limit_default_w")),
+        holders=tuple(_holder(each) for each in _entries(entry.get("holders")) if isinstance(each, dict)),
     )
+
+
+def _holder(entry: dict[str, Any]) -> GpuHolder:
+    return GpuHolder(
+        pid=_count(entry.get("pid")) or 0, name=_word(entry.get("name")), used_mib=_count(entry.get("used_mib"))
+    )
+
+
+def _entries(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _switch(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _size(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value < _ABSURD else None  # type: ignore[operator,arg-type]
 
 
 def _word(value: object) -> str | None:

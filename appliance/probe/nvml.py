@@ -1,67 +1,193 @@
 """The child that talks to the NVIDIA driver: `python -m appliance.probe.nvml` prints what NVML says as JSON.
 
 It is a process of its own because a driver may hang or crash it. Each fact is asked for by itself and is null where
-NVML does not tell it: "not supported" of one must not cost the others.
+NVML does not tell it: "not supported" of one must not cost the others. Names are those of `Gpu`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pynvml  # type: ignore[import-untyped]
 
 T = TypeVar("T")
 MIB = 1024 * 1024
+# More than any machine has: a driver that counts wrong must not keep the child busy until its time is up.
+GPUS_MAX, SLICES_MAX = 256, 64
+# A MIG slice has so many eighths of the memory and of its bandwidth (NVIDIA MIG User Guide, "GPU slices").
+MEMORY_SLICES = 8
+CHIPS = Path(__file__).with_name("chips.json")
+FROM_CLOCK = "memory clock x bus width"
 
 
-class Nvml(Protocol):
-    """The part of nvidia-ml-py that is used."""
-
-    def nvmlSystemGetDriverVersion(self) -> str: ...  # noqa: N802
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...  # noqa: N802, ANN401
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...  # noqa: N802, ANN401
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...  # noqa: N802, ANN401
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]: ...  # noqa: N802, ANN401
-    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...  # noqa: N802, ANN401
-    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any: ...  # noqa: N802, ANN401
-
-
-def collect(nvml: Nvml) -> dict[str, Any]:
+def collect() -> dict[str, Any]:
     """The report of an initialised NVML. Raises NVMLError when not even the devices can be counted."""
-    cuda = _fact(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    cuda = _fact(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    count = pynvml.nvmlDeviceGetCount()
+    handles = [_fact(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
+    gpus = [_gpu(handle, index) for index, handle in enumerate(handles)]
+    by_bus = {gpu["pci_bus_id"]: gpu["index"] for gpu in gpus if gpu.get("pci_bus_id")}
+    warnings = [f"NVML counts {count} GPUs: only the first {GPUS_MAX} are asked"] if count > GPUS_MAX else []
+    devices: list[dict[str, Any]] = []
+    for gpu, handle in zip(gpus, handles, strict=True):
+        if handle is not None:
+            gpu["nvlink_peers"] = sorted({by_bus[bus] for bus in _nvlinks(handle) if bus in by_bus})
+        if not _is_cut(handle):
+            devices.append(gpu)
+            continue
+        slices = list(_slices(gpu, handle))
+        devices += slices
+        if not slices:
+            warnings.append(f"GPU {gpu['index']} is in MIG mode and has no slices: it cannot be used")
     return {
-        "driver": _fact(nvml.nvmlSystemGetDriverVersion),
+        "driver": _fact(pynvml.nvmlSystemGetDriverVersion),
         "cuda_driver": None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
-        "gpus": [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())],
+        "gpus": devices,
+        "warnings": warnings,
     }
 
 
-def _gpu(nvml: Nvml, index: int) -> dict[str, Any]:
-    handle = _fact(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's opaque pointer
     if handle is None:
         return {"index": index}
-    capability = _fact(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
-    memory = _fact(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    return {
+    capability = _fact(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    sm = None if capability is None else f"{capability[0]}{capability[1]}"
+    name, ecc = _fact(pynvml.nvmlDeviceGetName, handle), _fact(pynvml.nvmlDeviceGetEccMode, handle)
+    gpu = {
         "index": index,
-        "name": _fact(lambda: nvml.nvmlDeviceGetName(handle)),
-        "uuid": _fact(lambda: nvml.nvmlDeviceGetUUID(handle)),
-        "sm": None if capability is None else f"{capability[0]}{capability[1]}",
+        "name": name,
+        "uuid": _fact(pynvml.nvmlDeviceGetUUID, handle),
+        "sm": sm,
+        "pci_bus_id": _fact(lambda: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "pcie_generation": _fact(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        "pcie_width": _fact(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        "pcie_generation_max": _fact(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        "pcie_width_max": _fact(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        "ecc": None if ecc is None else bool(ecc[0]),
+        "display": _display(handle),
+        "power_limit_w": _watts(_fact(pynvml.nvmlDeviceGetPowerManagementLimit, handle)),
+        "power_limit_default_w": _watts(_fact(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        "holders": _holders(handle),
+    }
+    return gpu | _memory(handle) | _bandwidth(handle, name, sm)
+
+
+def _memory(handle: Any) -> dict[str, Any]:  # noqa: ANN401
+    # The second version takes the driver's own reserve out of what is free; old drivers lack it.
+    memory = _fact(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    memory = memory or _fact(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return {
         "vram_total_mib": None if memory is None else int(memory.total) // MIB,
         "vram_free_mib": None if memory is None else int(memory.free) // MIB,
-        "pci_bus_id": _fact(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
     }
 
 
-def _fact(ask: Callable[[], T]) -> T | None:
+def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
+    """2 x clock x bus, as double data rate transfers twice a clock; from `chips.json` where NVML is silent."""
+    clock_mhz = _fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or None
+    bits = _fact(pynvml.nvmlDeviceGetMemoryBusWidth, handle) or None
+    gb_s = 2 * clock_mhz * bits / 8000 if clock_mhz and bits else None
+    source = FROM_CLOCK if gb_s else None
+    chips = json.loads(CHIPS.read_text("utf-8"))
+    if gb_s is None and name in chips["bandwidths"]:
+        gb_s, source = float(chips["bandwidths"][name]["gb_s"]), f"table: {name}"
+    facts = {"bus_bits": bits, "memory_clock_mhz": clock_mhz, "bandwidth_gb_s": gb_s, "bandwidth_source": source}
+    if sm in chips["unified"]:
+        # Some drivers give such a chip the host's memory as its own: that must not be counted a second time.
+        facts |= {"is_unified": True, "vram_total_mib": None, "vram_free_mib": None}
+    return facts
+
+
+def _nvlinks(handle: Any) -> Iterator[str]:  # noqa: ANN401
+    """Bus ids at the other ends of active links; a switch is such an end, too."""
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        is_active = _fact(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        if is_active is None:
+            return
+        if is_active and (
+            bus := _fact(lambda n: _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, n).busId), link)
+        ):
+            yield bus
+
+
+def _is_cut(handle: Any) -> bool:  # noqa: ANN401
+    mode = None if handle is None else _fact(pynvml.nvmlDeviceGetMigMode, handle)
+    return bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+
+
+def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+    for place in range(min(_fact(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0, SLICES_MAX)):
+        cut = _fact(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+        if cut is None:
+            continue
+        name = _fact(pynvml.nvmlDeviceGetName, cut)
+        profile = re.search(r"MIG (\S+)$", name or "")
+        facts = _memory(cut)
+        attributes = _fact(pynvml.nvmlDeviceGetAttributes_v2, cut)
+        if facts["vram_total_mib"] is None and attributes is not None:
+            facts["vram_total_mib"] = int(attributes.memorySizeMB)
+        yield (
+            parent
+            | facts
+            | _share(parent, facts["vram_total_mib"])
+            | {
+                "name": name,
+                "uuid": _fact(pynvml.nvmlDeviceGetUUID, cut),
+                "mig_profile": profile[1] if profile else "unknown",
+                "mig_parent": parent["uuid"],
+                "nvlink_peers": [],  # slices do not speak to each other
+                "holders": _holders(cut),
+            }
+        )
+
+
+def _share(parent: dict[str, Any], slice_mib: int | None) -> dict[str, Any]:
+    whole_mib, gb_s = parent["vram_total_mib"], parent["bandwidth_gb_s"]
+    if not (whole_mib and gb_s and slice_mib):
+        return {"bandwidth_gb_s": None, "bandwidth_source": None}
+    eighths = max(1, round(slice_mib / whole_mib * MEMORY_SLICES))
+    return {
+        "bandwidth_gb_s": gb_s * eighths / MEMORY_SLICES,
+        "bandwidth_source": f"{parent['bandwidth_source']}, this slice's share",
+    }
+
+
+def _holders(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    running = [
+        process
+        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses)
+        for process in _fact(ask, handle) or ()
+    ]
+    return [
+        {
+            "pid": process.pid,
+            "name": _fact(lambda pid: _text(pynvml.nvmlSystemGetProcessName(pid)), process.pid),
+            "used_mib": None if process.usedGpuMemory is None else int(process.usedGpuMemory) // MIB,
+        }
+        for process in {process.pid: process for process in running}.values()  # a desktop's program may be both
+    ]
+
+
+def _display(handle: Any) -> bool | None:  # noqa: ANN401
+    known = [_fact(ask, handle) for ask in (pynvml.nvmlDeviceGetDisplayActive, pynvml.nvmlDeviceGetDisplayMode)]
+    told = [bool(each) for each in known if each is not None]
+    return any(told) if told else None
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _fact(ask: Callable[..., T], *arguments: object) -> T | None:
     try:
-        return ask()
-    except (pynvml.NVMLError, UnicodeDecodeError):  # a name that is not UTF-8 is unknown, too
+        return ask(*arguments)
+    # ValueError: a name that is not UTF-8; the last two: a list of processes that no memory could hold.
+    except (pynvml.NVMLError, ValueError, MemoryError, OverflowError):
         return None
 
 
@@ -72,7 +198,7 @@ def _text(value: str | bytes) -> str:
 def main() -> int:
     try:
         pynvml.nvmlInit()
-        report = collect(pynvml)
+        report = collect()
     except pynvml.NVMLError as error:
         report = {"problem": f"NVML: {error}"}
     json.dump(report, sys.stdout)

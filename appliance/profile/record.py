@@ -14,13 +14,16 @@ from typing import Any
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Choice, Memory, Plan
+from appliance.plan import Choice, Memory, Placement, Plan, Share, Speed
 from appliance.probe import Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.search import Measurement, Point
 
 SCHEMA = 1
-SETTINGS_THAT_MATTER = ("ctx_size", "kv_type", "load_mode", "parallel", "threads", "ubatch")  # for speed
+# For speed.
+SETTINGS_THAT_MATTER = (
+    "ctx_size", "devices", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "threads", "ubatch"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +67,10 @@ class Profile:
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - allocated) / allocated over weights, KV cache and buffers; None if nothing was read."""
+        """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read."""
         if self.allocated is None or not self.allocated.total:
             return None
-        memory = self.plan.memory
-        predicted = memory.weights + memory.kv + memory.compute + memory.output
-        return (predicted - self.allocated.total) / self.allocated.total
+        return (self.plan.predicted_mib - self.allocated.total) / self.allocated.total
 
 
 def dump_profile(profile: Profile) -> str:
@@ -113,8 +114,25 @@ def _profile(document: dict[str, Any]) -> Profile:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    choices = tuple(Choice(**_only(Choice, choice)) for choice in data["choices"])
-    return Plan(**{**_only(Plan, data), "memory": Memory(**_only(Memory, data["memory"])), "choices": choices})
+    speed = data.get("speed")
+    return Plan(
+        **{
+            **_only(Plan, data),
+            "memory": _memory(data["memory"]),
+            "placement": _placement(data["placement"]) if "placement" in data else Placement(),
+            "speed": None if speed is None else Speed(**_only(Speed, speed)),
+            "choices": tuple(Choice(**_only(Choice, choice)) for choice in data["choices"]),
+        }
+    )
+
+
+def _memory(data: dict[str, Any]) -> Memory:
+    return Memory(**_only(Memory, data))
+
+
+def _placement(data: dict[str, Any]) -> Placement:
+    shares = tuple(Share(**{**_only(Share, share), "memory": _memory(share["memory"])}) for share in data["shares"])
+    return Placement(**{**_only(Placement, data), "shares": shares})
 
 
 def _measurement(data: dict[str, Any]) -> Measurement:
@@ -126,20 +144,32 @@ def _measurement(data: dict[str, Any]) -> Measurement:
 
 
 def _allocated(data: dict[str, Any] | None) -> Allocated | None:
-    return None if data is None else Allocated(**_only(Allocated, data))
+    if data is None:
+        return None
+    devices = tuple((str(name), float(size)) for name, size in data.get("devices", ()))
+    return Allocated(**{**_only(Allocated, data), "devices": devices})
 
 
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_SIMPLE["int | None"] = (int, type(None))
+_LATER = {
+    "Plan": ("checkpoints", "placement", "speed"),
+    "Memory": ("state", "checkpoints", "repacked", "mapped_twice"),
+    "Measurement": ("variant",),
+    "Allocated": ("recurrent", "mapped", "repacked", "devices"),
+}
 
 
 def _only(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Exactly the fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
+    """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError. What came later
+    than the first records has a default, and is not in the older ones."""
     if unknown := set(data) - {f.name for f in fields(kind)}:
         message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
         raise TypeError(message)
-    for f in fields(kind):
+    there = [f for f in fields(kind) if f.name in data or f.name not in _LATER.get(kind.__name__, ())]
+    for f in there:
         simple = _SIMPLE.get(str(f.type))
         if simple and not (isinstance(data[f.name], simple) and isinstance(data[f.name], bool) == (f.type == "bool")):
             message = f"{kind.__name__}.{f.name} is not {f.type}: {data[f.name]!r}"
             raise TypeError(message)
-    return {f.name: data[f.name] for f in fields(kind)}
+    return {f.name: data[f.name] for f in there}

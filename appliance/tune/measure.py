@@ -71,6 +71,7 @@ async def measure(
     return Measurement(
         threads=plan.threads,
         ubatch=plan.ubatch,
+        variant=plan.variant,
         points=points,
         load_s=load_s,
         seconds=time.monotonic() - began,

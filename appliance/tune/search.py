@@ -32,10 +32,11 @@ class Measurement:
     seconds: float = 0.0
     allocated: Allocated | None = None
     error: str | None = None
+    variant: str = ""  # of the plan: where its layers lay; empty for the CPU alone
 
     def in_words(self) -> str:
         """As in "2 threads, ubatch 512: 116.0 tok/s at 32, 42.1 at 2,048"."""
-        what = f"{self.threads} threads, ubatch {self.ubatch}"
+        what = f"{self.threads} threads, ubatch {self.ubatch}" + (f", {self.variant}" if self.variant else "")
         if self.error:
             return f"{what}: {self.error}"
         return f"{what}: " + ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in self.points)
@@ -58,18 +59,23 @@ def best(measurements: Sequence[Measurement], workload: Workload) -> Measurement
 
 
 def next_plan(plans: Sequence[Plan], measurements: Sequence[Measurement], workload: Workload) -> Plan | None:
-    """One coordinate after the other: threads at the predicted ubatch, then ubatch at the best threads, then None."""
-    seen = {(m.threads, m.ubatch) for m in measurements}
+    """One coordinate after the other: variants of the placement, threads at the best of them, then ubatch at the best
+    threads, then None."""
+    seen = {(m.threads, m.ubatch, m.variant) for m in measurements}
     first = plans[0]
-    by_threads = [p for p in plans if p.ubatch == first.ubatch]
-    leader = best(measurements, workload)
-    threads = leader.threads if leader else first.threads
-    by_ubatch = [p for p in plans if p.threads == threads]
-    for candidate in (*by_threads, *by_ubatch):
-        if (candidate.threads, candidate.ubatch) not in seen:
+    leader = best(measurements, workload) or first
+    by_variant = [p for p in plans if (p.threads, p.ubatch) == (first.threads, first.ubatch)]
+    by_threads = [p for p in plans if p.ubatch == first.ubatch and p.variant == leader.variant]
+    by_ubatch = [p for p in plans if p.threads == leader.threads]
+    for candidate in (*by_variant, *by_threads, *by_ubatch):
+        if _key(candidate) not in seen:
             return candidate
     return None
 
 
 def plan_of(plans: Sequence[Plan], measurement: Measurement) -> Plan:
-    return next(p for p in plans if (p.threads, p.ubatch) == (measurement.threads, measurement.ubatch))
+    return next(p for p in plans if _key(p) == (measurement.threads, measurement.ubatch, measurement.variant))
+
+
+def _key(plan: Plan) -> tuple[int, int, str]:
+    return plan.threads, plan.ubatch, plan.variant

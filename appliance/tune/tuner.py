@@ -58,7 +58,9 @@ async def tune(
         except EngineError as error:
             failures.append(error)
             seconds = time.monotonic() - plan_began
-            measurement = Measurement(threads=plan.threads, ubatch=plan.ubatch, error=error.message, seconds=seconds)
+            measurement = Measurement(
+                threads=plan.threads, ubatch=plan.ubatch, variant=plan.variant, error=error.message, seconds=seconds
+            )
         measurements.append(measurement)
         done(measurement)
     chosen = best(measurements, workload)

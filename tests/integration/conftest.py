@@ -9,7 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from nvml_stage import PutMachine, put_machine
 from supervisor_harness import MakeCommand, fake_command
+
+from tests.fakes.machines import build_library
 
 
 @pytest.fixture
@@ -23,3 +26,16 @@ def socket_path() -> Iterator[Path]:
 @pytest.fixture
 def make_command(socket_path: Path) -> MakeCommand:
     return partial(fake_command, socket_path)
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler: the fake NVML is built from tests/fakes/nvml/nvml.c")
+    return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine_environment(nvml_library: Path, tmp_path: Path) -> PutMachine:
+    """`machine_environment("2x4090", hang__nvmlDeviceGetName=1)`: the environment of a child on that machine."""
+    return partial(put_machine, nvml_library, tmp_path)

@@ -1,10 +1,8 @@
-"""This machine, real children, and a libnvidia-ml that is a real library, built here."""
+"""This machine and real children."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,44 +10,8 @@ from pathlib import Path
 import pytest
 
 from appliance.probe import as_document, fingerprint, probe
-from appliance.probe.hardware import GpuProbe
 from appliance.probe.host import query_host
-from appliance.probe.nvidia import query_gpus
 from appliance.run import OUTPUT_LIMIT_BYTES, RunTimeout, run
-
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-NVML_SOURCE = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-typedef struct { unsigned long long total, free, used; } memory_t;
-typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } pci_t;
-static int is(const char *mode) { const char *set = getenv("FAKE_NVML"); return set && !strcmp(set, mode); }
-int nvmlInitWithFlags(unsigned flags) {
-    if (is("hang")) for (;;) sleep(1);
-    if (is("crash")) abort();
-    return is("mismatch") ? 18 : 0;
-}
-int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
-int nvmlShutdown(void) { return 0; }
-int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "580.82.07"); return 0; }
-int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(long)(index + 1); return 0; }
-int nvmlDeviceGetName(void *device, char *text, unsigned size) {
-    snprintf(text, size, is("name") ? "\xff\xfe" : "NVIDIA GeForce RTX 2080 Ti"); return 0;
-}
-int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { snprintf(text, size, "GPU-1"); return 0; }
-int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) { *major = 7; *minor = 5; return 0; }
-int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
-    if (is("silent")) return 3;
-    memory->total = 22ULL << 30; memory->free = 21ULL << 30; memory->used = 1ULL << 30; return 0;
-}
-int nvmlDeviceGetPciInfo_v3(void *device, pci_t *pci) {
-    memset(pci, 0, sizeof *pci); strcpy(pci->bus_id, "00000000:0A:00.0"); return 0;
-}
-"""
 
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
@@ -141,60 +103,3 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hold_us() -> None:
     finished = run(python(code), timeout_s=60)
     assert time.monotonic() - start < 30
     assert (finished.returncode, finished.stdout) == (0, "done\n")
-
-
-@pytest.fixture(scope="module")
-def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None:
-        pytest.skip("no C compiler to build a libnvidia-ml with")
-    folder = tmp_path_factory.mktemp("nvml")
-    (folder / "nvml.c").write_text(NVML_SOURCE)
-    command = [COMPILER, "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(folder / "nvml.c")]
-    subprocess.run(command, check=True)
-    return folder
-
-
-def ask(folder: Path, mode: str = "", timeout_s: float = 30.0) -> GpuProbe:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_NVML": mode}
-    return query_gpus(Path("/"), environment, timeout_s=timeout_s)
-
-
-def test_a_card_through_nvml(nvml_folder: Path) -> None:
-    found = ask(nvml_folder)
-    assert (found.driver, found.cuda_driver, found.problem) == ("580.82.07", "13.0", None)
-    card = found.gpus[0]
-    assert (card.index, card.name, card.uuid, card.sm) == (0, "NVIDIA GeForce RTX 2080 Ti", "GPU-1", "75")
-    assert (card.vram_total_mib, card.vram_free_mib, card.pci_bus_id) == (22528, 21504, "00000000:0A:00.0")
-
-
-def test_nvml_that_is_silent_or_garbles(nvml_folder: Path) -> None:
-    assert (ask(nvml_folder, "silent").gpus[0].vram_total_mib, ask(nvml_folder, "name").gpus[0].name) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("mode", "timeout_s", "problem"),
-    [
-        ("crash", 30, "the NVML child ended with -6"),
-        ("hang", 2, "NVML did not answer within 2 s"),
-        ("mismatch", 30, "NVML: RM has detected an NVML/RM version mismatch"),
-    ],
-)
-def test_a_driver_in_trouble_is_a_problem_in_words(
-    nvml_folder: Path, mode: str, timeout_s: float, problem: str
-) -> None:
-    found = ask(nvml_folder, mode, timeout_s)
-    assert found.gpus == ()
-    assert (found.problem or "").startswith(problem)
-
-
-def test_a_library_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
-    assert (ask(tmp_path).problem or "").startswith("NVML: ")
-
-
-def test_a_child_that_prints_garbage(nvml_folder: Path) -> None:
-    environment = {"LD_LIBRARY_PATH": str(nvml_folder)}
-    found = query_gpus(Path("/"), environment, child=python("print('hello')"))
-    assert (found.problem or "").startswith("the NVML child printed no report")
-    missing = query_gpus(Path("/"), environment, child=("/nowhere/python",))
-    assert (missing.problem or "").startswith("the NVML child could not be started")

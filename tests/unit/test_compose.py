@@ -53,3 +53,20 @@ def test_up_lets_compose_make_the_volume_and_announces_the_models_sha256() -> No
     compose = r"APPLIANCE_VOLUME=v1 docker compose --project-name p1 -f compose/appliance.yaml"
     assert re.search(compose + r" run --rm -T --no-deps appliance models add \S+ --sha256 ", said)
     assert "label=com.docker.compose.oneoff=False" in said
+
+
+def test_a_cuda_cell_is_given_the_gpus_and_the_cpu_image_is_not() -> None:
+    """`make -n`, for what compose would read."""
+
+    def files(cell: str) -> set[str]:
+        done = subprocess.run(
+            ["make", "-n", "down", f"CELL={cell}"], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        return set(re.findall(r"-f (\S+)", done.stdout))
+
+    assert files("llama-cpu") == {"compose/appliance.yaml"}
+    assert files("llama-cu130-sm90") == {"compose/appliance.yaml", "compose/gpu.yaml"}
+    devices = yaml.safe_load((ROOT / "compose/gpu.yaml").read_text())["services"]["appliance"]["deploy"]
+    assert devices["resources"]["reservations"]["devices"] == [
+        {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    ]

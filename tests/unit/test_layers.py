@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "volume": {"model"},
     "probe": {"run"},
     "model": set(),
-    "checks": {"probe"},
+    "checks": {"probe", "settings"},
     "plan": {"probe", "model", "settings"},
     "engines": {"plan", "run"},
     "tune": {"plan", "engines", "supervisor"},

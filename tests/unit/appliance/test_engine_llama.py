@@ -8,17 +8,27 @@ from facts import ENGINE, IMAGE, SMALL, USAGE, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_facts import parse_facts, parse_flags, parse_kv_types, query_facts
+from appliance.engines.llama_facts import (
+    parse_facts,
+    parse_flags,
+    parse_kv_pairs,
+    parse_kv_types,
+    parse_split_modes,
+    query_facts,
+)
+from appliance.engines.llama_fit import parse_projection, query_projections
 from appliance.engines.llama_server import (
     Allocated,
     arguments,
     command,
+    environment,
     is_worth_showing,
     parse_allocated,
+    placement_arguments,
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan, plan
+from appliance.plan import Memory, Placement, Plan, Projection, Share, plan
 from appliance.settings import resolve_settings
 
 SOCKET = Path("/tmp/appliance-7.sock")
@@ -97,6 +107,101 @@ def test_a_flag_that_is_needed_and_missing_is_refused_before_the_start(flag: str
     assert "rebuild it" in (caught.value.hint or "")
 
 
+WITH_CUDA = replace(ENGINE, backends=("libggml-cpu-haswell.so", "libggml-cuda.so"))
+
+
+def placed(*layers: int, experts: int = 0, split: str = "layer") -> Plan:
+    memory = Memory(weights=1.0, kv=1.0, compute=1.0, output=0.0, cache=0.0, overhead=0.0)
+    shares = tuple(
+        Share(
+            id=f"GPU-{at}", name="a GPU", layers=n, free_mib=9.0, held_back_mib=0.0, bandwidth_gb_s=1.0, memory=memory
+        )
+        for at, n in enumerate(layers)
+    )
+    return replace(chosen(), placement=Placement(shares=shares, cpu_expert_layers=experts, split_mode=split))
+
+
+@pytest.mark.parametrize(
+    ("plan_", "line"),
+    [
+        (
+            placed(20, 11, experts=7),
+            "--device CUDA0,CUDA1 --gpu-layers 31 --split-mode layer --tensor-split 20,11 --main-gpu 0 --n-cpu-moe 7",
+        ),
+        (
+            placed(31, split="none"),
+            "--device CUDA0 --gpu-layers 31 --split-mode none --tensor-split 31 --main-gpu 0",
+        ),
+        (placed(), "--device none"),
+    ],
+)
+def test_placement_is_all_explicit_or_none_of_it(plan_: Plan, line: str) -> None:
+    assert placement_arguments(plan_, WITH_CUDA) == tuple(line.split())
+    assert line in " ".join(arguments(plan_, WITH_CUDA, SOCKET))
+
+
+def test_an_engine_without_gpus_is_told_nothing_of_them() -> None:
+    assert placement_arguments(placed(), ENGINE) == ()
+
+
+@pytest.mark.parametrize("flag", ["--device", "--gpu-layers", "--split-mode", "--tensor-split", "--n-cpu-moe"])
+def test_half_a_placement_is_refused(flag: str) -> None:
+    facts = replace(WITH_CUDA, flags=tuple(known for known in WITH_CUDA.flags if known != flag))
+    with pytest.raises(EngineArgumentsError, match=f"engine has no flag {flag}"):
+        placement_arguments(placed(20, 11, experts=7), facts)
+
+
+def test_gpus_are_named_by_what_they_are_in_the_plans_order() -> None:
+    found = environment(placed(20, 11), Path("/data/cache/b1"))
+    assert found == environment(chosen(), Path("/data/cache/b1")) | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1",
+        "CUDA_CACHE_PATH": "/data/cache/b1/cuda",
+    }
+
+
+def test_context_checkpoints_are_said_only_where_a_model_needs_them() -> None:
+    assert "--ctx-checkpoints" not in arguments(chosen(), ENGINE, SOCKET)
+    argv = arguments(replace(chosen(), checkpoints=5), ENGINE, SOCKET)
+    assert argv[argv.index("--ctx-checkpoints") + 1] == "5"
+
+
+def test_split_modes_are_read_from_the_recorded_help() -> None:
+    assert parse_split_modes(USAGE) == ("none", "layer", "row", "tensor")
+    assert parse_split_modes("--device N   a device\n") == ()
+    assert ENGINE.split_modes == parse_split_modes(USAGE)
+
+
+def test_a_projection_is_read_from_what_fit_params_prints() -> None:
+    text = "CUDA0 9727 2686 1106 \nCUDA1 10125 2686 1110 \nHost 273 0 268 \n"
+    found = parse_projection(text)
+    assert found == Projection(devices=((9727, 2686, 1106), (10125, 2686, 1110)), host=(273, 0, 268))
+    assert parse_projection("CUDA0 9727 2686 1106 \n") is None  # cut off
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_projection_or_none(text: str) -> None:
+    found = parse_projection(text)
+    assert found is None or len(found.host) == 3
+
+
+def test_fit_params_is_asked_with_the_plans_own_placement(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    program(
+        tmp_path / "llama-fit-params",
+        f'echo "$@" "$CUDA_VISIBLE_DEVICES" > {asked}; echo "CUDA0 1 2 3"; echo "Host 4 5 6 "',
+    )
+    first, second = query_projections(
+        tmp_path, (placed(31, split="none"), placed()), WITH_CUDA, cache_dir=tmp_path, budget_s=30.0
+    )
+    assert first == second == Projection(devices=((1, 2, 3),), host=(4, 5, 6))
+    assert "--fit-print on --device none" in asked.read_text()
+    assert query_projections(tmp_path / "none", (placed(),), ENGINE, cache_dir=tmp_path, budget_s=9.0) == (None,)
+    program(tmp_path / "llama-fit-params", "echo 'Host 4 5 6'; exit 1")
+    assert query_projections(tmp_path, (placed(),), ENGINE, cache_dir=tmp_path, budget_s=9.0) == (None,)
+    assert query_projections(tmp_path, (placed(),), ENGINE, cache_dir=tmp_path, budget_s=-1.0) == (None,)
+
+
 def test_the_child_gets_a_small_environment_and_its_limits() -> None:
     found = command(
         chosen(),
@@ -130,9 +235,28 @@ BUFFERS = (
 def test_buffer_sizes_are_read_from_the_log() -> None:
     noise = ("0.00.085.608 I llama_kv_cache: size =   90.00 MiB (  4096 cells,  30 layers)", "buffer size", "")
     found = parse_allocated((*noise, *BUFFERS))
-    assert found == Allocated(model=133.0, kv=90.0, compute=17.51, output=0.75)
+    assert found == Allocated(model=133.0, kv=90.0, compute=17.51, output=0.75, mapped=92.1, repacked=40.9)
     assert found.total == pytest.approx(241.26)
     assert parse_allocated(line.split(" I ", 1)[1] for line in BUFFERS) == found  # without its prefix too
+
+
+ON_GPUS = (
+    "I load_tensors:   CPU_Mapped model buffer size =   273.00 MiB",
+    "I load_tensors:        CUDA0 model buffer size =  9727.10 MiB",
+    "I load_tensors:        CUDA1 model buffer size = 10125.20 MiB",
+    "I llama_context:  CUDA_Host  output buffer size =     3.79 MiB",
+    "I llama_kv_cache:      CUDA0 KV buffer size =  2560.00 MiB",
+    "I llama_memory_recurrent:      CUDA1 RS buffer size =   126.00 MiB",
+    "I sched_reserve:      CUDA0 compute buffer size =  1106.00 MiB",
+    "I sched_reserve:  CUDA_Host compute buffer size =   268.00 MiB",
+)
+
+
+def test_buffers_of_gpus_and_states_are_told_apart() -> None:
+    found = parse_allocated(ON_GPUS)
+    assert dict(found.devices) == pytest.approx({"CUDA0": 13393.1, "CUDA1": 10251.2})  # and pinned memory is the host's
+    assert found.recurrent == 126.0
+    assert found.total == pytest.approx(24189.09)
 
 
 @given(st.lists(st.text(max_size=80)))
@@ -227,3 +351,15 @@ def test_a_binary_that_does_not_run_is_44_with_its_words(tmp_path: Path) -> None
     binary = program(tmp_path / "llama-server", "echo 'error while loading shared libraries: libx.so' >&2; exit 127")
     with pytest.raises(EngineLibraryError, match=r"exit code 127: error while loading shared libraries: libx\.so"):
         query_facts(binary)
+
+
+def test_pairs_of_kv_types_are_what_the_engine_was_compiled_for() -> None:
+    types = ("f16", "q8_0", "q4_0")
+    assert parse_kv_pairs("", types) == ()
+    assert parse_kv_pairs("q8_0-q8_0;q8_0-q4_0", types) == (("q8_0", "q8_0"), ("q8_0", "q4_0"))
+
+
+@pytest.mark.parametrize("text", ["q8_0", "q8_0-q9_9", "bf16-bf16", "q8_0-q8_0;;x-f16"])
+def test_a_pair_that_the_engine_does_not_offer_is_refused(text: str) -> None:
+    with pytest.raises(EngineArgumentsError, match="no such pair of KV types"):
+        parse_kv_pairs(text, ("f16", "q8_0", "q4_0"))

@@ -2,17 +2,12 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from facts import IMAGE, machine
 
-from appliance.checks import check_supported
-from appliance.errors import GpuUnusableError
 from appliance.gateway.progress import Phase
-from appliance.probe import Gpu, GpuProbe
 from appliance.report import Report
 
 
@@ -60,26 +55,3 @@ def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
     report.phase(Phase.READY)
     assert report.progress.is_ready
     assert report.progress.since > since
-
-
-GPU = Gpu(index=0, name="Test 9000", uuid=None, sm="90", vram_total_mib=1, vram_free_mib=1, pci_bus_id="0000:01:00.0")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "seen"),
-    [
-        (GpuProbe(gpus=(GPU,)), "Test 9000"),
-        (GpuProbe(problem="libnvidia-ml is not there"), "libnvidia-ml is not there"),
-        (GpuProbe(), "a GPU"),
-    ],
-)
-def test_a_gpu_given_to_an_image_without_kernels_is_23_and_never_the_cpu_in_silence(gpus: GpuProbe, seen: str) -> None:
-    with pytest.raises(GpuUnusableError, match=f"no GPU kernels: llama-cpu, given {seen}") as caught:
-        check_supported(IMAGE, replace(machine(), gpu_requested=True, gpus=gpus))
-    assert caught.value.exit_code == 23
-    assert "without --gpus" in (caught.value.hint or "")
-
-
-def test_a_gpu_that_nobody_gave_is_no_reason() -> None:
-    check_supported(IMAGE, replace(machine(), gpus=GpuProbe(gpus=(GPU,))))
-    check_supported(replace(IMAGE, cuda="13.0"), replace(machine(), gpu_requested=True))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from images import build, docker, render
+from images import build, docker, matrix, render
 from images.drift import write
 from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
@@ -67,6 +67,31 @@ def test_another_base_replaces_the_literal_from_and_is_recorded(job: build.Job, 
     assert f"FROM {key} AS" in dockerfile
     assert "io.appliance.base-override=debian:mine" in argv
     assert f"org.opencontainers.image.base.digest={LOCAL}" in argv
+
+
+def test_another_toolkit_image_replaces_the_literal_from_and_is_recorded(job: build.Job, project: Path) -> None:
+    cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
+    toolkit = build.BaseChoice(identity=LOCAL, context="docker-image://cuda:mine", override="cuda:mine")
+    given = replace(job, cell=cell, toolkit=toolkit)
+    argv = build.buildx_argv(given)
+    key, _, value = argv[argv.index("--build-context") + 1].partition("=")
+    assert value == "docker-image://cuda:mine"
+    assert key in (project / cell.folder / "Dockerfile").read_text("utf-8")
+    assert f"io.appliance.toolkit-override=cuda:mine {LOCAL}" in argv
+    assert "io.appliance.toolkit-override" not in build.moment_labels(job)
+
+
+def test_another_toolkit_image_is_another_build(project: Path) -> None:
+    cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
+    base, toolkit = build.BaseChoice(identity=LOCAL), build.BaseChoice(identity=LOCAL, override="cuda:mine")
+    jobs = [build.plan_job(project, cell, build.Options(), base, each) for each in (None, toolkit)]
+    assert len({job.build_id for job in jobs}) == 2
+
+
+def test_a_toolkit_from_elsewhere_has_no_image_to_replace(cell: Cell) -> None:
+    assert build.choose_toolkit(cell, None, docker.Engine()) is None
+    with pytest.raises(UsageError, match="fits no cell whose CUDA toolkit is from elsewhere: llama-cpu"):
+        build.choose_toolkit(cell, "cuda:mine", docker.Engine())
 
 
 def test_an_unknown_revision_has_no_label(job: build.Job) -> None:

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from images import ci, drift, matrix
+from images import ci, debian, drift, matrix
 from images.matrix import Cell, Platform, Target
 
 PROGRAMS = Path(sys.executable).parent
@@ -41,6 +41,20 @@ def test_a_cell_that_cannot_be_built_is_left_out_with_the_reason(cell: Cell) -> 
     assert made["left_out"] == {cell.id: "no digest yet: debian:bookworm-slim"}
 
 
+def test_a_platform_without_a_debian_lock_is_left_out_with_the_reason(cell: Cell) -> None:
+    both = replace(cell, platforms=("linux/amd64", "linux/arm64"))
+    arm = replace(cell, target=Target(name="y", cuda=None, sm=None), platforms=("linux/arm64",))
+    made = json.loads(ci.jobs_file([both, arm], lambda _, platform: platform == "linux/amd64"))
+    assert [(job["cell"], len(job["platforms"])) for job in made["cells"]] == [(both.id, 1)]
+    assert set(made["left_out"]) == {f"{both.id} linux/arm64", f"{arm.id} linux/arm64"}
+    assert "lock --debian" in made["left_out"][f"{arm.id} linux/arm64"]
+
+
+def committed(project: Path) -> str:
+    cells = matrix.load(project).cells
+    return ci.jobs_file(cells, lambda cell, platform: (project / debian.path_for(cell.base, platform)).exists())
+
+
 def test_every_platform_has_a_runner_and_an_output_of_the_workflow(project: Path) -> None:
     assert set(ci.RUNNERS) == set(get_args(Platform))
     workflow = yaml.safe_load((project / ".github/workflows/image.yml").read_text("utf-8"))
@@ -48,11 +62,11 @@ def test_every_platform_has_a_runner_and_an_output_of_the_workflow(project: Path
 
 
 def test_the_committed_list_is_what_the_matrix_gives(project: Path) -> None:
-    assert (project / ci.JOBS_FILE).read_text("utf-8") == ci.jobs_file(matrix.load(project).cells)
+    assert (project / ci.JOBS_FILE).read_text("utf-8") == committed(project)
 
 
 def test_a_changed_list_is_drift(project: Path, tmp_path: Path) -> None:
-    text = ci.jobs_file(matrix.load(project).cells)
+    text = committed(project)
     drift.write(tmp_path, {ci.JOBS_FILE: text.replace("ubuntu-24.04", "ubuntu-20.04")})
     (tmp_path / ".github/else").write_text("a neighbour is no stray")
     assert drift.drift(tmp_path, {ci.JOBS_FILE: text}) == [".github/images.json: differs from what the matrix renders"]

@@ -114,6 +114,9 @@ def test_a_lock_that_changed_names_what_moved(lock: Lock) -> None:
     new = lock.model_copy(update={"parts": {PART: packages, "cmake": lock.parts["cmake"]}})
     assert debian.moved(lock, lock) == []
     assert debian.moved(lock, new) == ["libgomp1: 12.2.0-14+deb12u1 -> 13", "python3: 1:3.11.2-1+b1 -> gone"]
+    other = lock.parts["cmake"]["cmake"].model_copy(update={"sha256": "1" * 64})
+    moved = debian.moved(lock, lock.model_copy(update={"parts": {**lock.parts, "cmake": {"cmake": other}}}))
+    assert moved == [f"cmake: 3 -> another file: SHA-256 {'1' * 64}"]
 
 
 IMAGE = {"libc6": "2", "libgomp1": "12.2.0-14+deb12u1", "python3": "1:3.11.2-1+b1"}

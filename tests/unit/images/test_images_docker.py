@@ -28,3 +28,14 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="program not found: no-such-program"):
         docker.stream(("no-such-program",), cwd=tmp_path)
     assert docker.capture(("no-such-program",), cwd=tmp_path).code == 127
+
+
+def test_a_program_that_cannot_be_started_is_not_one_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "tool").touch(mode=0o644)
+    assert docker.capture((str(tmp_path / "tool"),), cwd=tmp_path).code == 126
+    assert docker.capture((str(tmp_path / "none"),), cwd=tmp_path).code == 127
+
+
+def test_a_line_that_is_no_text_ends_no_build(tmp_path: Path) -> None:
+    done = docker.stream(("printf", r"\303\n"), cwd=tmp_path)
+    assert (done.code, done.lines) == (0, ("\ufffd",))

@@ -19,12 +19,14 @@ def loaded() -> Matrix:
     return matrix.load(Path(__file__).parents[3])
 
 
-def test_solver_and_matrix_agree_on_every_combination(loaded: Matrix) -> None:
+@pytest.mark.parametrize("engine", ["llama", "vllm"])
+def test_solver_and_matrix_agree_on_every_combination(loaded: Matrix, engine: str) -> None:
     """Each (toolkit, chip, platform) is built, impossible or left out on purpose: none is forgotten."""
-    built = {(cell.target.cuda, cell.target.sm, platform) for cell in loaded.cells for platform in cell.platforms}
+    cells = [cell for cell in loaded.cells if cell.engine.name == engine]
+    built = {(cell.target.cuda, cell.target.sm, platform) for cell in cells for platform in cell.platforms}
     seen = []
     for cuda, sm, platform in itertools.product(loaded.toolkits, compat.facts().sms, PLATFORMS):
-        found = explain.explain(f"llama-cu{cuda.replace('.', '')}-sm{sm}", loaded, platform=platform)
+        found = explain.explain(f"{engine}-cu{cuda.replace('.', '')}-sm{sm}", loaded, platform=platform)
         assert (found.verdict == "exists") is ((cuda, sm, platform) in built), (cuda, sm, platform)
         assert found.verdict != "not listed", f"decide on CUDA {cuda}, SM {sm}, {platform}"
         assert all(reason.sources for reason in found.reasons)
@@ -66,6 +68,8 @@ def test_orin_is_refused_on_amd64_with_its_source(loaded: Matrix) -> None:
         ("llama-cu130-sm95", "impossible", "SM 95 is unknown, known are 70", "llama-cu130-sm90"),
         ("llama-cu130-sm70", "impossible", "CUDA 13.0 has no target sm_70 (last in 12.9)", "nothing here runs on it"),
         ("lama-cu130-sm90", "impossible", "there is no engine lama (perhaps you meant llama)", "llama-cu130-sm90"),
+        ("vllm-cu134-sm90", "impossible", "wheels of vLLM 0.33.0 are made with CUDA 13.0", "vllm-cu130-sm90"),
+        ("vllm-cu130-sm87", "out of scope", "kernels for Orin, but torch's", "nothing here runs on it"),
     ],
 )
 def test_each_no_is_told_apart(loaded: Matrix, cell_id: str, verdict: str, said: str, hint: str) -> None:
@@ -89,6 +93,10 @@ def test_an_existing_cell_tells_all_that_it_follows_from(loaded: Matrix) -> None
         found = explain.explain(cell.id, loaded)
         assert found.verdict == "exists"
         assert all(each.value and each.sources for each in found.follows)
+    told = {each.name: each.value for each in explain.explain("vllm-cu130-sm75", loaded).follows}
+    assert told["attention"].startswith("TRITON_ATTN: FLASH_ATTN begins at 8.0")
+    assert told["driver, with PTX"] == "580.65.06 or newer"
+    assert told["compiled by Triton"].endswith("gcc, Python's headers and its own ptxas")
     told = {each.name: each.value for each in explain.explain("llama-cu124-sm90", loaded).follows}
     assert told["driver, machine code"] == "525 or newer"
     assert told["driver, with PTX"] == "550.54.14 or newer"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,35 @@ def test_uv_is_asked_for_one_platform_and_given_certificates() -> None:
     sdist = lock.uv_argv("llama-source", "sdist", Path("x.txt"), ca_bundle=None, upgrade=False)
     assert "--no-deps" in sdist
     assert not {"env", "--only-binary", "--upgrade"} & set(sdist)
+
+
+def test_an_engine_is_locked_for_both_platforms_and_may_override() -> None:
+    overrides = Path("images/locks/vllm-cu130.overrides")
+    argv = lock.uv_argv("vllm-cu130", "engine", Path("x.txt"), ca_bundle=None, upgrade=False, overrides=overrides)
+    assert ("--override", overrides.as_posix()) == argv[argv.index("--override") : argv.index("--override") + 2]
+    assert lock.FORMS["engine"][-1] in argv
+    assert lock.ALSO_FOR["engine"].startswith("aarch64-")
+    lock.refuse_differing("x", GOOD, GOOD)
+    with pytest.raises(BuildError, match=r"lock x would not fit every platform, which differ in: idna==3.20$"):
+        lock.refuse_differing("x", GOOD, f"{GOOD}idna==3.20 \\\n    --hash={HASH}\n")
+
+
+def test_every_engine_lock_says_why_it_overrides(project: Path) -> None:
+    for path in (project / "images/locks").glob("*.overrides"):
+        assert path.with_suffix(".in").is_file()
+        assert path.read_text("utf-8").startswith("# ")
+
+
+def test_an_unhashed_wheel_in_the_engines_lock_fails_render(project: Path, tmp_path: Path) -> None:
+    path = Path("images/locks/vllm-cu130.txt")
+    (tmp_path / path).parent.mkdir(parents=True)
+    text = (project / path).read_text("utf-8")
+    (tmp_path / path).write_text(text)
+    lock.refuse_unhashed_inputs(tmp_path, [path])
+    (tmp_path / path).write_text(re.sub(r"^(triton==\S+) \\\n(?:    --hash.*\n)+", r"\1\n", text, flags=re.MULTILINE))
+    with pytest.raises(MatrixError, match=r"vllm-cu130\.txt holds .* without a version or a hash: triton==") as caught:
+        lock.refuse_unhashed_inputs(tmp_path, [path])
+    assert caught.value.hint == "python -m images lock vllm-cu130"
 
 
 def test_a_lock_that_fails_leaves_the_old_one(tmp_path: Path) -> None:

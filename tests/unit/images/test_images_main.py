@@ -13,7 +13,10 @@ import pytest
 
 from images import __main__ as command
 
-VERBS = ("list", "render", "build", "verify", "lock", "sbom", "bake", "ci-matrix", "prune")
+VERBS = (
+    "list", "render", "build", "verify", "gate", "gaps", "sbom", "bake", "ci-matrix", "prune", "explain", "select",
+    "lock", "fetch",
+)  # fmt: skip
 
 
 def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +80,11 @@ def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.Captur
     assert "--out names one file" in capsys.readouterr().err
 
 
+def test_a_mirror_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--debian-mirror", "mirror"]) == 2
+    assert "--debian-mirror is no address of a mirror: mirror" in capsys.readouterr().err
+
+
 def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "--debian", "dev"]) == 2
     assert "takes no names: dev" in capsys.readouterr().err
@@ -126,6 +134,71 @@ def test_help_explains_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "exit codes:" in said
     assert "--json" in said
+
+
+@pytest.mark.parametrize("seconds", ["-5", "99999999999999", "today"])
+def test_a_date_that_no_archive_can_hold_is_exit_2(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["build", "--only", "llama-cpu", "--dry-run", "--epoch", seconds])
+    assert ended.value.code == 2
+    assert f"not the seconds of a date since 1970: {seconds}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["verify", "sbom"])
+def test_one_image_for_several_cells_is_exit_2(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([verb, "--only", "llama-*", "--image", "x:1", "--dry-run"]) == 2
+    assert "--image names one image, but" in capsys.readouterr().err
+
+
+def test_an_unknown_chip_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["gate", "x.so", "--sm", "33", "--dry-run"]) == 2
+    assert "error: no such SM: 33" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("build_matrix.yaml", b"a:\n\t- b", "build_matrix.yaml cannot be read: "),
+        ("images/locks/appliance.txt", b"\xff", "lock cannot be read: images/locks/appliance.txt: "),
+        ("images/facts/nvidia.yaml", b"a: [b", "images/facts/nvidia.yaml cannot be read: "),
+        ("images/facts/vllm.yaml", b"a: [b", "images/facts/vllm.yaml: "),
+        ("images/models/demo.yaml", b"\xff", "recipe cannot be read: "),
+    ],
+)
+def test_a_file_that_is_none_is_one_line_and_exit_10(
+    project: Path, tmp_path: Path, file: str, content: bytes, words: str
+) -> None:
+    _copy(project, tmp_path)
+    (tmp_path / file).write_bytes(content)
+    verb = ("fetch", "demo", "--dry-run") if "models" in file else ("render",)
+    done = _run(tmp_path, *verb)
+    assert done.returncode == 10
+    assert words in done.stderr
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] in (["error"], ["error", "hint"])
+
+
+def test_a_rendered_file_that_is_no_text_is_drift(project: Path, tmp_path: Path) -> None:
+    _copy(project, tmp_path)
+    (tmp_path / "images/rendered/llama-cpu/Dockerfile").write_bytes(b"\xff")
+    done = _run(tmp_path, "render", "--check")
+    assert done.returncode == 61
+    assert "images/rendered/llama-cpu/Dockerfile: differs" in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_exit_60(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert command.main(["fetch", "demo", "--to", str(tmp_path / "file" / "models")]) == 60
+    assert "error: folder for the weights cannot be made: " in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_exit_60(project: Path, tmp_path: Path) -> None:
+    """Wherever that shows: here a folder stands where a generated file belongs."""
+    _copy(project, tmp_path)
+    (tmp_path / "docker-bake.json").mkdir()
+    done = _run(tmp_path, "bake")
+    assert done.returncode == 60
+    assert done.stderr.startswith("error: a file cannot be used: ")
+    assert "Traceback" not in done.stderr
 
 
 def test_an_engine_that_does_not_run_is_exit_60(project: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_a_wrong_value_is_shown_with_its_place(matrix_data: dict[str, Any], lock
 def test_a_duplicate_cell_is_refused(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
     matrix_data["cells"].append(matrix_data["cells"][0])
     _refused(matrix_data, lock_texts, "cell is there twice: llama-cpu")
-    matrix_data["cells"][-1] = {**matrix_data["cells"][-2], "targets": ["cu130-sm90"]}
+    matrix_data["cells"][-1] = {**matrix_data["cells"][1], "targets": ["cu130-sm90"]}
     _refused(matrix_data, lock_texts, "cell is there twice: llama-cu130-sm90")
 
 
@@ -170,6 +171,58 @@ def test_a_key_written_twice_is_refused(project: Path, tmp_path: Path) -> None:
 def test_no_matrix_at_all_is_said(tmp_path: Path) -> None:
     with pytest.raises(MatrixError, match=r"build_matrix\.yaml cannot be read"):
         matrix.load(tmp_path)
+
+
+def test_an_engine_from_wheels_is_data(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    loaded = matrix.parse_matrix(matrix_data, lock_texts)
+    cell = matrix.select(loaded.cells, "vllm-cu130-sm121")[0]
+    assert (cell.engine.is_compiled, cell.engine.cuda, cell.engine.build) == (False, "13.0", None)
+    assert (cell.toolkit, cell.gencode, cell.cpu_variants) == (None, None, ())
+    assert cell.sm_form is not None
+    assert cell.sm_form.form == "120"
+    assert loaded.engines["llama"].is_compiled
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "value", "said"),
+    [
+        ("vllm", "build", 1, "engine vllm comes in wheels and has: build"),
+        ("vllm", "patches", ["x.patch"], "engine vllm comes in wheels and has: patches"),
+        ("llama", "patches", [], "engine llama is compiled and lacks: patches"),
+        ("llama", "backend_lock", None, "engine llama is compiled and lacks: backend_lock"),
+    ],
+)
+def test_an_engine_is_compiled_or_comes_in_wheels(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], engine: str, key: str, value: object, said: str
+) -> None:
+    matrix_data["engines"][engine][key] = value
+    _refused(matrix_data, lock_texts, said)
+
+
+def test_the_lock_must_hold_each_wheel_of_its_engine(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    source = matrix_data["engines"]["vllm"]["source"]
+    good = source["wheels"]["linux/arm64"]
+    # Torch's hash stands in the same lock, and is not vLLM's.
+    other = re.search(r"^torch==.*\n.*sha256:([0-9a-f]{64})", lock_texts["vllm-cu130"], re.MULTILINE)
+    assert other is not None
+    for planted in ("0" * 64, other[1]):
+        source["wheels"]["linux/arm64"] = planted
+        _refused(matrix_data, lock_texts, f"does not lock its wheel of vllm==0.33.0 for linux/arm64: {planted}")
+    source["wheels"]["linux/arm64"], source["release"] = good, "0.34.0"
+    _refused(matrix_data, lock_texts, "does not lock its wheel of vllm==0.34.0")
+
+
+def test_wheels_are_of_one_cuda_release_and_of_some_platforms(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str]
+) -> None:
+    row = matrix_data["cells"][-1]
+    row["targets"] = ["cu134-sm121"]
+    _refused(matrix_data, lock_texts, "target cu134-sm121: vLLM's wheels are made with CUDA 13.0")
+    row["targets"] = ["cu130-sm121"]
+    del matrix_data["engines"]["vllm"]["source"]["wheels"]["linux/arm64"]
+    _refused(matrix_data, lock_texts, "cells of vllm: its source has no wheel for: linux/arm64")
+    lock_texts["vllm-cu130"] = lock_texts["vllm-cu130"].replace("cuda-toolkit==", "cuda-toolbox==")
+    _refused(matrix_data, lock_texts, "images/locks/vllm-cu130.txt names no CUDA release: cuda-toolkit")
 
 
 @given(data=JSON)

@@ -14,8 +14,24 @@ from images.matrix import Cell
 CELLS = matrix.load(Path(__file__).parents[3]).cells
 
 
+COMPILED = [cell for cell in CELLS if cell.engine.is_compiled]
+FROM_WHEELS = [cell for cell in CELLS if not cell.engine.is_compiled]
+
+
 @pytest.fixture(params=CELLS, ids=lambda cell: cell.id)
 def any_cell(request: pytest.FixtureRequest) -> Cell:
+    found: Cell = request.param
+    return found
+
+
+@pytest.fixture(params=COMPILED, ids=lambda cell: cell.id)
+def compiled_cell(request: pytest.FixtureRequest) -> Cell:
+    found: Cell = request.param
+    return found
+
+
+@pytest.fixture(params=FROM_WHEELS, ids=lambda cell: cell.id)
+def wheel_cell(request: pytest.FixtureRequest) -> Cell:
     found: Cell = request.param
     return found
 
@@ -81,13 +97,13 @@ def test_an_unresolved_image_renders_without_a_digest(project: Path) -> None:
     assert "FROM nvidia/cuda:12.8.1-devel-ubuntu24.04 AS toolkit\n" in dockerfile
 
 
-def test_cells_on_one_base_share_what_is_compiled_there(project: Path, any_cell: Cell) -> None:
+def test_cells_on_one_base_share_what_is_compiled_there(project: Path, compiled_cell: Cell) -> None:
     """Byte for byte, or BuildKit compiles the engine again for each of them: seven minutes on two cores."""
     reference = _stages(_rendered(project, _cell("llama-cpu"))["Dockerfile"])
-    own = _stages(_rendered(project, any_cell)["Dockerfile"])
+    own = _stages(_rendered(project, compiled_cell)["Dockerfile"])
     shared = {"toolchain", "source"}
-    shared |= {"base"} if any_cell.base.name == "bookworm" else set()
-    shared |= {"compile"} if "linux/amd64" in any_cell.platforms else set()
+    shared |= {"base"} if compiled_cell.base.name == "bookworm" else set()
+    shared |= {"compile"} if "linux/amd64" in compiled_cell.platforms else set()
     assert {name: own[name] for name in shared} == {name: reference[name] for name in shared}
 
 
@@ -103,7 +119,41 @@ def test_the_cuda_stages_differ_by_chip_alone(project: Path) -> None:
 def test_a_cuda_cell_compiles_machine_code_alone(project: Path, any_cell: Cell) -> None:
     dockerfile = _rendered(project, any_cell)["Dockerfile"]
     asked = re.findall(r"CMAKE_CUDA_ARCHITECTURES='([^']+)'", dockerfile)
-    assert asked == ([f"{any_cell.sm_form.form}-real"] if any_cell.sm_form else [])
+    is_told = any_cell.sm_form and any_cell.engine.is_compiled
+    assert asked == ([f"{any_cell.sm_form.form}-real"] if any_cell.sm_form and is_told else [])
+
+
+def test_cells_from_wheels_share_every_stage_but_the_end(project: Path, wheel_cell: Cell) -> None:
+    """Or a registry would hold ten gigabytes for each chip."""
+    reference = _stages(_rendered(project, FROM_WHEELS[0])["Dockerfile"])
+    own = _stages(_rendered(project, wheel_cell)["Dockerfile"])
+    assert set(own) == {"base", "engine", "wheels", "python", "runtime"}
+    for name in ("base", "engine", "wheels", "python"):
+        assert own[name] == reference[name]
+    heads = [stages["runtime"].partition("ARG APPLIANCE_BUILD_ID")[0] for stages in (own, reference)]
+    assert heads[0] == heads[1]
+
+
+def test_a_cell_from_wheels_installs_its_lock_and_can_compile_at_run_time(project: Path, wheel_cell: Cell) -> None:
+    stages = _stages(_rendered(project, wheel_cell)["Dockerfile"])
+    assert "--no-deps --require-hashes --only-binary :all:" in stages["engine"]
+    assert "-r /locks/vllm-cu130.txt" in stages["engine"]
+    assert "find . -name 'libcuda.so*' -delete" in stages["engine"]
+    assert "--invalidation-mode unchecked-hash" in stages["engine"]
+    assert {"g++", "libc6-dev", "libpython3-dev"} <= set(stages["runtime"].split())
+    caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH", "HF_HOME")
+    for name in (*caches, "TORCHINDUCTOR_CACHE_DIR", "HOME"):
+        assert f"{name}=/data/cache/${{APPLIANCE_BUILD_ID}}/" in stages["runtime"]
+
+
+def test_a_cell_from_wheels_says_what_is_still_compiled(wheel_cell: Cell) -> None:
+    labels = render.static_labels(wheel_cell)
+    assert labels["io.appliance.native"] == "partial"
+    assert labels["io.appliance.jit"].startswith("Triton, TorchInductor, FlashInfer")
+    assert labels["io.appliance.cuda.gencode"] == "none"
+    assert labels["io.appliance.cuda.toolkit"] == "CUDA 13.0 from wheels, images/locks/vllm-cu130.txt"
+    hashes = labels["io.appliance.engine.source-sha256"]
+    assert all(wheel_cell.engine.source.wheels[platform] in hashes for platform in wheel_cell.platforms)
 
 
 def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell: Cell) -> None:
@@ -115,14 +165,18 @@ def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell
     if floors is None:
         assert facts.driver_floor_sass is facts.driver_floor_ptx is None
         assert labels["io.appliance.driver.floor.sass"] == labels["io.appliance.nccl"] == "none"
+        assert labels["io.appliance.ptx-jit"] == "no"
         assert "NVIDIA_" not in files["Dockerfile"]
         return
     assert (facts.driver_floor_sass, facts.driver_floor_ptx) == (floors.sass, floors.ptx)
-    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.target.sm,))
+    assert any_cell.sm_form
+    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.sm_form.form,))
     assert labels["io.appliance.driver.floor.sass"] == floors.sass
     assert labels["io.appliance.driver.floor.ptx"] == floors.ptx
-    assert labels["io.appliance.ptx-jit"] == "no"
-    assert f'NVIDIA_REQUIRE_DRIVER="driver>={floors.sass}"' in files["Dockerfile"]
+    ptx = any_cell.sm_form.ptx if any_cell.sm_form else ()
+    assert labels["io.appliance.ptx-jit"] == (f"yes: {', '.join(ptx)}" if ptx else "no")
+    floor = floors.sass if any_cell.engine.is_compiled else floors.ptx
+    assert f'NVIDIA_REQUIRE_DRIVER="driver>={floor}"' in files["Dockerfile"]
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in files["Dockerfile"]
     assert "NVIDIA_VISIBLE_DEVICES=" not in files["Dockerfile"]
 
@@ -130,7 +184,8 @@ def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell
 def test_no_driver_library_is_copied_into_an_image(project: Path, any_cell: Cell) -> None:
     """The stub of libcuda stays in the stage that links; what is copied is chosen by name."""
     stages = _stages(_rendered(project, any_cell)["Dockerfile"])
-    assert "libcuda" not in stages["runtime"] + stages["engine"]
+    kept = stages["engine"].replace("find . -name 'libcuda.so*' -delete", "").replace("libcudart.so", "")
+    assert "libcuda" not in stages["runtime"] + kept
     assert "stubs" not in "".join(text for name, text in stages.items() if name != "compile-cuda")
 
 

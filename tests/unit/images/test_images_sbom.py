@@ -14,7 +14,7 @@ from spdx_tools.spdx.model.package import Package
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from images import docker, sbom
+from images import docker, matrix, sbom
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Toolkit
 from images.tree import Entry, Tree
@@ -90,6 +90,27 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
     assert cell.engine.commit in str(packages["llama.cpp"].comment)
     assert packages["llama-cpp-python"].checksums[0].value == cell.engine.source.sha256
     assert packages["appliance:llama-cpu"].checksums[0].value == "d" * 64
+
+
+def test_an_engine_from_wheels_has_its_own_versions_beside_the_appliances(
+    project: Path, tree: Tree, image: docker.Image
+) -> None:
+    cell = matrix.select(matrix.load(project).cells, "vllm-cu130-sm90")[0]
+    own = {
+        "opt/vllm/lib/typing_extensions-4.16.0.dist-info/METADATA": METADATA,
+        "opt/vllm/lib/nvidia_ml_py-14.0.dist-info/METADATA": VAGUE.replace("13.0", "14.0"),
+        "opt/vllm/lib/setuptools/_vendor/typing_extensions-1.dist-info/METADATA": METADATA.replace("4.16.0", "1"),
+    }
+    both = _tree({**{path: entry.content.decode() for path, entry in tree.files.items()}, **own})
+    parts = [*sbom.contents(both), *sbom.cuda_libraries(both, cell, {}), *sbom.made_from(cell, "", {})]
+    found = json.loads(sbom.dump(sbom.document(cell, image, parts)))["packages"]
+    versions = sorted((each["name"], each.get("versionInfo")) for each in found)
+    assert [pair for pair in versions if pair[0] in ("nvidia-ml-py", "typing-extensions")] == [
+        ("nvidia-ml-py", "13.0"), ("nvidia-ml-py", "14.0"), ("typing-extensions", "4.16.0"),
+    ]  # fmt: skip
+    source = next(each for each in found if each["name"] == "vllm")
+    assert all(sha256 in source["comment"] for sha256 in cell.engine.source.wheels.values())
+    assert "nvcc" not in {name for name, _ in versions}
 
 
 def test_the_same_image_gives_the_same_bytes(tree: Tree, image: docker.Image, cell: Cell) -> None:

@@ -46,8 +46,30 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
     choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform))
     assert choice.cell == cell
     assert choice.tag == f"appliance:{cell}"
-    assert {loser.cell for loser in choice.runners_up} == set(CELLS) - {cell}
+    assert {loser.cell for loser in choice.runners_up} == {each for each in CELLS if each.startswith("llama-")} - {cell}
     assert all(loser.why for loser in choice.runners_up)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "cell"),
+    [
+        ("T4", "linux/amd64", "vllm-cu130-sm75"),
+        ("H200", "linux/amd64", "vllm-cu130-sm90"),
+        ("GB10", "linux/arm64", "vllm-cu130-sm121"),
+    ],
+)
+def test_the_other_engine_is_asked_for_by_name(name: str, platform: Platform, cell: str) -> None:
+    choice = select.choose(LOADED, _machine(name, driver="580.95.05", platform=platform), engine="vllm")
+    assert choice.cell == cell
+    assert all(loser.cell.startswith("vllm-") for loser in choice.runners_up)
+
+
+def test_an_engine_that_is_not_there_and_one_without_a_cell_are_refused() -> None:
+    with pytest.raises(UsageError, match="no such engine: vlm") as caught:
+        select.choose(LOADED, _machine("T4"), engine="vlm")
+    assert caught.value.hint == "perhaps you meant vllm"
+    with pytest.raises(MatrixError, match="no image fits a machine without a GPU"):
+        select.choose(LOADED, _machine(), engine="vllm")
 
 
 def test_runners_up_say_why_they_lost() -> None:
@@ -91,19 +113,35 @@ def test_what_is_chosen_runs(machine: Machine) -> None:
         assert machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(floors.sass)
 
 
-@given(machine=MACHINES)
-def test_nothing_is_refused_that_fits(machine: Machine) -> None:
+@pytest.mark.parametrize(("engine", "fits"), [("llama", True), ("vllm", False)])
+def test_what_leaves_something_to_the_driver_needs_cudas_own(engine: str, *, fits: bool) -> None:
+    """580.10 runs the machine code of CUDA 13.0; the PTX of its wheels needs the driver that came with it."""
+    machine = _machine("H200", driver="580.10")
+    if fits:
+        assert select.choose(LOADED, machine, engine=engine).cell == "llama-cu134-sm90"
+        return
+    with pytest.raises(MatrixError) as caught:
+        select.choose(LOADED, machine, engine=engine)
+    assert caught.value.hint == "driver 580.65.06 or newer would do, for vllm-cu130-sm90"
+
+
+@given(machine=MACHINES, engine=st.sampled_from(["llama", "vllm"]))
+def test_nothing_is_refused_that_fits(machine: Machine, engine: str) -> None:
     fits = [
         cell
         for cell in LOADED.cells
         if machine.gpus
+        and cell.engine.name == engine
         and machine.platform in cell.platforms
         and cell.sm_form
         and all(compat.runs_on(cell.sm_form.form, gpu.sm) for gpu in machine.gpus)
-        and (machine.driver is None or compat.numbers(machine.driver) >= compat.numbers(_sass(cell.id)))
+        and (
+            machine.driver is None
+            or compat.numbers(machine.driver) >= compat.numbers(compat.required_driver(cell) or "0")
+        )
     ]
     if fits:
-        assert select.choose(LOADED, machine).cell in {cell.id for cell in fits}
+        assert select.choose(LOADED, machine, engine=engine).cell in {cell.id for cell in fits}
 
 
 @pytest.mark.parametrize(
@@ -261,12 +299,6 @@ def _tried(machine: Machine) -> tuple[str, None] | tuple[None, MatrixError]:
         return select.choose(LOADED, machine).cell, None
     except MatrixError as error:
         return None, error
-
-
-def _sass(cell_id: str) -> str:
-    floors = compat.cell_floors(CELLS[cell_id])
-    assert floors is not None
-    return floors.sass
 
 
 def _with(changed: matrix.Cell) -> Matrix:

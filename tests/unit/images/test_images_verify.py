@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.image_facts import EngineFacts, ImageFacts, dump_facts
-from images import debian, docker, gate, render, verify
+from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
+from images import debian, docker, gate, matrix, render, verify
 from images.errors import BuildError
 from images.matrix import Cell
 from images.tree import Entry, Tree
@@ -59,8 +60,30 @@ def test_a_cuda_image_passes_with_native_kernels(sound: Evidence) -> None:
     assert verify.check_licenses(_file("opt/appliance/licenses/nvidia-cublas/License.txt")(evidence)).ok
 
 
-def test_vllm_may_keep_what_triton_compiles_with(sound: Evidence) -> None:
+def test_vllm_may_keep_what_it_compiles_with(sound: Evidence) -> None:
     assert verify.check_tools(_vllm(sound)).ok
+
+
+def test_a_vllm_image_is_held_to_its_own_engine(sound: Evidence) -> None:
+    evidence = _vllm(sound)
+    assert verify.check_engine_version(evidence).ok
+    assert verify.check_engine_facts(evidence).ok
+    assert verify.check_licenses(evidence).ok
+    assert verify.check_byte_code(evidence).ok
+    variants = [path for path in evidence.tree.files if verify.VARIANT.match(path)]
+    for path in variants:
+        evidence = _without(path)(evidence)
+    assert verify.check_cpu_variants(evidence).ok
+    assert variants
+
+
+def test_of_vllm_its_own_libraries_are_judged(project: Path) -> None:
+    """What its lock brings beside it is listed in images/gaps, and 8 GB of it."""
+    pattern = verify.GPU_FILES["vllm"]
+    assert pattern.match("opt/vllm/lib/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so")
+    assert not pattern.match("opt/vllm/lib/torch/lib/libtorch_cuda.so")
+    known = gate.load_known_gaps(project / "images/gaps/vllm-cu130-sm90.yaml", "linux/amd64")
+    assert all(pattern.match(f"opt/vllm/lib/vllm/{count.library}") for count in known.counts)
 
 
 def test_a_foreign_platform_is_refused_in_words(cell: Cell) -> None:
@@ -143,8 +166,17 @@ def _vllm(evidence: Evidence) -> Evidence:
         "usr/include/python3.11/Python.h",
     ):
         evidence = _file(path)(evidence)
-    evidence = _file("opt/appliance/lib/triton/backends/nvidia/bin/ptxas")(evidence)
-    return replace(evidence, cell=replace(evidence.cell, engine=replace(evidence.cell.engine, name="vllm")))
+    for path in ("triton/backends/nvidia/bin/ptxas", "nvidia/cu13/bin/nvcc", "nvidia/cu13/include/cuda.h", "bin/ninja"):
+        evidence = _file(f"opt/vllm/lib/{path}")(evidence)
+    for path in ("nvidia/cu13/lib/libcublas.so.13", "nvidia_cublas-13.1.1.3.dist-info/licenses/License.txt"):
+        evidence = _file(f"opt/vllm/lib/{path}")(evidence)
+    evidence = _file("opt/appliance/licenses/vLLM/LICENSE")(evidence)
+    evidence = _file(f"{VLLM}/engine.py")(evidence)
+    evidence = _file(f"{VLLM}/__pycache__/engine.cpython-311.pyc", content=CODE)(evidence)
+    facts = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
+    evidence = _file(ENGINE_PATH, content=dump_facts(facts).encode())(evidence)
+    said = docker.Finished(code=0, lines=("WARNING: no GPU", "0.33.0"))
+    return replace(evidence, cell=VLLM_CELL, engine_version=said)
 
 
 def _vllm_without(path: str) -> Fault:
@@ -155,8 +187,17 @@ def _vllm_with(path: str) -> Fault:
     return lambda evidence: _file(path)(_vllm(evidence))
 
 
+def _vllm_says(*lines: str) -> Fault:
+    return lambda evidence: replace(_vllm(evidence), engine_version=docker.Finished(code=0, lines=lines))
+
+
 def _wrong_floor(evidence: Evidence) -> Evidence:
     return _label("io.appliance.driver.floor.sass", "580")(evidence)
+
+
+def _foreign_form(evidence: Evidence) -> Evidence:
+    facts = parse_image_facts(evidence.tree.files[IMAGE_PATH].content.decode())
+    return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(evidence)
 
 
 ENGINE_FACTS = EngineFacts(version="0.5.0-dev", build=11312, commit="0c1e57098", flags=("--help",), kv_types=("f16",))
@@ -176,6 +217,8 @@ def _status(tini: str) -> bytes:
     return f"{STATUS}\nPackage: tini\nVersion: {tini}\n".encode()
 
 
+VLLM = "opt/vllm/lib/vllm"
+VLLM_CELL = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "vllm-cu130-sm75")[0]
 LIBRARY = "opt/appliance/lib/appliance"
 PYNVML = "opt/appliance/lib/pynvml.py"
 WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
@@ -219,6 +262,16 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_tools, _vllm_with("usr/local/cuda/bin/nvcc"), "tools: usr/local/cuda/bin/nvcc"),
     (verify.check_tools, _vllm_with("usr/bin/cmake"), "tools: usr/bin/cmake"),
     (verify.check_tools, _vllm_with("usr/local/cuda/include/cuda.h"), "headers: usr/local/cuda/include/cuda.h"),
+    (verify.check_engine_version, _vllm_says("0.33.1"), "0.33.1; expected 0.33.0"),
+    (verify.check_engine_version, _vllm_says(), "no version line; expected 0.33.0"),
+    (verify.check_cpu_variants, _vllm, "not listed: "),
+    (verify.check_byte_code, _vllm_without(f"{VLLM}/__pycache__/engine.cpython-311.pyc"), f"{VLLM}/engine.py"),
+    (
+        verify.check_licenses,
+        _vllm_without("opt/appliance/licenses/vLLM/LICENSE"),
+        "missing: opt/appliance/licenses/vLLM",
+    ),
+    (verify.check_no_driver, _vllm_with("opt/vllm/lib/nvidia/cu13/lib/stubs/libcuda.so"), "stubs/libcuda.so"),
     (verify.check_licenses, _without("opt/appliance/licenses/llama.cpp/LICENSE"), "missing: opt/appliance/licenses/"),
     (verify.check_licenses, _without(f"{WHEEL}/licenses/LICENSE"), "missing: h11-0.16.0.dist-info"),
     (verify.check_licenses, _without(PYNVML), "missing: nvidia_ml_py-13.615.71.dist-info"),
@@ -253,9 +306,15 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
         _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, flags=())).encode()),
         "0 fl",
     ),
+    (
+        verify.check_engine_facts,
+        _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, kv_pairs=(("f16", "f16"),))).encode()),
+        "1 pairs",
+    ),
     (verify.check_image_facts, _label("io.appliance.build-id", "c" * 32), "build id is not the label's"),
     (verify.check_image_facts, _wrong_floor, "floor.sass: None, the label says 580"),
     (verify.check_image_facts, _label("io.appliance.sm", "90"), "io.appliance.sm: None, the label says 90"),
+    (verify.check_image_facts, _foreign_form, "its machine code is not of this form: 120a"),
     (verify.check_labels, _wrong_floor, "io.appliance.driver.floor.sass: 580"),
     (verify.check_image_facts, _file(IMAGE_PATH, content=b"\xff"), ""),
     (verify.check_volume, _file("data", kind="folder", mode=0o755), "0o755"),

@@ -49,7 +49,7 @@ def test_head_lengths_of_their_own(tmp_path: Path) -> None:
     assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
     windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
     assert (windowed.key_length, windowed.value_length, windowed.sliding_window) == (64, 16, 128)
-    assert windowed.cache_reason == "an upper bound: layers with a sliding window keep less"
+    assert (windowed.swa_window, windowed.cache_reason) == (None, None)  # the engine lets no llama slide
 
 
 def test_numbers_by_layer(tmp_path: Path) -> None:
@@ -73,6 +73,11 @@ def test_experts(tmp_path: Path) -> None:
     )
     assert (model.experts, model.experts_used, model.expert_bytes) == (4, 2, 64 * 32 * 4 // 32 * 34)
     assert dict(model.repackable_by_type)["Q8_0"] == model.expert_bytes + 64 * 128 // 32 * 34
+
+
+def test_more_used_experts_than_there_are_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnreadableError, match=r"llama\.expert_used_count is more than its 4 experts: 1000"):
+        facts(tmp_path, llama__expert_count=4, llama__expert_used_count=1000)
 
 
 def test_a_tied_output_is_repacked_and_a_mere_lookup_is_not(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.model import digest, list_models, resolve_model
+from appliance.model import digest, find_projector, list_models, plain_name, resolve_model
 from appliance.model.digest import SAMPLE_BYTES, SAMPLES
 
 
@@ -107,8 +107,40 @@ def test_a_folder_is_refused_with_what_is_in_it(models: Path) -> None:
     assert (
         refusal(ModelUnreadableError, "gguf", models)[1] == f"name the file itself, for instance {models}/gguf/m.gguf"
     )
-    assert "safetensors folders are not supported yet" in refusal(ModelUnreadableError, "hf", models)[1]
+    assert "its config.json is missing" in refusal(ModelUnreadableError, "hf", models)[1]
     assert refusal(ModelUnreadableError, "other", models)[0] == f"model is a folder: {models}/other"
+
+
+def test_folders_of_safetensors_are_models(models: Path) -> None:
+    put(models, "m.gguf", "org/Qwen2.5-7B/config.json", "org/Qwen2.5-7B/model.safetensors", "org/Qwen2.5-7B/q4.gguf")
+    folder = models / "org/Qwen2.5-7B"
+    assert list_models(models) == (models / "m.gguf", folder, folder / "q4.gguf")
+    assert resolve_model("org/Qwen2.5-7B", None, models) == resolve_model("qwen2.5-7b", None, models) == folder
+    assert resolve_model(None, None, models, serves="safetensors") == folder
+    assert plain_name(folder) == "Qwen2.5-7B"
+    (folder / "q4.gguf").unlink()
+    assert resolve_model(None, None, models) == models / "m.gguf"  # an image of the other engine serves the other
+
+
+def test_an_image_names_what_it_needs(models: Path) -> None:
+    put(models, "m.gguf")
+    with pytest.raises(ConfigError) as caught:
+        resolve_model(None, None, models, serves="safetensors")
+    assert "put a folder of safetensors into" in (caught.value.hint or "")
+
+
+def test_the_projector_beside_a_model_is_found(models: Path) -> None:
+    put(models, "a/gemma-3-12b-Q4_K_M.gguf", "a/mmproj-gemma-3-12b-F16.gguf", "a/mmproj-other.gguf", "b/m.gguf")
+    assert find_projector(models / "a/gemma-3-12b-Q4_K_M.gguf") == models / "a/mmproj-gemma-3-12b-F16.gguf"
+    assert find_projector(models / "b/m.gguf") is None
+    put(models, "b/mmproj-F16.gguf")
+    assert find_projector(models / "b/m.gguf") == models / "b/mmproj-F16.gguf"
+
+
+def test_a_projector_of_another_model_is_left_alone(models: Path) -> None:
+    put(models, "gemma-3-4b.gguf", "SmolLM2.gguf", "mmproj-F16.gguf", "mmproj-model-f16.gguf", "mmproj-gemma-3-4b.gguf")
+    assert find_projector(models / "SmolLM2.gguf") is None
+    assert find_projector(models / "gemma-3-4b.gguf") == models / "mmproj-gemma-3-4b.gguf"
 
 
 def test_of_a_split_file_the_first_part_is_found(models: Path) -> None:

@@ -20,6 +20,7 @@ from appliance.probe.host import (
     query_cpu,
     query_memory,
     query_numa,
+    query_numa_node,
     query_volume,
 )
 
@@ -89,6 +90,38 @@ def test_memory_and_its_limit(tmp_path: Path) -> None:
     assert (unknown.limit_used_mib, unknown.usable_mib) == (None, 4096)
     beyond = query_memory(tmp_path, 99_999 * MIB, 99_999 * MIB)
     assert beyond.usable_mib == 20000
+
+
+def test_shared_memory_and_huge_pages(tmp_path: Path) -> None:
+    files = {
+        "/proc/meminfo": "MemTotal: 9216 kB\nMemAvailable: 4096 kB\nHugePages_Total:       2\nHugetlb:  4096 kB\n",
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "/dev/shm/some": "",
+    }
+    memory = query_memory(put(tmp_path, files), None, None)
+    assert (memory.hugetlb_mib, memory.transparent_hugepages) == (4, "madvise")
+    space = os.statvfs(tmp_path)
+    assert memory.shm_mib == space.f_blocks * space.f_frsize // MIB
+    put(tmp_path / "silent", {"/proc/meminfo": files["/proc/meminfo"].partition("HugePages")[0]})
+    silent = query_memory(tmp_path / "silent", None, None)
+    assert (silent.shm_mib, silent.hugetlb_mib, silent.transparent_hugepages) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "text", "node"),
+    [
+        ("00000000:C1:00.0", "1\n", 1),
+        ("0000:c1:00.0", "0\n", 0),
+        ("00000000:C1:00.0", "-1\n", None),
+        ("00000000:C1:00.0", "", None),
+        ("00000001:C1:00.0", "1\n", None),
+        ("../../../proc", "1\n", None),
+        (None, "1\n", None),
+    ],
+)
+def test_the_numa_node_of_a_gpu(tmp_path: Path, address: str | None, text: str, node: int | None) -> None:
+    put(tmp_path, {"/sys/bus/pci/devices/0000:c1:00.0/numa_node": text})
+    assert query_numa_node(tmp_path, address) == node
 
 
 def test_memory_of_an_old_kernel_and_of_none(tmp_path: Path) -> None:
@@ -185,3 +218,22 @@ def test_the_fingerprint_is_of_kinds_in_pci_order() -> None:
     assert fingerprint(replace(HARDWARE, cpu=replace(HARDWARE.cpu, quota=4.0))) != print_
     unlimited = replace(HARDWARE, memory=replace(HARDWARE.memory, limit_mib=5000))
     assert fingerprint(unlimited)["memory_mib"] == 1000  # a limit above what there is limits nothing
+
+
+@pytest.mark.parametrize(
+    "change", [{"bus_bits": 256}, {"pcie_width": 4}, {"power_limit_w": 200.0}, {"vram_total_mib": 2000}, {"sm": "89"}]
+)
+def test_another_kind_of_gpu_is_another_machine(change: dict[str, object]) -> None:
+    cards = HARDWARE.gpus.gpus
+    other = replace(HARDWARE, gpus=replace(HARDWARE.gpus, gpus=(replace(cards[0], **change), *cards[1:])))  # type: ignore[arg-type]
+    assert fingerprint(other) != fingerprint(HARDWARE)
+
+
+@pytest.mark.parametrize(
+    "change", [{"uuid": "GPU-2"}, {"vram_free_mib": 7}, {"pcie_generation": 1}, {"display": True}, {"holders": ()}]
+)
+def test_another_card_of_the_same_kind_is_the_same_machine(change: dict[str, object]) -> None:
+    """And one that is asleep, or busy."""
+    cards = HARDWARE.gpus.gpus
+    other = replace(HARDWARE, gpus=replace(HARDWARE.gpus, gpus=(replace(cards[0], **change), *cards[1:])))  # type: ignore[arg-type]
+    assert fingerprint(other) == fingerprint(HARDWARE)

@@ -5,98 +5,76 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine import put
 
 from appliance.probe import Gpu, GpuProbe
-from appliance.probe.nvidia import has_library, is_gpu_requested, parse_nvidia_report, query_gpus
-from appliance.probe.nvml import collect
+from appliance.probe.nvidia import has_library, is_gpu_requested, only_visible, parse_nvidia_report, query_gpus
 
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"
-NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+CARD = {"index": 0, "name": "NVIDIA A100", "uuid": "GPU-aaaa", "sm": "80"}
+SLICES = [{**CARD, "uuid": f"MIG-{n}", "mig_profile": "1g.10gb", "mig_parent": "GPU-aaaa"} for n in "12"]
 
 
-class FakeNvml:
-    """Two cards; the facts named in `silent` are refused."""
-
-    def __init__(self, *silent: str, name: Any = "NVIDIA H200") -> None:
-        self._silent = silent
-        self._name = name
-
-    def _answer(self, what: str, value: Any) -> Any:
-        if what in self._silent:
-            raise NOT_SUPPORTED
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        return self._answer("driver", "580.82.07")
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
-        return self._answer("cuda", 13010)
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return self._answer("count", 2)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return self._answer(f"handle {index}", index)
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        return self._answer("name", self._name)
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return self._answer("uuid", f"GPU-{handle}")
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
-        return self._answer("capability", (12, 0))
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        return self._answer("memory", SimpleNamespace(total=8 << 30, free=7 << 30))
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
-        return self._answer("pci", SimpleNamespace(busId=b"00000000:01:00.0"))
-
-
-def as_json(report: dict[str, Any]) -> str:
+def as_json(report: object) -> str:
     return json.dumps(report)
 
 
-def test_all_facts() -> None:
-    probe = parse_nvidia_report(as_json(collect(FakeNvml())))
-    assert (probe.driver, probe.cuda_driver, probe.problem) == ("580.82.07", "13.1", None)
-    assert probe.gpus[1] == Gpu(
-        index=1,
-        name="NVIDIA H200",
-        uuid="GPU-1",
-        sm="120",
-        vram_total_mib=8192,
-        vram_free_mib=7168,
-        pci_bus_id="00000000:01:00.0",
-    )
-
-
-def test_what_nvml_does_not_tell_is_unknown() -> None:
-    silent = ("driver", "cuda", "handle 0", "name", "uuid", "capability", "memory", "pci")
-    probe = parse_nvidia_report(as_json(collect(FakeNvml(*silent))))
+def test_what_is_of_another_kind_is_unknown() -> None:
+    odd = {name: {"what": [None]} for name in Gpu.__dataclass_fields__}
+    gpu = parse_nvidia_report(as_json({"gpus": [odd]})).gpus[0]
     nothing = dict.fromkeys(("name", "uuid", "sm", "vram_total_mib", "vram_free_mib", "pci_bus_id"))
-    assert probe == GpuProbe(gpus=(Gpu(index=0, **nothing), Gpu(index=1, **nothing)))
+    assert gpu == Gpu(index=0, **nothing)  # type: ignore[arg-type]
 
 
-def test_a_name_that_is_not_utf_8_is_unknown() -> None:
-    report = collect(FakeNvml(name=UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")))
-    assert parse_nvidia_report(as_json(report)).gpus[0].name is None
+@pytest.mark.parametrize("figure", [-1, 0, 1e12, float("nan"), float("inf"), True, "100"])
+def test_a_bandwidth_that_cannot_be_is_unknown(figure: Any) -> None:
+    assert parse_nvidia_report(as_json({"gpus": [{"bandwidth_gb_s": figure}]})).gpus[0].bandwidth_gb_s is None
 
 
-def test_without_a_count_there_is_no_report() -> None:
-    with pytest.raises(pynvml.NVMLError):
-        collect(FakeNvml("count"))
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [
+        ("", []),
+        ("0", ["GPU-bbbb"]),
+        ("7", []),
+        ("GPU-b", ["GPU-bbbb"]),
+        ("MIG-2, GPU-bbbb", ["MIG-2", "GPU-bbbb"]),
+        ("GPU-aaaa", ["MIG-1", "MIG-2"]),
+        ("-1", []),
+        ("²", []),
+        ("9" * 5000, []),
+        ("0,-1,MIG-1", ["GPU-bbbb"]),  # as CUDA does: the rest counts for nothing
+    ],
+)
+def test_what_cuda_is_told_to_hide_is_not_planned_with(visible: str, left: list[str]) -> None:
+    found = parse_nvidia_report(as_json({"gpus": [*SLICES, {"index": 0, "uuid": "GPU-bbbb"}]}))
+    seen = only_visible(found, {"CUDA_VISIBLE_DEVICES": visible})
+    assert [gpu.uuid for gpu in seen.gpus] == left
+    assert seen.warnings == (f"CUDA_VISIBLE_DEVICES={visible} leaves {len(left)} of 3 devices",)
+    assert only_visible(found, {}) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("GPU-bbbb", ["GPU-bbbb"]),
+        ("MIG-1,GPU-bbbb", ["MIG-1", "GPU-bbbb"]),
+        ("GPU-aaaa,GPU-bbbb", ["MIG-1", "MIG-2", "GPU-bbbb"]),
+        ("all", ["MIG-1", "MIG-2", "GPU-bbbb"]),
+        ("0", ["MIG-1", "MIG-2", "GPU-bbbb"]),  # the host's number
+    ],
+)
+def test_what_a_privileged_container_was_not_given_is_not_planned_with(given: str, left: list[str]) -> None:
+    found = parse_nvidia_report(as_json({"gpus": [*SLICES, {"index": 0, "uuid": "GPU-bbbb"}]}))
+    seen = only_visible(found, {"NVIDIA_VISIBLE_DEVICES": given})
+    assert [gpu.uuid for gpu in seen.gpus] == left
+    said = f"NVIDIA_VISIBLE_DEVICES={given} leaves {len(left)} of 3 devices"
+    assert seen.warnings == ((said,) if len(left) < 3 else ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Checks of what belongs to the appliance: its volume, key and port, its image and engine, its model."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from appliance.doctor.check import Check, failed, judged, passed, warned
+from appliance.engines.llama_facts import query_facts
+from appliance.engines.llama_server import BINARY
+from appliance.errors import ConfigError, EngineLibraryError, FatalError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, list_models, read_model, resolve_model
+from appliance.plan import Plan, explain_memory, plan
+from appliance.probe import Hardware
+from appliance.settings import Settings
+from appliance.volume import open_volume, read_key
+
+SPARE_MIB = 1024  # profiles, caches and the next small model
+
+
+def volume_check(settings: Settings, hardware: Hardware) -> Check:
+    """Writes a probe, as every start does."""
+    try:
+        open_volume(settings.data_dir)
+    except FatalError as error:
+        return failed("volume", error)
+    space = hardware.volume
+    free = "unknown" if space.free_mib is None else f"{space.free_mib:,}"
+    seen = f"{settings.data_dir}: writable, {free} MiB free"
+    if not settings.data_dir.is_mount():
+        return warned("volume", f"{seen}; not a mount", f"it ends with the container: add -v appliance:{space.path}")
+    is_full = space.free_mib is not None and space.free_mib < SPARE_MIB
+    return judged("volume", seen, "free some space, or remove models that are not served" if is_full else None)
+
+
+def key_check(settings: Settings) -> Check:
+    if not settings.auth:
+        return warned("key", "authentication is off", "whoever reaches the port can use the model: APPLIANCE_AUTH=on")
+    try:
+        has_key = bool(read_key(settings.key_path))
+    except FatalError as error:
+        return failed("key", error)
+    if not has_key:
+        return passed("key", "none yet: the first start makes it")
+    is_open = bool(settings.key_path.stat().st_mode & stat.S_IRWXO)
+    return judged("key", "there is one", "others may read it: chmod 640 secrets/api_key" if is_open else None)
+
+
+def port_check(settings: Settings) -> Check:
+    """Free, or held by the appliance beside which this runs."""
+    seen = f"{settings.host}:{settings.port}"
+    if _answers(settings):
+        return passed("port", f"the appliance listens on {seen}")
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            hint = "another program has it" if error.errno == errno.EADDRINUSE else "choose another host or port"
+            message = f"cannot listen on {seen}: {(error.strerror or str(error)).lower()}"
+            return failed("port", ConfigError(message, hint=f"{hint}: set APPLIANCE_PORT"))
+    return passed("port", f"{seen} is free")
+
+
+def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts) -> Check:
+    """Starts it for its version: what was written at build must be what is there."""
+    binary = settings.engine_dir / BINARY
+    try:
+        found = query_facts(binary)
+    except OSError as error:
+        message = f"the engine cannot be started: {binary}: {error.strerror}"
+        return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
+    except FatalError as error:
+        return failed("engine", error)
+    if (found.build, found.commit) != (engine.build, engine.commit):
+        message = f"the engine is build {found.build} ({found.commit}), the image's facts say {engine.build}"
+        return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
+    missing = sorted(set(engine.backends) - set(found.backends))
+    if missing:
+        message = f"backends of the engine are missing: {', '.join(missing)}"
+        return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
+    return passed("engine", f"{image.engine} {found.version}, build {found.build}, {len(found.backends)} backends")
+
+
+def model_checks(
+    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware
+) -> Iterator[tuple[Check, Plan | None]]:
+    """Whether there is one, can be read and fits; the plan for it where there is one."""
+    recipe = image.recipe.file if image.recipe else None
+    try:
+        if not settings.model and not recipe and not list_models(settings.models_dir):
+            remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
+            yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
+            return
+        model = read_model(resolve_model(settings.model, recipe, settings.models_dir))
+    except FatalError as error:
+        yield failed("model", error), None
+        return
+    yield passed("model", _shown(model)), None
+    try:
+        best = plan(settings, image, engine, hardware, model)[0]
+    except FatalError as error:
+        yield failed("model fits", error), None
+        return
+    yield passed("model fits", f"{best.context:,} tokens; {explain_memory(best)}"), best
+
+
+def _shown(model: Model) -> str:
+    return f"{model.path.name}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
+
+
+def _answers(settings: Settings) -> bool:
+    """Whether an appliance that shares our /tmp says that it listens, and does."""
+    with suppress(OSError, ValueError, http.client.HTTPException):  # none has said anything, or it is gone
+        host, port = Path(settings.address_path).read_text(encoding="ascii").split()
+        connection = http.client.HTTPConnection("127.0.0.1" if host == "0.0.0.0" else host, int(port), timeout=5)  # noqa: S104
+        try:
+            connection.request("GET", "/health/live")
+            return connection.getresponse().status == 200
+        finally:
+            connection.close()
+    return False

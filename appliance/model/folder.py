@@ -1,0 +1,177 @@
+"""What a model is that comes as a folder: config.json and safetensors files, as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from appliance.errors import ModelUnreadableError
+from appliance.model.config import Config, describe_quantization
+from appliance.model.facts import EXPERTS_LIMIT, LAYERS_LIMIT, Model
+from appliance.model.safetensors import Stored, read_json, read_shards
+from appliance.model.stack import Layer, LayerKind, Weights
+
+# Layers of the language model alone: a tower for images or sound has its own.
+_LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?:layers?|h|blocks?)\.(\d+)\.")
+_DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
+_EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
+_SHARED_EXPERTS = re.compile(r"\.shared_experts?\.")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def read_folder(folder: Path) -> Model:
+    """Raises ModelUnreadableError for whatever is not a whole language model."""
+    config = Config(folder)
+    shards = read_shards(folder)
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    trunk = config.number("layers", low=1, high=LAYERS_LIMIT)
+    drafts = _drafts(config, tensors, trunk)
+    weights = _weights(config, tensors, trunk, drafts)
+    reason = config.why_unsupported()
+    kv_heads, key, value = _lengths(config)
+    experts = config.number("experts", default=0, high=EXPERTS_LIMIT)
+    stack = _stack(config, weights, trunk, drafts) if reason is None else ()
+    by_type = _bytes_by_type(tensors)
+    return Model(
+        path=folder,
+        parts=tuple(shard.path for shard in shards),
+        format="safetensors",
+        architecture=config.architecture,
+        name=folder.name,
+        size_label=None,
+        file_bytes=sum(shard.file_bytes for shard in shards),
+        header_bytes=shards[0].header_bytes,
+        weights_bytes=sum(tensor.size_bytes for tensor in tensors),
+        bytes_by_type=by_type,
+        quantization=config.quantization() or _quantization_beside(folder) or by_type[0][0],
+        repackable_by_type=(),
+        layers=trunk + drafts,
+        embedding_length=config.number("width", low=1),
+        feed_forward_length=config.number("feed_forward", default=0),
+        heads=config.number("heads", default=0),
+        kv_heads=(kv_heads,) * (trunk + drafts),
+        key_length=key,
+        value_length=value,
+        native_context=config.number("context", low=1),
+        vocabulary=config.number("vocabulary", low=1),
+        experts=experts,
+        experts_used=config.number("experts_used", default=0, high=experts) if experts else 0,
+        expert_bytes=sum(weights.expert_bytes),
+        sliding_window=config.number("window", default=0) or None,
+        output_is_tied=not any("lm_head." in tensor.name for tensor in tensors),
+        has_chat_template=_has_chat_template(folder),
+        is_embedding_model=(folder / "modules.json").exists(),
+        cache_kind="attention" if reason is None else "unsupported",
+        cache_reason=reason,
+        stack=stack,
+        embedding_bytes=weights.embedding_bytes,
+        output_bytes=weights.output_bytes,
+        expert_shared_bytes=weights.shared_expert_bytes,
+        swa_window=next((layer.window for layer in stack if layer.window), None),
+    )
+
+
+def _lengths(config: Config) -> tuple[int, int, int]:
+    """KV heads, and the lengths of a key and a value; of MLA one row of both latent and rotated parts, and no value."""
+    heads = config.number("heads", default=0)
+    if config.number("latent", default=0):
+        return 1, config.number("latent") + config.number("rope_length", default=0), 0
+    length = config.number("head_length", default=0)
+    length = length or (config.number("width", low=1) // heads if heads else 0)
+    return config.number("kv_heads", default=heads), length, length
+
+
+def _stack(config: Config, weights: Weights, trunk: int, drafts: int) -> tuple[Layer, ...]:
+    kv_heads, key, value = _lengths(config)
+    if not kv_heads * key:
+        config.fail("its layers do not attend: it has no heads")
+    slides = [*config.slides(trunk), *[False] * drafts]
+    window = config.number("window", default=0) or None
+    kinds: list[LayerKind] = ["mla" if not value else "sliding" if slide else "full" for slide in slides]
+    return tuple(
+        Layer(
+            kind=kind,
+            k_elements=kv_heads * key,
+            v_elements=kv_heads * value,
+            window=window if kind == "sliding" else None,
+            state_bytes=0,
+            dense_bytes=weights.dense_bytes[number],
+            expert_bytes=weights.expert_bytes[number],
+            is_draft=number >= trunk,
+        )
+        for number, kind in enumerate(kinds)
+    )
+
+
+def _drafts(config: Config, tensors: Iterable[Stored], trunk: int) -> int:
+    """Draft layers whose weights are there, numbered on behind the others or below `mtp.`: many copies lack them."""
+    announced = config.number("drafts", default=0, high=LAYERS_LIMIT)
+    last = trunk - 1
+    for tensor in tensors:
+        number = _layer_of(tensor.name, trunk)
+        # Qwen3-Next has draft layers below `mtp.` and does not tell of them.
+        if number is not None and number >= trunk + (max(announced, 1) if "mtp." in tensor.name else announced):
+            config.fail(f"its weights hold layer {number}, and it tells of {trunk} layers and {announced} that draft")
+        last = max(last, -1 if number is None else number)
+    return last + 1 - trunk
+
+
+def _layer_of(name: str, trunk: int) -> int | None:
+    draft = _DRAFT_LAYER.match(name)
+    if draft:
+        return trunk + int(draft[1] or 0)
+    layer = _LAYER.match(name)
+    return int(layer[1]) if layer else None
+
+
+def _weights(config: Config, tensors: Iterable[Stored], trunk: int, drafts: int) -> Weights:
+    dense, experts = [0] * (trunk + drafts), [0] * (trunk + drafts)
+    sums: defaultdict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        number = _layer_of(tensor.name, trunk)
+        if number is None:
+            sums["embedding" if _EMBEDDING.search(tensor.name) else "output"] += tensor.size_bytes
+            sums["head"] += tensor.size_bytes if "lm_head." in tensor.name else 0
+            continue
+        is_shared = _SHARED_EXPERTS.search(tensor.name) is not None
+        is_routed = _EXPERTS.search(tensor.name) is not None
+        (experts if is_routed else dense)[number] += tensor.size_bytes
+        sums["shared"] += tensor.size_bytes if is_shared else 0
+    empty = [number for number in range(trunk) if not dense[number]]
+    if empty:
+        config.fail(
+            f"its weights lack layer {empty[0]} of {trunk}",
+            hint="put all parts of this model, and no others, beside it",
+        )
+    return Weights(
+        embedding_bytes=sums["embedding"],
+        output_bytes=sums["output"] + (0 if sums["head"] else sums["embedding"]),
+        dense_bytes=tuple(dense),
+        expert_bytes=tuple(experts),
+        shared_expert_bytes=sums["shared"],
+    )
+
+
+def _bytes_by_type(tensors: Iterable[Stored]) -> tuple[tuple[str, int], ...]:
+    sums: defaultdict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        sums[tensor.dtype] += tensor.size_bytes
+    return tuple(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _quantization_beside(folder: Path) -> str | None:
+    """NVIDIA's ModelOpt writes it into a file of its own."""
+    path = folder / "hf_quant_config.json"
+    return describe_quantization(read_json(path)) if path.exists() else None
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in _TEMPLATES):
+        return True
+    try:
+        return "chat_template" in read_json(folder / "tokenizer_config.json")
+    except ModelUnreadableError:  # a model without a readable one is still a model, and has no template
+        return False

@@ -1,0 +1,52 @@
+"""What a plan has to assume where nothing was measured: figures with where they come from, each used in one place.
+
+`is_measured` is False for what was read or reckoned, never seen on the hardware in question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumption:
+    value: float
+    source: str
+    is_measured: bool = False
+
+
+# Memory, MiB
+ENGINE_MIB = Assumption(
+    value=160.0, source="llama-server's resident memory beyond its buffers, with 49 K tokens", is_measured=True
+)
+APPLIANCE_MIB = Assumption(value=96.0, source="this program, serving", is_measured=True)
+GPU_MARGIN_MIB = Assumption(
+    value=1024.0, source="llama.cpp's own margin a device (--fit-target): CUDA context, pools that grow, fragments"
+)
+DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen, not measured")
+
+# Speed
+GPU_SHARE = Assumption(value=0.75, source="of a GPU's bandwidth, what llama.cpp's kernels reach: 0.70 to 0.85")
+DRAM_SHARE = Assumption(value=0.8, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
+DRAM_GB_S = Assumption(
+    value=40.0, source="between desktops with DDR4 (32 to 38) and DDR5 (52 to 62), never measured here"
+)
+GPU_GB_S = Assumption(value=200.0, source="below every GPU in the bandwidth table, for one that names none")
+PCIE_LANE_GB_S = Assumption(
+    value=0.125 * 128 / 130, source="GB/s for each GT/s of a lane, PCIe 3.0 and newer (128b/130b)"
+)
+PCIE_SHARE = Assumption(value=0.85, source="of the link's rate, what pinned copies reach: 0.80 to 0.90")
+PAGEABLE_SHARE = Assumption(value=0.5, source="of pinned copies, what pageable ones reach: chosen, not measured")
+PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")
+LAYER_US = Assumption(
+    value=20.0, source="kernels of a layer on a GPU that start one after the other, whatever they read: chosen"
+)
+HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
+PREFILL_GAIN_GPU = Assumption(
+    value=50.0, source="tokens of a batch that share one read of the weights before a GPU's arithmetic limits: chosen"
+)
+PREFILL_GAIN_CPU = Assumption(
+    value=2.1, source="the same on a CPU: 247 tok/s of prefill at 116 of decode, two threads", is_measured=True
+)
+
+PCIE_GT_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}  # by generation, as the PCI-SIG names them

@@ -1,0 +1,107 @@
+"""The GPUs that a plan may use, fastest first, and why others are left out: pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.image_facts import EngineFacts, ImageFacts, runs_on
+from appliance.plan import assumptions
+from appliance.probe import Gpu, Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU as the engine will see it: `id` is what CUDA_VISIBLE_DEVICES takes."""
+
+    id: str
+    name: str
+    index: int
+    free_mib: float  # what is free now, less what is held back; of unified memory all that the host has
+    held_back_mib: float
+    bandwidth_gb_s: float  # what kernels reach, not what the memory could
+    upload_gb_s: float  # host to device, from pageable memory
+    pinned_gb_s: float
+    peers: tuple[int, ...] = ()  # indices of GPUs over NVLink
+    is_slice: bool = False
+    is_unified: bool = False
+    note: str = ""  # what a person should know of these figures
+
+
+def usable_devices(
+    hardware: Hardware, image: ImageFacts, engine: EngineFacts
+) -> tuple[tuple[Device, ...], tuple[str, ...]]:
+    """Fastest first, and in words those that cannot be used. None where the engine has no backend for them."""
+    if image.cuda is None and not any("cuda" in name for name in engine.backends):
+        return (), ()
+    devices: list[Device] = []
+    refused: list[str] = []
+    sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
+    for gpu in hardware.gpus.gpus:
+        if why := _unusable(gpu, image, sliced):
+            refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
+        else:
+            devices.append(_device(gpu, hardware))
+    return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, d.index, d.id))), tuple(refused)
+
+
+def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
+    if gpu.uuid in sliced:
+        return "it is cut into slices (MIG), and those are used"
+    if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
+        return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
+    if not gpu.is_unified and gpu.vram_free_mib is None:
+        return "nobody says how much of its memory is free"
+    return None
+
+
+def _device(gpu: Gpu, hardware: Hardware) -> Device:
+    margin = assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
+    free = float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
+    measured = next((s for s in hardware.speeds.gpus if s.uuid == gpu.uuid), None) if hardware.speeds else None
+    memory = (measured.memory_gb_s if measured else None) or gpu.bandwidth_gb_s or assumptions.GPU_GB_S.value
+    pinned = (measured.pinned_gb_s if measured else None) or _link_gb_s(gpu)
+    pageable = (measured.pageable_gb_s if measured else None) or pinned * assumptions.PAGEABLE_SHARE.value
+    return Device(
+        id=gpu.uuid or str(gpu.index),
+        name=_name(gpu),
+        index=gpu.index,
+        free_mib=max(0.0, free - margin),
+        held_back_mib=margin,
+        bandwidth_gb_s=memory * assumptions.GPU_SHARE.value,
+        upload_gb_s=pageable,
+        pinned_gb_s=pinned,
+        peers=gpu.nvlink_peers,
+        is_slice=gpu.mig_profile is not None,
+        is_unified=gpu.is_unified,
+        note=_note(gpu),
+    )
+
+
+def _link_gb_s(gpu: Gpu) -> float:
+    """What the link can, not what it runs at now: a sleeping card steps down."""
+    generation = gpu.pcie_generation_max or gpu.pcie_generation
+    width = gpu.pcie_width or gpu.pcie_width_max  # a card in a narrow slot stays narrow
+    if generation not in assumptions.PCIE_GT_S or not width:
+        return assumptions.PCIE_GB_S.value
+    rate = assumptions.PCIE_GT_S[generation] * assumptions.PCIE_LANE_GB_S.value
+    return rate * width * assumptions.PCIE_SHARE.value
+
+
+def _note(gpu: Gpu) -> str:
+    notes = []
+    if gpu.holders:
+        held = ", ".join(
+            f"{h.name or 'a process'} ({h.pid})" + (f" {h.used_mib:,} MiB" if h.used_mib is not None else "")
+            for h in gpu.holders
+        )
+        notes.append(f"in use by {held}")
+    if gpu.display:
+        notes.append("a screen is attached")
+    if gpu.bandwidth_gb_s is None:
+        notes.append(f"its bandwidth is unknown, taken as {assumptions.GPU_GB_S.value:g} GB/s")
+    return "; ".join(notes)
+
+
+def _name(gpu: Gpu) -> str:
+    name = gpu.name or "unnamed GPU"
+    return f"{name} slice {gpu.mig_profile}" if gpu.mig_profile and gpu.mig_profile not in name else name

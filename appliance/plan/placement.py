@@ -1,0 +1,454 @@
+"""Which layers lie where: the fastest placement that fits, found exactly, for one context and one type of KV cache.
+
+The engine gives each GPU a contiguous run of layers, the CPU the first ones, the last GPU the output. Decode visits
+devices one after another, so the time of a job is a sum over layers, and the best runs are found by dynamic
+programming: best[j] = min over i of best[i] + time of layers i..j on the next device. A run may be empty, so every
+subset of the cards is among the candidates, and a slow card is left out when that is faster. Where the split by memory
+and bandwidth is as fast but for noise, it is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from appliance.model import Layer, Model
+from appliance.plan.devices import Device
+from appliance.plan.memory import (
+    MIB,
+    SCHED_COPIES,
+    Memory,
+    compute_mib,
+    layer_kv_bytes,
+    layers_of,
+    mask_bytes,
+    output_mib,
+    padded,
+    weights_mib,
+)
+from appliance.plan.speed import HOP_PS, TOKENS_OUT, Cost, Rates, Speed
+
+EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
+_NEVER = (1 << 80, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one GPU holds. `layers` counts the output as one, as the engine's --gpu-layers does."""
+
+    id: str
+    name: str
+    layers: int
+    free_mib: float  # for us: less what is held back
+    held_back_mib: float
+    bandwidth_gb_s: float
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output."""
+
+    shares: tuple[Share, ...] = ()
+    cpu_layers: int = 0
+    cpu_expert_layers: int = 0  # --n-cpu-moe: so many first layers keep their routed experts in host memory
+    split_mode: str = "none"
+
+    @property
+    def gpu_layers(self) -> int:
+        return sum(share.layers for share in self.shares)
+
+    def in_short(self) -> str:
+        """What tells two placements apart: "CUDA0 33, CUDA1 32 (layer), experts of 20 on the CPU"."""
+        if not self.shares:
+            return "CPU"
+        runs = ", ".join(f"CUDA{i} {share.layers}" for i, share in enumerate(self.shares))
+        split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
+        experts = f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
+        return runs + split + experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One model at one context: what is asked of the machine. The two numbers are set where a user fixed them."""
+
+    model: Model
+    context: int
+    kv_type: str
+    ubatch: int
+    parallel: int
+    gpu_layers: int | None = None
+    cpu_expert_layers: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`spare_mib` of host memory is there for weights, caches and buffers: what else is needed is taken off."""
+
+    devices: tuple[Device, ...]
+    spare_mib: float
+    dram_gb_s: float  # what kernels reach
+    dram_is_measured: bool = True
+    tables: dict[tuple[object, ...], _Table] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    placement: Placement
+    host: Memory
+    speed: Speed
+    cost: int  # of the chat job, picoseconds, at its fastest; the placement may give up EVEN_FOR of it
+
+
+def place(work: Work, machine: Machine) -> Placed | None:
+    """The fastest that fits; None when none does. More memory or one more GPU never makes it slower."""
+    last = _last_expert_layer(work.model)
+    found: list[Placed] = []
+    for devices, is_pipeline in _teams(machine.devices):
+        table = _table(work, machine, devices)
+        choices = _expert_choices(work, machine, devices, is_pipeline, last, table)
+        of_team = [_Search(work, machine, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
+        if not (any(of_team) and table.gpus_pay):
+            away = last if work.cpu_expert_layers is None else choices[-1]
+            of_team.append(_Search(work, machine, devices, away, is_pipeline, table, may_use_cpu=True).best())
+        found += [placed for placed in of_team if placed]
+        if len(devices) == 1 and found and _is_unbeatable(found[0].placement, machine.devices):
+            return found[0]
+    # Without a GPU the two numbers fix nothing.
+    if not machine.devices or (work.gpu_layers in (None, 0) and work.cpu_expert_layers in (None, 0)):
+        on_cpu = _Search(work, machine, (), 0, False, _table(work, machine, ()), may_use_cpu=True).best()
+        found += [on_cpu] if on_cpu else []
+    return min(found, key=lambda placed: placed.cost, default=None)
+
+
+def _is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
+    """Everything on the fastest card."""
+    is_whole = not (placement.cpu_layers or placement.cpu_expert_layers)
+    return is_whole and [share.id for share in placement.shares] == [devices[0].id]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Job costs of each layer in picoseconds, on the CPU, on each GPU, and there with its experts on the CPU."""
+
+    cpu: tuple[int, ...]
+    gpus: tuple[tuple[int, ...], ...]
+    apart: tuple[tuple[int, ...], ...]
+    gpus_pay: bool  # every layer is at most half as long on any GPU: then the CPU gets none that fits on one
+    rates: Rates
+
+
+def _table(work: Work, machine: Machine, devices: tuple[Device, ...]) -> _Table:
+    """Costs do not depend on the context, so they are reckoned once a start."""
+    key = (id(work.model), work.kv_type, work.ubatch, tuple(device.id for device in devices))
+    if key not in machine.tables:
+        rates = Rates(
+            model=work.model,
+            kv_type=work.kv_type,
+            ubatch=work.ubatch,
+            dram_gb_s=machine.dram_gb_s,
+            upload=devices[0] if devices else None,
+        )
+        machine.tables[key] = _reckoned(rates, layers_of(work.model), devices)
+    return machine.tables[key]
+
+
+def _reckoned(rates: Rates, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
+    cpu = tuple(0 if layer.is_draft else rates.on_cpu(layer).job for layer in layers)
+    gpus = tuple(tuple(0 if la.is_draft else rates.on_gpu(la, device).job for la in layers) for device in devices)
+    apart = tuple(
+        tuple(_apart(rates, layer, device).job for layer in layers) if rates.model.experts else row
+        for row, device in zip(gpus, devices, strict=True)
+    )
+    pay = all(2 * gpu <= on_cpu for row in gpus for gpu, on_cpu in zip(row, cpu, strict=True))
+    return _Table(cpu=cpu, gpus=gpus, apart=apart, gpus_pay=pay, rates=rates)
+
+
+def _apart(rates: Rates, layer: Layer, device: Device) -> Cost:
+    if layer.is_draft:
+        return Cost()
+    return rates.experts_on_cpu(layer, device) if layer.expert_bytes else rates.on_gpu(layer, device)
+
+
+def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
+    """Each device alone, and each with all that are slower: the first of a team is always used, others may not.
+
+    Alone there is no pipeline, whose inputs are kept several times. Slices of a GPU work alone: a CUDA process sees one
+    (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    """
+    for device in devices:
+        yield (device,), False
+    whole = tuple(device for device in devices if not device.is_slice)
+    for at in range(len(whole) - 1):
+        yield whole[at:], True
+
+
+def _expert_choices(
+    work: Work, machine: Machine, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
+) -> tuple[int, ...]:
+    """How many layers' experts to keep in host memory: the fewest that fit, and all, each GPU or DRAM being faster."""
+    if work.cpu_expert_layers is not None:
+        return (min(work.cpu_expert_layers, last),)
+    low, high = 0, last
+    while low < high:
+        middle = (low + high) // 2
+        if _Search(work, machine, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
+            high = middle
+        else:
+            low = middle + 1
+    return (high,) if table.gpus_pay else tuple(dict.fromkeys((high, last)))
+
+
+def _last_expert_layer(model: Model) -> int:
+    with_experts = [at for at, layer in enumerate(layers_of(model)) if layer.expert_bytes and not layer.is_draft]
+    return with_experts[-1] + 1 if with_experts else 0
+
+
+class _Search:
+    """Layers are positions 0..n-1, the output is position n; sums over the first j of them are at index j."""
+
+    def __init__(
+        self,
+        work: Work,
+        machine: Machine,
+        devices: tuple[Device, ...],
+        experts_on_cpu: int,
+        is_pipeline: bool,
+        table: _Table,
+        *,
+        may_use_cpu: bool,
+    ) -> None:
+        self._work = work
+        self._machine = machine
+        self._devices = devices
+        self._experts_on_cpu = experts_on_cpu
+        self._table = table
+        self._rates = table.rates
+        self._layers = layers_of(work.model)
+        self._count = len(self._layers) + 1
+        self._ubatch = min(work.ubatch, padded(work.context))
+        self._sizes()
+        copies = SCHED_COPIES if is_pipeline and not experts_on_cpu else 1
+        self._mask_mib = mask_bytes(work.model, self._ubatch, work.context, work.parallel) / MIB
+        self._whole_mib = compute_mib(work.model, work.ubatch, work.context, work.parallel)
+        self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
+        self._logits_mib = output_mib(work.model, work.parallel)
+        self._copied_mib = self._copies()
+        self._first_free = self._least_on_cpu(may_use_cpu)
+
+    def _least_on_cpu(self, may_use_cpu: bool) -> range:
+        """How many first positions may lie on the CPU."""
+        asked = self._work.gpu_layers
+        if asked is not None and self._devices:
+            fixed = max(0, self._count - asked)
+            return range(fixed, fixed + 1)
+        if not self._devices:
+            return range(self._count, self._count + 1)
+        return range(self._count if may_use_cpu else 1)
+
+    def _sizes(self) -> None:
+        """MiB that positions take where they lie; experts of the first layers lie in host memory whatever happens."""
+        work, weights, kv, state, experts = self._work, [0.0], [0.0], [0.0], 0.0
+        for at, layer in enumerate(self._layers):
+            is_loaded = not layer.is_draft  # a draft layer is counted by --gpu-layers, and not loaded
+            away = layer.expert_bytes if at < self._experts_on_cpu and is_loaded else 0
+            experts += away / MIB
+            size = (layer.dense_bytes + layer.expert_bytes - away) / MIB if is_loaded else 0.0
+            cache = layer_kv_bytes(layer, work.kv_type, work.context, work.ubatch, work.parallel) if is_loaded else 0.0
+            weights.append(weights[-1] + size)
+            kv.append(kv[-1] + cache / MIB)
+            state.append(state[-1] + (layer.state_bytes * work.parallel / MIB if is_loaded else 0.0))
+        weights.append(weights[-1] + work.model.output_bytes / MIB)
+        self._weights, self._kv, self._state, self._expert_mib = weights, [*kv, kv[-1]], [*state, state[-1]], experts
+        self._held = [w + k + s for w, k, s in zip(weights, self._kv, self._state, strict=True)]
+
+    def _copies(self) -> list[float]:
+        """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
+        a time, of experts or of a layer on the CPU."""
+        experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
+        dense = itertools.accumulate((layer.dense_bytes / 2 for layer in self._layers), max, initial=0.0)
+        return [max(experts, size) / MIB for size in (*dense, 0.0)]
+
+    def is_possible(self) -> bool:
+        """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
+        return self._host(0).total <= self._machine.spare_mib and self._fills(0) == self._count
+
+    def _fills(self, start: int) -> int:
+        """How far the devices reach from `start`, each as full as it goes."""
+        reached = start
+        for at in range(len(self._devices)):
+            ends = range(self._count, reached, -1)
+            farthest = next((j for j in ends if self._need_mib(at, reached, j) <= self._room(at, reached)), reached)
+            if at == 0 and farthest == start:
+                return start
+            reached = farthest
+        return reached
+
+    def _room(self, at: int, start: int) -> float:
+        device = self._devices[at]
+        if not device.is_unified:
+            return device.free_mib
+        cpu_layers = start if at == 0 else 0
+        return min(device.free_mib, self._machine.spare_mib - device.held_back_mib - self._host(cpu_layers).total)
+
+    def _need_mib(self, at: int, start: int, end: int) -> float:
+        return self._held[end] - self._held[start] + self._compute_mib(at, start, end)
+
+    def _compute_mib(self, at: int, start: int, end: int) -> float:
+        size = self._buffer_mib + (self._logits_mib if end == self._count else 0.0)
+        return size + (self._copied_mib[start] if at == 0 else 0.0)
+
+    def _need(self, at: int, start: int, end: int) -> Memory:
+        return Memory(
+            weights=self._weights[end] - self._weights[start],
+            kv=self._kv[end] - self._kv[start],
+            state=self._state[end] - self._state[start],
+            compute=self._compute_mib(at, start, end),
+            output=0.0,
+            cache=0.0,
+            overhead=0.0,
+        )
+
+    def _host(self, cpu_layers: int) -> Memory:
+        """Of host memory: the embedding always, the first layers, experts that are kept away from GPUs."""
+        model = self._work.model
+        all_of_it = cpu_layers == self._count
+        weights = (
+            weights_mib(model) if all_of_it else (self._outside_mib() + self._weights[cpu_layers] + self._expert_mib)
+        )
+        inputs = 8 * self._ubatch * model.embedding_length / MIB + self._mask_mib
+        return Memory(
+            weights=weights,
+            kv=self._kv[cpu_layers],
+            state=self._state[cpu_layers],
+            compute=self._whole_mib if cpu_layers else inputs,
+            output=self._logits_mib,
+            cache=0.0,
+            overhead=0.0,
+        )
+
+    def _outside_mib(self) -> float:
+        """What is in no layer and not the output: the token embedding, and whatever a header does not name."""
+        return self._work.model.embedding_bytes / MIB
+
+    def best(self) -> Placed | None:
+        costs = [self._cpu_costs(), *(self._gpu_costs(at) for at in range(len(self._devices)))]
+        best: list[tuple[int, float]] = [_NEVER] * (self._count + 1)
+        came: list[tuple[int, ...]] = [()] * (self._count + 1)
+        for j in self._first_free:
+            if j <= self._count and self._host(j).total <= self._machine.spare_mib:
+                best[j], came[j] = (costs[0][j], 0.0), (j,)
+        for at in range(len(self._devices)):
+            best, came = self._next(at, costs[at + 1], best, came)
+        if best[self._count] == _NEVER:
+            return None
+        ends, cost = came[self._count], best[self._count][0]
+        return self._placed(self._evened(ends, cost, costs), cost)
+
+    def _evened(self, ends: tuple[int, ...], cost: int, costs: list[list[int]]) -> tuple[int, ...]:
+        """The same cards, split by memory x bandwidth, if they are no slower than chance would make them: a card that
+        is filled to its brim has no room for what nobody foresaw."""
+        used = [at for at, (start, end) in enumerate(itertools.pairwise(ends)) if end > start]
+        if len(used) < 2:
+            return ends
+        weights = {at: self._devices[at].free_mib * self._devices[at].bandwidth_gb_s for at in used}
+        held = self._held
+        even, reached = [ends[0]], 0.0
+        for at in range(len(self._devices)):
+            reached += weights.get(at, 0.0)
+            wanted = held[ends[0]] + (held[-1] - held[ends[0]]) * reached / sum(weights.values())
+            even.append(min(range(even[-1], self._count + 1), key=lambda j: abs(held[j] - wanted)))
+        runs = list(itertools.pairwise(even))
+        fits = all(self._need_mib(at, *run) <= self._room(at, run[0]) for at, run in enumerate(runs) if run[1] > run[0])
+        time = costs[0][even[0]] + sum(costs[at + 1][run[1]] - costs[at + 1][run[0]] for at, run in enumerate(runs))
+        time += HOP_PS * TOKENS_OUT * sum(start > 0 for start, end in runs if end > start)
+        is_whole = even[-1] == self._count and all(runs[at][1] > runs[at][0] for at in used)
+        return tuple(even) if is_whole and fits and time <= cost * (1 + EVEN_FOR) else ends
+
+    def _next(
+        self, at: int, cost: list[int], best: list[tuple[int, float]], came: list[tuple[int, ...]]
+    ) -> tuple[list[tuple[int, float]], list[tuple[int, ...]]]:
+        """One more device: for each j the best run i..j of it, or none."""
+        is_last = at == len(self._devices) - 1
+        is_needed = at == 0  # the first of a team: without it this is another team's plan
+        chosen = [_NEVER] * len(best) if is_needed else list(best)
+        ends = [() if is_needed or not row else (*row, row[-1]) for row in came]
+        held, rooms = self._held, [self._room(at, i) for i in range(self._count)]
+        copied = self._copied_mib if at == 0 else [0.0] * self._count
+        is_unified = self._devices[at].is_unified
+        for j in (self._count,) if is_last else range(1, self._count + 1):
+            most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
+            for i in range(j - 1, -1, -1):
+                if most - held[i] > rooms[i]:
+                    if is_unified:  # fewer layers on the CPU leave it more room
+                        continue
+                    break
+                need = most - held[i] + copied[i]
+                if best[i] == _NEVER or need > rooms[i]:
+                    continue
+                hop = 0 if i == 0 else HOP_PS * TOKENS_OUT
+                found = (best[i][0] + cost[j] - cost[i] + hop, max(best[i][1], need / rooms[i]))
+                if found < chosen[j]:
+                    chosen[j], ends[j] = found, (*came[i], j)
+        return chosen, ends
+
+    def _cpu_costs(self) -> list[int]:
+        output = self._rates.output(self._machine.dram_gb_s).job
+        return [0, *itertools.accumulate((*self._table.cpu, output))]
+
+    def _gpu_costs(self, at: int) -> list[int]:
+        first = self._table.apart[at][: self._experts_on_cpu]
+        rest = self._table.gpus[at][self._experts_on_cpu :]
+        output = self._rates.output(self._devices[at].bandwidth_gb_s).job
+        return [0, *itertools.accumulate((*first, *rest, output))]
+
+    def _on(self, device: Device, at: int) -> Cost:
+        layer = self._layers[at]
+        if layer.is_draft:
+            return Cost()
+        if at < self._experts_on_cpu and layer.expert_bytes:
+            return self._rates.experts_on_cpu(layer, device)
+        return self._rates.on_gpu(layer, device)
+
+    def _placed(self, ends: tuple[int, ...], bound: int) -> Placed:
+        cpu_layers = ends[0]
+        runs = [
+            (device, start, end)
+            for device, (start, end) in zip(self._devices, itertools.pairwise(ends), strict=True)
+            if end > start
+        ]
+        cost = self._cost(cpu_layers, runs)
+        shares = tuple(
+            Share(
+                id=device.id,
+                name=device.name,
+                layers=end - start,
+                free_mib=device.free_mib,
+                held_back_mib=device.held_back_mib,
+                bandwidth_gb_s=device.bandwidth_gb_s,
+                memory=self._need(int(at > 0), start, end),
+            )
+            for at, (device, start, end) in enumerate(runs)
+        )
+        placement = Placement(
+            shares=shares,
+            cpu_layers=cpu_layers if shares else 0,
+            cpu_expert_layers=self._experts_on_cpu if shares else 0,
+            split_mode="layer" if len(shares) > 1 else "none",
+        )
+        return Placed(placement=placement, host=self._host(cpu_layers), speed=cost.speed(), cost=bound)
+
+    def _cost(self, cpu_layers: int, runs: list[tuple[Device, int, int]]) -> Cost:
+        total = Cost()
+        for at in range(min(cpu_layers, self._count - 1)):
+            total += Cost() if self._layers[at].is_draft else self._rates.on_cpu(self._layers[at])
+        if cpu_layers == self._count:
+            total += self._rates.output(self._machine.dram_gb_s)
+        for device, start, end in runs:
+            for at in range(start, min(end, self._count - 1)):
+                total += self._on(device, at)
+            if end == self._count:
+                total += self._rates.output(device.bandwidth_gb_s)
+            total += Cost(decode=HOP_PS if start else 0)
+        return total

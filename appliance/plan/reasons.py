@@ -1,0 +1,255 @@
+"""The words for each choice of a plan: what was taken, beside which figures, and what more would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from appliance.model import Model
+from appliance.plan.choice import Choice
+from appliance.plan.devices import Device
+from appliance.plan.memory import MIB, Memory, kv_bytes_per_token, kv_mib, padded, weights_mib
+from appliance.plan.placement import Machine, Placed, Placement, Share
+from appliance.plan.window import Window
+from appliance.probe import Cpu, Hardware
+from appliance.settings import Settings
+
+
+def limit(hardware: Hardware) -> str:
+    memory = hardware.memory
+    if memory.limit_mib is None:
+        return f"MemAvailable of this machine, {memory.total_mib:,.0f} MiB in all"
+    return f"memory limit of this container: {memory.limit_mib:,.0f} MiB"
+
+
+def needs(memory: Memory, kv_type: str, context: int) -> str:
+    return (
+        f"{memory.total:,.0f} MiB ({memory.weights:,.0f} weights, {memory.kv + memory.state:,.0f} KV cache "
+        f"at {kv_type} for {context:,} tokens, {memory.compute + memory.output + memory.overhead:,.0f} buffers, "
+        f"{memory.cache:,.0f} prompt cache)"
+    )
+
+
+def context(settings: Settings, hardware: Hardware, model: Model, window: Window) -> Choice:
+    sizes = _beside(settings, hardware, model, window)
+    value = f"{window.context:,}"
+    if settings.ctx_size:
+        beyond = (
+            f"; beyond the model's native {model.native_context:,}" if window.context > model.native_context else ""
+        )
+        return Choice(
+            name="context", value=value, reason=f"asked for{beyond}: {sizes}", source=settings.sources["ctx_size"]
+        )
+    if settings.allow_disk and weights_mib(model) > hardware.memory.usable_mib and not window.placed.placement.shares:
+        why, source = f"weights exceed memory and --allow-disk is on: {sizes}", "allow_disk"
+    elif window.context >= model.native_context:
+        why, source = f"the model's native length, and it fits: {sizes}", "model"
+    else:
+        why = f"what memory carries, of the model's native {model.native_context:,}: {sizes}{_more(window, model)}"
+        source = limit(hardware) if not window.placed.placement.shares else "memory of the GPUs, and speed"
+    return Choice(name="context", value=value, reason=why, source=source)
+
+
+def _beside(settings: Settings, hardware: Hardware, model: Model, window: Window) -> str:
+    kv = kv_mib(model, window.kv_type, window.context, settings.ubatch or 512, settings.parallel)
+    words = f"{kv:,.0f} MiB of KV at {window.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
+    shares = window.placed.placement.shares
+    if not shares:
+        return words
+    left = sum(share.free_mib - share.memory.total for share in shares)
+    whole = sum(share.free_mib + share.held_back_mib for share in shares)
+    host = window.placed.host
+    cached = f", and {host.kv:,.0f} of the KV," if host.kv else ""
+    away = f", {host.weights:,.0f} of them{cached} in host memory," if host.weights else ""
+    return f"{words}{away} leaves {left:,.0f} of {whole:,.0f} MiB of GPU memory, with {_held(shares):,.0f} held back"
+
+
+def _held(shares: tuple[Share, ...]) -> float:
+    return sum(share.held_back_mib for share in shares)
+
+
+def _more(window: Window, model: Model) -> str:
+    """What twice the window would need."""
+    larger = min(2 * padded(window.context), padded(model.native_context))
+    if not window.placed.placement.shares or larger <= window.context:
+        return ""
+    enough = [kind for kind, tokens in window.carried.items() if tokens >= larger]
+    if enough and window.kv_type not in enough:
+        return f"; {larger:,} would need {enough[0]}"
+    if not window.larger:
+        return f"; {2 * padded(window.context):,} would not fit at all"
+    kind, seconds = min(window.larger.items(), key=lambda item: item[1])
+    times = seconds / window.placed.speed.job_s
+    return (
+        f"; {2 * padded(window.context):,} at {kind} would push layers off the GPUs, and a job would take "
+        f"{times:.1f} times as long"
+    )
+
+
+def kv_type(settings: Settings, window: Window, *, is_slow: bool) -> Choice:
+    if settings.kv_type != "auto":
+        slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
+        return Choice(
+            name="kv_type",
+            value=window.kv_type,
+            reason=f"asked for{slow}",
+            source=settings.sources["kv_type"],
+            is_refusal=is_slow,
+        )
+    carried: Mapping[str, int] = window.carried
+    if window.kv_type == "q8_0" and "f16" in carried:
+        why = f"f16 would carry only {carried['f16']:,} tokens, q8_0 carries {carried['q8_0']:,} at almost no loss"
+    else:
+        why = f"exact, and carries {max(window.context, carried[window.kv_type]):,} tokens here"
+    return Choice(name="kv_type", value=window.kv_type, reason=why, source="memory")
+
+
+def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings: Settings) -> Choice:
+    found = placed.placement
+    parts = [_holds(at, share) for at, share in enumerate(found.shares)]
+    if found.cpu_layers:
+        parts.append(f"the CPU holds {_first(found.cpu_layers)}")
+    if found.cpu_expert_layers:
+        parts.append(f"the experts of {_first(found.cpu_expert_layers)} stay in host memory")
+    if not found.shares:
+        parts.append("the CPU holds everything: no GPU has room for a part that pays")
+    used = {share.id for share in found.shares}
+    for device in machine.devices:
+        if device.id not in used:
+            parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
+        if device.note:
+            parts.append(f"{device.name}: {device.note}")
+    speed = placed.speed
+    parts.append(
+        f"predicted: {speed.decode_tokens_per_s:.0f} tok/s of decode, {speed.prefill_tokens_per_s:.0f} of prefill, "
+        f"from bandwidths (DRAM {machine.dram_gb_s:.0f} GB/s, {'measured' if machine.dram_is_measured else 'assumed'})"
+    )
+    asked = [
+        settings.sources[name]
+        for name in ("gpu_layers", "n_cpu_moe", "devices")
+        if settings.sources.get(name, "default") != "default"
+    ]
+    wants_cpu = settings.devices == "none" or settings.gpu_layers == 0
+    source = ", ".join(asked) or "memory and bandwidths"
+    return Choice(
+        name="placement",
+        value=found.in_short(),
+        reason="; ".join((*parts, *notes)),
+        source=source,
+        is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
+    )
+
+
+def without_gpu(settings: Settings) -> tuple[Choice, ...]:
+    """For numbers that were asked for and mean nothing where no GPU is used."""
+    asked = {"gpu_layers": (settings.gpu_layers, 0), "n_cpu_moe": (settings.n_cpu_moe, "all")}
+    return tuple(
+        Choice(
+            name=name,
+            value=str(value),
+            reason=f"{number} was asked for, and there is no GPU to use",
+            source=settings.sources[name],
+            is_refusal=True,
+        )
+        for name, (number, value) in asked.items()
+        if number
+    )
+
+
+def _why_not(device: Device, found: Placement) -> str:
+    if device.is_slice and found.shares:
+        return "a program can use one slice of a GPU, and this is not the faster choice"
+    if not found.shares:
+        return "nothing fits on it that pays"
+    slowest = min(share.bandwidth_gb_s for share in found.shares)
+    if device.bandwidth_gb_s < slowest:
+        return f"a job is faster without it: {device.bandwidth_gb_s:,.0f} GB/s, reckoned, would slow each layer on it"
+    return "a job is faster without it"
+
+
+def _first(count: int) -> str:
+    return "the first layer" if count == 1 else f"the first {count} layers"
+
+
+def _holds(at: int, share: Share) -> str:
+    m = share.memory
+    state = f", {m.state:,.0f} states" if m.state else ""
+    return (
+        f"CUDA{at} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s reckoned) holds {share.layers} layers in "
+        f"{m.total:,.0f} of {share.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
+        f"{m.compute:,.0f} buffers"
+    )
+
+
+def cache_asked(settings: Settings) -> Choice:
+    why = "asked for; without a cache a side request costs the conversation a whole prefill"
+    source = settings.sources["cache_ram_mib"]
+    return Choice(name="cache_ram_mib", value=str(settings.cache_ram_mib), reason=why, source=source)
+
+
+def cache(model: Model, kv_type: str, size: float, left: float, most: float) -> Choice:
+    per_token = kv_bytes_per_token(model, kv_type)
+    tokens = f": about {int(size * MIB / per_token):,} tokens" if per_token else ""
+    why = f"half of the {max(left, 0):,.0f} MiB that are left, at most {most:,.0f}{tokens}"
+    return Choice(name="cache_ram_mib", value=f"{size:.0f}", reason=why, source="memory")
+
+
+def checkpoints(count: int, each: float, most: int) -> Choice:
+    why = (
+        f"states and sliding windows cannot be rolled back, only restored: {count} of {each:,.1f} MiB for all slots, "
+        f"a quarter of what is left, and at most {most}"
+    )
+    return Choice(name="checkpoints", value=str(count), reason=why, source="memory")
+
+
+def threads_asked(settings: Settings, threads: int) -> Choice:
+    held = f" ({settings.threads}), held at what this container may use" if threads < (settings.threads or 0) else ""
+    return Choice(
+        name="threads",
+        value=str(threads),
+        reason=f"asked for{held}",
+        source=settings.sources["threads"],
+        is_refusal=bool(held),
+    )
+
+
+def threads(cpu: Cpu, first: int) -> Choice:
+    quota = f", quota {cpu.quota:g}" if cpu.quota is not None else ""
+    seen = f"{cpu.physical or 'unknown'} physical, {cpu.logical} logical{quota}"
+    why = f"physical cores that this container may use ({seen}); its neighbours are measured"
+    return Choice(name="threads", value=str(first), reason=why, source="probe")
+
+
+def ubatch(settings: Settings, size: int) -> Choice:
+    if settings.ubatch:
+        return Choice(name="ubatch", value=str(size), reason="asked for", source=settings.sources["ubatch"])
+    why = "llama.cpp's default, a good start; its neighbours are measured"
+    return Choice(name="ubatch", value=str(size), reason=why, source="default")
+
+
+def fixed(settings: Settings) -> tuple[Choice, ...]:
+    return (
+        Choice(
+            name="parallel",
+            value=str(settings.parallel),
+            reason="slots share one context, so they cost no memory; a second request runs beside the first",
+            source=settings.sources["parallel"],
+        ),
+        Choice(
+            name="flash_attention",
+            value="on",
+            reason="no scores of context by ubatch are kept, and a quantized V cache needs it",
+            source="default",
+        ),
+        Choice(
+            name="priority",
+            value="normal",
+            reason="raising it needs a capability that a hardened container has dropped",
+            source="default",
+        ),
+        Choice(
+            name="fit",
+            value="off",
+            reason="every value is set here; the engine's own fit knows no cgroup",
+            source="default",
+        ),
+    )

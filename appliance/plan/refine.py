@@ -1,0 +1,50 @@
+"""Plans with what the engine's own loader says that they need: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from appliance.plan.decide import Plan
+from appliance.plan.memory import Memory
+from appliance.plan.placement import Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Needed MiB as (model, context, compute): of each GPU in the engine's order, and of the host."""
+
+    devices: tuple[tuple[float, float, float], ...]
+    host: tuple[float, float, float]
+
+
+def refine(plans: Sequence[Plan], projections: Sequence[Projection | None]) -> list[Plan]:
+    """The plans in their order with corrected figures, without those that do not fit by them.
+
+    Of GPUs everything is taken; of the host only the buffers, since nothing is mapped or copied there while the loader
+    reckons. A plan without a projection, or with one of other devices, stays as it is.
+    """
+    refined = [_corrected(plan, found) for plan, found in zip(plans, projections, strict=True)]
+    return [plan for plan in refined if all(s.memory.total <= s.free_mib for s in plan.placement.shares)]
+
+
+def _corrected(plan: Plan, found: Projection | None) -> Plan:
+    shares = plan.placement.shares
+    if found is None or len(found.devices) != len(shares):
+        return plan
+    corrected = tuple(_share(share, sizes) for share, sizes in zip(shares, found.devices, strict=True))
+    memory = replace(plan.memory, compute=_compute(plan.memory, found.host[2]))
+    return replace(plan, memory=memory, placement=replace(plan.placement, shares=corrected))
+
+
+def _share(share: Share, sizes: tuple[float, float, float]) -> Share:
+    model, context, compute = sizes
+    memory = share.memory
+    kv = max(0.0, context - memory.state)
+    return replace(share, memory=replace(memory, weights=model, kv=kv, compute=_compute(memory, compute)))
+
+
+def _compute(memory: Memory, projected: float) -> float:
+    """It reckons with the logits of a whole batch, where the server makes those of one token a slot: an upper bound, as
+    the formula is one."""
+    return min(memory.compute, projected)

@@ -1,0 +1,114 @@
+"""How long a layer takes, from bandwidths: a chat job on the GPU, on the CPU, or with experts on the CPU.
+
+Decode reads every weight of a layer once a token, of routed experts those that are used, and the cache as deep as it is
+filled. Prefill reads them once a batch. Weights in host memory are copied to a GPU for a batch of 32 tokens or more
+(llama.cpp's op-offload), one copy after the other with the work, so the times add up. Whole picoseconds, so that sums
+are the same in whatever order they are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.model import Layer, Model
+from appliance.plan import assumptions
+from appliance.plan.devices import Device
+from appliance.plan.memory import KV_BYTES
+
+TOKENS_IN = 512  # the chat job that placements are compared by; tune/search.py measures the same
+TOKENS_OUT = 256
+DEPTH = TOKENS_IN + TOKENS_OUT // 2
+PS = 10**12
+HOP_PS = int(assumptions.HOP_US.value * 10**6)
+LAYER = int(assumptions.LAYER_US.value * 10**6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise."""
+
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    job_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Picoseconds a token."""
+
+    decode: int = 0
+    prefill: int = 0
+
+    @property
+    def job(self) -> int:
+        return TOKENS_OUT * self.decode + TOKENS_IN * self.prefill
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(decode=self.decode + other.decode, prefill=self.prefill + other.prefill)
+
+    def speed(self) -> Speed:
+        return Speed(
+            decode_tokens_per_s=PS / max(1, self.decode),
+            prefill_tokens_per_s=PS / max(1, self.prefill),
+            job_s=self.job / PS,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What layers of one model are timed by. `upload` is the GPU that host weights are copied to for a batch."""
+
+    model: Model
+    kv_type: str
+    ubatch: int
+    dram_gb_s: float
+    upload: Device | None
+
+    def on_gpu(self, layer: Layer, device: Device) -> Cost:
+        read = _ps(self._dense(layer) + self._used(layer), device.bandwidth_gb_s)
+        return _batched(read, assumptions.PREFILL_GAIN_GPU.value) + Cost(decode=LAYER)
+
+    def experts_on_cpu(self, layer: Layer, device: Device) -> Cost:
+        """The layer on a GPU, its routed experts in host memory."""
+        dense = _batched(_ps(self._dense(layer), device.bandwidth_gb_s), assumptions.PREFILL_GAIN_GPU.value)
+        experts = _ps(self._used(layer), self.dram_gb_s)
+        return dense + Cost(decode=experts + LAYER + HOP_PS, prefill=self._copied(self._touched(layer)))
+
+    def on_cpu(self, layer: Layer) -> Cost:
+        read = _ps(self._dense(layer) + self._used(layer), self.dram_gb_s)
+        if self.upload is None:
+            return _batched(read, assumptions.PREFILL_GAIN_CPU.value)
+        return Cost(decode=read, prefill=self._copied(layer.dense_bytes + self._touched(layer)))
+
+    def output(self, gb_s: float) -> Cost:
+        """Logits are made for one token of a prompt: nothing to speak of in prefill."""
+        return Cost(decode=_ps(self.model.output_bytes, gb_s))
+
+    def _dense(self, layer: Layer) -> float:
+        kept = (layer.k_elements + layer.v_elements) * min(DEPTH, layer.window or DEPTH) * KV_BYTES[self.kv_type]
+        return layer.dense_bytes + kept + 2 * layer.state_bytes  # a state is read and written
+
+    def _used(self, layer: Layer) -> float:
+        return layer.expert_bytes * self.model.experts_used / self.model.experts if self.model.experts else 0.0
+
+    def _touched(self, layer: Layer) -> float:
+        """Of a batch: every expert that one of its tokens uses, were they drawn evenly."""
+        if not self.model.experts:
+            return 0.0
+        unused = (1 - self.model.experts_used / self.model.experts) ** min(self.ubatch, TOKENS_IN)
+        return layer.expert_bytes * (1 - unused)
+
+    def _copied(self, size: float) -> int:
+        if self.upload is None or not size:
+            return 0
+        batch = min(self.ubatch, TOKENS_IN)
+        worked = _ps(size / assumptions.PREFILL_GAIN_GPU.value, self.upload.bandwidth_gb_s)
+        return _ps(size / batch, self.upload.upload_gb_s) + worked // batch
+
+
+def _batched(read: int, gain: float) -> Cost:
+    return Cost(decode=read, prefill=round(read / gain))
+
+
+def _ps(size: float, gb_s: float) -> int:
+    return round(size * 1000 / gb_s)

@@ -1,0 +1,111 @@
+"""How large the context is and in which type it is kept, and so where the layers lie: pure.
+
+Memory carries a context in many ways: more of it is paid for with layers, or experts, that leave the GPU. So the window
+is the largest whose predicted job is not much slower than with a small one; on the CPU alone that is what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from appliance.plan.memory import CONTEXT_STEP, padded
+from appliance.plan.placement import Machine, Placed, Work, place
+
+Aim = Literal["balanced", "speed", "context"]
+SPEED_KEPT: Mapping[Aim, float] = {"balanced": 0.7, "speed": 0.97, "context": 0.0}
+"""Of the fastest plan's speed at a small context, what a larger one has to keep."""
+
+GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger window
+SMALL_CONTEXT = 4096  # what speeds are compared at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    kv_type: str
+    context: int
+    placed: Placed
+    carried: Mapping[str, int]  # tokens, by type of the cache
+    larger: Mapping[str, float]  # seconds of that job with twice the context, by type that can carry it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    tokens: int
+    is_asked: bool  # then nothing less will do
+    kinds: tuple[str, ...]  # types of the cache that may be used, the best first
+    aim: Aim = "balanced"
+
+
+def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None:
+    """None when not even the smallest window fits, or the one that was asked for."""
+    at = _Asked(work, machine)
+    small = min(wanted.tokens, SMALL_CONTEXT)
+    # Each type by its own speed: that a smaller one is read faster is no reason against an exact one.
+    fast = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
+    if not fast:
+        return None
+    share = SPEED_KEPT[wanted.aim]
+    limits = {kind: cost / share if share else float("inf") for kind, cost in fast.items()}
+    carried = {kind: at.most(kind, wanted.tokens, limits[kind]) if kind in limits else 0 for kind in wanted.kinds}
+    kind = _kind(wanted, carried, at)
+    context = wanted.tokens if wanted.is_asked else min(carried[kind], wanted.tokens)
+    placed = at(kind, context) if context else None
+    if placed is None:
+        return None
+    larger = 2 * padded(context)
+    return Window(
+        kv_type=kind,
+        context=context,
+        placed=placed,
+        carried=carried,
+        larger={kind: placed.speed.job_s for kind in wanted.kinds if (placed := at(kind, larger))},
+    )
+
+
+def _kind(wanted: Wanted, carried: Mapping[str, int], at: _Asked) -> str:
+    """The first, exact one, as long as it carries a good window; then whichever carries the most."""
+    first = wanted.kinds[0]
+    if wanted.is_asked or wanted.aim == "context":
+        if carried[first] >= wanted.tokens or len(wanted.kinds) == 1:
+            return first
+        if wanted.is_asked:
+            fits = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, wanted.tokens))}
+            return min(fits, key=lambda kind: fits[kind], default=first)
+    elif carried[first] >= min(wanted.tokens, GOOD_CONTEXT):
+        return first
+    return max(wanted.kinds, key=lambda kind: carried[kind])
+
+
+class _Asked:
+    """Placements of one model by kind of cache and context, each found once."""
+
+    def __init__(self, work: Work, machine: Machine) -> None:
+        self._work = work
+        self._machine = machine
+        self._found: dict[tuple[str, int], Placed | None] = {}
+
+    def __call__(self, kind: str, context: int) -> Placed | None:
+        key = (kind, padded(context))
+        if key not in self._found:
+            work = replace(self._work, kv_type=kind, context=padded(context))
+            self._found[key] = place(work, self._machine)
+        return self._found[key]
+
+    def most(self, kind: str, tokens: int, limit: float) -> int:
+        """The largest multiple of the step, at most `tokens` padded, whose job is within the limit; 0 for none."""
+        low, high = 0, padded(tokens) // CONTEXT_STEP
+        if self._is_within(kind, high * CONTEXT_STEP, limit):
+            return high * CONTEXT_STEP
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._is_within(kind, middle * CONTEXT_STEP, limit):
+                low = middle
+            else:
+                high = middle
+        return low * CONTEXT_STEP
+
+    def _is_within(self, kind: str, context: int, limit: float) -> bool:
+        placed = self(kind, context)
+        return placed is not None and placed.cost <= limit

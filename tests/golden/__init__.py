@@ -1,0 +1,1 @@
+"""Plans that people have read, and a test compares."""

@@ -1,0 +1,148 @@
+"""Plans of chosen machines and models as text, one file each, to be read by people and compared by a test.
+
+python -m tests.golden.plans    writes tests/golden/plans/*.txt anew: read the difference before keeping it
+"""
+
+from __future__ import annotations
+
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from appliance.engines.llama_facts import parse_facts
+from appliance.engines.llama_server import arguments, environment
+from appliance.errors import FatalError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, read_model
+from appliance.plan import Plan, explain, in_short, plan
+from appliance.settings import resolve_settings
+from tests.golden.machines import MACHINES
+from tests.shapes import PUBLISHED, write_gguf
+
+HERE = Path(__file__).parent / "plans"
+USAGE = Path(__file__).parents[1] / "unit/appliance/llama-server-help.txt"
+WIDTH = 118
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    machine: str
+    model: str
+    quantization: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        asked = "".join(f"_{name}-{value}" for name, value in self.flags.items())
+        return f"{self.machine}_{self.model}_{self.quantization}{asked}"
+
+
+CASES = (
+    Case(machine="cpu-16g", model="llama-3.1-8b", quantization="Q4_K_M"),
+    Case(machine="cpu-16g", model="qwen3-30b-a3b", quantization="Q3_K_M"),
+    Case(machine="cpu-limit-8g", model="qwen3-8b", quantization="Q4_K_M"),
+    Case(machine="laptop-5060", model="qwen3-30b-a3b", quantization="Q3_K_M"),
+    Case(machine="laptop-5060", model="llama-3.1-8b", quantization="Q5_K_M"),
+    Case(
+        machine="laptop-5060",
+        model="llama-3.1-8b",
+        quantization="Q5_K_M",
+        flags={"ctx_size": "65536", "kv_type": "f16"},
+    ),
+    Case(machine="t4", model="gemma-3-12b", quantization="Q4_K_M"),
+    Case(machine="4070+3060", model="qwen3.6-27b", quantization="Q4_K_M"),
+    Case(machine="4090-shared", model="qwen3-8b", quantization="Q8_0"),
+    Case(machine="2x2080ti-22g", model="qwen3.6-27b", quantization="Q4_K_M"),
+    Case(machine="2x2080ti-22g", model="llama-3.1-8b", quantization="F16"),
+    Case(machine="4x2080ti-22g", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="2x4090", model="qwen3.6-35b-a3b", quantization="Q4_K_M"),
+    Case(machine="2x4090", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="3090+4090+5060", model="llama-3.1-8b", quantization="Q8_0"),
+    Case(machine="3090+4090+5060", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="24+8", model="qwen3.6-27b", quantization="Q5_K_M"),
+    Case(machine="a100-mig", model="qwen3-30b-a3b", quantization="Q4_K_M"),
+    Case(machine="h200", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="h200", model="deepseek-v3", quantization="Q2_K"),
+    Case(machine="gb10", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="4090-measured", model="qwen3.6-35b-a3b", quantization="Q6_K"),
+    Case(machine="2x4090", model="deepseek-v3", quantization="Q2_K"),
+)
+
+
+def facts(*, has_cuda: bool) -> tuple[ImageFacts, EngineFacts]:
+    image = ImageFacts(
+        build_id="golden",
+        cell="llama-cuda" if has_cuda else "llama-cpu",
+        engine="llama",
+        engine_version="1",
+        engine_build=1,
+        engine_commit="0",
+    )
+    version = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
+    backends = ("libggml-cpu-haswell.so", *(("libggml-cuda.so",) if has_cuda else ()))
+    engine = parse_facts(version=version, usage=USAGE.read_text(), backends=backends)
+    fast = (("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")) if has_cuda else ()
+    return image, replace(engine, kv_pairs=fast)
+
+
+@cache
+def model(name: str, quantization: str) -> Model:
+    """By its header alone, under the path that it would have on the volume."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_gguf(Path(folder) / f"{name}-{quantization}.gguf", PUBLISHED[name], quantization=quantization)
+        found = read_model(path)
+    path = Path("/data/models") / path.name
+    return replace(found, path=path, parts=(path,))
+
+
+def plans(case: Case) -> list[Plan]:
+    hardware = MACHINES[case.machine]
+    image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
+    settings = resolve_settings({"alias": case.model, **case.flags}, {})
+    return plan(settings, image, engine, hardware, model(case.model, case.quantization))
+
+
+def text(case: Case) -> str:
+    _, engine = facts(has_cuda=bool(MACHINES[case.machine].gpus.gpus))
+    asked = "".join(f", {name} {value}" for name, value in case.flags.items())
+    head = f"{case.model} at {case.quantization} on {case.machine}{asked}"
+    try:
+        first, *others = plans(case)
+    except FatalError as error:
+        return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
+    argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
+    variables = environment(first, Path("/data/cache/golden"))
+    cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith("CUDA"))
+    lines = [_wrapped(line, indent="    ") for line in explain(first).splitlines()]
+    neighbours = [f"{in_short(p)}: {p.speed.job_s:.2f} s" if p.speed else in_short(p) for p in others]
+    return "\n".join(
+        (
+            head,
+            "",
+            *lines,
+            "",
+            _wrapped(f"{cuda}llama-server {argv}", indent="    "),
+            "",
+            "measured beside it:",
+            *neighbours,
+            "",
+        )
+    )
+
+
+def _wrapped(line: str, indent: str = "") -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def main() -> None:
+    for old in HERE.glob("*.txt"):
+        old.unlink()
+    for case in CASES:
+        (HERE / f"{case.name}.txt").write_text(text(case))
+
+
+if __name__ == "__main__":
+    main()

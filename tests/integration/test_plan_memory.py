@@ -1,0 +1,42 @@
+"""What a plan predicts against what the real engine allocates, read from its log.
+
+Needs the engine: a folder with llama-server in APPLIANCE_ENGINE_DIR, or llama-server on the path. `python -m
+benchmarks.memory` prints the same for many more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from appliance.engines.llama_facts import query_facts
+from benchmarks.memory import AIM, CASES, Case, Row, allocated_by, planned_for, shape_of
+from tests.shapes import write_gguf
+
+SHAPES = ("gqa", "moe", "sliding", "mla", "delta-net", "mamba2")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Path:
+    folder = os.environ.get("APPLIANCE_ENGINE_DIR")
+    found = shutil.which("llama-server", path=folder) if folder else shutil.which("llama-server")
+    if not found:
+        pytest.skip("needs llama-server: set APPLIANCE_ENGINE_DIR to its folder")
+    return Path(found)
+
+
+@pytest.mark.parametrize("case", [next(c for c in CASES if c.shape == name) for name in SHAPES], ids=lambda c: c.name)
+def test_the_prediction_is_within_the_aim(engine: Path, tmp_path: Path, case: Case) -> None:
+    path = write_gguf(tmp_path / "model.gguf", shape_of(case), quantization=case.quantization)
+    facts = query_facts(engine)
+    planned = planned_for(facts, path, case.flags)
+    row = Row(name=case.name, plan=planned, allocated=allocated_by(engine, planned, facts, tmp_path))
+    assert row.allocated.kv + row.allocated.recurrent > 0
+    assert planned.memory.kv == pytest.approx(row.allocated.kv, abs=0.02)
+    assert planned.memory.state == pytest.approx(row.allocated.recurrent, abs=0.02)
+    assert abs(row.error) <= AIM
+    doubled = Row(name="planted", plan=planned, allocated=row.allocated.__class__(model=2 * row.allocated.total))
+    assert abs(doubled.error) > AIM

@@ -1,0 +1,213 @@
+"""Write a model of some shape as a GGUF file: a header over a hole, or with random weights that the engine can run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from tests.shapes.shape import Shape
+from tests.shapes.tensors import tensors
+
+ALIGNMENT = 32
+_PIECE_BYTES = 256 * 1024  # random bytes that are repeated: weights need not differ, only be finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Which type a matrix gets, after the rules of llama.cpp's src/llama-quant.cpp; its exceptions are left out."""
+
+    base: Type
+    better: Type  # of attn_v and half of ffn_down
+    output: Type
+    experts: Type | None = None
+
+
+QUANTIZATIONS = {
+    "F16": Quantization(base=Type.F16, better=Type.F16, output=Type.F16),
+    "BF16": Quantization(base=Type.BF16, better=Type.BF16, output=Type.BF16),
+    "Q8_0": Quantization(base=Type.Q8_0, better=Type.Q8_0, output=Type.Q8_0),
+    "Q6_K": Quantization(base=Type.Q6_K, better=Type.Q6_K, output=Type.Q6_K),
+    "Q5_K_M": Quantization(base=Type.Q5_K, better=Type.Q6_K, output=Type.Q6_K),
+    "Q4_K_M": Quantization(base=Type.Q4_K, better=Type.Q6_K, output=Type.Q6_K),
+    "Q4_0": Quantization(base=Type.Q4_0, better=Type.Q4_0, output=Type.Q6_K),
+    "Q3_K_M": Quantization(base=Type.Q3_K, better=Type.Q4_K, output=Type.Q6_K),
+    "Q2_K": Quantization(base=Type.Q2_K, better=Type.Q3_K, output=Type.Q6_K),
+    "MXFP4": Quantization(base=Type.Q8_0, better=Type.Q8_0, output=Type.Q8_0, experts=Type.MXFP4),
+}
+# What a row that is no multiple of 256 is given instead (tensor_type_fallback).
+_FALLBACKS = {
+    Type.Q2_K: Type.Q4_0,
+    Type.Q3_K: Type.Q4_0,
+    Type.Q4_K: Type.Q5_0,
+    Type.Q5_K: Type.Q5_1,
+    Type.Q6_K: Type.Q8_0,
+}
+# Where in a block its f16 scales are (ggml-common.h), and the scale by which random bytes have a deviation of 0.02.
+_SCALES = {
+    Type.Q4_0: ((0,), 0.0043),
+    Type.Q5_0: ((0,), 0.0022),
+    Type.Q5_1: ((0, 2), 0.0022),
+    Type.Q8_0: ((0,), 0.00027),
+    Type.Q2_K: ((80, 82), 0.0016),
+    Type.Q3_K: ((108,), 0.00046),
+    Type.Q4_K: ((0, 2), 0.000091),
+    Type.Q5_K: ((0, 2), 0.000045),
+    Type.Q6_K: ((208,), 0.000015),
+}
+_KEPT_F32 = (
+    "norm",
+    "ffn_gate_inp",
+    "ssm_conv1d",
+    "ssm_a",
+    "ssm_d",
+    "ssm_dt",
+    "shortconv.conv",
+    "attn_sinks",
+    ".bias",
+    "lerp",
+)
+
+
+def write_gguf(
+    path: Path, shape: Shape, *, quantization: str = "Q4_K_M", with_data: bool = False, seed: int = 0
+) -> Path:
+    """Without data the file is a hole behind its header: of the right length, and no room on the disk.
+
+    With data it has a tokenizer of bytes, so that the engine answers; without, only the size of its vocabulary.
+    """
+    kinds = QUANTIZATIONS[quantization]
+    entries = [(name, size, _type(name, size, shape, kinds)) for name, size in tensors(shape)]
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(shape.name)
+    for key, value in shape.metadata.items():
+        _add(writer, f"{shape.architecture}.{key}", value)
+    _add_vocabulary(writer, shape, with_data=with_data)
+    for name, size, kind in entries:
+        writer.add_tensor_info(name, tuple(reversed(size)), np.dtype(np.float32), _bytes(size, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    _write_data(path, entries, np.random.default_rng(seed) if with_data else None)
+    return path
+
+
+def _write_data(
+    path: Path, entries: Sequence[tuple[str, tuple[int, ...], Type]], random: np.random.Generator | None
+) -> None:
+    with path.open("r+b") as file:
+        end = _padded(file.seek(0, os.SEEK_END))
+        pieces: dict[Type, bytes] = {}
+        for name, size, kind in entries:
+            length = _bytes(size, kind)
+            if random is not None:
+                file.seek(end)
+                if kind is Type.F32:
+                    file.write(_floats(name, length // 4, random))
+                else:
+                    piece = pieces.setdefault(kind, _blocks(kind, random))
+                    for begin in range(0, length, len(piece)):
+                        file.write(piece[: min(len(piece), length - begin)])
+            end += _padded(length)
+        file.truncate(end)
+
+
+def _padded(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes(size: Sequence[int], kind: Type) -> int:
+    block, length = gguf.GGML_QUANT_SIZES[kind]
+    elements = 1
+    for dimension in size:
+        elements *= dimension
+    return elements // block * length
+
+
+def _floats(name: str, count: int, random: np.random.Generator) -> bytes:
+    """Norms are ones, decay rates (`ssm_a`) are negative as in every trained model."""
+    if "norm" in name:
+        return np.ones(count, dtype=np.float32).tobytes()
+    values = random.standard_normal(count, dtype=np.float32) * np.float32(0.02)
+    return (-np.abs(values) if name.endswith("ssm_a") else values).tobytes()
+
+
+def _blocks(kind: Type, random: np.random.Generator) -> bytes:
+    _, length = gguf.GGML_QUANT_SIZES[kind]
+    count = _PIECE_BYTES // length
+    if kind in (Type.F16, Type.BF16):
+        values = random.standard_normal(count, dtype=np.float32) * np.float32(0.02)
+        upper_half = (values.view(np.uint32) >> 16).astype(np.uint16)  # which is what a BF16 is
+        return values.astype(np.float16).tobytes() if kind is Type.F16 else upper_half.tobytes()
+    blocks = random.integers(0, 256, (count, length), dtype=np.uint8)
+    if kind is Type.MXFP4:
+        blocks[:, 0] = 120  # an exponent: 2^(120 - 127)
+    offsets, scale = _SCALES.get(kind, ((), 0.0))
+    for offset in offsets:
+        blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), dtype=np.uint8)
+    return blocks.tobytes()
+
+
+def _type(name: str, size: tuple[int, ...], shape: Shape, kinds: Quantization) -> Type:
+    if len(size) == 1 or any(part in name for part in _KEPT_F32):
+        return Type.F32
+    if name == "output.weight" or (name == "token_embd.weight" and shape.is_tied):
+        wanted = kinds.output
+    elif kinds.experts and "_exps" in name:
+        wanted = kinds.experts
+    elif "attn_v." in name or ("ffn_down" in name and _has_more_bits(name, shape.trunk)):
+        wanted = kinds.better
+    else:
+        wanted = kinds.base
+    return _fitting(wanted, size[0])
+
+
+def _fitting(kind: Type, row: int) -> Type:
+    if row % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        return kind
+    smaller = _FALLBACKS.get(kind, Type.F16)
+    return smaller if row % gguf.GGML_QUANT_SIZES[smaller][0] == 0 else Type.F16
+
+
+def _has_more_bits(name: str, layers: int) -> bool:
+    """`use_more_bits`: the first and the last eighth of the layers, and every third between them."""
+    layer = int(name.split(".")[1])
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    if isinstance(value, list):
+        writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.INT32)
+    else:
+        adders[type(value)](key, value)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape, *, with_data: bool) -> None:
+    """A token for each byte in the letters of GPT-2's vocabulary, one that ends a text, and fillers."""
+    writer.add_vocab_size(shape.vocabulary)
+    if not with_data:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    fillers = [f"<filler{number}>" for number in range(shape.vocabulary - 257)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*_byte_letters(), "<end>", *fillers])
+    writer.add_token_types([1] * 256 + [3] + [5] * len(fillers))  # normal, control, unused
+    writer.add_token_merges(["Ġ t"])
+    writer.add_eos_token_id(256)
+    writer.add_bos_token_id(256)
+    writer.add_add_bos_token(False)
+
+
+def _byte_letters() -> list[str]:
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,0 +1,248 @@
+"""From config.json and safetensors headers to facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_files import F32, write_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
+
+from appliance.errors import ModelUnreadableError
+from appliance.model import Model, digest, read_model
+from appliance.model.folder import read_folder
+
+SAME_FOLDER = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MOE: Tensors = {
+    **DENSE,
+    "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (32, 64)),
+    "model.layers.0.mlp.experts.1.up_proj.weight": ("BF16", (32, 64)),
+    "model.layers.0.mlp.shared_experts.up_proj.weight": ("BF16", (32, 64)),
+    "model.layers.0.mlp.gate.weight": ("BF16", (2, 64)),
+    "model.layers.1.mlp.experts.gate_up_proj": ("BF16", (2, 64, 64)),
+}
+
+
+def facts(folder: Path, tensors: Tensors = DENSE, **more: Any) -> Model:
+    return read_model(write_folder(folder / "m", tensors, **more), serves="safetensors")
+
+
+def refusal(folder: Path, tensors: Tensors = DENSE, **more: Any) -> str:
+    with pytest.raises(ModelUnreadableError) as caught:
+        facts(folder, tensors, **more)
+    assert caught.value.exit_code == 30
+    assert caught.value.hint
+    return caught.value.message
+
+
+def test_a_plain_model(tmp_path: Path) -> None:
+    model = facts(tmp_path)
+    assert (model.format, model.architecture, model.name) == ("safetensors", "LlamaForCausalLM", "m")
+    assert (model.layers, model.embedding_length, model.feed_forward_length, model.heads) == (2, 64, 128, 8)
+    assert (model.kv_heads, model.key_length, model.native_context, model.vocabulary) == ((2, 2), 8, 512, 100)
+    assert [(layer.kind, layer.k_elements, layer.v_elements) for layer in model.stack] == [("full", 16, 16)] * 2
+    assert [layer.dense_bytes for layer in model.stack] == [2 * (64 * 64 + 128 * 64), 2 * 64 * 64 + 4 * 64]
+    assert (model.embedding_bytes, model.output_bytes) == (2 * 6400, 2 * (6400 + 64))
+    assert (model.output_is_tied, model.quantization) == (False, "BF16")
+    assert model.bytes_by_type[-1] == ("F32", 256)
+    assert (model.cache_kind, model.cache_reason, model.has_chat_template) == ("attention", None, False)
+
+
+def test_parts_and_their_digest(tmp_path: Path) -> None:
+    model = read_folder(write_shards(tmp_path / "m"))
+    assert len(model.parts) == 2
+    assert model.file_bytes == sum(part.stat().st_size for part in model.parts)
+    before = digest(model.parts, model.header_bytes)
+    data = bytearray(model.parts[1].read_bytes())
+    data[-1] ^= 1
+    model.parts[1].write_bytes(data)
+    assert digest(model.parts, model.header_bytes).key != before.key
+
+
+def test_experts(tmp_path: Path) -> None:
+    model = facts(tmp_path, MOE, num_experts=2, num_experts_per_tok=1)
+    assert (model.experts, model.experts_used) == (2, 1)
+    assert [layer.expert_bytes for layer in model.stack] == [2 * 2 * 32 * 64, 2 * 2 * 64 * 64]
+    assert (model.expert_bytes, model.expert_shared_bytes) == (2 * 2 * 32 * 64 + 2 * 2 * 64 * 64, 2 * 32 * 64)
+    layers = sum(layer.dense_bytes + layer.expert_bytes for layer in model.stack)
+    assert model.weights_bytes == layers + model.embedding_bytes + model.output_bytes
+
+
+def test_latents(tmp_path: Path) -> None:
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 8}
+    model = facts(tmp_path, **latent)
+    assert {(layer.kind, layer.k_elements, layer.v_elements) for layer in model.stack} == {("mla", 576, 0)}
+    assert "latent attention" in (facts(tmp_path, **latent | {"model_type": "minicpm3"}).cache_reason or "")
+
+
+def test_sliding_windows(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    model = facts(tmp_path, sliding_window=128, layer_types=kinds)
+    assert [(layer.kind, layer.window) for layer in model.stack] == [("sliding", 128), ("full", None)]
+    assert facts(tmp_path, sliding_window=128, use_sliding_window=False).swa_window is None
+    assert facts(tmp_path, sliding_window=None).cache_reason is None
+    assert [layer.kind for layer in facts(tmp_path, sliding_window=9, sliding_window_pattern=2).stack] == [
+        "sliding",
+        "full",
+    ]
+    unsaid = facts(tmp_path, sliding_window=128)
+    assert (unsaid.cache_kind, unsaid.stack) == ("unsupported", ())
+    assert "does not say which layers slide" in (unsaid.cache_reason or "")
+    assert "must name 2 layers, and names 1" in refusal(tmp_path, sliding_window=128, layer_types=kinds[:1])
+
+
+def test_draft_layers(tmp_path: Path) -> None:
+    numbered = {**DENSE, "model.layers.2.eh_proj.weight": ("BF16", (64, 128))}
+    model = facts(tmp_path, numbered, num_nextn_predict_layers=1)
+    assert [layer.is_draft for layer in model.stack] == [False, False, True]
+    assert (model.layers, model.stack[2].dense_bytes) == (3, 2 * 64 * 128)
+    apart = {
+        **DENSE,
+        "mtp.fc.weight": ("BF16", (64, 128)),
+        "mtp.layers.0.self_attn.q_proj.weight": ("BF16", (64, 64)),
+    }
+    assert facts(tmp_path, apart, mtp_num_hidden_layers=1).stack[2].dense_bytes == 2 * (64 * 128 + 64 * 64)
+    assert facts(tmp_path, num_nextn_predict_layers=1).layers == 2  # told of, and left out of this copy
+    assert "its weights hold layer 3" in refusal(tmp_path, {**DENSE, "model.layers.3.x.weight": ("F32", (4,))})
+
+
+def test_the_language_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in DENSE.items()}
+    tensors["model.visual.blocks.7.attn.weight"] = ("BF16", (64, 64))
+    text = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    model = facts(tmp_path, tensors, config=config)
+    assert (model.layers, model.architecture) == (2, "Qwen3VLForConditionalGeneration")
+    assert model.output_bytes == 2 * (6400 + 64 + 64 * 64)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"linear_num_value_heads": 48}, "linear attention keeps a state"),
+        ({"index_topk": 2048}, "for its indexer"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "a kind whose cache is not known: linear_attention"),
+        ({"mamba_d_state": 128}, "a state-space layer keeps a state"),
+        ({"is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"num_kv_shared_layers": 5}, "share a cache"),
+    ],
+)
+def test_what_is_not_known_is_not_reckoned(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    model = facts(tmp_path, **more)
+    assert (model.cache_kind, model.stack) == ("unsupported", ())
+    assert words in (model.cache_reason or "")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq 4-bit"),
+        ({"quant_method": "gptq", "bits": 8}, "gptq 8-bit"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4"),
+        ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "modelopt FP8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+            },
+            "compressed-tensors nvfp4-pack-quantized 4-bit",
+        ),
+        ({"group_size": 128}, "unknown"),
+        ({}, "BF16"),
+    ],
+)
+def test_quantization(tmp_path: Path, quantization: dict[str, Any], words: str) -> None:
+    assert facts(tmp_path, quantization_config=quantization).quantization == words
+
+
+def test_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert read_folder(folder).quantization == "modelopt NVFP4"
+
+
+def test_a_chat_template(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ x }}"}')
+    assert read_folder(folder).has_chat_template
+    (folder / "tokenizer_config.json").write_text("no JSON")
+    assert not read_folder(folder).has_chat_template
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    assert read_folder(folder).has_chat_template
+
+
+def test_an_image_of_the_other_engine_refuses_it_and_names_the_right_ones(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(ModelUnreadableError) as caught:
+        read_model(folder)
+    assert caught.value.message.endswith(f"{folder}: safetensors (awq 4-bit)")
+    assert "images whose name begins vllm-" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ...}, "it has no architectures"),
+        ({"architectures": ["\x1b[2J"]}, "it has no architectures"),
+        ({"num_hidden_layers": ...}, "it has no num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "its num_hidden_layers must be a whole number from 1 to 512"),
+        ({"num_hidden_layers": "2"}, "its num_hidden_layers must be a whole number"),
+        ({"num_hidden_layers": 3}, "its weights lack layer 2 of 3"),
+        ({"num_hidden_layers": 1}, "its weights hold layer 1, and it tells of 1 layers"),
+        ({"hidden_size": 0}, "its hidden_size must be a whole number from 1"),
+        ({"vocab_size": True}, "its vocab_size must be a whole number"),
+        ({"max_position_embeddings": None}, "it has no max_position_embeddings"),
+        ({"num_attention_heads": 0, "num_key_value_heads": 0}, "its layers do not attend"),
+        ({"text_config": [1]}, "its text_config is no object"),
+        ({"quantization_config": "awq"}, "its quantization_config is no object"),
+        ({"layer_types": 5}, "its layer_types must be a list of names"),
+    ],
+)
+def test_a_config_that_lies(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    assert words in refusal(tmp_path, **change)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"a": ' * 100_000, "[" * 100_000, '{"a": 1, "a": 2}', "\x00", "NaN"])
+def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelUnreadableError, match=r"config\.json"):
+        read_folder(folder)
+
+
+VALUES = st.none() | st.booleans() | st.integers(-5, 1 << 40) | st.floats() | st.text(max_size=5) | st.just([])
+KEYS = st.sampled_from(
+    [*CONFIG, "sliding_window", "layer_types", "text_config", "quantization_config", "kv_lora_rank", "num_experts"]
+)
+
+
+@given(st.dictionaries(KEYS, VALUES | st.lists(VALUES, max_size=3) | st.dictionaries(KEYS, VALUES, max_size=3)))
+@SAME_FOLDER
+def test_any_config_is_read_or_refused_in_words(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = tmp_path / "m"
+    if not folder.exists():
+        write_folder(folder)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    model = read_or_words(folder, read_folder)
+    if isinstance(model, Model):
+        assert len(model.stack) == (model.layers if model.cache_kind == "attention" else 0)
+
+
+def test_a_projector_beside_the_model_is_counted(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m.gguf")
+    assert (read_model(model).projector, read_model(model).projector_bytes) == (None, 0)
+    beside = write_model(
+        tmp_path / "mmproj-m.gguf", architecture="clip", metadata={}, tokens=0, tensors=[("v.weight", (64, 64), F32)]
+    )
+    assert (read_model(model).projector, read_model(model).projector_bytes) == (beside, 4 * 64 * 64)
+    beside.write_bytes(b"GGUF and nothing else")
+    assert read_model(model).projector is None
+    write_model(beside)
+    assert read_model(model).projector is None  # a language model of that name
