@@ -5,7 +5,6 @@ Needs the engine: a folder with llama-server in APPLIANCE_ENGINE_DIR, or llama-s
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engine_stage import find_engine
 
 from appliance.model import Layer, Model, read_model
 from tests.shapes import PUBLISHED, SMALL, Shape, write_gguf
@@ -24,14 +24,6 @@ SLOTS, UBATCH = 2, 256
 _KV = re.compile(r"llama_kv_cache: size = .*?K \(\w+\): +([\d.]+) MiB, V \(\w+\): +([\d.]+) MiB")
 _STATE = re.compile(r"llama_memory_recurrent: size = +([\d.]+) MiB")
 _READY = "listening on"
-
-
-def engine(name: str) -> Path:
-    folder = os.environ.get("APPLIANCE_ENGINE_DIR")
-    found = shutil.which(name, path=folder) if folder else shutil.which(name)
-    if not found:
-        pytest.skip(f"needs {name}: set APPLIANCE_ENGINE_DIR to its folder")
-    return Path(found)
 
 
 @contextmanager
@@ -50,7 +42,7 @@ def running(argv: Sequence[str | Path]) -> Iterator[Iterator[str]]:
 def allocated(model: Path, context: int, slots: int = SLOTS, *more: str) -> tuple[float, float, float]:
     """MiB of K, V and states, from the log of a server that became ready."""
     folder = Path(tempfile.mkdtemp(prefix="me", dir="/tmp"))
-    argv = [engine("llama-server"), "-m", model, "--host", folder / "s.sock", "--no-warmup", "-fa", "on", *more]
+    argv = [find_engine("llama-server"), "-m", model, "--host", folder / "s.sock", "--no-warmup", "-fa", "on", *more]
     argv += ["--fit", "off", "-c", str(context), "-np", str(slots), "-ub", str(UBATCH), "-t", "2", "-lv", "4"]
     seen: list[str] = []
     try:
@@ -107,7 +99,7 @@ def test_draft_layers_have_a_cache_and_states_go_back_by_as_many_tokens(tmp_path
 def test_published_models_against_the_engines_own_estimate(tmp_path: Path, shape: Shape) -> None:
     """llama-fit-params opens a file that is a hole and says in whole MiB what it would take on a CPU."""
     path = write_gguf(tmp_path / "m.gguf", shape, quantization="MXFP4" if shape.architecture == "gpt-oss" else "Q4_K_M")
-    argv = [engine("llama-fit-params"), "-m", path, "-c", "8192", "-np", "1", "-ub", str(UBATCH), "-fitp", "on"]
+    argv = [find_engine("llama-fit-params"), "-m", path, "-c", "8192", "-np", "1", "-ub", str(UBATCH), "-fitp", "on"]
     out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout
     _, context_mib, _ = map(int, out.split()[-3:])
     assert context_mib == pytest.approx(sum(reckoned(read_model(path), 8192, 1)), abs=1)

@@ -23,7 +23,14 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     def begin(name: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "appliance", "models", "add", name, "--data-dir", str(tmp_path)]
         running.append(
-            subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=hear_ctrl_c,
+            )
         )
         return running[-1]
 
@@ -31,6 +38,11 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     for program in running:
         program.kill()
         program.communicate()
+
+
+def hear_ctrl_c() -> None:
+    """What runs in a shell's background is deaf to it, and so would be its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def part_of(folder: Path, name: str) -> Path:

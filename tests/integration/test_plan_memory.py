@@ -6,11 +6,10 @@ benchmarks.memory` prints the same for many more.
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
+from engine_stage import find_engine
 
 from appliance.engines.llama_facts import query_facts
 from benchmarks.memory import AIM, CASES, Case, Row, allocated_by, planned_for, shape_of
@@ -21,11 +20,7 @@ SHAPES = ("gqa", "moe", "sliding", "mla", "delta-net", "mamba2")
 
 @pytest.fixture(scope="module")
 def engine() -> Path:
-    folder = os.environ.get("APPLIANCE_ENGINE_DIR")
-    found = shutil.which("llama-server", path=folder) if folder else shutil.which("llama-server")
-    if not found:
-        pytest.skip("needs llama-server: set APPLIANCE_ENGINE_DIR to its folder")
-    return Path(found)
+    return find_engine("llama-server")
 
 
 @pytest.mark.parametrize("case", [next(c for c in CASES if c.shape == name) for name in SHAPES], ids=lambda c: c.name)
