@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import urllib.error
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import docker
 
-ARCHIVE = "http://deb.debian.org"
+BASE = "debian:bookworm-slim"
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,7 @@ class PassingOn:
 @contextmanager
 def debian_mirror() -> Iterator[PassingOn]:
     """On the bridge's own address, which build containers reach. A path of its own, so that a rewrite is needed."""
+    archive = _archive()
     gateway = docker.from_env().networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
     found = PassingOn(root="")
 
@@ -33,7 +35,7 @@ def debian_mirror() -> Iterator[PassingOn]:
 
         def do_GET(self) -> None:
             found.asked.append(self.path)
-            wanted = urllib.request.Request(ARCHIVE + self.path.removeprefix("/planted"))
+            wanted = urllib.request.Request(archive + self.path.removeprefix("/planted"))
             try:
                 with urllib.request.urlopen(wanted, timeout=60) as answer:
                     self.send_response(answer.status)
@@ -59,3 +61,12 @@ def debian_mirror() -> Iterator[PassingOn]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _archive() -> str:
+    """Where the base itself takes its packages from, without the path."""
+    command = ["sh", "-c", "cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2>/dev/null; true"]
+    said = docker.from_env().containers.run(BASE, command, remove=True).decode()
+    found = re.search(r"https?://[^/\s]+", said)
+    assert found, said
+    return found[0]

@@ -11,9 +11,9 @@ from images import debian, matrix, mirror
 from images.errors import UsageError
 from images.mirror import Mirror
 
-OLD = "deb [signed-by=/k.gpg] http://deb.debian.org/debian bookworm main\n"
+OLD = "deb [signed-by=/k.gpg] http://archive.example/debian bookworm main\n"
 NEW = """Types: deb
-URIs: http://deb.debian.org/debian-security/
+URIs: http://archive.example/debian-security/
 Suites: bookworm-security
 Components: main
 """
