@@ -80,6 +80,23 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+WORKLOADS = ("chat", "agent", "document")
+
+
+def _workload(value: str) -> str:
+    """Names of jobs with weights; what they mean is tune/workload.py's business."""
+    for word in value.split(","):
+        name, colon, share = word.strip().partition(":")
+        if name not in WORKLOADS:
+            near = difflib.get_close_matches(name, WORKLOADS, 1)
+            message = f"names no workload of {', '.join(WORKLOADS)}" + (f"; perhaps '{near[0]}'" if near else "")
+            raise ValueError(message)
+        if colon and not re.fullmatch(r"(?=.*[1-9])\d{1,6}(\.\d{1,6})?", share):
+            message = "has a weight that is not a positive number"
+            raise ValueError(message)
+    return value
+
+
 def _setting(parse: Callable[[str], Any], default: Any, help_text: str, metavar: str) -> Any:  # noqa: ANN401
     return field(default=default, metadata={"parse": parse, "help": help_text, "metavar": metavar})
 
@@ -120,8 +137,36 @@ class Settings:
     allow_disk: bool = _setting(
         _switch, False, "start even when weights exceed memory, and read them from disk", "on|off"
     )
+    mode: str = _setting(
+        _one_of("balanced", "speed", "context"),
+        "balanced",
+        "what a plan is chosen for: the shortest job, the largest window at 0.7 of the best speed, or the largest window",
+        "MODE",
+    )
+    workload: str = _setting(
+        _workload, "chat", "what plans are measured for: chat, agent, document, or a mix as in chat:3,agent:1", "JOBS"
+    )
+    users: int = _setting(_integer(1, 256), 1, "people who ask at the same time", "N")
+    speculation: str = _setting(
+        _one_of("auto", "off", "ngram", "draft", "mtp"),
+        "auto",
+        "tokens guessed ahead and checked at once (default: what measuring shows to be faster)",
+        "KIND",
+    )
+    draft_model: str | None = _setting(
+        _text, None, "small model that guesses ahead: a file name on the volume, or a path", "MODEL"
+    )
     tune: str = _setting(
-        _one_of("first", "off"), "first", "measure before the first serving, or serve the prediction", "WHEN"
+        _one_of("first", "idle", "off"),
+        "first",
+        "measure before the first serving, while nobody asks, or never: then the prediction is served",
+        "WHEN",
+    )
+    idle_s: float = _setting(
+        _seconds(1, 604800),
+        600.0,
+        "with tune idle: nobody has asked for so long before the engine is reloaded",
+        "SECONDS",
     )
     budget_s: float = _setting(_seconds(5, 86400), 120.0, "time that measuring may take", "SECONDS")
     drain_s: float = _setting(_seconds(0, 3600), 5.0, "time that running streams get when stopping", "SECONDS")
