@@ -140,7 +140,7 @@ class Settings:
     mode: str = _setting(
         _one_of("balanced", "speed", "context"),
         "balanced",
-        "what a plan is chosen for: the shortest job, the largest window at 0.7 of the best speed, or the largest window",
+        "the shortest job, the largest window at 0.7 of the best speed, or the largest that is readable when full",
         "MODE",
     )
     workload: str = _setting(
