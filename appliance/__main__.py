@@ -210,10 +210,10 @@ def _run_story(story: Coroutine[Any, Any, int]) -> int:
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.boot import foretell
     from appliance.engines.llama_server import BINARY, arguments
-    from appliance.plan import as_document, as_measured, explain, explain_settings, nearest
+    from appliance.plan import as_document, explain, explain_settings
 
     plans, engine, profile = foretell(settings, environment)
-    chosen = as_measured(nearest(plans, profile.plan), profile.plan) if profile else plans[0]
+    chosen = plans[0]
     argv = [str(settings.engine_dir / BINARY), *arguments(chosen, engine, settings.runtime_dir / "appliance.sock")]
     if options.json:
         found = profile.key.id if profile else None
@@ -228,7 +228,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
-            else f"a prediction; measuring decides between it and {len(plans) - 1} other plans"
+            else f"a prediction; measuring decides between it and others, such as its {len(plans) - 1} neighbours"
         )
         if profile and profile.prediction_error is not None and profile.allocated:
             print(

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
 from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
-from appliance.house import House
+from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_model, resolve_model
-from appliance.plan import Plan, plan
+from appliance.plan import Plan
 from appliance.probe import Hardware, probe
-from appliance.profile import Key, Profile, ProfileStore, make_key
+from appliance.profile import Key, Picked, Profile, ProfileStore, make_key, pick
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
@@ -23,19 +23,12 @@ from appliance.volume import open_volume
 async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
     become_subreaper()
-    image, engine = load_facts(settings)
-    open_volume(settings.data_dir, image.build_id)
-    hardware, model = look(settings, environment, image)
-    vouch(settings, image, hardware, report)
-    plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
-    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
-    house = House(settings, image, engine, hardware, report)
-    house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
+    house = open_house(settings, environment, report)
+    house.adopt()  # with a profile the engine loads while the gateway is imported
     async with house.stoppable(), house.open_gateway():
         if not house.has_engine:
-            await doubt(hardware, environment, report)
-            house.launch(await house.decide(plans, key, store))
+            await doubt(house.hardware, environment, report)
+            house.launch(await house.decide())
         await house.serve()
     return 0
 
@@ -43,37 +36,45 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
 async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """The story without serving: always measures, and keeps the profile. 143, as of SIGTERM, when it was stopped."""
     become_subreaper()
-    image, engine = load_facts(settings)
-    open_volume(settings.data_dir, image.build_id)
-    hardware, model = look(settings, environment, image)
-    vouch(settings, image, hardware, report)
-    plans = plan(settings, image, engine, hardware, model)
-    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
-    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
-    house = House(settings, image, engine, hardware, report)
+    house = open_house(settings, environment, report)
     async with house.stoppable():
-        with store.tuning(key) as is_ours:
-            if not is_ours:
-                message = "another container on this volume is measuring for the same key"
-                raise ConfigError(message, hint="wait for it; its profile will serve both")
-            await house.tune(plans, key, store)
+        await house.tune_alone()
     return 143 if house.was_stopped else 0
 
 
-def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
-    """What a start would serve: the plans, and the profile that would be used. Writes nothing and starts nothing."""
+def open_house(settings: Settings, environment: Mapping[str, str], report: Report) -> House:
+    """Looks at everything, and refuses what cannot work."""
+    image, _ = load_facts(settings)
+    open_volume(settings.data_dir, image.build_id)
+    found = prepare(settings, environment)
+    vouch(settings, found.image, found.hardware, report)
+    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    return House(settings, found, store, report)
+
+
+def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
+    """Writes nothing and starts nothing."""
     image, engine = load_facts(settings)
     hardware, model = look(settings, environment, image)
-    plans = plan(settings, image, engine, hardware, model)
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
-    return plans, engine, ProfileStore(settings.profiles_dir, lambda _: None).peek(key)
+    return Prepared(image=image, engine=engine, hardware=hardware, model=model, key=key)
+
+
+def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
+    """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if any.
+    Writes nothing and starts nothing."""
+    found = prepare(settings, environment)
+    space = found.space(settings)
+    profile = ProfileStore(settings.profiles_dir, lambda _: None).peek(found.key)
+    picked = pick(profile, settings.mode, space) if profile else None
+    if isinstance(picked, Picked):
+        return [picked.plan], found.engine, profile
+    return [space.best, *space.neighbours()], found.engine, None
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
     """Of the profile that a start here would want."""
-    image, _ = load_facts(settings)
-    hardware, model = look(settings, environment, image)
-    return make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
+    return prepare(settings, environment).key
 
 
 def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:

@@ -82,6 +82,7 @@ class EngineError(FatalError):
 
     `was_memory`: memory ran out, by the log or by the kernel's count, also while serving: only then a smaller plan
     helps. `needed_mib`: the size of the buffer that was refused, where the log tells it; at most so much was missing.
+    `device`: the engine's name of the GPU that lacked it.
     """
 
     exit_code = 43
@@ -94,10 +95,12 @@ class EngineError(FatalError):
         log: tuple[str, ...] = (),
         was_memory: bool = False,
         needed_mib: float | None = None,
+        device: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint, log=log)
         self.was_memory = was_memory
         self.needed_mib = needed_mib
+        self.device = device
 
 
 class EngineArgumentsError(EngineError):

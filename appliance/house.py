@@ -9,21 +9,23 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from appliance import __version__
 from appliance.command import Command
 from appliance.engines.endings import as_error
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
+from appliance.errors import ConfigError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short, nearest, refine
+from appliance.model import Model
+from appliance.plan import Plan, Space, as_document, explain_memory, in_short, refine
 from appliance.probe import Hardware, count_oom_kills
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile import Key, Picked, Profile, ProfileStore, pick
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -31,21 +33,39 @@ from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.tune.measure import Step
-    from appliance.tune.search import Measurement
+    from appliance.tune.measurement import Measurement
+    from appliance.tune.modes import Mode
 
+REFINED = 12  # plans that the engine's own loader is asked about
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a start knows before it starts anything."""
+
+    image: ImageFacts
+    engine: EngineFacts
+    hardware: Hardware
+    model: Model
+    key: Key
+
+    def space(self, settings: Settings) -> Space:
+        """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+        return Space(settings, self.image, self.engine, self.hardware, self.model)
 
 
 class House:
     """Made inside the running loop. The order of its verbs is `boot`'s business."""
 
-    def __init__(
-        self, settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, report: Report
-    ) -> None:
+    def __init__(self, settings: Settings, found: Prepared, store: ProfileStore, report: Report) -> None:
         self._settings = settings
-        self._image = image
-        self._engine = engine
-        self._hardware = hardware
+        self._image = found.image
+        self._engine = found.engine
+        self._key = found.key
+        self._model = found.model
+        self._space = found.space(settings)
+        self._store = store
         self._report = report
         self._socket = settings.runtime_dir / f"appliance-{os.getpid()}.sock"  # short: 107 bytes is all a socket has
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
@@ -55,6 +75,7 @@ class House:
         self._allocated: Allocated | None = None
         self._measurements: list[Measurement] = []
         self._stop = asyncio.Event()
+        self.hardware = found.hardware
 
     @property
     def was_stopped(self) -> bool:
@@ -65,24 +86,29 @@ class House:
     def has_engine(self) -> bool:
         return self._plan is not None
 
-    def adopt(self, profile: Profile | None, plans: Sequence[Plan]) -> None:
+    def adopt(self) -> None:
         """Starts the engine at once when there is a profile."""
+        profile = self._store.load(self._key)
         if profile is not None:
-            self.launch(self._use(profile, plans))
+            self.launch(self._use(profile))
 
-    def _use(self, profile: Profile, plans: Sequence[Plan]) -> Plan:
-        """What was measured, within what this start plans: the memory that is free may be another by now."""
+    def _use(self, profile: Profile) -> Plan:
+        """The best of what was measured that fits the memory which is free now; the prediction where nothing does."""
         self._profile = profile
-        chosen = as_measured(nearest(plans, profile.plan), profile.plan)
         if (build := profile.key.parts.get("build")) != self._image.build_id:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {self._image.build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        if (chosen.context, chosen.kv_type) != (profile.plan.context, profile.plan.kv_type):
-            then = f"{profile.plan.context:,} tokens at {profile.plan.kv_type}"
-            words = f"memory carries {chosen.context:,} tokens at {chosen.kv_type} now, {then} when it was measured"
-            self._report.info("window_changed", words, context=chosen.context, kv_type=chosen.kv_type)
-        return chosen
+        picked = pick(profile, self._settings.mode, self._space)
+        lacking = picked.passed_over if isinstance(picked, Picked) else picked
+        for words in lacking:
+            self._report.warning("plan_passed_over", words)
+        if isinstance(picked, Picked):
+            if not picked.is_best or self._settings.mode != profile.mode:
+                self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
+            return picked.plan
+        self._report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
+        return self._space.best
 
     def launch(self, chosen: Plan) -> None:
         """Spawns the engine at once; `serve` waits for it."""
@@ -110,89 +136,127 @@ class House:
     def _cache_dir(self) -> Path:
         return self._settings.data_dir / "cache" / self._image.build_id
 
-    async def decide(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Plan:
-        """Measures, unless told not to; while another container measures for the same key, waits for its profile."""
-        if changed := store.why_unused(key, Path(plans[0].model_path).name):
+    async def decide(self) -> Plan:
+        """What to serve without a profile: measured now, unless told not to, or another container is at it."""
+        if changed := self._store.why_unused(self._key, self._model.path.name):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
+        if why := self._why_not_measured():
+            self._report.info("tune_off", f"{why}: serving the prediction")
+            return self._space.best
+        with self._store.tuning(self._key) as is_ours:
+            if (profile := self._store.load(self._key)) is not None:
+                return self._use(profile)
+            if is_ours:
+                return (await self.tune()).plan
+        words = "another container on this volume is measuring: serving the prediction, its profile from the next start"
+        self._report.info("tune_elsewhere", words)
+        return self._space.best
+
+    def _why_not_measured(self) -> str | None:
         if self._settings.tune == "off":
-            self._report.info("tune_off", "measuring is off: serving the prediction")
-            return plans[0]
-        if plans[0].is_embedding:
-            self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
-            return plans[0]
-        is_waiting = False
-        while True:
-            with store.tuning(key) as is_ours:
-                if (profile := store.load(key)) is not None:
-                    return self._use(profile, plans)
-                if is_ours:
-                    return (await self.tune(plans, key, store)).plan
-            if not is_waiting:
-                self._report.info("tune_wait", "another container on this volume is measuring: waiting for its profile")
-            is_waiting = True
-            self._report.phase(Phase.TUNING, "another container on this volume is measuring")
-            await asyncio.sleep(0.5)
+            return "measuring is off"
+        if self._model.is_embedding_model:
+            return "the model gives vectors, not text"
+        return None
 
-    async def tune(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Profile:
-        from appliance.tune.search import job_s
-        from appliance.tune.tuner import speed_in_words, tune  # here, since a start from a profile never needs it
+    async def tune_alone(self) -> Profile:
+        """Raises ConfigError while another container measures for the same key: two would spoil each other's."""
+        with self._store.tuning(self._key) as is_ours:
+            if not is_ours:
+                message = "another container on this volume is measuring for the same key"
+                raise ConfigError(message, hint="wait for it; its profile will serve both")
+            return await self.tune()
 
+    async def tune(self) -> Profile:
+        from appliance.tune.tuner import Goal, Tuner, speed_in_words  # here: a start from a profile never needs it
+        from appliance.tune.workload import parse_mix
+
+        settings = self._settings
         self._report.phase(Phase.TUNING, "starting")
-        plans = await self._refined(plans)
-        self._report.info("tune_start", f"measuring up to {len(plans)} plans within {self._settings.budget_s:g} s")
-        tuned = await tune(
-            plans, self.command, budget_s=self._settings.budget_s, tell=self._on_step, done=self._on_measured
+        plans = await self._refined(await asyncio.to_thread(self._space.all))
+        kept = self._store.kept(self._key)
+        self._measurements = list(kept)
+        words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
+        if kept:
+            words += f"; {len(kept)} measurements are there from a start that was interrupted"
+        self._report.info("tune_start", words)
+        tuner = Tuner(
+            self._space,
+            plans,
+            self.command,
+            Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=self._space.native),
+            budget_s=settings.budget_s,
+            tell=self._on_step,
+            done=self._on_measured,
+            kept=kept,
         )
-        speed = speed_in_words(tuned)
+        tuned = await tuner.run()
         self._profile = Profile(
-            key=key,
+            key=self._key,
             plan=tuned.plan,
+            plans=tuned.plans,
+            like=tuned.like,
             measurements=tuned.measurements,
-            job_s=job_s(tuned.chosen, tuned.workload),
-            workload=tuned.workload.name,
-            speed=speed,
+            mode=settings.mode,
+            workload=settings.workload,
+            native=self._space.native,
+            job_s=tuned.job_s,
+            speed=speed_in_words(tuned),
             seconds=tuned.seconds,
             stopped_by=tuned.stopped_by,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            allocated=tuned.chosen.allocated,
+            allocated=tuned.allocated,
+            disturbance=tuned.disturbance,
         )
-        is_kept = store.save(self._profile)
-        pinned = store.pinned(key)
-        if not is_kept or pinned is not None:
-            which = pinned.key.id if pinned else key.id
-            words = f"profile {which} is pinned and stays the one that is used; `appliance profiles unpin` ends that"
-            self._report.warning("profile_pinned", words, profile=which)
-        words = f"chose {in_short(tuned.plan)} in {tuned.seconds:.0f} s: {speed}"
-        self._report.info("tuned", words, profile=key.id, stopped_by=tuned.stopped_by)
+        self._keep(self._profile)
         return self._profile
 
+    def _keep(self, profile: Profile) -> None:
+        is_kept = self._store.save(profile)
+        pinned = self._store.pinned(self._key)
+        if pinned is not None:
+            words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
+            self._report.warning("profile_pinned", words, profile=pinned.key.id)
+        if profile.disturbance:
+            stays = "" if is_kept else ", and the profile that is there stays"
+            words = (
+                f"something else was at work while this was measured: {profile.disturbance}; it is provisional{stays}"
+            )
+            self._report.warning("provisional", words)
+        words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
+        self._report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
+
     async def _refined(self, plans: Sequence[Plan]) -> Sequence[Plan]:
-        """The plans as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells the same."""
+        """The most promising ones as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells
+        the same."""
         if not plans[0].placement.shares:
             return plans
         from appliance.engines.llama_fit import query_projections  # here, since a start from a profile never needs it
 
+        first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
         projections = await asyncio.to_thread(
             query_projections,
             self._settings.engine_dir,
-            plans,
+            first,
             self._engine,
             cache_dir=self._cache_dir,
             budget_s=self._settings.budget_s / 10,
         )
-        refined = refine(plans, projections)
+        refined = {plan.key: plan for plan in refine(first, projections)}
         answered = sum(found is not None for found in projections)
-        words = f"the engine's loader reckoned {answered} of {len(plans)} plans: {len(refined)} fit by its figures"
+        words = f"the engine's loader reckoned {answered} of {len(first)} plans: {len(refined)} fit by its figures"
         self._report.info("plans_refined", words)
-        return refined or plans
+        dropped = {plan.key for plan in first} - set(refined)
+        return [refined.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
 
     def _on_step(self, step: Step) -> None:
-        words = f"{in_short(step.plan)}: {step.what}"
+        words = f"{step.plan.key}: {step.what}"
         self._report.phase(Phase.TUNING, words)
         self._report.info("tune_step", words)
 
     def _on_measured(self, measurement: Measurement) -> None:
         self._measurements.append(measurement)
+        self._store.keep(self._key, self._measurements)
         if measurement.error:
             self._report.warning("tune_failed", measurement.in_words())
             return
@@ -238,7 +302,7 @@ class House:
             progress=lambda: self._report.progress,
             documents={
                 "status": self._status,
-                "hardware": lambda: hardware_document(self._hardware),
+                "hardware": lambda: hardware_document(self.hardware),
                 "plan": lambda: as_document(self._plan) if self._plan else {},
                 "profile": self._profile_document,
                 "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},

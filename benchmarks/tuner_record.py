@@ -28,7 +28,6 @@ import aiohttp
 import gguf
 
 from appliance.command import Command
-from appliance.engines.llama_server import environment
 from appliance.errors import EngineError
 from appliance.supervisor import Supervisor
 from appliance.tune.measure import Probe
@@ -158,7 +157,13 @@ def _command(binary: Path, model: Path, cell: dict[str, Any], folder: Path) -> C
         except aiohttp.ClientError:
             return False
 
-    return Command(argv=argv, environment=environment(folder), is_ready=is_ready, folder=folder, socket_path=socket)
+    return Command(
+        argv=argv,
+        environment={"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"},
+        is_ready=is_ready,
+        folder=folder,
+        socket_path=socket,
+    )
 
 
 def _rounded(point: dict[str, Any]) -> dict[str, Any]:

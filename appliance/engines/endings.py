@@ -115,6 +115,7 @@ _MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 _MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
 # The engine mends some failures by itself, and what it said of them is no cause of a later end.
 _MENDED = re.compile(r"buffer allocation failed, retrying")
+_DEVICE = re.compile(r"on device (\d+)|\bCUDA(\d+) buffer")
 _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"allocating ([0-9.]+) MiB on device"), 1.0),
     (re.compile(r"allocate +([0-9.]+) Mi?B"), 1.0),  # it says MB and means 2^20 bytes
@@ -138,7 +139,8 @@ def as_error(ending: Ending, *, served: bool = False) -> FatalError:
         kind = EngineDiedError
         hint = f"{hint if was_memory else _LAST_LINES}; a restart policy starts the container again"
     if issubclass(kind, EngineError):
-        return kind(message, hint=hint, log=ending.log, was_memory=was_memory, needed_mib=needed_mib)
+        device = _device(line, ending.log) if was_memory else None
+        return kind(message, hint=hint, log=ending.log, was_memory=was_memory, needed_mib=needed_mib, device=device)
     return kind(message, hint=hint, log=ending.log)
 
 
@@ -190,4 +192,12 @@ def _needed_mib(line: str | None, log: tuple[str, ...]) -> float | None:
         for pattern, mib in _SIZES:
             if found := pattern.search(said):
                 return float(found[1]) * mib
+    return None
+
+
+def _device(line: str | None, log: tuple[str, ...]) -> str | None:
+    """The engine's name of the GPU whose memory was refused; None for the host's, and where the log names none."""
+    for text in (line or "", *reversed(log)):
+        if found := _DEVICE.search(text):
+            return f"CUDA{found[1] or found[2]}"
     return None

@@ -1,28 +1,31 @@
 """Step 2: what can work on this machine with this model, best prediction first, each value with its reason."""
 
 from appliance.plan.choice import Choice
-from appliance.plan.decide import Plan, as_measured, nearest, plan, with_measured
+from appliance.plan.costs import Costs
+from appliance.plan.decide import Plan, with_measured
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.memory import Memory
 from appliance.plan.placement import Placement, Share
 from appliance.plan.refine import Projection, refine
+from appliance.plan.space import SMALLEST_WINDOW, Space, plan
 from appliance.plan.speed import Speed
 
 __all__ = [
+    "SMALLEST_WINDOW",
     "Choice",
+    "Costs",
     "Memory",
     "Placement",
     "Plan",
     "Projection",
     "Share",
+    "Space",
     "Speed",
     "as_document",
-    "as_measured",
     "explain",
     "explain_memory",
     "explain_settings",
     "in_short",
-    "nearest",
     "plan",
     "refine",
     "with_measured",

@@ -1,6 +1,7 @@
 """Step 4: the best plan and how it was found, kept on the volume."""
 
+from appliance.profile.pick import Picked, pick
 from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile
 from appliance.profile.store import ProfileStore
 
-__all__ = ["Key", "Profile", "ProfileStore", "dump_profile", "make_key", "parse_profile"]
+__all__ = ["Key", "Picked", "Profile", "ProfileStore", "dump_profile", "make_key", "parse_profile", "pick"]

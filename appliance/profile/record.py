@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,12 +18,14 @@ from appliance.model import ModelDigest
 from appliance.plan import Choice, Memory, Placement, Plan, Share, Speed
 from appliance.probe import Hardware, fingerprint
 from appliance.settings import Settings
-from appliance.tune.search import Measurement, Point
+from appliance.tune.curve import Point
+from appliance.tune.measurement import Measurement
 
-SCHEMA = 1
+SCHEMA = 2
 # For speed.
 SETTINGS_THAT_MATTER = (
-    "ctx_size", "devices", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "threads", "ubatch"
+    "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
+    "threads", "ubatch", "users", "workload",
 )  # fmt: skip
 
 
@@ -52,18 +55,27 @@ def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, digest: 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The best plan and how it was found."""
+    """What was found: the plan that was best for `mode`, and every other that was measured or that another mode wants.
+
+    `like` names, for a plan that was not measured itself, the one whose figures are its own. `disturbance` says what
+    spoilt the figures of the best: then the profile is provisional, and never replaces one that is not.
+    """
 
     key: Key
     plan: Plan
+    plans: tuple[Plan, ...]
+    like: dict[str, str]
     measurements: tuple[Measurement, ...]
+    mode: str
+    workload: str  # as the setting says it
+    native: int  # the largest window that counts
     job_s: float
-    workload: str
     speed: str  # in words
     seconds: float
     stopped_by: str
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
+    disturbance: str | None = None
 
     @property
     def prediction_error(self) -> float | None:
@@ -77,6 +89,25 @@ def dump_profile(profile: Profile) -> str:
     document = {"schema": SCHEMA, **asdict(profile)}
     document["key"] = {"id": profile.key.id, "parts": profile.key.parts}
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def dump_partial(key: Key, measurements: Sequence[Measurement]) -> str:
+    """What was measured for the key before it was interrupted."""
+    document = {"schema": SCHEMA, "key": {"id": key.id}, "measurements": [asdict(m) for m in measurements]}
+    return json.dumps(document, sort_keys=True) + "\n"
+
+
+def parse_partial(text: str, key: Key) -> tuple[Measurement, ...]:
+    """Raises ValueError for what `dump_partial` did not write for this key."""
+    try:
+        document = json.loads(text)
+        if (document["schema"], document["key"]["id"]) != (SCHEMA, key.id):
+            message = "measurements are of another schema or key"
+            raise ValueError(message)
+        return tuple(_measurement(m) for m in document["measurements"])
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        message = f"measurements lack something: {type(error).__name__}: {error}"
+        raise ValueError(message) from error
 
 
 class OtherSchemaError(ValueError):
@@ -107,6 +138,8 @@ def _profile(document: dict[str, Any]) -> Profile:
             **_only(Profile, document),
             "key": key,
             "plan": _plan(document["plan"]),
+            "plans": tuple(_plan(plan) for plan in document["plans"]),
+            "like": {str(key): str(of) for key, of in document["like"].items()},
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
             "allocated": _allocated(document["allocated"]),
         }
@@ -114,12 +147,12 @@ def _profile(document: dict[str, Any]) -> Profile:
 
 
 def _plan(data: dict[str, Any]) -> Plan:
-    speed = data.get("speed")
+    speed = data["speed"]
     return Plan(
         **{
             **_only(Plan, data),
             "memory": _memory(data["memory"]),
-            "placement": _placement(data["placement"]) if "placement" in data else Placement(),
+            "placement": _placement(data["placement"]),
             "speed": None if speed is None else Speed(**_only(Speed, speed)),
             "choices": tuple(Choice(**_only(Choice, choice)) for choice in data["choices"]),
         }
@@ -137,9 +170,6 @@ def _placement(data: dict[str, Any]) -> Placement:
 
 def _measurement(data: dict[str, Any]) -> Measurement:
     points = tuple(Point(**_only(Point, point)) for point in data["points"])
-    if not isinstance(data["error"], str | None):
-        message = f"Measurement.error is not text: {data['error']!r}"
-        raise TypeError(message)
     return Measurement(**{**_only(Measurement, data), "points": points, "allocated": _allocated(data["allocated"])})
 
 
@@ -152,12 +182,9 @@ def _allocated(data: dict[str, Any] | None) -> Allocated | None:
 
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _SIMPLE["int | None"] = (int, type(None))
-_LATER = {
-    "Plan": ("checkpoints", "placement", "speed"),
-    "Memory": ("state", "checkpoints", "repacked", "mapped_twice"),
-    "Measurement": ("variant",),
-    "Allocated": ("recurrent", "mapped", "repacked", "devices"),
-}
+_SIMPLE["float | None"] = (int, float, type(None))
+_SIMPLE["str | None"] = (str, type(None))
+_LATER: dict[str, tuple[str, ...]] = {}  # fields that the first records of this schema lack, by class
 
 
 def _only(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,19 @@ from typing import TypeVar
 
 from appliance.errors import ConfigError, VolumeError
 from appliance.profile.disk import Disk, put_file, sync_folder
-from appliance.profile.record import SCHEMA, Key, OtherSchemaError, Profile, dump_profile, parse_profile
+from appliance.profile.record import (
+    SCHEMA,
+    Key,
+    OtherSchemaError,
+    Profile,
+    dump_partial,
+    dump_profile,
+    parse_partial,
+    parse_profile,
+)
+from appliance.tune.measurement import Measurement
 
-MAX_BYTES = 16 * 2**20  # ours are some 10 KB; a larger file is not one of ours
+MAX_BYTES = 16 * 2**20  # ours are some 100 KB; a larger file is not one of ours
 _Found = TypeVar("_Found")
 _HINT = "check free space, owner and mode of the volume"
 
@@ -82,17 +92,21 @@ class ProfileStore:
         return f"{key_id}.pin" in self._names()
 
     def save(self, profile: Profile) -> bool:
-        """False, and nothing is written, where the profile for this key is pinned.
+        """False, and nothing is written, where the profile for this key is pinned, or where something disturbed the new
+        one's figures and not the old one's. Measurements that were kept for it are gone then.
 
         Raises VolumeError; then the old profile or the new one is there, whole.
         """
         path = self._path(profile.key)
         with self.locked(profile.key), self._refusing(f"profile cannot be written: {path}"):
             self._drop_leftovers(path)
+            old = self._exact(profile.key)
             if self.is_pinned(profile.key.id):
-                if self._exact(profile.key) is not None:
+                if old is not None:
                     return False
                 self._disk.remove(self._mark(profile.key.id))  # left over from one that was damaged
+            if profile.disturbance and old is not None and old.disturbance is None:
+                return False
             put_file(
                 self._disk,
                 path,
@@ -100,7 +114,28 @@ class ProfileStore:
                 temporary=path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp"),
                 modified_ns=self._next_ns(),
             )
+            with suppress(FileNotFoundError):
+                self._disk.remove(self._partial(profile.key))
         return True
+
+    def keep(self, key: Key, measurements: Sequence[Measurement]) -> None:
+        """What was measured so far, for a tuning that goes on at the next start. Raises VolumeError."""
+        path = self._partial(key)
+        with self.locked(key), self._refusing(f"measurements cannot be kept: {path}"):
+            self._drop_leftovers(path)
+            put_file(
+                self._disk,
+                path,
+                dump_partial(key, measurements).encode(),
+                temporary=path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp"),
+                modified_ns=time.time_ns(),
+            )
+
+    def kept(self, key: Key) -> tuple[Measurement, ...]:
+        """Of a tuning for this key that was interrupted; none where they cannot be read: then they are made again."""
+        with suppress(OSError, ValueError):
+            return parse_partial(self._disk.read(self._partial(key), MAX_BYTES + 1).decode(), key)
+        return ()
 
     def pin(self, key_id: str) -> Profile:
         """From now on it is not replaced, and used whatever the build. Pinning twice is pinning once."""
@@ -136,8 +171,9 @@ class ProfileStore:
             was_pinned = self.is_pinned(name)
             if was_pinned:
                 self._disk.remove(self._mark(name))
-            with suppress(FileNotFoundError):
-                self._disk.remove(path)
+            for gone in (path, path.with_suffix(".partial")):
+                with suppress(FileNotFoundError):
+                    self._disk.remove(gone)
             sync_folder(self._disk, self._folder)
         return Forgotten(id=name, alias=profile.plan.alias if profile else None, was_pinned=was_pinned)
 
@@ -180,6 +216,9 @@ class ProfileStore:
 
     def _path(self, key: Key) -> Path:
         return self._folder / f"{key.id}.json"
+
+    def _partial(self, key: Key) -> Path:
+        return self._folder / f"{key.id}.partial"
 
     def _mark(self, name: str) -> Path:
         return self._folder / f"{name}.pin"

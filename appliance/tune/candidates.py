@@ -1,28 +1,62 @@
-"""At which depths to measure a plan: pure. Each leaves room in the context to decode `tokens_each`."""
+"""Plans as the search sees them, and at which depths they are measured: pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from appliance.plan import Plan, Space
+from appliance.tune.terms import Candidate, Need, Work
+
 EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
-MIDDLE = 512  # what a chat brings along
-DEEPEST = 2048
+SHARE_FOR_DEPTH = 0.1  # of the budget, for filling the deepest context of one plan
+SHARE_FOR_WORK = 0.05  # and that of the workload, which every plan is measured at
+
+
+def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:
+    """In the order of the plans, whose keys are theirs."""
+    return [
+        Candidate(
+            key=plan.key,
+            knobs=(
+                ("threads", plan.threads),
+                ("ubatch", plan.ubatch),
+                ("kv_type", plan.kv_type),
+                ("load_mode", plan.load_mode),
+                ("split", plan.placement.split_mode),
+                ("cpu_experts", plan.placement.cpu_expert_layers),
+                ("cpu_layers", plan.placement.cpu_layers),
+                ("window", plan.context),
+            ),
+            window=plan.context,
+            work=Work(**asdict(space.costs(plan))),
+            needs=tuple(Need(device=device, need_mib=need, room_mib=room) for device, need, room in space.needs(plan)),
+        )
+        for plan in plans
+    ]
 
 
 def empty_depth(context: int, tokens_each: int) -> int:
     return min(EMPTY, max(1, _room(context, tokens_each) // 4))
 
 
-def middle_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float) -> int | None:
-    """What a chat brings along, or what `seconds` can prefill at `prefill_ms` a token; None when that is no deeper
-    than empty: on a machine that slow one point has to do."""
+def work_depth(context: int, tokens_each: int, *, wanted: int, prefill_ms: float, seconds: float) -> int | None:
+    """The workload's, or what `seconds` can prefill at `prefill_ms` a token; None when that is no deeper than empty: on
+    a machine that slow one point has to do."""
     first = empty_depth(context, tokens_each)
-    depth = min(MIDDLE, _room(context, tokens_each) // 2, first + _carried(prefill_ms, seconds))
+    depth = min(wanted, _room(context, tokens_each) // 2, first + _carried(prefill_ms, seconds))
     return depth if depth >= 2 * first else None
 
 
-def deep_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float, middle: int) -> int | None:
-    """The deepest, at most DEEPEST, that `seconds` can prefill beyond the middle; None below half again as deep."""
-    depth = min(DEEPEST, _room(context, tokens_each), middle + _carried(prefill_ms, seconds))
-    return depth if depth >= middle * 1.5 else None
+def deep_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: float, work: int) -> int | None:
+    """The deepest that `seconds` can prefill beyond the workload's; None below half again as deep."""
+    depth = min(_room(context, tokens_each), work + _carried(prefill_ms, seconds))
+    return depth if depth >= work * 1.5 else None
+
+
+def within(depths: Sequence[int], context: int, tokens_each: int) -> tuple[int, ...]:
+    """Those that a plan with a smaller window has room for."""
+    return tuple(depth for depth in depths if depth <= _room(context, tokens_each))
 
 
 def _room(context: int, tokens_each: int) -> int:

@@ -121,6 +121,12 @@ class Search:
         state = _State(self, trials)
         return state.measured or state.predicted[:POOL]
 
+    def best(self, trials: Sequence[Trial], window: int) -> Estimate | None:
+        """Of those with this window that were not measured and are likely to fit, the best prediction."""
+        state = _State(self, trials)
+        likely = (e for e in state.predicted if e.candidate.window == window and state.is_likely(e.candidate))
+        return next(likely, None)
+
     def observations(self, trials: Sequence[Trial]) -> list[Observation]:
         return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
 
@@ -203,6 +209,9 @@ class _State:
             candidate = self._search.candidate(key)
             found.append(Estimate(candidate=candidate, ms=ms, spread=spread, is_measured=True))
         return sorted(found, key=lambda estimate: estimate.ms)
+
+    def is_likely(self, candidate: Candidate) -> bool:
+        return self._chance(candidate) >= LIKELY_FIT
 
     @property
     def leader(self) -> Estimate | None:

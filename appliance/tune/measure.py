@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from appliance.engines.llama_server import parse_allocated
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.supervisor import Supervisor
-from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, middle_depth
-from appliance.tune.search import Measurement, Point
+from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
+from appliance.tune.curve import Point
+from appliance.tune.guided import LONGER
+from appliance.tune.measurement import Measurement
 
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
 LOG_LINES = 5000  # buffer sizes are among the first few hundred
-SHARE_FOR_DEPTH = 0.2  # of what is left of the budget, for filling the deep context of one plan
 DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit is seen
 
 
@@ -36,19 +37,35 @@ class Step:
     what: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a plan is looked at: at which depths, and decoding how many tokens at each."""
+
+    depths: tuple[int, ...]
+    is_long: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return DECODE_TOKENS * (LONGER if self.is_long else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLook:
+    """Of the first plan: its own prefill speed decides how deep all others are looked at."""
+
+    wanted: int  # the workload's depth
+    work_s: float  # what filling the context so far may take
+    deep_s: float
+
+
 async def measure(
     plan: Plan,
     start: Callable[[Plan], Command],
+    look: Look | FirstLook,
     *,
-    left_s: float,
-    at: tuple[int, ...] | None,
     tell: Callable[[Step], None],
 ) -> Measurement:
-    """One start, two or three depths. Raises what `as_error` makes of it when it fails on the way.
-
-    `at` are the depths of the plans measured before, so that all are compared at the same; None lets this plan choose
-    the deep one by its own prefill speed and `left_s`.
-    """
+    """One start of the engine. Raises what `as_error` makes of it when it fails on the way."""
     began = time.monotonic()
     lines: deque[str] = deque(maxlen=LOG_LINES)
     supervisor = Supervisor(on_line=lines.append)
@@ -62,17 +79,16 @@ async def measure(
         load_s = time.monotonic() - began
         try:
             async with Probe(command) as probe:
-                work = _points(probe, plan, left_s - load_s, at, tell)
+                work = _points(probe, plan, look, tell)
                 points = await _unless_stalled(work, supervisor, command.stall_timeout_s)
         except EngineNotReadyError as error:
             raise await _cause(supervisor, error) from error
     finally:
         await supervisor.stop()
     return Measurement(
-        threads=plan.threads,
-        ubatch=plan.ubatch,
-        variant=plan.variant,
+        key=plan.key,
         points=points,
+        is_long=isinstance(look, Look) and look.is_long,
         load_s=load_s,
         seconds=time.monotonic() - began,
         allocated=parse_allocated(lines),
@@ -97,26 +113,24 @@ async def _unless_stalled(
         await asyncio.gather(working, stalling, return_exceptions=True)
 
 
-async def _points(
-    probe: Probe, plan: Plan, left_s: float, at: tuple[int, ...] | None, tell: Callable[[Step], None]
-) -> tuple[Point, ...]:
+async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callable[[Step], None]) -> tuple[Point, ...]:
     points: list[Point] = []
 
-    async def add(depth: int) -> Point:
+    async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
         tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
-        points.append(await probe.run(depth, DECODE_TOKENS))
+        points.append(await probe.run(depth, tokens))
         return points[-1]
 
     await probe.warm()
-    if at is not None:
-        for depth in at:
-            await add(depth)
+    if isinstance(look, Look):
+        for depth in look.depths:
+            await add(depth, look.tokens)
         return tuple(points)
     last = await add(empty_depth(plan.context, DECODE_TOKENS))
-    seconds = left_s * SHARE_FOR_DEPTH
-    if middle := middle_depth(plan.context, DECODE_TOKENS, prefill_ms=last.prefill_ms, seconds=seconds):
-        last = await add(middle)
-        if deep := deep_depth(plan.context, DECODE_TOKENS, prefill_ms=last.prefill_ms, seconds=seconds, middle=middle):
+    room = {"context": plan.context, "tokens_each": DECODE_TOKENS * LONGER}
+    if work := work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s):
+        last = await add(work)
+        if deep := deep_depth(**room, prefill_ms=last.prefill_ms, seconds=look.deep_s, work=work):
             await add(deep)
     return tuple(points)
 
@@ -216,9 +230,3 @@ async def _cause(supervisor: Supervisor, seen: FatalError) -> FatalError:
             return as_error(await supervisor.wait_failed())
     except TimeoutError:
         return seen
-
-
-def common_depths(measurements: Sequence[Measurement]) -> tuple[int, ...] | None:
-    """The depths that the first good measurement chose, for those that follow; None while there is none."""
-    chosen = (tuple(point.depth for point in measurement.points) for measurement in measurements if measurement.points)
-    return next(chosen, None)

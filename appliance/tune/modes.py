@@ -22,11 +22,12 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan that was measured: `key` is the caller's."""
+    """A plan that was measured: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken."""
 
     key: str
     window: int
     curve: Curve
+    merit: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +55,12 @@ def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chos
 
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
-    """The shortest job; of those within the noise of it the largest window, then the shortest."""
+    """The shortest job; of those within the noise of it the largest window, then the most merit, then the shortest."""
     costs = [(cost_s(plan.curve, job), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
     cost, plan = max(
         ((cost, plan) for cost, plan in costs if cost <= shortest * (1 + NOISE)),
-        key=lambda pair: (pair[1].window, -pair[0]),
+        key=lambda pair: (pair[1].window, pair[1].merit, -pair[0]),
     )
     return Chosen(
         rated=plan, at=job.depth, speed=plan.curve.decode(job.depth), why=f"{cost:.1f} s for a {job.name} job"

@@ -1,91 +1,310 @@
-"""The loop: what to measure next, measured, until nothing promising is left or the time is up."""
+"""The loop: what to measure next, measured, until nothing promises more than it costs or the time is up."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from appliance.command import Command
+from appliance.engines.llama_server import Allocated
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
-from appliance.plan import Plan, with_measured
-from appliance.tune.measure import Step, common_depths, measure
-from appliance.tune.search import CHAT, Measurement, Workload, best, job_s, next_plan, plan_of, scaled
+from appliance.plan import SMALLEST_WINDOW, Plan, Space, with_measured
+from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
+from appliance.tune.curve import Curve, Point
+from appliance.tune.guided import LONGER, Ask, Effort, Search, Trial
+from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
+from appliance.tune.measurement import Measurement, curve_of, rated, trial_of
+from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
+from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
+SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
+FINALISTS = 3
+NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
+MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
+
+
+class Watch(Protocol):
+    """Says, after something was measured, what else the machine was doing meanwhile."""
+
+    @property
+    def disturbance(self) -> str | None: ...
+
+
+class _Unwatched:
+    disturbance = None
+
+
+def unwatched() -> AbstractContextManager[Watch]:
+    return nullcontext(_Unwatched())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What plans are measured for. `native` is the largest window that counts: the model's, or what was asked for."""
+
+    mix: Mix
+    mode: Mode
+    native: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The winner and everything that was seen on the way."""
+    """The winner and everything that was seen on the way. `plans` hold every measured one, and what the other modes
+    would serve; `like` names, for one that was not measured itself, the one whose figures are its own."""
 
     plan: Plan
-    chosen: Measurement
+    chosen: Chosen
+    plans: tuple[Plan, ...]
+    like: dict[str, str]
     measurements: tuple[Measurement, ...]
-    workload: Workload
+    mix: Mix  # as scaled to the windows that were compared
     seconds: float
-    stopped_by: str  # "everything measured" or "budget"
+    stopped_by: str
+    allocated: Allocated | None  # by the winner, or by the one whose figures are its own
+    disturbance: str | None
+
+    @property
+    def job_s(self) -> float:
+        return cost_s(self.chosen.rated.curve, self.mix)
 
 
-async def tune(
-    plans: Sequence[Plan],
-    start: Callable[[Plan], Command],
-    *,
-    budget_s: float,
-    tell: Callable[[Step], None],
-    done: Callable[[Measurement], None],
-) -> Tuned:
-    """Measures until nothing promising is left or the budget cannot hold another plan.
+class Tuner:
+    """One tuning. `kept` are measurements of one that was interrupted: they are not done again."""
 
-    A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first that
-    failed when none could be measured, and at once when it is one that no other plan can mend.
-    """
-    began = time.monotonic()
-    workload = scaled(CHAT, plans[0].context)
-    measurements: list[Measurement] = []
-    failures: list[EngineError] = []
-    stopped_by = "everything measured"
-    while (plan := next_plan(plans, measurements, workload)) is not None:
-        left_s = budget_s - (time.monotonic() - began)
-        if measurements and left_s < max(m.seconds for m in measurements):
-            stopped_by = "budget"
-            break
-        plan_began = time.monotonic()
-        try:
-            measurement = await measure(plan, start, left_s=left_s, at=common_depths(measurements), tell=tell)
-        except SAME_FOR_EVERY_PLAN:
-            raise
-        except EngineError as error:
-            failures.append(error)
-            seconds = time.monotonic() - plan_began
-            measurement = Measurement(
-                threads=plan.threads, ubatch=plan.ubatch, variant=plan.variant, error=error.message, seconds=seconds
+    def __init__(
+        self,
+        space: Space,
+        plans: Sequence[Plan],
+        start: Callable[[Plan], Command],
+        goal: Goal,
+        *,
+        budget_s: float,
+        tell: Callable[[Step], None],
+        done: Callable[[Measurement], None],
+        kept: Sequence[Measurement] = (),
+        watch: Callable[[], AbstractContextManager[Watch]] = unwatched,
+    ) -> None:
+        self._space = space
+        self._plans = {plan.key: plan for plan in plans}
+        self._start = start
+        self._goal = goal
+        self._budget_s = budget_s
+        self._tell = tell
+        self._done = done
+        self._watch = watch
+        self._seen = [m for m in kept if m.key in self._plans]
+        self._failures: list[EngineError] = []
+        windows = [plan.context for plan in plans]
+        self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
+        self._candidates = candidates(space, plans)
+        self._began = time.monotonic()
+        self._stopped_by = ""
+        self._like: dict[str, str] = {}
+
+    @property
+    def left_s(self) -> float:
+        return self._budget_s - (time.monotonic() - self._began)
+
+    async def run(self) -> Tuned:
+        """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
+        that failed when none could be measured, and at once when it is one that no other plan can mend."""
+        search = await self._search()
+        await self._compare(search)
+        await self._widen(search)
+        return self._tuned()
+
+    async def _search(self) -> Search:
+        search = Search(self._candidates, self._mix, self._effort())
+        while isinstance(ask := search.ask(self._trials, left_s=self.left_s * SHARE_FOR_SEARCH), Ask):
+            await self._measure(self._plans[ask.candidate.key], is_long=ask.is_long)
+            search = Search(self._candidates, self._mix, self._effort())
+        if not any(m.points for m in self._seen):
+            raise self._failures[0]
+        self._stopped_by = ask.why
+        return search
+
+    async def _compare(self, search: Search) -> None:
+        """The last two or three against each other: longer, through the API, at every depth."""
+        ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
+        for estimate in ranked[:FINALISTS]:
+            key = estimate.candidate.key
+            is_done = any(m.key == key and m.is_long and m.points for m in self._seen)
+            is_near = estimate.ms <= ranked[0].ms * NEAR_THE_BEST
+            if is_near and not is_done and self._expected_s(key) <= self.left_s:
+                await self._measure(self._plans[key], is_long=True)
+
+    async def _widen(self, search: Search) -> None:
+        """Where a larger window is paid for with speed: which still meets the mode's condition, found by halving."""
+        if self._goal.mode == "speed":
+            return
+        windows = sorted({plan.context for plan in self._plans.values()})
+        held = [(each.window, self._meets(each.curve, each.window)) for each in self._rated()]
+        while (window := next_window(windows, held)) is not None:
+            curve = self._as_measured(search, window) or await self._measured_at(search, window)
+            if curve is None:
+                return
+            held.append((window, self._meets(curve, window)))
+
+    def _as_measured(self, search: Search, window: int) -> Curve | None:
+        """Of a plan with this window that no prediction can tell from a measured one: its figures are that one's."""
+        measured = {search.twins(m.key): m.key for m in self._seen if m.points}
+        for candidate in self._candidates:
+            key = measured.get(search.twins(candidate.key))
+            if candidate.window == window and key is not None:
+                self._like[candidate.key] = key
+                return curve_of([m for m in self._seen if m.key == key])
+        return None
+
+    async def _measured_at(self, search: Search, window: int) -> Curve | None:
+        """None where nothing with this window is likely to fit, or there is no time; an engine that failed counts as
+        infinitely slow."""
+        best = search.best(self._trials, window)
+        if best is None or self._expected_s(best.candidate.key) > self.left_s:
+            return None
+        seen = await self._measure(self._plans[best.candidate.key], is_long=False)
+        never = Point(depth=1, decode_ms=float("inf"), prefill_ms=float("inf"), prefill_tokens=1)
+        return curve_of([seen]) if seen.points else Curve(points=(never,))
+
+    def _meets(self, curve: Curve, window: int) -> bool:
+        if self._goal.mode == "context":
+            return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S
+        best = min(each.curve.decode_ms(self._mix.depth) for each in self._rated())
+        return best / curve.decode_ms(self._mix.depth) >= SPEED_KEPT
+
+    def _rated(self, more: Sequence[Plan] = ()) -> list[Rated]:
+        return rated([*self._plans.values(), *more], self._seen, like=self._like)
+
+    async def _measure(self, plan: Plan, *, is_long: bool) -> Measurement:
+        """Once more where something else disturbed it, if there is time."""
+        seen = await self._look(plan, is_long=is_long)
+        if seen.disturbance and seen.points and self._expected_s(plan.key) <= self.left_s / 2:
+            seen = await self._look(plan, is_long=is_long)
+        return seen
+
+    async def _look(self, plan: Plan, *, is_long: bool) -> Measurement:
+        began = time.monotonic()
+        with self._watch() as watch:
+            try:
+                seen = await measure(plan, self._start, self._how(plan, is_long=is_long), tell=self._tell)
+            except SAME_FOR_EVERY_PLAN:
+                raise
+            except EngineError as error:
+                self._failures.append(error)
+                seen = _failed(plan, error, time.monotonic() - began)
+        seen = replace(seen, disturbance=watch.disturbance)
+        self._seen.append(seen)
+        self._done(seen)
+        return seen
+
+    def _how(self, plan: Plan, *, is_long: bool) -> Look | FirstLook:
+        depths = self._depths
+        if not depths:
+            return FirstLook(
+                wanted=self._mix.depth,
+                work_s=self._budget_s * SHARE_FOR_WORK,
+                deep_s=self._budget_s * SHARE_FOR_DEPTH,
             )
-        measurements.append(measurement)
-        done(measurement)
-    chosen = best(measurements, workload)
-    if chosen is None:
-        raise failures[0]
-    return Tuned(
-        plan=with_measured(plan_of(plans, chosen), _why(chosen, measurements, workload)),
-        chosen=chosen,
-        measurements=tuple(measurements),
-        workload=workload,
-        seconds=time.monotonic() - began,
-        stopped_by=stopped_by,
+        wanted = depths if is_long else depths[:2]
+        return Look(depths=within(wanted, plan.context, DECODE_TOKENS * LONGER) or depths[:1], is_long=is_long)
+
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        """Those of the first look, for all: plans are compared at the same."""
+        first = next((m for m in self._seen if m.points), None)
+        return tuple(sorted(point.depth for point in first.points)) if first else ()
+
+    @property
+    def _trials(self) -> list[Trial]:
+        return [trial_of(m) for m in self._seen]
+
+    def _effort(self) -> Effort:
+        depths = self._depths[:2] or (32, self._mix.depth)
+        return Effort(depths=depths, tokens_each=DECODE_TOKENS)
+
+    def _expected_s(self, key: str) -> float:
+        """What a look at this plan may take, going by what looks took."""
+        own = [m.seconds for m in self._seen if m.key == key and m.points]
+        return 1.5 * max(own or [m.seconds for m in self._seen if m.points] or [0.0])
+
+    def _tuned(self) -> Tuned:
+        more = self._smaller_windows()
+        plans = {plan.key: plan for plan in (*self._plans.values(), *more)}
+        found = self._rated(more)
+        chosen = {mode: choose(mode, found, self._mix, native=self._goal.native) for mode in MODES}
+        winner = chosen[self._goal.mode]
+        measured = {m.key for m in self._seen if m.points}
+        kept = measured | {each.rated.key for each in chosen.values()}
+        plan = with_measured(plans[winner.rated.key], _why(winner, found, self._mix))
+        source = self._like.get(plan.key, plan.key)
+        return Tuned(
+            plan=plan,
+            chosen=winner,
+            plans=tuple(each for key, each in plans.items() if key in kept),
+            like={key: of for key, of in self._like.items() if key in kept},
+            measurements=tuple(self._seen),
+            mix=self._mix,
+            seconds=time.monotonic() - self._began,
+            stopped_by=self._stopped_by,
+            allocated=next((m.allocated for m in self._seen if m.key == source and m.allocated), None),
+            disturbance=_disturbance([m for m in self._seen if m.key == source]),
+        )
+
+    def _smaller_windows(self) -> list[Plan]:
+        """Measured plans with smaller windows: a window that is not filled costs memory and no time. Only `context`
+        ever wants one, where the largest cannot be read along with when it is full."""
+        more: list[Plan] = []
+        for each in self._rated():
+            if 1000 / each.curve.decode_ms(each.window - ROOM) >= READABLE_TOKENS_PER_S:
+                continue
+            least = min(self._goal.native, SMALLEST_WINDOW)
+            size = each.window // 2
+            while size >= least:
+                smaller = self._space.at_window(self._plans[each.key], size)
+                if smaller is not None:
+                    more.append(smaller)
+                    self._like[smaller.key] = each.key
+                size //= 2
+        return more
+
+
+def _failed(plan: Plan, error: EngineError, seconds: float) -> Measurement:
+    return Measurement(
+        key=plan.key,
+        error=error.message,
+        seconds=seconds,
+        lacking_device=error.device,
+        lacking_mib=error.needed_mib,
     )
 
 
-def _why(chosen: Measurement, measurements: Sequence[Measurement], workload: Workload) -> str:
-    took = f"{job_s(chosen, workload):.1f} s for a {workload.name} job"
-    others = [job_s(m, workload) for m in measurements if m is not chosen and m.points]
+def _disturbance(looks: Sequence[Measurement]) -> str | None:
+    """What the winner's figures suffer from: nothing where one look was left alone."""
+    seen = [m for m in looks if m.points]
+    return None if any(m.disturbance is None for m in seen) else seen[-1].disturbance
+
+
+def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
+    took = f"{cost_s(winner.rated.curve, mix):.1f} s for a {mix.name} job"
+    others = [cost_s(each.curve, mix) for each in found if each.key != winner.rated.key]
     if not others:
         return f"the only one measured: {took}"
-    return f"best of {len(others) + 1} measured: {took}, the next {min(others):.1f} s"
+    return f"{winner.why}; {len(others) + 1} compared: {took}, the next {min(others):.1f} s"
 
 
 def speed_in_words(tuned: Tuned) -> str:
     """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 at 2,048; a chat job takes 3.1 s"."""
-    first, *rest = (f"{1000 / point.decode_ms:.1f} tok/s at {point.depth:,}" for point in tuned.chosen.points)
-    curve = ", ".join((f"{first} tokens of context", *rest))
-    return f"decodes {curve}; a {tuned.workload.name} job takes {job_s(tuned.chosen, tuned.workload):.1f} s"
+    curve = tuned.chosen.rated.curve
+    first, *rest = (f"{1000 / point.decode_ms:.1f} tok/s at {point.depth:,}" for point in curve.ordered)
+    speeds = ", ".join((f"{first} tokens of context", *rest))
+    jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
+    return f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")
+
+
+def _is_covered(tuned: Tuned) -> bool:
+    return all(
+        each.tokens_in + each.tokens_out <= tuned.chosen.rated.curve.deepest * 1.2 for each, _ in tuned.mix.parts
+    )

@@ -1,0 +1,396 @@
+"""All plans of one start: the predicted one, its neighbours, every other that fits, and the plans of an earlier start
+within the memory that is free now. Pure; reckoned when asked for, since a start from a profile needs only the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, plain_name
+from appliance.plan import reasons
+from appliance.plan.costs import Costs, costs_of, with_threads
+from appliance.plan.decide import (
+    BATCH,
+    UBATCH,
+    Plan,
+    Scene,
+    check,
+    host_memory,
+    kept_checkpoints,
+    least_cache,
+    offered_kinds,
+    predicted,
+    prompt_cache,
+    scene_of,
+    thread_counts,
+    unified_mib,
+    window_for,
+)
+from appliance.plan.devices import Device
+from appliance.plan.memory import padded
+from appliance.plan.placement import Placed, Placement, Share, place
+from appliance.plan.window import Aim, Window
+from appliance.probe import Hardware
+from appliance.settings import Settings
+
+UBATCHES = (512, 256)  # on a CPU: more than a chat brings along cannot show in a chat's time
+UBATCHES_GPU = (512, 1024, 2048)  # host weights are copied once a batch: twice the batch, half the copies
+ALL_UBATCHES = (128, 256, 512, 1024)
+ALL_UBATCHES_GPU = (256, 512, 1024, 2048, 4096)
+EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
+SMALLEST_WINDOW = 8192  # or the model's own: clients of today do not work below it
+PLANS_MAX = 12
+NEAR = 1.25  # of the predicted job's time, what is still worth measuring: predictions are not that exact
+
+
+def plan(
+    settings: Settings,
+    image: ImageFacts,
+    engine: EngineFacts,
+    hardware: Hardware,
+    model: Model,
+    *,
+    aim: Aim | None = None,
+) -> list[Plan]:
+    """The predicted one and its neighbours. Raises what Space does."""
+    space = Space(settings, image, engine, hardware, model, aim=aim)
+    return [space.best, *space.neighbours()]
+
+
+class Space:
+    """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        image: ImageFacts,
+        engine: EngineFacts,
+        hardware: Hardware,
+        model: Model,
+        *,
+        aim: Aim | None = None,
+    ) -> None:
+        check(settings, engine, model)
+        self._scene = scene_of(settings, image, engine, hardware, model)
+        self._image = image
+        self._aim: Aim = aim or _aim(settings)
+        self._costs: dict[tuple[object, ...], Costs] = {}
+
+    @cached_property
+    def window(self) -> Window:
+        return window_for(self._scene, self._aim)
+
+    @cached_property
+    def best(self) -> Plan:
+        """The prediction."""
+        return predicted(self._scene, self._image, self.window)
+
+    @property
+    def native(self) -> int:
+        """The model's own window, or the one that was asked for."""
+        return self._scene.settings.ctx_size or self._scene.model.native_context
+
+    @property
+    def is_mixture(self) -> bool:
+        return bool(self._scene.model.experts)
+
+    def neighbours(self) -> list[Plan]:
+        """What differs from the best in little, only what fits, each once."""
+        best, scene = self.best, self._scene
+        around = _around_gpu if best.placement.shares else _around_cpu
+        near = [p for p in self._fitting(list(around(scene, best, self.window))) if _is_near(p, best)]
+        return [p for p in near if p.key != best.key][: PLANS_MAX - 1]
+
+    def all(self) -> list[Plan]:
+        """Every plan that fits, the best first: each type of the cache, window, ubatch, number of threads, way to load,
+        and some more or fewer experts in host memory. Thousands where there are GPUs."""
+        found = [self.best, *(each for plan in self._placements() for each in self._around(plan))]
+        return self._fitting(found)
+
+    def _fitting(self, plans: list[Plan]) -> list[Plan]:
+        best = self.best
+        room = float("inf") if self._scene.settings.allow_disk else max(best.usable_mib, best.memory.total)
+        return list({p.key: p for p in reversed(plans) if p.memory.total <= room}.values())[::-1]
+
+    def _placements(self) -> Iterator[Plan]:
+        """One for each type of the cache, window, ubatch and number of experts in host memory."""
+        settings, has_gpu = self._scene.settings, bool(self._scene.machine.devices)
+        ubatches = ALL_UBATCHES_GPU if has_gpu else ALL_UBATCHES
+        for kv_type in offered_kinds(self._scene):
+            for context in self._windows(kv_type):
+                window = replace(self.window, kv_type=kv_type, context=context)
+                for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
+                    if ubatch > padded(context):
+                        continue
+                    placed = _again(self._scene, window, ubatch=ubatch)
+                    for each in (placed, *self._more_experts(window, ubatch, placed)):
+                        if each:
+                            yield self._at(each, window, ubatch=ubatch)
+
+    def _more_experts(self, window: Window, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
+        if placed and placed.placement.cpu_expert_layers and self._scene.settings.n_cpu_moe is None:
+            for more in EXPERTS_AROUND:
+                experts = placed.placement.cpu_expert_layers + more
+                yield _again(self._scene, window, ubatch=ubatch, experts=experts)
+
+    def _windows(self, kv_type: str) -> tuple[int, ...]:
+        """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
+        settings, best = self._scene.settings, self.best
+        if settings.ctx_size:
+            return (best.context,)
+        largest = best.context if kv_type == best.kv_type else self.window.carried.get(kv_type, 0)
+        if not largest:
+            return ()
+        has_gpu = bool(self._scene.machine.devices)
+        widest = self._widest(kv_type, largest) if has_gpu else largest
+        if kv_type != best.kv_type and self._aim != "context":
+            # Another type is for speed here: which one is worth a larger window was decided with the prediction.
+            widest, largest = min(widest, best.context), min(largest, best.context)
+        if not has_gpu:
+            return (widest,)
+        least = min(self.native, SMALLEST_WINDOW)
+        below = (SMALLEST_WINDOW << at for at in range(12))
+        wanted = {widest, largest, *(size for size in below if least <= size < widest)}
+        return tuple(sorted(wanted, reverse=True))
+
+    def _widest(self, kv_type: str, carried: int) -> int:
+        """The largest window that can be placed at all, whatever it costs, found by halving."""
+        low, high = carried // 256, padded(self.native) // 256
+        while low < high:
+            middle = (low + high + 1) // 2
+            window = replace(self.window, kv_type=kv_type, context=middle * 256)
+            low, high = (middle, high) if _again(self._scene, window, ubatch=UBATCH) else (low, middle - 1)
+        return low * 256
+
+    def _around(self, plan: Plan) -> Iterator[Plan]:
+        """With other threads, loaded otherwise, split otherwise."""
+        scene, placement = self._scene, plan.placement
+        works_on_cpu = not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
+        counts = self._thread_counts() if works_on_cpu else (plan.threads,)
+        modes = [plan.load_mode]
+        if works_on_cpu and scene.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
+            modes.append("none")
+        for threads in counts:
+            for mode in modes:
+                yield _with_threads(_loaded(plan, mode), threads)
+        if "row" in scene.engine.split_modes and not works_on_cpu and _are_linked(scene, placement):
+            yield _split_by_rows(plan)
+
+    def _thread_counts(self) -> tuple[int, ...]:
+        """Those of a prediction, and one more and one fewer than the cores."""
+        counts, _ = thread_counts(self._scene.settings, self._scene.hardware)
+        if self._scene.settings.threads:
+            return counts
+        most = self._scene.hardware.cpu.threads_max
+        return tuple(dict.fromkeys((*counts, max(1, counts[0] - 1), min(most, counts[0] + 1))))
+
+    def _at(self, placed: Placed, window: Window, *, ubatch: int) -> Plan:
+        """The best with another placement, window and ubatch, and with the caches that it leaves room for."""
+        plan = _with(self._scene, self.best, placed, ubatch=ubatch)
+        if (window.context, window.kv_type) == (plan.context, plan.kv_type):
+            return plan
+        words = {
+            "context": (f"{window.context:,}", "measured beside others"),
+            "kv_type": (window.kv_type, "measured beside others"),
+        }
+        plan = replace(_reworded(plan, **words), context=window.context, kv_type=window.kv_type)
+        return self._with_caches(plan) or plan
+
+    def at_window(self, plan: Plan, context: int) -> Plan | None:
+        """The same plan with a smaller window; None where it cannot be placed again."""
+        window = replace(self.window, kv_type=plan.kv_type, context=context)
+        work = replace(self._scene.work, context=padded(context), kv_type=plan.kv_type, ubatch=plan.ubatch)
+        if plan.placement.shares:
+            experts = plan.placement.cpu_expert_layers
+            work = replace(work, gpu_layers=plan.placement.gpu_layers, cpu_expert_layers=experts)
+        placed = place(work, self._scene.machine)
+        if placed is None:
+            return None
+        found = _loaded(self._at(placed, window, ubatch=plan.ubatch), plan.load_mode)
+        return _with_threads(found, plan.threads)
+
+    def now(self, measured: Plan) -> Plan | str:
+        """A plan of an earlier start in the memory that is free now, or what it lacks. Its layers lie where they lay:
+        what was measured was that. Caches of prompts and checkpoints take what is left."""
+        devices = _same_devices(measured.placement.shares, self._scene.machine.devices)
+        if devices is None:
+            return f"a GPU that it used is not there: {', '.join(share.name for share in measured.placement.shares)}"
+        for device, share in zip(devices, measured.placement.shares, strict=True):
+            if share.memory.total > device.free_mib and not device.is_unified:
+                return f"it needs {share.memory.total:,.0f} MiB of {device.name}, and {device.free_mib:,.0f} are free"
+        pairs = zip(measured.placement.shares, devices, strict=True)
+        shares = tuple(
+            replace(share, id=device.id, free_mib=device.free_mib, held_back_mib=device.held_back_mib)
+            for share, device in pairs
+        )
+        settings, model = self._scene.settings, self._scene.model
+        there = replace(
+            measured,
+            model_path=str(model.path),
+            alias=settings.alias or plain_name(model.path),
+            parallel=self._scene.parallel,
+            placement=replace(measured.placement, shares=shares),
+            usable_mib=self._scene.hardware.memory.usable_mib - unified_mib(self._scene, Placement(shares=shares)),
+        )
+        fitted = self._with_caches(there)
+        if fitted is None:
+            need, free = there.memory.total - there.memory.cache - there.memory.checkpoints, there.usable_mib
+            return f"it needs {need:,.0f} MiB of host memory without caches, and {free:,.0f} are usable"
+        return fitted
+
+    def _with_caches(self, plan: Plan) -> Plan | None:
+        """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
+        scene = self._scene
+        spare = scene.spare_mib - unified_mib(scene, plan.placement)
+        bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
+        if bare.total + least_cache(scene.settings) > spare and not scene.settings.allow_disk:
+            return None
+        checkpoints, host, by_checkpoints = kept_checkpoints(scene, bare, plan.kv_type, spare)
+        host, by_cache = prompt_cache(scene, host, plan.kv_type, spare)
+        words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
+        return replace(
+            plan,
+            checkpoints=checkpoints,
+            cache_ram_mib=int(host.cache),
+            memory=host,
+            choices=tuple(words.get(choice.name, choice) for choice in plan.choices),
+        )
+
+    def costs(self, plan: Plan) -> Costs:
+        key = (plan.placement.in_short(), plan.kv_type, plan.ubatch)
+        if key not in self._costs:
+            scene = self._scene
+            self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, plan.ubatch)
+        return with_threads(self._costs[key], plan.threads, max(1, self._scene.hardware.cpu.cores))
+
+    def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
+        """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
+        what is mapped there needs no room."""
+        shares = enumerate(plan.placement.shares)
+        return tuple((f"CUDA{at}", share.memory.total, share.free_mib + share.held_back_mib) for at, share in shares)
+
+
+def _aim(settings: Settings) -> Aim:
+    aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
+    return aims[settings.mode]
+
+
+def _same_devices(shares: tuple[Share, ...], devices: tuple[Device, ...]) -> list[Device] | None:
+    """By id; a profile that was made on another machine of the same kind finds its cards by name and order."""
+    left = list(devices)
+    found: list[Device] = []
+    for share in shares:
+        same = [d for d in left if d.id == share.id] or [d for d in left if d.name == share.name]
+        if not same:
+            return None
+        left.remove(same[0])
+        found.append(same[0])
+    return found
+
+
+def _with_threads(plan: Plan, threads: int) -> Plan:
+    return plan if threads == plan.threads else replace(plan, threads=threads, threads_batch=threads)
+
+
+def _loaded(plan: Plan, mode: str) -> Plan:
+    if mode == plan.load_mode:
+        return plan
+    # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
+    why = "weights are loaded, not mapped: for a GPU they are pinned; measured beside mmap"
+    memory = replace(plan.memory, mapped_twice=0.0)
+    return _reworded(replace(plan, load_mode=mode, memory=memory), load_mode=(mode, why))
+
+
+def _split_by_rows(plan: Plan) -> Plan:
+    split = replace(plan.placement, split_mode="row")
+    why = "rows of each matrix are split over the linked cards; measured beside whole layers"
+    return _reworded(replace(plan, placement=split), placement=(split.in_short(), why))
+
+
+def _is_near(other: Plan, best: Plan) -> bool:
+    """Not worth measuring is what bandwidths alone make much slower."""
+    return other.speed is None or best.speed is None or other.speed.job_s <= best.speed.job_s * NEAR
+
+
+def _around_cpu(scene: Scene, best: Plan, window: Window) -> Iterator[Plan]:
+    """Other threads, other ubatches, and both."""
+    settings = scene.settings
+    threads, _ = thread_counts(settings, scene.hardware)
+    ubatches = (
+        (best.ubatch,) if settings.ubatch else tuple(dict.fromkeys(min(u, padded(best.context)) for u in UBATCHES))
+    )
+    for ubatch in ubatches:
+        placed = _again(scene, window, ubatch=ubatch)
+        for count in threads:
+            if placed:
+                yield _with(scene, best, placed, ubatch=ubatch, threads=count)
+
+
+def _around_gpu(scene: Scene, best: Plan, window: Window) -> Iterator[Plan]:
+    """Experts of a few layers more or fewer in host memory, larger batches where something is copied for each, other
+    threads where the CPU works, weights loaded and not mapped, rows split where cards are linked."""
+    settings, placement = scene.settings, best.placement
+    works_on_cpu = bool(placement.cpu_layers or placement.cpu_expert_layers)
+    if works_on_cpu and settings.n_cpu_moe is None and placement.cpu_expert_layers:
+        for more in EXPERTS_AROUND:
+            placed = _again(scene, window, ubatch=best.ubatch, experts=placement.cpu_expert_layers + more)
+            if placed and placed.placement.cpu_layers == placement.cpu_layers:
+                yield _with(scene, best, placed, ubatch=best.ubatch)
+    if not settings.ubatch:
+        for ubatch in UBATCHES_GPU:
+            if ubatch <= padded(best.context) and (placed := _again(scene, window, ubatch=ubatch)):
+                yield _with(scene, best, placed, ubatch=ubatch)
+    if works_on_cpu:
+        threads, _ = thread_counts(settings, scene.hardware)
+        yield from (replace(best, threads=count, threads_batch=count) for count in threads)
+        # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
+        if settings.load_mode == "auto" and best.memory.total <= best.usable_mib:
+            why = "host weights are loaded, and pinned for the GPU, instead of mapped; measured beside mmap"
+            yield _reworded(replace(best, load_mode="none"), load_mode=("none", why))
+    elif "row" in scene.engine.split_modes and _are_linked(scene, placement):
+        split = replace(placement, split_mode="row")
+        why = "rows of each matrix are split over the linked cards; measured beside whole layers"
+        yield _reworded(replace(best, placement=split), placement=(split.in_short(), why))
+
+
+def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
+    """With another value and reason for some of its choices."""
+    choices = tuple(
+        replace(choice, value=words[choice.name][0], reason=words[choice.name][1]) if choice.name in words else choice
+        for choice in plan.choices
+    )
+    return replace(plan, choices=choices)
+
+
+def _are_linked(scene: Scene, placement: Placement) -> bool:
+    used = [device for device in scene.machine.devices if device.id in {share.id for share in placement.shares}]
+    return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
+
+
+def _again(scene: Scene, window: Window, *, ubatch: int, experts: int | None = None) -> Placed | None:
+    if experts is not None and experts < 0:
+        return None
+    work = replace(scene.work, context=padded(window.context), kv_type=window.kv_type, ubatch=ubatch)
+    return place(work if experts is None else replace(work, cpu_expert_layers=experts), scene.machine)
+
+
+def _with(scene: Scene, best: Plan, placed: Placed, *, ubatch: int, threads: int | None = None) -> Plan:
+    host = host_memory(scene, placed.host, best.load_mode, bool(placed.placement.shares))
+    host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
+    count = threads or best.threads
+    where = reasons.placement(placed, scene.machine, scene.notes, scene.settings)
+    words = {"placement": (where.value, where.reason)}
+    if ubatch != best.ubatch:
+        words["ubatch"] = (str(ubatch), f"measured beside {best.ubatch}")
+    return replace(
+        _reworded(best, **words),
+        threads=count,
+        threads_batch=count,
+        ubatch=ubatch,
+        batch=max(BATCH, ubatch),
+        memory=host,
+        placement=placed.placement,
+        speed=placed.speed,
+    )

@@ -1,0 +1,104 @@
+"""What was seen of one plan, and what several looks at it come to: pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from appliance.engines.llama_server import Allocated
+from appliance.plan import Plan
+from appliance.tune.curve import Curve, Point
+from appliance.tune.guided import LONGER, OutOfMemory, Trial
+from appliance.tune.modes import Rated
+
+EXACT = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One look at the plan of this key. With `error` there are no points: the engine ended, and these are its words.
+
+    `is_long` is a look of LONGER times the tokens; `load_s` is 0 where the engine was up already. `disturbance` says
+    what else the machine was doing.
+    """
+
+    key: str
+    points: tuple[Point, ...] = ()
+    is_long: bool = False
+    load_s: float = 0.0
+    seconds: float = 0.0
+    allocated: Allocated | None = None
+    error: str | None = None
+    lacking_device: str | None = None
+    lacking_mib: float | None = None
+    disturbance: str | None = None
+
+    def in_words(self) -> str:
+        """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""
+        if self.error:
+            return f"{self.key}: {self.error}"
+        speeds = ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in self.points)
+        return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
+
+
+def trial_of(measurement: Measurement) -> Trial:
+    """As the search sees it."""
+    lacking = None
+    if measurement.lacking_device is not None:
+        lacking = OutOfMemory(device=measurement.lacking_device, missing_mib=measurement.lacking_mib)
+    return Trial(
+        key=measurement.key,
+        points=measurement.points,
+        is_long=measurement.is_long,
+        load_s=measurement.load_s,
+        seconds=measurement.seconds,
+        lacking=lacking,
+    )
+
+
+def curve_of(measurements: Iterable[Measurement]) -> Curve:
+    """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
+    it decoded more; disturbed ones only where there is no other."""
+    seen = [m for m in measurements if m.points]
+    calm = [m for m in seen if m.disturbance is None] or seen
+    by_depth: dict[int, list[tuple[float, Point]]] = {}
+    for measurement in calm:
+        weight = float(LONGER if measurement.is_long else 1)
+        for point in measurement.points:
+            by_depth.setdefault(point.depth, []).append((weight, point))
+    return Curve(points=tuple(_mean(by_depth[depth]) for depth in sorted(by_depth)))
+
+
+def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
+    """Geometric, since noise is relative; prefill of the look that read the most."""
+    whole = sum(weight for weight, _ in looks)
+    decode_ms = math.exp(sum(weight * math.log(point.decode_ms) for weight, point in looks) / whole)
+    read = max((point for _, point in looks), key=lambda point: point.prefill_tokens)
+    return Point(depth=read.depth, decode_ms=decode_ms, prefill_ms=read.prefill_ms, prefill_tokens=read.prefill_tokens)
+
+
+def merit(plan: Plan) -> int:
+    """Beside speed: a cache that is not rounded, then weights that the kernel may share and drop."""
+    return 2 * (plan.kv_type in EXACT) + (plan.load_mode == "mmap")
+
+
+def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: Mapping[str, str]) -> list[Rated]:
+    """Every plan that was measured, and those that are `like` a measured one but for a smaller window: key -> key.
+
+    A plan that was only glanced at is left out where another of its window was looked at longer: the best of many
+    glances is the luckiest.
+    """
+    seen: dict[str, list[Measurement]] = {}
+    for measurement in measurements:
+        if measurement.points:
+            seen.setdefault(measurement.key, []).append(measurement)
+    found = []
+    for plan in plans:
+        looks = seen.get(like.get(plan.key, plan.key))
+        if looks:
+            is_long = any(look.is_long for look in looks)
+            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan))
+            found.append((is_long, each))
+    looked_at = {each.window for is_long, each in found if is_long}
+    return [each for is_long, each in found if is_long or each.window not in looked_at]
