@@ -59,7 +59,7 @@ class GpuConditions:
     foreign_mib: int | None = None
     foreign_utilization: int | None = None  # per cent; the most of what was seen at rest and of others' processes
     foreign: tuple[GpuHolder, ...] = ()
-    newcomers: tuple[GpuHolder, ...] = ()  # those of `foreign` that came meanwhile
+    newcomers: tuple[GpuHolder, ...] = ()  # those that came meanwhile, where nobody tells whether they work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def _fields(kind: type[Any], document: object, **parsers: Any) -> dict[str, Any]
             message = f"{kind.__name__}.{field.name} is not {field.type}: {value!r:.200}"
             raise ValueError(message)
         parse = parsers.get(field.name)
-        values[field.name] = value if parse is None else tuple(parse(each) for each in value)
+        values[field.name] = value if parse is None else tuple(parse(each) for each in document[field.name])
     return values
 
 
@@ -264,7 +264,11 @@ def _one_gpu(known: GpuProbe, looks: Sequence[GpuLoad], own_pids: frozenset[int]
         foreign_mib=_foreign_mib(looks, ours, probed),
         foreign_utilization=_foreign_utilization(looks, ours),
         foreign=foreign,
-        newcomers=tuple(holder for holder in foreign if holder.pid not in first | earlier),
+        newcomers=tuple(
+            holder
+            for holder, process in zip(foreign, others.values(), strict=True)
+            if holder.pid not in first | earlier and process.utilization is None
+        ),
     )
 
 

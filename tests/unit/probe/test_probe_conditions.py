@@ -164,6 +164,12 @@ def test_the_engine_is_told_from_who_comes_later(own_pids: frozenset[int], newco
     assert seen.disturbance == "others came to GPU 0 meanwhile: blender (pid 99)"
 
 
+def test_a_newcomer_that_does_not_work_is_quiet() -> None:
+    crowded = look(processes=(runs(77, 6000, 99), runs(99, 500, 0, "firefox")))
+    seen = on_gpu(look(), crowded, crowded, look(), own_pids=frozenset({77}))
+    assert ([holder.pid for holder in seen.gpus[0].foreign], seen.disturbance) == ([99], None)
+
+
 def test_who_came_before_our_engine_is_foreign_although_it_came_first() -> None:
     first = look(processes=(runs(99, 500, name="blender"),))
     seen = on_gpu(first, look(processes=(runs(99, 500), runs(77, 6000))), look(), own_pids=frozenset({77}))
