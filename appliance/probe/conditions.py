@@ -28,6 +28,8 @@ STEAL = 0.02  # of the time in which a CPU was wanted; a vCPU that is taken away
 THROTTLED = 0.05
 # Of the group's use: a quota that our work alone exhausts is the machine that the plan has to live with.
 THROTTLED_BY_OTHERS = 0.05
+# A process's user and system time are each cut to a hundredth of a second; a group's is exact.
+ROUNDING_S = 0.02
 FOREIGN_GPU = 5  # per cent: a desktop that redraws a clock stays below, a video or a second model does not
 SLOWED = 0.1  # of the looks: a single one may be the power supply's own moment
 WORKING = 20  # per cent of utilization from which a clock tells of work; an idle GPU clocks down, which means nothing
@@ -170,13 +172,14 @@ def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dic
 def _throttling(before: LoadSample, after: LoadSample) -> tuple[float | None, float | None]:
     """The level of the cgroup path that was held up most, and how much of what ran there is not ours."""
     own_s = _risen(before.own_s, after.own_s)
+    ours_s = None if own_s is None else own_s + ROUNDING_S * len(before.own_pids | after.own_pids)
     worst: tuple[float | None, float | None] = (None, None)
     for one, other in zip(before.groups, after.groups, strict=False):
         used_s, held_s = _risen(one.used_s, other.used_s), _risen(one.throttled_s, other.throttled_s)
         if used_s is None or held_s is None:
             continue
         share = held_s / (held_s + used_s) if held_s else 0.0
-        others = None if own_s is None or not used_s or not held_s else min(1.0, max(0.0, used_s - own_s) / used_s)
+        others = None if ours_s is None or not used_s or not held_s else max(0.0, used_s - ours_s) / used_s
         if worst[0] is None or share > worst[0]:
             worst = (share, others)
     return worst

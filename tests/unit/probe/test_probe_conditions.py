@@ -74,6 +74,15 @@ def test_a_quota_that_our_own_work_exhausts_is_recorded_and_no_disturbance() -> 
     assert seen.disturbance is None
 
 
+def test_what_rounding_takes_from_our_own_time_is_not_the_work_of_others() -> None:
+    """As seen in a container with `--cpus 0.06`: 0.154 s used, 0.11 s of it told of three processes of ours."""
+    before = replace(START, groups=groups((0.117, 0.97)), own_pids=frozenset({1, 2, 3}))
+    after = replace(later(busy_s=1, own_s=0.11), groups=groups((0.271, 4.8)), own_pids=frozenset({1, 2, 3}))
+    seen = conditions(before, after)
+    assert (seen.throttled or 0) > 0.9
+    assert (seen.throttled_others, seen.disturbance) == (0, None)
+
+
 def test_a_quota_that_is_shared_with_others_is_named_by_its_worst_level() -> None:
     before = replace(START, groups=groups((0, 0), (100, 5)))
     after = replace(later(busy_s=20.5, own_s=20), groups=groups((20, 0), (140, 15)))
