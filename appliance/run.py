@@ -50,7 +50,10 @@ def run(argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str]
         env=None if environment is None else dict(environment),
         start_new_session=True,
     )
-    output = _Output(process)
+    return _collected(process, _Output(process), argv, timeout_s)
+
+
+def _collected(process: subprocess.Popen[bytes], output: _Output, argv: Sequence[str], timeout_s: float) -> Finished:
     try:
         is_done = output.collect(time.monotonic() + timeout_s)
     finally:
@@ -60,6 +63,49 @@ def run(argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str]
     if not is_done:
         raise RunTimeout(argv, timeout_s, stderr)
     return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr, is_cut=output.is_cut)
+
+
+class Running:
+    """A command that goes on beside us until it is told to end, by the end of its standard input; that comes too when
+    this process dies. Beyond its first line it prints only then: meanwhile nobody reads, and a full pipe stops it."""
+
+    def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        """Raises OSError when the program cannot be started."""
+        self._argv = tuple(argv)
+        self._process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,
+        )
+        self._output = _Output(self._process)
+
+    def wait_line(self, *, timeout_s: float) -> bool:
+        """Wait for its first line; False when it closed its output without one. Killed when RunTimeout is raised."""
+        deadline_s = time.monotonic() + timeout_s
+        while (has_line := self._output.has_line()) is None:
+            if (remaining_s := deadline_s - time.monotonic()) <= 0:
+                self.kill()
+                raise RunTimeout(self._argv, timeout_s, self._output.texts()[1])
+            self._output.read_ready(remaining_s)
+        return has_line
+
+    def finish(self, *, timeout_s: float) -> Finished:
+        """Tell it to end and wait for what it prints. Raises RunTimeout; its process group is gone in either case."""
+        self._close_input()
+        return _collected(self._process, self._output, self._argv, timeout_s)
+
+    def kill(self) -> None:
+        """End it at once; what it would have said is of no use."""
+        _kill_group(self._process)
+        self._close_input()
+        self._output.close()
+
+    def _close_input(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 class _Output:
@@ -81,12 +127,19 @@ class _Output:
             if remaining_s <= 0:
                 return False
             if self._selector.get_map():
-                self._read_ready(min(remaining_s, _EXIT_POLL_S))
+                self.read_ready(min(remaining_s, _EXIT_POLL_S))
             else:
                 time.sleep(min(remaining_s, 0.002))  # both streams are closed: the end is a moment away
-        while self._selector.get_map() and self._read_ready(0):
+        while self._selector.get_map() and self.read_ready(0):
             pass
         return True
+
+    def has_line(self) -> bool | None:
+        """Whether standard output holds one; None: it may still come."""
+        stdout = next(iter(self._kept))
+        if b"\n" in self._kept[stdout]:
+            return True
+        return None if stdout in self._selector.get_map() else False
 
     def _has_exited(self) -> bool:
         # WNOWAIT leaves the child a zombie, so its id, which is the group's, cannot be given to anybody else yet.
@@ -95,7 +148,7 @@ class _Output:
         except ChildProcessError:
             return True
 
-    def _read_ready(self, timeout_s: float) -> bool:
+    def read_ready(self, timeout_s: float) -> bool:
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             data = os.read(key.fd, _CHUNK_BYTES)

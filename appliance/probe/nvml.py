@@ -27,9 +27,9 @@ FROM_CLOCK = "memory clock x bus width"
 
 def collect() -> dict[str, Any]:
     """The report of an initialised NVML. Raises NVMLError when not even the devices can be counted."""
-    cuda = _fact(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    cuda = fact(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     count = pynvml.nvmlDeviceGetCount()
-    handles = [_fact(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
+    handles = [fact(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(min(count, GPUS_MAX))]
     gpus = [_gpu(handle, index) for index, handle in enumerate(handles)]
     by_bus = {gpu["pci_bus_id"]: gpu["index"] for gpu in gpus if gpu.get("pci_bus_id")}
     warnings = [f"NVML counts {count} GPUs: only the first {GPUS_MAX} are asked"] if count > GPUS_MAX else []
@@ -37,7 +37,7 @@ def collect() -> dict[str, Any]:
     for gpu, handle in zip(gpus, handles, strict=True):
         if handle is not None:
             gpu["nvlink_peers"] = sorted({by_bus[bus] for bus in _nvlinks(handle) if bus in by_bus})
-        if not _is_cut(handle):
+        if not is_cut(handle):
             devices.append(gpu)
             continue
         slices = list(_slices(gpu, handle))
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         if not slices:
             warnings.append(f"GPU {gpu['index']} is in MIG mode and has no slices: it cannot be used")
     return {
-        "driver": _fact(pynvml.nvmlSystemGetDriverVersion),
+        "driver": fact(pynvml.nvmlSystemGetDriverVersion),
         "cuda_driver": None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         "gpus": devices,
         "warnings": warnings,
@@ -55,32 +55,32 @@ def collect() -> dict[str, Any]:
 def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's opaque pointer
     if handle is None:
         return {"index": index}
-    capability = _fact(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    capability = fact(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     sm = None if capability is None else f"{capability[0]}{capability[1]}"
-    name, ecc = _fact(pynvml.nvmlDeviceGetName, handle), _fact(pynvml.nvmlDeviceGetEccMode, handle)
+    name, ecc = fact(pynvml.nvmlDeviceGetName, handle), fact(pynvml.nvmlDeviceGetEccMode, handle)
     gpu = {
         "index": index,
         "name": name,
-        "uuid": _fact(pynvml.nvmlDeviceGetUUID, handle),
+        "uuid": fact(pynvml.nvmlDeviceGetUUID, handle),
         "sm": sm,
-        "pci_bus_id": _fact(lambda: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
-        "pcie_generation": _fact(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        "pcie_width": _fact(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        "pcie_generation_max": _fact(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        "pcie_width_max": _fact(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        "pci_bus_id": fact(lambda: _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "pcie_generation": fact(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        "pcie_width": fact(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        "pcie_generation_max": fact(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        "pcie_width_max": fact(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         "ecc": None if ecc is None else bool(ecc[0]),
         "display": _display(handle),
-        "power_limit_w": _watts(_fact(pynvml.nvmlDeviceGetPowerManagementLimit, handle)),
-        "power_limit_default_w": _watts(_fact(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
-        "holders": _holders(handle),
+        "power_limit_w": _watts(fact(pynvml.nvmlDeviceGetPowerManagementLimit, handle)),
+        "power_limit_default_w": _watts(fact(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        "holders": holders_of(handle),
     }
-    return gpu | _memory(handle) | _bandwidth(handle, name, sm)
+    return gpu | memory_of(handle) | _bandwidth(handle, name, sm)
 
 
-def _memory(handle: Any) -> dict[str, Any]:  # noqa: ANN401
+def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
     # The second version takes the driver's own reserve out of what is free; old drivers lack it.
-    memory = _fact(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    memory = memory or _fact(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = fact(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    memory = memory or fact(pynvml.nvmlDeviceGetMemoryInfo, handle)
     return {
         "vram_total_mib": None if memory is None else int(memory.total) // MIB,
         "vram_free_mib": None if memory is None else int(memory.free) // MIB,
@@ -89,8 +89,8 @@ def _memory(handle: Any) -> dict[str, Any]:  # noqa: ANN401
 
 def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
     """2 x clock x bus, as double data rate transfers twice a clock; from `chips.json` where NVML is silent."""
-    clock_mhz = _fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or None
-    bits = _fact(pynvml.nvmlDeviceGetMemoryBusWidth, handle) or None
+    clock_mhz = fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or None
+    bits = fact(pynvml.nvmlDeviceGetMemoryBusWidth, handle) or None
     gb_s = 2 * clock_mhz * bits / 8000 if clock_mhz and bits else None
     source = FROM_CLOCK if gb_s else None
     chips = json.loads(CHIPS.read_text("utf-8"))
@@ -106,29 +106,31 @@ def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:
 def _nvlinks(handle: Any) -> Iterator[str]:  # noqa: ANN401
     """Bus ids at the other ends of active links; a switch is such an end, too."""
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        is_active = _fact(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        is_active = fact(pynvml.nvmlDeviceGetNvLinkState, handle, link)
         if is_active is None:
             return
-        if is_active and (
-            bus := _fact(lambda n: _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, n).busId), link)
-        ):
+        if is_active and (bus := fact(lambda n: _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, n).busId), link)):
             yield bus
 
 
-def _is_cut(handle: Any) -> bool:  # noqa: ANN401
-    mode = None if handle is None else _fact(pynvml.nvmlDeviceGetMigMode, handle)
+def is_cut(handle: Any) -> bool:  # noqa: ANN401
+    mode = None if handle is None else fact(pynvml.nvmlDeviceGetMigMode, handle)
     return bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
+def slices_of(handle: Any) -> Iterator[Any]:  # noqa: ANN401
+    for place in range(min(fact(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0, SLICES_MAX)):
+        cut = fact(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+        if cut is not None:
+            yield cut
+
+
 def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
-    for place in range(min(_fact(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0, SLICES_MAX)):
-        cut = _fact(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
-        if cut is None:
-            continue
-        name = _fact(pynvml.nvmlDeviceGetName, cut)
+    for cut in slices_of(handle):
+        name = fact(pynvml.nvmlDeviceGetName, cut)
         profile = re.search(r"MIG (\S+)$", name or "")
-        facts = _memory(cut)
-        attributes = _fact(pynvml.nvmlDeviceGetAttributes_v2, cut)
+        facts = memory_of(cut)
+        attributes = fact(pynvml.nvmlDeviceGetAttributes_v2, cut)
         if facts["vram_total_mib"] is None and attributes is not None:
             facts["vram_total_mib"] = int(attributes.memorySizeMB)
         yield (
@@ -137,11 +139,11 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
             | _share(parent, facts["vram_total_mib"])
             | {
                 "name": name,
-                "uuid": _fact(pynvml.nvmlDeviceGetUUID, cut),
+                "uuid": fact(pynvml.nvmlDeviceGetUUID, cut),
                 "mig_profile": profile[1] if profile else "unknown",
                 "mig_parent": parent["uuid"],
                 "nvlink_peers": [],  # slices do not speak to each other
-                "holders": _holders(cut),
+                "holders": holders_of(cut),
             }
         )
 
@@ -157,16 +159,16 @@ def _share(parent: dict[str, Any], slice_mib: int | None) -> dict[str, Any]:
     }
 
 
-def _holders(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+def holders_of(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     running = [
         process
         for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses)
-        for process in _fact(ask, handle) or ()
+        for process in fact(ask, handle) or ()
     ]
     return [
         {
             "pid": process.pid,
-            "name": _fact(lambda pid: _text(pynvml.nvmlSystemGetProcessName(pid)), process.pid),
+            "name": fact(lambda pid: _text(pynvml.nvmlSystemGetProcessName(pid)), process.pid),
             "used_mib": None if process.usedGpuMemory is None else int(process.usedGpuMemory) // MIB,
         }
         for process in {process.pid: process for process in running}.values()  # a desktop's program may be both
@@ -174,7 +176,7 @@ def _holders(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401
 
 
 def _display(handle: Any) -> bool | None:  # noqa: ANN401
-    known = [_fact(ask, handle) for ask in (pynvml.nvmlDeviceGetDisplayActive, pynvml.nvmlDeviceGetDisplayMode)]
+    known = [fact(ask, handle) for ask in (pynvml.nvmlDeviceGetDisplayActive, pynvml.nvmlDeviceGetDisplayMode)]
     told = [bool(each) for each in known if each is not None]
     return any(told) if told else None
 
@@ -183,7 +185,7 @@ def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _fact(ask: Callable[..., T], *arguments: object) -> T | None:
+def fact(ask: Callable[..., T], *arguments: object) -> T | None:
     try:
         return ask(*arguments)
     # ValueError: a name that is not UTF-8; the last two: a list of processes that no memory could hold.

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.probe import as_document, fingerprint, probe
 from appliance.probe.host import query_host
-from appliance.run import OUTPUT_LIMIT_BYTES, RunTimeout, run
+from appliance.run import OUTPUT_LIMIT_BYTES, Running, RunTimeout, run
 
 
 def python(code: str, *arguments: str) -> tuple[str, ...]:
@@ -103,3 +103,43 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hold_us() -> None:
     finished = run(python(code), timeout_s=60)
     assert time.monotonic() - start < 30
     assert (finished.returncode, finished.stdout) == (0, "done\n")
+
+
+UNTIL_TOLD = "import os, sys; print('ready', os.getpid(), flush=True); sys.stdin.read(); print('done')"
+
+
+def test_a_command_beside_us_ends_when_it_is_told() -> None:
+    running = Running(python(UNTIL_TOLD))
+    assert running.wait_line(timeout_s=30)
+    finished = running.finish(timeout_s=30)
+    assert finished.returncode == 0
+    assert finished.stdout.splitlines()[1:] == ["done"]
+
+
+def test_a_command_beside_us_that_says_nothing() -> None:
+    running = Running(python("import os; os.close(1); input()"))
+    assert not running.wait_line(timeout_s=30)
+    running.kill()
+
+
+def test_a_command_beside_us_that_is_silent_too_long() -> None:
+    with pytest.raises(RunTimeout):
+        Running(python("input()")).wait_line(timeout_s=0.2)
+
+
+def test_a_command_beside_us_that_does_not_end() -> None:
+    running = Running(python("import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
+    assert running.wait_line(timeout_s=30)
+    with pytest.raises(RunTimeout):
+        running.finish(timeout_s=0.2)
+
+
+def test_a_command_beside_us_ends_when_we_are_killed() -> None:
+    parent = (
+        "import os, signal, sys\nfrom appliance.run import Running\n"
+        f"running = Running((sys.executable, '-c', {UNTIL_TOLD!r}))\nassert running.wait_line(timeout_s=30)\n"
+        "print(running._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    finished = run(python(parent), timeout_s=60)
+    assert finished.returncode == -9
+    assert is_gone(int(finished.stdout))

@@ -13,10 +13,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 enum { SUCCESS, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND = 6, INSUFFICIENT_SIZE, UNKNOWN = 999 };
-enum { CLOCK_MEMORY = 2, WORD = 512, MIG_STRIDE = 100, LINKS = 18 };
+enum { CLOCK_SM = 1, CLOCK_MEMORY = 2, WORD = 512, MIG_STRIDE = 100, LINKS = 18 };
 
 
 typedef intptr_t Device; /* gpu + 1, or (gpu + 1) * MIG_STRIDE + slice + 1 */
@@ -27,6 +28,10 @@ typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, c
 typedef struct { unsigned sms, copy, decoder, encoder, jpeg, ofa, gpu_slices, compute_slices; unsigned long long mib; } Attributes;
 
 _Static_assert(sizeof(Memory) == 24 && sizeof(MemoryV2) == 40 && sizeof(Pci) == 68, "nvidia-ml-py's layouts");
+typedef struct { unsigned gpu, memory; } Utilization;
+typedef struct { unsigned pid; unsigned long long time_us; unsigned sm, memory, encoder, decoder; } Ran;
+
+_Static_assert(sizeof(Utilization) == 8 && sizeof(Ran) == 32, "nvidia-ml-py's layouts");
 _Static_assert(sizeof(Process) == 24 && sizeof(Attributes) == 40, "nvidia-ml-py's layouts");
 
 static char *machine;
@@ -179,7 +184,55 @@ int nvmlDeviceGetCudaComputeCapability(Device d, int *major, int *minor) {
     return code;
 }
 int nvmlDeviceGetMaxClockInfo(Device d, int type, unsigned *out) {
-    return type == CLOCK_MEMORY ? device_unsigned("nvmlDeviceGetMaxClockInfo", d, "memory_clock_mhz", out) : NOT_SUPPORTED;
+    const char *name = type == CLOCK_MEMORY ? "memory_clock_mhz" : type == CLOCK_SM ? "sm_clock_mhz" : "";
+    return device_unsigned("nvmlDeviceGetMaxClockInfo", d, name, out);
+}
+int nvmlDeviceGetClockInfo(Device d, int type, unsigned *out) {
+    const char *name = type == CLOCK_MEMORY ? "memory_clock_now" : type == CLOCK_SM ? "sm_clock_now" : "";
+    return device_unsigned("nvmlDeviceGetClockInfo", d, name, out);
+}
+int nvmlDeviceGetCurrentClocksEventReasons(Device d, unsigned long long *out) {
+    return device_number("nvmlDeviceGetCurrentClocksEventReasons", d, "reasons", out);
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(Device d, unsigned long long *out) {
+    return device_number("nvmlDeviceGetCurrentClocksThrottleReasons", d, "reasons", out);
+}
+
+/* gpu.0.utilization=90,40,0: each call is told the next of them, and the last from then on. */
+int nvmlDeviceGetUtilizationRates(Device d, Utilization *out) {
+    static unsigned calls[MIG_STRIDE * MIG_STRIDE];
+    char key[WORD], list[WORD];
+    int code = told("nvmlDeviceGetUtilizationRates", d);
+    key_of(key, d, "utilization");
+    if (!code) code = text(key, list, WORD);
+    if (code) return code;
+    char *value = list;
+    for (unsigned each = calls[d % (MIG_STRIDE * MIG_STRIDE)]++; each && strchr(value, ','); each--) value = strchr(value, ',') + 1;
+    *out = (Utilization){(unsigned)strtoul(value, NULL, 10), 0};
+    return SUCCESS;
+}
+
+/* gpu.0.running=1, gpu.0.running.0=4242:37: pid and per cent, a moment ago. Without the first line: not supported. */
+int nvmlDeviceGetProcessUtilization(Device d, Ran *out, unsigned *count, unsigned long long since_us) {
+    struct timeval now;
+    char key[WORD], name[WORD], value[WORD];
+    unsigned long long entries = 0;
+    int code = device_number("nvmlDeviceGetProcessUtilization", d, "running", &entries);
+    gettimeofday(&now, NULL);
+    unsigned long long now_us = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_usec;
+    if (code) return code;
+    if (!entries || now_us < since_us) return NOT_FOUND;
+    for (unsigned each = 0; out && each < entries && each < *count; each++) {
+        char *end;
+        snprintf(name, WORD, "running.%u", each);
+        key_of(key, d, name);
+        if (text(key, value, WORD)) return UNKNOWN;
+        out[each] = (Ran){.pid = (unsigned)strtoul(value, &end, 10), .time_us = now_us};
+        if (*end == ':') out[each].sm = (unsigned)strtoul(end + 1, NULL, 10);
+    }
+    int is_short = !out || *count < entries;
+    *count = (unsigned)entries;
+    return is_short ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
 #define UNSIGNED(call, name) \

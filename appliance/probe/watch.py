@@ -1,0 +1,111 @@
+"""What else the machine does while a block runs: `with Watch(hardware, environment) as watch: …; watch.conditions`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from appliance.probe.conditions import Conditions, conditions
+from appliance.probe.hardware import Hardware
+from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer, query_load
+from appliance.run import Running, RunTimeout
+
+CHILD = (sys.executable, "-m", "appliance.probe.gpu_load")
+TIMEOUT_S = 15.0
+
+
+class Watch:
+    """Around one measurement. Our own engine must be at rest, or not there, as the block begins and as it ends: what
+    the GPUs do at these moments is taken for the work of others.
+
+    Without GPUs it costs two samples of about a millisecond. With them a child looks before the block, now and then
+    during it, and up to 1.2 s after it, until the GPUs are at rest: its start and its end are no part of the interval.
+    `async with` waits for them without holding up the event loop.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        environment: Mapping[str, str],
+        *,
+        root: Path = Path("/"),
+        own_pid: int | None = None,
+        child: Sequence[str] = CHILD,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. `own_pid`
+        heads the tree of processes that is our own work, by default this process."""
+        self._known = hardware.gpus
+        self._environment = environment
+        self._root = root
+        self._own_pid = own_pid
+        self._child = tuple(child)
+        self._timeout_s = timeout_s
+        self._gpus = GpuLoads()  # what keeps them from being watched
+        self._before: LoadSample
+        self._running: Running | None = None
+        self._seen: Conditions | None = None
+
+    @property
+    def conditions(self) -> Conditions:
+        """Once the block has ended, and not by an exception."""
+        if self._seen is None:
+            message = "the conditions are known when what is watched has ended"
+            raise RuntimeError(message)
+        return self._seen
+
+    def __enter__(self) -> Watch:
+        self._seen = None
+        self._gpus = GpuLoads() if not self._known.gpus else self._watched()
+        self._before = query_load(self._root, own_pid=self._own_pid)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        running, self._running = self._running, None
+        if kind is not None:
+            if running is not None:
+                running.kill()
+            return
+        after = query_load(self._root, own_pid=self._own_pid)
+        self._seen = conditions(
+            self._before,
+            after,
+            known=self._known,
+            gpus=self._gpus if running is None else self._finished(running),
+        )
+
+    async def __aenter__(self) -> Watch:
+        entering = asyncio.create_task(asyncio.to_thread(self.__enter__))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            await entering  # a thread cannot be stopped, and what it starts must not stay behind
+            self.__exit__(asyncio.CancelledError)
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:  # a thread could not be waited for by a task that is being cancelled
+            self.__exit__(kind, *rest)
+            return
+        await asyncio.to_thread(self.__exit__, None, None, None)
+
+    def _watched(self) -> GpuLoads:
+        """Starts the child and waits for its first look."""
+        try:
+            running = Running(self._child, environment=self._environment)
+            if not running.wait_line(timeout_s=self._timeout_s):
+                return self._finished(running)
+        except RunTimeout:
+            return GpuLoads(problem=f"NVML did not answer within {self._timeout_s:g} s: the driver hangs")
+        except OSError as error:
+            return GpuLoads(problem=f"the child that watches GPUs could not be started: {error}")
+        self._running = running
+        return GpuLoads()
+
+    def _finished(self, running: Running) -> GpuLoads:
+        try:
+            return only_known(parse_answer(running.finish(timeout_s=self._timeout_s)), self._known)
+        except RunTimeout:
+            return GpuLoads(problem=f"NVML did not answer within {self._timeout_s:g} s: the driver hangs")

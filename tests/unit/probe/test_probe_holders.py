@@ -1,0 +1,111 @@
+"""Who holds the memory, in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine import put
+
+from appliance.probe import GpuHolder, GpuProbe, Hardware, Memory
+from appliance.probe.holders import parse_resident, who_holds
+from tests.fakes.machines import hardware_of
+
+
+def machine(*holders: GpuHolder, free_mib: int = 24564, available_mib: int = 64000, **limits: int) -> Hardware:
+    hardware = hardware_of("4090-shared")
+    memory = Memory(
+        total_mib=64000,
+        available_mib=available_mib,
+        limit_mib=limits.get("limit_mib"),
+        limit_used_mib=limits.get("limit_used_mib"),
+        memlock_limit_mib=8,
+    )
+    gpu = replace(hardware.gpus.gpus[0], vram_total_mib=24564, vram_free_mib=free_mib, holders=holders)
+    return replace(hardware, memory=memory, gpus=GpuProbe(gpus=(gpu,)))
+
+
+def status(name: str, anonymous_mib: int, shared_mib: int = 0) -> str:
+    return (
+        f"Name:\t{name}\nPid:\t1\nVmRSS:\t{99 << 20} kB\nRssAnon:\t{anonymous_mib << 10} kB\n"
+        f"RssFile:\t{90 << 20} kB\nRssShmem:\t{shared_mib << 10} kB\n"
+    )
+
+
+PYTHON = GpuHolder(pid=4711, name="/usr/bin/python", used_mib=5120)
+
+
+def test_one_process_on_a_gpu(tmp_path: Path) -> None:
+    assert who_holds(machine(PYTHON, free_mib=24564 - 5120), tmp_path) == (
+        "5,120 MiB of GPU 0 are held by python (pid 4711)"
+    )
+
+
+def test_several_on_a_gpu_the_largest_first(tmp_path: Path) -> None:
+    small = [GpuHolder(pid=pid, name=None, used_mib=None) for pid in (1, 2, 3)]
+    assert who_holds(machine(*small, PYTHON, free_mib=18000), tmp_path) == (
+        "6,564 MiB of GPU 0 are held by others, the largest first: python (pid 4711, 5,120 MiB), a process (pid 1), "
+        "a process (pid 2), 1 more"
+    )
+
+
+def test_a_gpu_whose_processes_a_container_cannot_see(tmp_path: Path) -> None:
+    assert who_holds(machine(free_mib=20000), tmp_path) == (
+        "4,564 MiB of GPU 0 are held by processes that cannot be seen from here"
+    )
+
+
+def test_our_own_engine_is_nobody(tmp_path: Path) -> None:
+    fields = " ".join(["0"] * 30)
+    put(tmp_path, {"/proc/4711/stat": f"4711 (python) S 1 {fields}\n", "/proc/4711/status": status("python", 9000)})
+    held = machine(PYTHON, free_mib=24564 - 5120)
+    assert who_holds(held, tmp_path, own_pid=4711) == "no other process is seen to hold memory"
+
+
+def test_the_largest_processes_of_the_host(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        {
+            "/proc/20/status": status("postgres", 3000, shared_mib=1000),
+            "/proc/30/status": status("firefox", 6000),
+            "/proc/40/status": status("bash", 5),
+            "/proc/50/status": "garbage",
+            "/proc/60/comm": "ended\n",
+        },
+    )
+    assert who_holds(machine(available_mib=52000), tmp_path) == (
+        "12,000 MiB of the host's memory are held by others, the largest first: "
+        "firefox (pid 30, 6,000 MiB), postgres (pid 20, 4,000 MiB)"
+    )
+
+
+def test_a_host_whose_processes_a_container_cannot_see(tmp_path: Path) -> None:
+    words = who_holds(machine(available_mib=52000), tmp_path)
+    assert words == "12,000 MiB of the host's memory are held by other processes on this machine"
+
+
+def test_what_is_left_of_a_limit(tmp_path: Path) -> None:
+    words = who_holds(machine(available_mib=52000, limit_mib=16000, limit_used_mib=9000), tmp_path)
+    assert words == "9,000 MiB of this container's 16,000 MiB are held by other processes on this machine"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (status("a b", 7, 3), ("a b", 10)),
+        ("Name:\told\nVmRSS:\t2048 kB\n", ("old", 2)),
+        ("Name:\tkthreadd\n", ("kthreadd", None)),
+        ("VmRSS:\tmany kB\n", (None, None)),
+        ("", (None, None)),
+    ],
+)
+def test_resident_memory(text: str, found: tuple[str | None, int | None]) -> None:
+    assert parse_resident(text) == found
+
+
+@given(text=st.text())
+def test_whatever_the_kernel_says_is_no_crash(text: str) -> None:
+    assert (parse_resident(f"RssAnon:{text}")[1] or 0) >= 0
