@@ -49,7 +49,7 @@ def open_house(settings: Settings, environment: Mapping[str, str], report: Repor
     found = prepare(settings, environment)
     vouch(settings, found.image, found.hardware, report)
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
-    return House(settings, found, store, report)
+    return House(settings, environment, found, store, report)
 
 
 def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:

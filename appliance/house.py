@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -25,6 +25,7 @@ from appliance.model import Model
 from appliance.plan import Plan, Space, as_document, explain_memory, in_short, refine
 from appliance.probe import Hardware, count_oom_kills
 from appliance.probe import as_document as hardware_document
+from appliance.probe.holders import who_holds
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
 from appliance.report import Report
 from appliance.settings import Settings
@@ -58,8 +59,16 @@ class Prepared:
 class House:
     """Made inside the running loop. The order of its verbs is `boot`'s business."""
 
-    def __init__(self, settings: Settings, found: Prepared, store: ProfileStore, report: Report) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        found: Prepared,
+        store: ProfileStore,
+        report: Report,
+    ) -> None:
         self._settings = settings
+        self._environment = environment
         self._image = found.image
         self._engine = found.engine
         self._key = found.key
@@ -102,7 +111,7 @@ class House:
         picked = pick(profile, self._settings.mode, self._space)
         lacking = picked.passed_over if isinstance(picked, Picked) else picked
         for words in lacking:
-            self._report.warning("plan_passed_over", words)
+            self._report.warning("plan_passed_over", f"{words}; {who_holds(self.hardware)}")
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
                 self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
@@ -168,7 +177,9 @@ class House:
             return await self.tune()
 
     async def tune(self) -> Profile:
-        from appliance.tune.tuner import Goal, Tuner, speed_in_words  # here: a start from a profile never needs it
+        # Here: a start from a profile never needs them.
+        from appliance.probe.watch import Watch
+        from appliance.tune.tuner import Goal, Tuner, speed_in_words
         from appliance.tune.workload import parse_mix
 
         settings = self._settings
@@ -188,6 +199,7 @@ class House:
             budget_s=settings.budget_s,
             tell=self._on_step,
             done=self._on_measured,
+            watch=lambda: Watch(self.hardware, self._environment),
             kept=kept,
         )
         tuned = await tuner.run()

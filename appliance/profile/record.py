@@ -17,6 +17,7 @@ from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
 from appliance.plan import Choice, Memory, Placement, Plan, Share, Speed
 from appliance.probe import Hardware, fingerprint
+from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
@@ -170,7 +171,15 @@ def _placement(data: dict[str, Any]) -> Placement:
 
 def _measurement(data: dict[str, Any]) -> Measurement:
     points = tuple(Point(**_only(Point, point)) for point in data["points"])
-    return Measurement(**{**_only(Measurement, data), "points": points, "allocated": _allocated(data["allocated"])})
+    conditions = data["conditions"]
+    return Measurement(
+        **{
+            **_only(Measurement, data),
+            "points": points,
+            "allocated": _allocated(data["allocated"]),
+            "conditions": None if conditions is None else parse_conditions(conditions),
+        }
+    )
 
 
 def _allocated(data: dict[str, Any] | None) -> Allocated | None:

@@ -17,6 +17,7 @@ from appliance.engines.endings import as_error
 from appliance.engines.llama_server import parse_allocated
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.plan import Plan
+from appliance.probe.watch import Watch
 from appliance.supervisor import Supervisor
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
 from appliance.tune.curve import Point
@@ -64,8 +65,12 @@ async def measure(
     look: Look | FirstLook,
     *,
     tell: Callable[[Step], None],
+    watch: Callable[[], Watch],
 ) -> Measurement:
-    """One start of the engine. Raises what `as_error` makes of it when it fails on the way."""
+    """One start of the engine. Raises what `as_error` makes of it when it fails on the way.
+
+    What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
+    """
     began = time.monotonic()
     lines: deque[str] = deque(maxlen=LOG_LINES)
     supervisor = Supervisor(on_line=lines.append)
@@ -78,7 +83,7 @@ async def measure(
             raise as_error(crash)
         load_s = time.monotonic() - began
         try:
-            async with Probe(command) as probe:
+            async with Probe(command) as probe, watch() as watching:
                 work = _points(probe, plan, look, tell)
                 points = await _unless_stalled(work, supervisor, command.stall_timeout_s)
         except EngineNotReadyError as error:
@@ -92,6 +97,7 @@ async def measure(
         load_s=load_s,
         seconds=time.monotonic() - began,
         allocated=parse_allocated(lines),
+        conditions=watching.conditions,
     )
 
 

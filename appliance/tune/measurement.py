@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from appliance.engines.llama_server import Allocated
 from appliance.plan import Plan
+from appliance.probe.conditions import Conditions
 from appliance.tune.curve import Curve, Point
 from appliance.tune.guided import LONGER, OutOfMemory, Trial
 from appliance.tune.modes import Rated
@@ -19,8 +20,8 @@ EXACT = ("f32", "f16", "bf16")
 class Measurement:
     """One look at the plan of this key. With `error` there are no points: the engine ended, and these are its words.
 
-    `is_long` is a look of LONGER times the tokens; `load_s` is 0 where the engine was up already. `disturbance` says
-    what else the machine was doing.
+    `is_long` is a look of LONGER times the tokens; `load_s` is 0 where the engine was up already. `conditions` are what
+    else the machine was doing.
     """
 
     key: str
@@ -32,7 +33,12 @@ class Measurement:
     error: str | None = None
     lacking_device: str | None = None
     lacking_mib: float | None = None
-    disturbance: str | None = None
+    conditions: Conditions | None = None
+
+    @property
+    def disturbance(self) -> str | None:
+        """What spoilt the figures; None where nothing did, or nobody can say."""
+        return self.conditions.disturbance if self.conditions else None
 
     def in_words(self) -> str:
         """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""

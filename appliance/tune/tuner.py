@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 from appliance.command import Command
 from appliance.engines.llama_server import Allocated
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import SMALLEST_WINDOW, Plan, Space, with_measured
+from appliance.probe.watch import Watch
 from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
 from appliance.tune.curve import Curve, Point
 from appliance.tune.guided import LONGER, Ask, Effort, Search, Trial
@@ -25,21 +24,6 @@ SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few,
 FINALISTS = 3
 NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
-
-
-class Watch(Protocol):
-    """Says, after something was measured, what else the machine was doing meanwhile."""
-
-    @property
-    def disturbance(self) -> str | None: ...
-
-
-class _Unwatched:
-    disturbance = None
-
-
-def unwatched() -> AbstractContextManager[Watch]:
-    return nullcontext(_Unwatched())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +69,8 @@ class Tuner:
         budget_s: float,
         tell: Callable[[Step], None],
         done: Callable[[Measurement], None],
+        watch: Callable[[], Watch],
         kept: Sequence[Measurement] = (),
-        watch: Callable[[], AbstractContextManager[Watch]] = unwatched,
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
@@ -187,15 +171,14 @@ class Tuner:
 
     async def _look(self, plan: Plan, *, is_long: bool) -> Measurement:
         began = time.monotonic()
-        with self._watch() as watch:
-            try:
-                seen = await measure(plan, self._start, self._how(plan, is_long=is_long), tell=self._tell)
-            except SAME_FOR_EVERY_PLAN:
-                raise
-            except EngineError as error:
-                self._failures.append(error)
-                seen = _failed(plan, error, time.monotonic() - began)
-        seen = replace(seen, disturbance=watch.disturbance)
+        how = self._how(plan, is_long=is_long)
+        try:
+            seen = await measure(plan, self._start, how, tell=self._tell, watch=self._watch)
+        except SAME_FOR_EVERY_PLAN:
+            raise
+        except EngineError as error:
+            self._failures.append(error)
+            seen = _failed(plan, error, time.monotonic() - began)
         self._seen.append(seen)
         self._done(seen)
         return seen

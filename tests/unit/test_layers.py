@@ -29,14 +29,15 @@ MAY_IMPORT = {
     "checks": {"probe", "settings"},
     "plan": {"probe", "model", "settings"},
     "engines": {"plan", "run"},
-    "tune": {"plan", "engines", "supervisor"},
+    "tune": {"probe", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": {"supervisor"},
     "report": {"gateway"},
 }
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
-WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates", "appliance/tune/search",
+WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
+              "appliance/tune/measurement", "appliance/profile/pick",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
               "appliance/probe/conditions",

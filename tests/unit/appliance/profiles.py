@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from appliance.tune.search import Measurement, Point
 from facts import ENGINE, IMAGE, SMALL, machine
 
 from appliance.engines.llama_server import Allocated
@@ -11,7 +12,6 @@ from appliance.model import ModelDigest
 from appliance.plan import plan
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
-from appliance.tune.search import Measurement, Point
 
 DIGEST = ModelDigest(size=98_362_432, header_sha256="0" * 64, samples_sha256="1" * 64)
 

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from appliance.tune.search import CHAT, Measurement, next_plan, plan_of
 from profiles import profile
 
 from appliance.engines.llama_server import Allocated
 from appliance.plan import Placement, as_measured, nearest
 from appliance.profile.record import dump_profile, parse_profile
-from appliance.tune.search import CHAT, Measurement, next_plan, plan_of
 from tests.golden.plans import CASES, Case, plans
 
 SPLIT = next(case for case in CASES if (case.machine, case.model) == ("2x4090", "gpt-oss-120b"))

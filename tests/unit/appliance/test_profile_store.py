@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from appliance.tune.search import Measurement, Point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mounts import tmpfs
@@ -19,7 +20,6 @@ from profiles import key, profile
 from appliance.errors import VolumeError
 from appliance.plan import Plan
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
-from appliance.tune.search import Measurement, Point
 
 ROOT = Path(__file__).parents[3]
 TEXT = dump_profile(profile())

@@ -4,15 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from facts import ENGINE, IMAGE, SMALL, machine
-from hypothesis import given
-from hypothesis import strategies as st
-
-from appliance.errors import EngineNotReadyError
-from appliance.plan import Plan, plan
-from appliance.settings import resolve_settings
-from appliance.tune.candidates import DEEPEST, EMPTY, MIDDLE, deep_depth, empty_depth, middle_depth
-from appliance.tune.measure import DECODE_TOKENS, common_depths, parse_timings
 from appliance.tune.search import (
     CHAT,
     NOISE,
@@ -25,6 +16,15 @@ from appliance.tune.search import (
     plan_of,
     scaled,
 )
+from facts import ENGINE, IMAGE, SMALL, machine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.errors import EngineNotReadyError
+from appliance.plan import Plan, plan
+from appliance.settings import resolve_settings
+from appliance.tune.candidates import DEEPEST, EMPTY, MIDDLE, deep_depth, empty_depth, middle_depth
+from appliance.tune.measure import DECODE_TOKENS, common_depths, parse_timings
 
 
 def point(depth: int, decode: float, prefill: float = 1.0, read: int = 512) -> Point:
