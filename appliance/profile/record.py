@@ -153,7 +153,7 @@ def _allocated(data: dict[str, Any] | None) -> Allocated | None:
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _SIMPLE["int | None"] = (int, type(None))
 _LATER = {
-    "Plan": ("checkpoints", "placement", "speed"),
+    "Plan": ("checkpoints", "idle_slots_stay", "placement", "speed"),
     "Memory": ("state", "checkpoints", "repacked", "mapped_twice"),
     "Measurement": ("variant",),
     "Allocated": ("recurrent", "mapped", "repacked", "devices"),
