@@ -62,7 +62,10 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.need("--parallel", plan.parallel)
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
     flags.need("--cache-ram", plan.cache_ram_mib)
-    if plan.idle_slots_stay:
+    if plan.parallel == 1:
+        # Else a slot is saved before another request takes it only if that shares less than half of the conversation.
+        flags.use("--slot-prompt-similarity", 0)
+    elif plan.idle_slots_stay:
         flags.use("--no-cache-idle-slots")
         # A side request with the conversation's system prompt would take its slot at the default of 0.1.
         flags.use("--slot-prompt-similarity", KEPT_SIMILARITY)

@@ -7,8 +7,9 @@ What the engine does, read in its tools/server/server-context.cpp and seen (test
   to the prompt cache first, and the cache's best match is loaded.
 - With `--cache-idle-slots`, its default, every idle slot is saved and then cleared whenever a request begins. What the
   cache cannot take is cleared all the same: a conversation longer than the cache is lost to every side request.
-- Where the shared context is full, idle slots are cleared unsaved; requests that run together and do not fit together
-  all fail.
+- What comes back from the prompt cache needs room beside idle slots, which are cleared only after it: where two
+  conversations do not fit into the window together, the one that comes back is read anew. One slot has no neighbour.
+- Where requests run together and do not fit, idle slots are cleared unsaved; then all fail.
 """
 
 from __future__ import annotations
@@ -51,16 +52,21 @@ def idle_slots_stay(settings: Settings, cache_mib: float, needed_mib: float) -> 
 def _parallel(settings: Settings, model: Model, context: int) -> Choice:
     count = slots(settings)
     what = "only states and sliding windows cost memory" if checkpoint_mib(model, "f16") else "they cost no memory"
+    beside = "a second request waits for the first"
     if settings.users > 1:
         beside = _share(settings, count, context)
-    else:
-        beside = "a second request runs beside the first" if count > 1 else "a second request waits for the first"
-    lost = "one that begins as more than half of a conversation takes its slot, and what lay behind is read anew"
+    elif count > 1:
+        beside = "a second request runs beside the first"
+    lost = (
+        "what another request costs a conversation: all of it if both do not fit into the window together, and what "
+        "lies behind a beginning that both share if that is more than half of it"
+    )
+    kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
     source = "parallel" if is_asked(settings) or count == settings.parallel else "users"
     return Choice(
         name="parallel",
         value=str(count),
-        reason=f"slots share one context, so {what}; {beside}; {lost}",
+        reason=f"slots share one context, so {what}; {beside}; {lost if count > 1 else kept}",
         source=settings.sources.get(source, "default"),
     )
 

@@ -112,21 +112,20 @@ def choose(measured: Sequence[Concurrency], *, noise: float = NOISE) -> Chosen:
 
 
 def _why(taken: Concurrency, even: Sequence[Concurrency], measured: Sequence[Concurrency]) -> str:
+    limit_s = taken.workload.ttft_limit_s
+    late = f", the slowest later than {limit_s:g} s" if limit_s is not None and taken.worst_ttft_s > limit_s else ""
     words = (
         f"{taken.users} users' {taken.workload.name} jobs take {taken.mean_s:.1f} s in the mean, {taken.worst_s:.1f} s "
-        f"at worst, with a first token after {taken.ttft_s:.1f} s"
+        f"at worst, with a first token after {taken.ttft_s:.1f} s{late}"
     )
-    others = [one for one in measured if one is not taken]
+    others = sorted((one for one in measured if one is not taken), key=lambda one: one.slots)
     if not others:
         return f"the only count measured: {words}"
-    beside = ", ".join(_beside(one, taken, is_even=one in even) for one in sorted(others, key=lambda one: one.slots))
-    late = taken.workload.ttft_limit_s is not None and taken.worst_ttft_s > taken.workload.ttft_limit_s
-    limit = f"; the slowest first token is later than {taken.workload.ttft_limit_s:g} s" if late else ""
-    return f"{words}; {beside}{limit}"
+    return "; ".join((words, ", ".join(_beside(one, is_even=one in even) for one in others)))
 
 
-def _beside(one: Concurrency, taken: Concurrency, *, is_even: bool) -> str:
-    if is_even and one is not taken:
+def _beside(one: Concurrency, *, is_even: bool) -> str:
+    if is_even:
         return f"{one.slots} slots are no faster than noise ({one.mean_s:.1f} s) and need no less memory"
     return f"with {one.slots} {one.mean_s:.1f} s in the mean, {one.worst_s:.1f} s at worst"
 
