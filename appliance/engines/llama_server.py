@@ -17,6 +17,9 @@ BINARY = "llama-server"
 # Buffer sizes appear at 4, not at the default 3. It cannot be lowered later; at 4 a request costs some twenty lines
 # without its text, which are kept for a crash and not repeated.
 LOG_LEVEL = 4
+# The share of a request that a slot must hold to be taken. A turn longer than all before it does not find its
+# conversation any more: less than half of its tokens are read that could have been kept.
+KEPT_SIMILARITY = "0.5"
 
 
 class _Flags:
@@ -59,6 +62,13 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.need("--parallel", plan.parallel)
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
     flags.need("--cache-ram", plan.cache_ram_mib)
+    if plan.parallel == 1:
+        # Else a slot is saved before another request takes it only if that shares less than half of the conversation.
+        flags.use("--slot-prompt-similarity", 0)
+    elif plan.idle_slots_stay:
+        flags.use("--no-cache-idle-slots")
+        # A side request with the conversation's system prompt would take its slot at the default of 0.1.
+        flags.use("--slot-prompt-similarity", KEPT_SIMILARITY)
     if plan.checkpoints is not None:
         flags.use("--ctx-checkpoints", plan.checkpoints)
     flags.argv += placement_arguments(plan, facts)

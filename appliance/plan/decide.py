@@ -5,6 +5,7 @@ The first plan is the prediction; the others are space.py's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
@@ -27,6 +28,8 @@ from appliance.plan.memory import (
     weights_mib,
 )
 from appliance.plan.placement import Machine, Placement, Work, place
+from appliance.plan.slots import choices as slot_choices
+from appliance.plan.slots import conversation_mib, idle_slots_stay, slots
 from appliance.plan.speed import Speed
 from appliance.plan.window import Aim, Wanted, Window, choose_window
 from appliance.probe import Hardware
@@ -37,6 +40,7 @@ BATCH = 2048
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
+CACHE_SPARE = 0.05  # beside one conversation that fills the window, for a side request
 SPARE_SHARE = 0.03  # of usable memory, left alone: page cache for the weights' file, other processes of the container
 CHECKPOINTS_SHARE = 0.25  # of what is left
 
@@ -62,6 +66,7 @@ class Plan:
     memory: Memory  # of the host; each GPU's is in the placement
     usable_mib: float
     checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
+    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
     placement: Placement = field(default_factory=Placement)
     speed: Speed | None = None  # predicted
     choices: tuple[Choice, ...] = field(default=(), repr=False)
@@ -104,7 +109,7 @@ class Scene:
             context=0,
             kv_type="f16",
             ubatch=self.settings.ubatch or UBATCH,
-            parallel=self.settings.parallel,
+            parallel=slots(self.settings),
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
         )
@@ -112,7 +117,7 @@ class Scene:
     @property
     def parallel(self) -> int:
         """Slots."""
-        return self.settings.parallel
+        return slots(self.settings)
 
     @property
     def spare_mib(self) -> float:
@@ -151,7 +156,7 @@ def scene_of(settings: Settings, image: ImageFacts, engine: EngineFacts, hardwar
     found, notes = usable_devices(hardware, image, engine)
     devices = _chosen(settings, found)
     usable = float(hardware.memory.usable_mib)
-    least = least_cache(settings) + settings.parallel * checkpoint_mib(model, "f16") + host_overhead_mib()
+    least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     copies = 0.0 if devices else tied_copy_mib(model, hardware.cpu.isa)
     spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - copies
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
@@ -256,7 +261,8 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
     host = host_memory(scene, window.placed.host, load_mode, bool(window.placed.placement.shares))
     spare = scene.spare_mib - unified_mib(scene, window.placed.placement)
     checkpoints, host, by_checkpoints = kept_checkpoints(scene, host, window.kv_type, spare)
-    host, by_cache = prompt_cache(scene, host, window.kv_type, spare)
+    longest = conversation_mib(model, window.kv_type, window.context, ubatch=ubatch, checkpoints=checkpoints)
+    host, by_cache = prompt_cache(scene, host, window.kv_type, spare, longest)
     placed = (
         (reasons.placement(window.placed, scene.machine, scene.notes, settings),)
         if scene.machine.devices or scene.notes
@@ -272,7 +278,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         threads_batch=threads[0],
         batch=max(BATCH, ubatch),
         ubatch=ubatch,
-        parallel=settings.parallel,
+        parallel=slots(settings),
         cache_ram_mib=int(host.cache),
         flash_attention=True,
         load_mode=load_mode,
@@ -280,6 +286,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         memory=host,
         usable_mib=hardware.memory.usable_mib - unified_mib(scene, window.placed.placement),
         checkpoints=checkpoints,
+        idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         placement=window.placed.placement,
         speed=window.placed.speed,
         choices=(
@@ -293,7 +300,8 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
             *by_checkpoints,
             by_threads,
             reasons.ubatch(settings, ubatch),
-            *reasons.fixed(settings),
+            *slot_choices(settings, model, window.context, cache_mib=host.cache, needed_mib=longest),
+            *reasons.fixed(),
             loading,
         ),
     )
@@ -324,7 +332,7 @@ def kept_checkpoints(
     scene: Scene, host: Memory, kv_type: str, spare_mib: float
 ) -> tuple[int | None, Memory, tuple[Choice, ...]]:
     """Copies of what cannot be rolled back, so that a chat that goes back is not read anew from its beginning."""
-    each = checkpoint_mib(scene.model, kv_type) * scene.settings.parallel
+    each = checkpoint_mib(scene.model, kv_type) * slots(scene.settings)
     if not each:
         return None, host, ()
     left = spare_mib - host.total - least_cache(scene.settings)
@@ -332,14 +340,18 @@ def kept_checkpoints(
     return count, replace(host, checkpoints=count * each), (reasons.checkpoints(count, each, CHECKPOINTS_MAX),)
 
 
-def prompt_cache(scene: Scene, host: Memory, kv_type: str, spare_mib: float) -> tuple[Memory, Choice]:
-    """The prompt cache is never off by itself: without it a side request costs the conversation a whole prefill."""
+def prompt_cache(
+    scene: Scene, host: Memory, kv_type: str, spare_mib: float, longest_mib: float
+) -> tuple[Memory, Choice]:
+    """The prompt cache is never off by itself: without it a side request costs the conversation a whole prefill. It is
+    larger than the engine's default where one conversation can be."""
     asked = scene.settings.cache_ram_mib
     if asked is not None:
         return replace(host, cache=float(asked)), reasons.cache_asked(scene.settings)
     left = spare_mib - host.total
-    size = float(int(min(CACHE_MAX_MIB, max(CACHE_MIN_MIB, left / 2))))
-    return replace(host, cache=size), reasons.cache(scene.model, kv_type, size, left, CACHE_MAX_MIB)
+    most = max(CACHE_MAX_MIB, float(math.ceil(longest_mib * (1 + CACHE_SPARE))))
+    size = float(int(min(most, max(CACHE_MIN_MIB, left / 2))))
+    return replace(host, cache=size), reasons.cache(scene.model, kv_type, size, left, most)
 
 
 def thread_counts(settings: Settings, hardware: Hardware) -> tuple[tuple[int, ...], Choice]:

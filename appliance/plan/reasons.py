@@ -9,6 +9,7 @@ from appliance.plan.choice import Choice
 from appliance.plan.devices import Device
 from appliance.plan.memory import MIB, Memory, kv_bytes_per_token, kv_mib, padded, weights_mib
 from appliance.plan.placement import Machine, Placed, Placement, Share
+from appliance.plan.slots import slots
 from appliance.plan.window import Window
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -50,7 +51,7 @@ def context(settings: Settings, hardware: Hardware, model: Model, window: Window
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, window: Window) -> str:
-    kv = kv_mib(model, window.kv_type, window.context, settings.ubatch or 512, settings.parallel)
+    kv = kv_mib(model, window.kv_type, window.context, settings.ubatch or 512, slots(settings))
     words = f"{kv:,.0f} MiB of KV at {window.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
     shares = window.placed.placement.shares
     if not shares:
@@ -226,14 +227,8 @@ def ubatch(settings: Settings, size: int) -> Choice:
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 
 
-def fixed(settings: Settings) -> tuple[Choice, ...]:
+def fixed() -> tuple[Choice, ...]:
     return (
-        Choice(
-            name="parallel",
-            value=str(settings.parallel),
-            reason="slots share one context, so they cost no memory; a second request runs beside the first",
-            source=settings.sources["parallel"],
-        ),
         Choice(
             name="flash_attention",
             value="on",

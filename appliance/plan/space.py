@@ -31,6 +31,7 @@ from appliance.plan.decide import (
 from appliance.plan.devices import Device
 from appliance.plan.memory import padded
 from appliance.plan.placement import Placed, Placement, Share, place
+from appliance.plan.slots import conversation_mib, idle_slots_stay
 from appliance.plan.window import Aim, Window
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -248,11 +249,13 @@ class Space:
         if bare.total + least_cache(scene.settings) > spare and not scene.settings.allow_disk:
             return None
         checkpoints, host, by_checkpoints = kept_checkpoints(scene, bare, plan.kv_type, spare)
-        host, by_cache = prompt_cache(scene, host, plan.kv_type, spare)
+        longest = conversation_mib(scene.model, plan.kv_type, plan.context, ubatch=plan.ubatch, checkpoints=checkpoints)
+        host, by_cache = prompt_cache(scene, host, plan.kv_type, spare, longest)
         words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
         return replace(
             plan,
             checkpoints=checkpoints,
+            idle_slots_stay=idle_slots_stay(scene.settings, host.cache, longest),
             cache_ram_mib=int(host.cache),
             memory=host,
             choices=tuple(words.get(choice.name, choice) for choice in plan.choices),

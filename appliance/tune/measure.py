@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -24,6 +24,7 @@ from appliance.tune.curve import Point
 from appliance.tune.guided import LONGER
 from appliance.tune.measurement import Measurement
 
+T = TypeVar("T")
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
 LOG_LINES = 5000  # buffer sizes are among the first few hundred
@@ -85,9 +86,9 @@ async def measure(
         try:
             async with Probe(command) as probe, watch() as watching:
                 work = _points(probe, plan, look, tell)
-                points = await _unless_stalled(work, supervisor, command.stall_timeout_s)
+                points = await unless_stalled(work, supervisor, command.stall_timeout_s)
         except EngineNotReadyError as error:
-            raise await _cause(supervisor, error) from error
+            raise await cause_of(supervisor, error) from error
     finally:
         await supervisor.stop()
     return Measurement(
@@ -101,9 +102,7 @@ async def measure(
     )
 
 
-async def _unless_stalled(
-    work: Coroutine[Any, Any, tuple[Point, ...]], supervisor: Supervisor, timeout_s: float
-) -> tuple[Point, ...]:
+async def unless_stalled(work: Coroutine[Any, Any, T], supervisor: Supervisor, timeout_s: float) -> T:
     """No fixed limit, since a slow machine is no broken one: what counts is that the engine works at all."""
     working = asyncio.create_task(work)
     stalling = asyncio.create_task(supervisor.wait_stalled(timeout_s))
@@ -145,7 +144,7 @@ class Probe:
     """Asks a running engine for completions of growing prefixes of one natural text, and checks what it really did."""
 
     def __init__(self, command: Command) -> None:
-        self._connector = aiohttp.UnixConnector(path=str(command.socket_path))
+        self._connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=aiohttp.ClientTimeout(total=None))
         self._ids: list[int] = []
 
@@ -184,6 +183,11 @@ class Probe:
         """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
         tokens = self._ids[EMPTY : 2 * EMPTY]
         await self._post("/completion", {"prompt": tokens, "n_predict": 1, "cache_prompt": False, "id_slot": 0})
+
+    async def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """In whichever slot the engine chooses, as any client's request."""
+        body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
+        return await self._post("/completion", body)
 
     def prompt(self, depth: int) -> list[int]:
         """The text over and over, each round begun a little further on, so that no long stretch repeats."""
@@ -229,7 +233,7 @@ def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
     )
 
 
-async def _cause(supervisor: Supervisor, seen: FatalError) -> FatalError:
+async def cause_of(supervisor: Supervisor, seen: FatalError) -> FatalError:
     """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
     try:
         async with asyncio.timeout(DEATH_S):
