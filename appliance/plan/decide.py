@@ -29,6 +29,7 @@ from appliance.plan.memory import (
     weights_mib,
 )
 from appliance.plan.placement import Machine, Placed, Placement, Work, place
+from appliance.plan.speculation import Speculation, check_speculation, still_applied
 from appliance.plan.speed import Speed
 from appliance.plan.window import Aim, Wanted, Window, choose_window
 from appliance.probe import Hardware
@@ -71,6 +72,7 @@ class Plan:
     checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
     placement: Placement = field(default_factory=Placement)
     speed: Speed | None = None  # predicted
+    speculation: Speculation | None = None  # what it takes is in the memory above
     choices: tuple[Choice, ...] = field(default=(), repr=False)
 
     @property
@@ -143,12 +145,13 @@ def as_measured(planned: Plan, measured: Plan) -> Plan:
     if not _has_room(resized, planned):
         resized = planned
         words.pop("ubatch", None)
-    return replace(
+    chosen = replace(
         resized,
         threads=measured.threads,
         threads_batch=measured.threads_batch,
         choices=tuple(words.get(choice.name, choice) for choice in planned.choices),
     )
+    return still_applied(chosen, measured)
 
 
 def _resized(planned: Plan, measured: Plan) -> Plan:
@@ -197,6 +200,7 @@ def _scaled(memory: Memory, scale: float) -> Memory:
 
 
 def _check(settings: Settings, engine: EngineFacts, model: Model) -> None:
+    check_speculation(settings, engine, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of an architecture that is reckoned")
