@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "checks": {"probe", "settings"},
     "plan": {"probe", "model", "settings"},
     "engines": {"plan", "run"},
-    "tune": {"plan", "engines", "supervisor"},
+    "tune": {"model", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": {"supervisor"},
@@ -38,7 +38,7 @@ MAY_IMPORT = {
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates", "appliance/tune/search",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
+              "appliance/tune/terms", "appliance/tune/guided", "appliance/tune/acceptance", "appliance/engines/endings",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
