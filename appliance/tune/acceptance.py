@@ -116,8 +116,9 @@ def next_tokens(base_ms: float | None, seen: Sequence[Rate], sizes: Sequence[int
 
 
 def chosen(base_ms: float, seen: Sequence[Rate], noise: float = NOISE) -> Rate | None:
-    """The fastest measured; None when it is not faster than without guesses by more than the noise."""
-    fastest = min(seen, key=lambda rate: rate.ms, default=None)
+    """The fastest measured; None when it is not faster than without guesses by more than the noise, or hardly guessed:
+    then something else made it faster."""
+    fastest = min((rate for rate in seen if rate.drafted >= RARELY), key=lambda rate: rate.ms, default=None)
     return fastest if fastest is not None and fastest.ms < base_ms * (1 - noise) else None
 
 

@@ -33,8 +33,8 @@ T = TypeVar("T")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 WARM = "Name three colours."  # in no prompt: its time counts nowhere
 WARM_TOKENS = 8
-TOKENS_LEAST, TOKENS_MOST = 32, 128  # of one answer
-PROMPTS_LEAST = 3  # one of each kind: a question, an edit, a summary
+TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams guess nothing before 24 tokens in a row are known ones
+PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
 DEATH_S = 1.0
@@ -177,6 +177,7 @@ class _Run:
         times = {answer.name: answer.ms for answer in again.answers}
         answers = tuple(replace(a, ms=min(a.ms, times.get(a.name, a.ms))) for a in self._base.answers)
         self._base = replace(self._base, answers=answers)
+        self._base_ms = ms_per_token([a for a in answers if a.counts])
         self._rates = {kind: self._compared(kind) for kind in self._rates}
 
     async def measure_kind(self, kind: Kind, *, is_asked: bool) -> None:
@@ -282,11 +283,11 @@ async def _ask(
     client: _Client, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
 ) -> tuple[int, list[Answer]]:
     """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
-    answers as long as lets it hold all. A prompt that the window does not hold is left out."""
+    answers as long as lets it hold six. A prompt that the window does not hold is left out."""
     prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
     began = time.monotonic()
     warm = await client.ask("warm", WARM, WARM_TOKENS, seed=0)
-    each = ask_s * 1000 / len(prompts) / max(0.1, warm.ms / max(1, warm.made))
+    each = ask_s * 1000 / PROMPTS_AIMED / max(0.1, warm.ms / max(1, warm.made))
     tokens_each = like.tokens_each if like else int(max(TOKENS_LEAST, min(TOKENS_MOST, each)))
     wanted = {answer.name for answer in like.answers} if like else set(prompts)
     answers: list[Answer] = []
