@@ -84,8 +84,8 @@ def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | 
 
 def _offer(kind: Kind, settings: Settings, model: Model, engine: EngineFacts, draft: Model | None) -> Offer:
     if settings.speculation not in ("auto", kind):
-        words = f"speculation is {settings.speculation} ({settings.sources['speculation']})"
-        return Offer(kind=kind, is_tried=False, reason=words)
+        other = f"speculation is {settings.speculation} ({settings.sources['speculation']})"
+        return Offer(kind=kind, is_tried=False, reason=other)
     lacking = _lacking(kind, engine, model)
     if lacking is None and kind == "draft" and draft is None:
         lacking = "no draft model is given"

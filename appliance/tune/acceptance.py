@@ -53,7 +53,7 @@ class Law:
             return self.acceptance[first - 1] if first <= known else 0.0
         if first <= known:
             return self.acceptance[first - 1]
-        return self.acceptance[-1] ** (first / known)
+        return float(self.acceptance[-1] ** (first / known))
 
     def speedup(self, tokens: int) -> float:
         return (1 + sum(self.chance(i) for i in range(1, tokens + 1))) / (1 + self.b * tokens)
