@@ -14,6 +14,7 @@ from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 
 BINARY = "llama-server"
+_SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
 # Buffer sizes appear at 4, not at the default 3. It cannot be lowered later; at 4 a request costs some twenty lines
 # without its text, which are kept for a crash and not repeated.
 LOG_LEVEL = 4
@@ -72,6 +73,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     if plan.checkpoints is not None:
         flags.use("--ctx-checkpoints", plan.checkpoints)
     flags.argv += placement_arguments(plan, facts)
+    flags.argv += speculation_arguments(plan, facts)
     flags.use("--load-mode", plan.load_mode)
     if plan.is_embedding:
         flags.need("--embeddings")
@@ -100,6 +102,27 @@ def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     flags.need("--main-gpu", 0)
     if plan.placement.cpu_expert_layers:
         flags.need("--n-cpu-moe", plan.placement.cpu_expert_layers)
+    return tuple(flags.argv)
+
+
+def speculation_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """Nothing without speculation: the engine's default is none. Requests cannot change any of it."""
+    flags, speculation = _Flags(facts), plan.speculation
+    if speculation is None:
+        return ()
+    flags.need("--spec-type", _SPECULATION[speculation.kind])
+    if speculation.kind == "ngram":
+        flags.need("--spec-ngram-mod-n-max", speculation.tokens)
+        flags.need("--spec-ngram-mod-n-min", 1)  # its own 48 gives up whatever is known of fewer tokens
+        return tuple(flags.argv)
+    flags.need("--spec-draft-n-max", speculation.tokens)
+    flags.use("--cache-type-k-draft", speculation.draft_kv_type)
+    flags.use("--cache-type-v-draft", speculation.draft_kv_type)
+    if speculation.draft_path is not None:
+        flags.need("--model-draft", speculation.draft_path)
+        if speculation.device is not None:
+            flags.need("--device-draft", f"CUDA{speculation.device}")
+            flags.need("--gpu-layers-draft", "all")
     return tuple(flags.argv)
 
 

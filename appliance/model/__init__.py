@@ -7,6 +7,7 @@ from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
 from appliance.model.digest import ModelDigest, digest
+from appliance.model.draft import read_draft
 from appliance.model.facts import Format, Model, parse_facts
 from appliance.model.find import find_projector, is_folder_model, list_models, resolve_model
 from appliance.model.folder import read_folder
@@ -23,6 +24,7 @@ __all__ = [
     "digest",
     "list_models",
     "plain_name",
+    "read_draft",
     "read_model",
     "resolve_model",
 ]

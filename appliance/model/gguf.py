@@ -87,6 +87,31 @@ def read_gguf(path: Path) -> Gguf:
         os.close(descriptor)
 
 
+def read_texts(path: Path, key: str) -> tuple[bytes, ...]:
+    """The texts of the array `key`, which `read_gguf` passes over; none where it is not there. Raises as that does."""
+    descriptor = _open(path)
+    try:
+        reader = _Reader(path, descriptor)
+        _read_version(reader)
+        reader.skip(8, "a tensor count")
+        for position in range(reader.count("a key count", each_bytes=14, limit=KEYS_LIMIT)):
+            name = reader.name(f"key {position}", KEY_LIMIT_BYTES)
+            if name == key:
+                return _read_texts(reader, key)
+            _read_value(reader, name, 0)
+        return ()
+    finally:
+        os.close(descriptor)
+
+
+def _read_texts(reader: _Reader, key: str) -> tuple[bytes, ...]:
+    if (reader.u32(f"the type of {key}"), reader.u32(f"the type of the entries of {key}")) != (_ARRAY, _STRING):
+        return ()
+    count = reader.count(f"a number of entries of {key}", each_bytes=8, limit=HEADER_LIMIT_BYTES)
+    what = f"an entry of {key}"
+    return tuple(reader.take(reader.text_length(what), what) for _ in range(count))
+
+
 def _open(path: Path) -> int:
     try:
         # Without O_NONBLOCK a named pipe called model.gguf would stop the start for ever.

@@ -8,25 +8,47 @@ from appliance.plan.memory import Memory
 from appliance.plan.placement import Placement, Share
 from appliance.plan.refine import Projection, refine
 from appliance.plan.space import SMALLEST_WINDOW, Space, plan
+from appliance.plan.speculation import (
+    SIZES,
+    UNMEASURED,
+    Kind,
+    Offer,
+    Speculation,
+    applied,
+    kinds,
+    reckon,
+    still_applied,
+    with_choice,
+)
 from appliance.plan.speed import Speed
 
 __all__ = [
+    "SIZES",
     "SMALLEST_WINDOW",
+    "UNMEASURED",
     "Choice",
     "Costs",
+    "Kind",
     "Memory",
+    "Offer",
     "Placement",
     "Plan",
     "Projection",
     "Share",
     "Space",
+    "Speculation",
     "Speed",
+    "applied",
     "as_document",
     "explain",
     "explain_memory",
     "explain_settings",
     "in_short",
+    "kinds",
     "plan",
+    "reckon",
     "refine",
+    "still_applied",
+    "with_choice",
     "with_measured",
 ]

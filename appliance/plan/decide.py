@@ -30,6 +30,7 @@ from appliance.plan.memory import (
 from appliance.plan.placement import Machine, Placement, Work, place
 from appliance.plan.slots import choices as slot_choices
 from appliance.plan.slots import conversation_mib, idle_slots_stay, slots
+from appliance.plan.speculation import Speculation, check_speculation
 from appliance.plan.speed import Speed
 from appliance.plan.window import Aim, Wanted, Window, choose_window
 from appliance.probe import Hardware
@@ -69,6 +70,7 @@ class Plan:
     idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
     placement: Placement = field(default_factory=Placement)
     speed: Speed | None = None  # predicted
+    speculation: Speculation | None = None  # what it takes is in the memory above
     choices: tuple[Choice, ...] = field(default=(), repr=False)
 
     @property
@@ -138,6 +140,7 @@ def with_measured(plan: Plan, words: str) -> Plan:
 
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
+    check_speculation(settings, engine, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of an architecture that is reckoned")

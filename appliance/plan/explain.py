@@ -19,6 +19,7 @@ def explain(plan: Plan) -> str:
 def in_short(plan: Plan) -> str:
     """As in "2 threads, ubatch 512, KV cache f16", and where the layers lie if not all on the CPU."""
     words = f"{plan.threads} threads, ubatch {plan.ubatch}, KV cache {plan.kv_type}"
+    words += f", {plan.speculation.in_words()}" if plan.speculation else ""
     return f"{words}, {plan.variant}" if plan.variant else words
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Choice, Memory, Placement, Plan, Share, Speed
+from appliance.plan import Choice, Memory, Placement, Plan, Share, Speculation, Speed
+from appliance.plan.speculation import KINDS
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
@@ -155,9 +156,19 @@ def _plan(data: dict[str, Any]) -> Plan:
             "memory": _memory(data["memory"]),
             "placement": _placement(data["placement"]),
             "speed": None if speed is None else Speed(**_only(Speed, speed)),
+            "speculation": _speculation(data.get("speculation")),
             "choices": tuple(Choice(**_only(Choice, choice)) for choice in data["choices"]),
         }
     )
+
+
+def _speculation(data: dict[str, Any] | None) -> Speculation | None:
+    if data is None:
+        return None
+    if data["kind"] not in KINDS:
+        message = f"Speculation.kind is none of {', '.join(KINDS)}: {data['kind']!r}"
+        raise TypeError(message)
+    return Speculation(**{**_only(Speculation, data), "adds": _memory(data["adds"])})
 
 
 def _memory(data: dict[str, Any]) -> Memory:

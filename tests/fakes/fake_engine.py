@@ -161,6 +161,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.fail(400, "invalid_request_error", f"[json.exception.parse_error.101] {error}")
         if path in TEXT_ROUTES | MESSAGE_ROUTES:
             return self.stream(path, request) if request.get("stream") else self.complete(path, request)
+        if path == "/apply-template":
+            return self.reply(200, {"prompt": f"<user> {prompt_of(request)} <assistant>"})
         if path == "/tokenize":
             return self.reply(200, {"tokens": [len(word) for word in str(request.get("content", "")).split()]})
         if path == "/v1/messages/count_tokens":
@@ -193,6 +195,9 @@ class Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
             "timings": self.token_timings(request) if is_of_tokens else timings(words, words),
         }
+        if request.get("return_tokens"):
+            made = reply["timings"]["predicted_n"]
+            reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
         self.reply(200, reply)
 
     def token_timings(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -207,12 +212,14 @@ class Handler(BaseHTTPRequestHandler):
         read = len(prompt) - cached
         step_ms = by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
         prefill_ms = by_number(options.prefill_ms, options.ubatch_size)
+        steps, guessed, right = guesses(options, max(1, made - 1))
         return {
             "cache_n": cached,
             "prompt_n": read,
             "prompt_ms": read * prefill_ms,
             "predicted_n": made,
-            "predicted_ms": max(1, made - 1) * step_ms,
+            "predicted_ms": steps * step_ms,
+            **({"draft_n": guessed, "draft_n_accepted": right} if guessed else {}),
         }
 
     def stream(self, path: str, request: dict[str, Any]) -> None:
@@ -311,6 +318,24 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     }
 
 
+def guesses(options: argparse.Namespace, made: int) -> tuple[float, int, int]:
+    """How many steps' time `made` tokens take, how many were guessed, and how many of those were right."""
+    cost, chance = next((guess[1:] for guess in options.guess if guess[0] == options.spec_type), (0.0, None))
+    at_most = options.spec_ngram_mod_n_max if options.spec_type == "ngram-mod" else options.spec_draft_n_max
+    if chance is None or not at_most:
+        return made, 0, 0
+    right = sum(chance**i for i in range(1, at_most + 1))
+    steps = made / (1 + right)
+    return steps * (1 + cost * at_most), round(steps * at_most), round(steps * right)
+
+
+def guess(text: str) -> tuple[str, float, float]:
+    """`draft-mtp:0.5,0.8`: a guess of that kind costs half a step, and each is right with a chance of 0.8."""
+    kind, _, numbers = text.partition(":")
+    cost, _, chance = numbers.partition(",")
+    return kind, float(cost), float(chance)
+
+
 def by_number(table: str, number: int) -> float:
     """`20` is 20 for all; `1:40,2:20` is looked up, and what is not in it gets the last."""
     pairs = [pair.rpartition(":") for pair in table.split(",")]
@@ -351,6 +376,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         "--decode-ms", default="10", metavar="TABLE", help="a token, by --threads: 1:40,2:20 (timings only, no waiting)"
     )
     add("--prefill-ms", default="4", metavar="TABLE", help="a token, by --ubatch-size: 256:5,512:4")
+    add("--spec-type", default="none")
+    add("--spec-draft-n-max", type=int, default=3)
+    add("--spec-ngram-mod-n-max", type=int, default=64)
+    add("--guess", type=guess, action="append", default=[], metavar="KIND:COST,CHANCE", help="of each step, of a guess")
+    add("--loop", action="store_true", help="every answer is one token over and over")
     add("--port-taken", action="store_true", help="end as if the address were in use")
     options, _ = parser.parse_known_args(arguments)
     options.alias = options.alias or options.model

@@ -1,0 +1,298 @@
+"""Tokens guessed ahead and checked at once: which kinds a model and an engine can do, and what each takes of memory.
+
+Pure. Which of them is faster, and how many tokens to guess, only measuring tells: tune/speculate.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from appliance.errors import ConfigError, ModelDoesNotFitError
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
+from appliance.plan.choice import Choice
+from appliance.plan.memory import (
+    KV_BYTES,
+    MIB,
+    Memory,
+    can_keep,
+    cells,
+    compute_mib,
+    drafts_mib,
+    kv_mib,
+    layers_of,
+    mask_bytes,
+    output_mib,
+    repacked_mib,
+    state_mib,
+    tied_copy_mib,
+    weights_mib,
+)
+from appliance.settings import Settings
+
+if TYPE_CHECKING:
+    from appliance.plan.decide import Plan
+
+Kind = Literal["draft", "mtp", "ngram"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
+SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
+UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
+CACHE_LEFT_MIB = 128.0  # of the prompt cache, which is what gives way; a cache that was asked for does not
+NGRAM_TABLE_MIB = 16.0  # common_ngram_mod of 4 Mi entries
+_FLAGS: dict[Kind, tuple[str, ...]] = {
+    "draft": ("--spec-type", "--model-draft", "--spec-draft-n-max"),
+    "mtp": ("--spec-type", "--spec-draft-n-max"),
+    "ngram": ("--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min"),
+}
+_NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """`tokens` are guessed at a time, at most. `adds` is what that takes beside the plan: on the GPU `device`, counted
+    as the plan counts its shares, or on the host."""
+
+    kind: Kind
+    tokens: int
+    draft_path: str | None = None
+    draft_kv_type: str = "f16"
+    device: int | None = None
+    adds: Memory = _NOTHING
+
+    def in_words(self) -> str:
+        """As in "up to 3 tokens guessed by smol.gguf"."""
+        by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
+        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} guessed by {by[self.kind]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One kind, whether it is worth measuring here, and why or why not."""
+
+    kind: Kind
+    is_tried: bool
+    reason: str
+
+
+def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | None = None) -> tuple[Offer, ...]:
+    """Every kind, the likeliest first. Raises ConfigError as `check_speculation` does."""
+    check_speculation(settings, engine, model)
+    return tuple(_offer(kind, settings, model, engine, draft) for kind in KINDS)
+
+
+def _offer(kind: Kind, settings: Settings, model: Model, engine: EngineFacts, draft: Model | None) -> Offer:
+    if settings.speculation not in ("auto", kind):
+        other = f"speculation is {settings.speculation} ({settings.sources['speculation']})"
+        return Offer(kind=kind, is_tried=False, reason=other)
+    lacking = _lacking(kind, engine, model)
+    if lacking is None and kind == "draft" and draft is None:
+        lacking = "no draft model is given"
+    if lacking is not None:
+        return Offer(kind=kind, is_tried=False, reason=lacking)
+    if settings.speculation == kind:
+        return Offer(kind=kind, is_tried=True, reason=f"asked for ({settings.sources['speculation']})")
+    words = {
+        "draft": "a draft model is given",
+        "mtp": "the model has layers for it",
+        "ngram": "it costs no memory to speak of, and no time where nothing repeats",
+    }
+    return Offer(kind=kind, is_tried=True, reason=words[kind])
+
+
+def check_speculation(settings: Settings, engine: EngineFacts, model: Model) -> None:
+    """Raises ConfigError for a kind that was asked for and cannot be done, saying why."""
+    asked = settings.speculation
+    if settings.draft_model is not None and asked in ("mtp", "ngram"):
+        message = (
+            f"setting draft_model is given and speculation does not use it: '{settings.draft_model}' "
+            f"({settings.sources['draft_model']}), speculation '{asked}' ({settings.sources['speculation']})"
+        )
+        raise ConfigError(message, hint="take one of them out, or use --speculation draft")
+    kind = next((kind for kind in KINDS if kind == asked), None)
+    if kind is None:
+        return
+    lacking = _lacking(kind, engine, model)
+    hint = "use --speculation auto, which tries what there is"
+    if lacking is None and kind == "draft" and settings.draft_model is None:
+        lacking, hint = "no draft model is given", "name a small model of the same family with --draft-model"
+    if lacking is not None:
+        message = f"setting speculation cannot be done: '{asked}' ({settings.sources['speculation']}): {lacking}"
+        raise ConfigError(message, hint=hint)
+
+
+def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
+    """What stands in the way of this kind, whatever the settings are."""
+    if model.is_embedding_model:
+        return f"{model.path.name} gives vectors and no text"
+    if missing := [flag for flag in _FLAGS[kind] if flag not in engine.flags]:
+        return f"this engine (build {engine.build}) has no flag {missing[0]}"
+    if kind == "mtp" and not any(layer.is_draft for layer in layers_of(model)):
+        return f"{model.path.name} has no layers that draft (no key {model.architecture}.nextn_predict_layers)"
+    return None
+
+
+def reckon(
+    plan: Plan, kind: Kind, tokens: int, *, model: Model, draft: Model | None = None, isa: tuple[str, ...] = ()
+) -> Speculation:
+    """What this kind adds to that plan. `isa`: the CPU's, for what its kernels copy; without it nothing is copied."""
+    on_gpus = bool(plan.placement.shares)
+    keeper, path = model, None
+    adds = replace(_NOTHING, overhead=NGRAM_TABLE_MIB)
+    if kind == "draft":
+        if draft is None:
+            message = "drafting needs a draft model"
+            raise ValueError(message)
+        keeper, path = draft, str(draft.path)
+        adds = _draft_adds(plan, draft, isa, on_gpus=on_gpus)
+    elif kind == "mtp":
+        adds = _mtp_adds(plan, model, tokens, isa, on_gpus=on_gpus)
+    adds = _with_checks(plan, adds, model, tokens)
+    return Speculation(
+        kind=kind,
+        tokens=tokens,
+        draft_path=path,
+        draft_kv_type=draft_kv_type(plan, keeper),
+        device=_device(plan, kind, adds),
+        adds=adds,
+    )
+
+
+def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
+    """The plan with what was reckoned for one of the same window; the prompt cache gives way, if nobody asked for it.
+
+    Raises ModelDoesNotFitError when there is no room.
+    """
+    adds = speculation.adds
+    if speculation.device is not None:
+        at, on_host = speculation.device, replace(_NOTHING, output=adds.output, overhead=adds.overhead)
+        share = plan.placement.shares[at]
+        grown = replace(share, memory=_sum(share.memory, replace(adds, output=0.0, overhead=0.0)))
+        if grown.memory.total > share.free_mib:
+            raise _refusal(speculation, grown.memory.total - share.free_mib, f"CUDA{at} ({share.name})")
+        shares = (*plan.placement.shares[:at], grown, *plan.placement.shares[at + 1 :])
+        plan = replace(plan, placement=replace(plan.placement, shares=shares))
+        adds = on_host
+    memory = _sum(plan.memory, adds)
+    over = memory.total - max(plan.usable_mib, plan.memory.total)
+    if over > 0:
+        gives = 0.0 if _is_cache_asked(plan) else float(int(max(0.0, memory.cache - CACHE_LEFT_MIB)))
+        if over > gives:
+            raise _refusal(speculation, over - gives, "the host")
+        memory = replace(memory, cache=float(int(memory.cache - over)))
+    return with_choice(replace(plan, speculation=speculation, memory=memory, cache_ram_mib=int(memory.cache)), choice)
+
+
+def with_choice(plan: Plan, choice: Choice | None) -> Plan:
+    """With these words in the place of what was said of the same name."""
+    if choice is None:
+        return plan
+    return replace(plan, choices=(*(c for c in plan.choices if c.name != choice.name), choice))
+
+
+def still_applied(plan: Plan, measured: Plan) -> Plan:
+    """With the speculation of a plan that was measured, if it was measured for this window and there still is room."""
+    speculation = measured.speculation
+    if speculation is None:
+        return plan
+    same = (measured.context, measured.kv_type, measured.variant, measured.parallel, measured.model_path)
+    words = [choice for choice in measured.choices if choice.name == "speculation"]
+    if (plan.context, plan.kv_type, plan.variant, plan.parallel, plan.model_path) != same:
+        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another window or placement"))
+    try:
+        return applied(plan, speculation, words[0] if words else None)
+    except ModelDoesNotFitError as error:
+        return with_choice(plan, _refused(error.message))
+
+
+def _refused(why: str) -> Choice:
+    return Choice(name="speculation", value="off", reason=why, source="memory", is_refusal=True)
+
+
+def _refusal(speculation: Speculation, over_mib: float, where: str) -> ModelDoesNotFitError:
+    message = (
+        f"speculation does not fit: {speculation.in_words()} needs {speculation.adds.total:,.0f} MiB beside the model, "
+        f"{over_mib:,.0f} more than there are on {where}"
+    )
+    return ModelDoesNotFitError(message, hint="use a smaller --ctx-size, a smaller draft model, or --speculation off")
+
+
+def _is_cache_asked(plan: Plan) -> bool:
+    return any(choice.name == "cache_ram_mib" and choice.source != "memory" for choice in plan.choices)
+
+
+def draft_kv_type(plan: Plan, keeper: Model) -> str:
+    """The cache of what drafts is of the plan's type where its heads take it."""
+    return plan.kv_type if can_keep(keeper, plan.kv_type) else "f16"
+
+
+def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
+    """A second model with a context as long as the first's, all of it in one place."""
+    copies = 0.0 if on_gpus else tied_copy_mib(draft, isa)
+    repacked = 0.0 if on_gpus else repacked_mib(draft, isa)
+    return replace(
+        _NOTHING,
+        weights=weights_mib(draft) + copies,
+        kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, plan.ubatch, plan.parallel),
+        compute=compute_mib(draft, plan.ubatch, plan.context, plan.parallel),
+        output=output_mib(draft, plan.parallel),
+        state=state_mib(draft, plan.parallel),
+        repacked=repacked,
+        mapped_twice=repacked - copies if "mmap" in plan.load_mode and not on_gpus else 0.0,
+    )
+
+
+def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
+    """The model's own last layers with a cache and a context of theirs; states are kept for every token that may have
+    to be taken back, and the graph works on one layer's of them."""
+    kept = [layer for layer in layers_of(model) if layer.is_draft]
+    per_cell = sum(
+        (layer.k_elements + layer.v_elements) * cells(layer, plan.context, plan.ubatch, plan.parallel) for layer in kept
+    )
+    kv_type = draft_kv_type(plan, model)
+    one_state = max((layer.state_bytes for layer in layers_of(model)), default=0) * plan.parallel / MIB
+    loaded = drafts_mib(model)
+    copied = 0.0 if on_gpus else repacked_mib(model, isa) * loaded / max(1.0, weights_mib(model))
+    return replace(
+        _NOTHING,
+        weights=loaded,
+        kv=per_cell * KV_BYTES[kv_type] / MIB,
+        compute=compute_mib(model, plan.ubatch, plan.context, plan.parallel) + tokens * one_state,
+        output=output_mib(model, plan.parallel),
+        state=state_mib(model, plan.parallel) * tokens,
+        repacked=copied,
+        # The whole file is mapped, and the plan counts these layers there already.
+        mapped_twice=copied - loaded if "mmap" in plan.load_mode and not on_gpus else 0.0,
+    )
+
+
+def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
+    """Every guess is checked with logits of its own, in the graph and in a buffer that grows when it first happens:
+    the engine's log tells of the former alone."""
+    outputs = min(plan.batch, plan.parallel * (1 + tokens))
+    at_once = min(outputs, plan.ubatch)
+    # Seen: 14.2 MiB for 68 outputs and 51.3 for 256, of a vocabulary of 49,152 and a width of 576.
+    graph = 4 * at_once * (model.vocabulary + 5 * model.embedding_length)
+    graph += int(mask_bytes(model, plan.ubatch, plan.context, plan.parallel))
+    before = compute_mib(model, plan.ubatch, plan.context, plan.parallel)
+    logits = 4 * model.vocabulary * outputs / MIB - output_mib(model, plan.parallel)
+    return replace(
+        adds,
+        compute=adds.compute + max(0.0, graph / MIB - before),
+        overhead=adds.overhead + max(0.0, logits),
+    )
+
+
+def _device(plan: Plan, kind: Kind, adds: Memory) -> int | None:
+    """A draft model goes to the first GPU with room; draft layers follow the last layers, and checks the output."""
+    shares = plan.placement.shares
+    if not shares:
+        return None
+    need = adds.total - adds.output - adds.overhead
+    roomy = [at for at, share in enumerate(shares) if share.memory.total + need <= share.free_mib]
+    return roomy[0] if kind == "draft" and roomy else len(shares) - 1
+
+
+def _sum(one: Memory, other: Memory) -> Memory:
+    return Memory(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(Memory)})

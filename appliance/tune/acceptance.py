@@ -1,0 +1,134 @@
+"""How many tokens to guess ahead, from a few measurements: pure.
+
+A step that checks g guesses takes 1 + b g times as long as one that checks none, and gives 1 + A1 + ... + Ag tokens, Ai
+being the chance that the first i guesses are all right: speedup(g) = (1 + sum A) / (1 + b g). Where a step guesses only
+now and then, as n-grams do, the same b counts for the tokens that were guessed: of n tokens, d guessed and c of those
+right, ms / base = 1 - c/n + b d/n.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NOISE = 0.03  # as in search.py: a gain below it may be chance
+RARELY = 0.02  # guesses a token: fewer cannot gain more than noise, and say nothing of b
+_BISECTIONS = 40
+_WINDOWS = (48, 96, 192)
+_GRAM = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """What was measured with `tokens` guessed at most: milliseconds, guesses and right guesses for each token made."""
+
+    tokens: int
+    ms: float
+    drafted: float
+    accepted: float
+
+    @classmethod
+    def of_every_step(cls, tokens: int, ms: float, acceptance: float) -> Rate:
+        """Of a speculation that guesses `tokens` in every step, with that share of them right."""
+        steps = 1 / (1 + tokens * acceptance)
+        return cls(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """`acceptance` are A1, A2, ... as far as they were measured; beyond, each is the one before times the same."""
+
+    b: float
+    acceptance: tuple[float, ...]
+
+    def chance(self, first: int) -> float:
+        """That the first `first` guesses are all right."""
+        known = len(self.acceptance)
+        if not known or not self.acceptance[-1]:
+            return self.acceptance[first - 1] if first <= known else 0.0
+        if first <= known:
+            return self.acceptance[first - 1]
+        return float(self.acceptance[-1] ** (first / known))
+
+    def speedup(self, tokens: int) -> float:
+        return (1 + sum(self.chance(i) for i in range(1, tokens + 1))) / (1 + self.b * tokens)
+
+
+def fit_law(base_ms: float, seen: Sequence[Rate]) -> Law:
+    """b by least squares over all that guessed, and the chances from the smallest number of guesses to the largest."""
+    told = sorted((rate for rate in seen if rate.drafted > 0), key=lambda rate: rate.tokens)
+    squares = sum(rate.drafted**2 for rate in told)
+    costs = sum(rate.drafted * (rate.ms / base_ms - 1 + rate.accepted) for rate in told)
+    chances: tuple[float, ...] = ()
+    for rate in told:
+        chances = _continued(chances, rate.tokens, rate.tokens * rate.acceptance)
+    return Law(b=max(0.0, costs / squares) if squares else 0.0, acceptance=chances)
+
+
+def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[float, ...]:
+    """On to A`tokens`, so that all add up to `right`, the guesses that were right in a step; each the one before times
+    the same, which lies between 0 and 1."""
+    more = tokens - len(chances)
+    if more < 1:
+        return chances
+    last, missing = chances[-1] if chances else 1.0, right - sum(chances)
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if last * sum(middle**i for i in range(1, more + 1)) < missing:
+            low = middle
+        else:
+            high = middle
+    ratio = low if high < 1.0 else 1.0
+    return (*chances, *(last * ratio**i for i in range(1, more + 1)))
+
+
+def best_tokens(law: Law, sizes: Sequence[int]) -> int:
+    """The fastest of `sizes` by the law; 0 where none is faster than guessing nothing."""
+    best = max(sizes, key=lambda tokens: (law.speedup(tokens), -tokens))
+    return best if law.speedup(best) > 1 else 0
+
+
+def next_tokens(base_ms: float | None, seen: Sequence[Rate], sizes: Sequence[int]) -> int | None:
+    """What to measure next: without guesses, the smallest, the law's best, and those beside it; then None.
+
+    `sizes` are in order. None also when guesses are too rare for anything to be won.
+    """
+    if base_ms is None:
+        return 0
+    if not seen:
+        return sizes[0]
+    if all(rate.drafted < RARELY for rate in seen):
+        return None
+    measured = {rate.tokens for rate in seen}
+    law = fit_law(base_ms, seen)
+    star = best_tokens(law, sizes)
+    if not star:
+        return None
+    at = sizes.index(star)
+    beside = sorted((*sizes[at + 1 : at + 2], *sizes[max(0, at - 1) : at]), key=law.speedup, reverse=True)
+    return next((tokens for tokens in (star, *beside) if tokens not in measured), None)
+
+
+def chosen(base_ms: float, seen: Sequence[Rate], noise: float = NOISE) -> Rate | None:
+    """The fastest measured; None when it is not faster than without guesses by more than the noise, or hardly guessed:
+    then something else made it faster."""
+    fastest = min((rate for rate in seen if rate.drafted >= RARELY), key=lambda rate: rate.ms, default=None)
+    return fastest if fastest is not None and fastest.ms < base_ms * (1 - noise) else None
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether an answer goes round in circles: in some stretch of 48, 96 or 192 tokens less than half of all sequences
+    of four are new. What loops is guessed perfectly, and nobody wants it; text and code repeat far less."""
+    grams = list(zip(*(tokens[i:] for i in range(_GRAM)), strict=False))
+    for window in _WINDOWS:
+        size = window - _GRAM + 1
+        for begin in range(0, len(grams) - size + 1, _GRAM):
+            if len(set(itertools.islice(grams, begin, begin + size))) * 2 < size:
+                return True
+    return False

@@ -1,0 +1,403 @@
+"""Whether guessing ahead pays on this machine with this model, and how many tokens: by measuring, through the API.
+
+Requests cannot change how many tokens are guessed (llama.cpp's server-schema.cpp has it switched off), so every number
+is a start of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: guesses do
+not change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
+each prompt once, since n-grams keep what they have seen, and a second time would know the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from appliance.command import Command
+from appliance.engines.endings import as_error
+from appliance.errors import ConfigError, EngineError, EngineNotReadyError, FatalError, ModelDoesNotFitError
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
+from appliance.plan import SIZES, UNMEASURED, Kind, Plan, Speculation, applied, kinds, reckon
+from appliance.settings import Settings
+from appliance.supervisor import Supervisor
+from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
+from appliance.tune.measure import Step
+
+T = TypeVar("T")
+PROMPTS = Path(__file__).with_name("prompts.txt")
+WARM = "Name three colours."  # in no prompt: its time counts nowhere
+WARM_TOKENS = 8
+TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams guess nothing before 24 tokens in a row are known ones
+PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
+MADE_LEAST = 8  # of an answer that ended by itself, to count
+ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
+DEATH_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`made` are the tokens after the first, which comes out of the prompt."""
+
+    name: str
+    made: int
+    ms: float
+    drafted: int
+    accepted: int
+    is_looping: bool
+
+    @property
+    def counts(self) -> bool:
+        return self.made >= MADE_LEAST and not self.is_looping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One start: `kind` None is the plan without guesses. With `error` there are no answers."""
+
+    kind: Kind | None
+    tokens: int
+    tokens_each: int = 0
+    answers: tuple[Answer, ...] = ()
+    seconds: float = 0.0
+    error: str | None = None
+
+    def in_words(self) -> str:
+        """As in "ngram 8: 41.2 ms a token, 31 of 40 guesses right, 12 answers"."""
+        what = f"{self.kind} {self.tokens}" if self.kind else "no guesses"
+        if self.error:
+            return f"{what}: {self.error}"
+        drafted, accepted = (sum(getattr(a, name) for a in self.answers) for name in ("drafted", "accepted"))
+        looped = sum(a.is_looping for a in self.answers)
+        guesses = f", {accepted} of {drafted} guesses right" if self.kind else ""
+        loops = f", {looped} of them in circles" if looped else ""
+        return f"{what}: {ms_per_token(self.answers):.1f} ms a token{guesses}, {len(self.answers)} answers{loops}"
+
+
+def ms_per_token(answers: Sequence[Answer]) -> float:
+    return sum(a.ms for a in answers) / max(1, sum(a.made for a in answers))
+
+
+def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
+    """Milliseconds a token without guesses, and what `other` did on the same prompts; None where none counts twice."""
+    before = {answer.name: answer for answer in base.answers if answer.counts}
+    after = [answer for answer in other.answers if answer.counts and answer.name in before]
+    made = sum(answer.made for answer in after)
+    if not made:
+        return None
+    return ms_per_token([before[a.name] for a in after]), Rate(
+        tokens=other.tokens,
+        ms=ms_per_token(after),
+        drafted=sum(a.drafted for a in after) / made,
+        accepted=sum(a.accepted for a in after) / made,
+    )
+
+
+async def choose_speculation(
+    plan: Plan,
+    start: Callable[[Plan], Command],
+    *,
+    settings: Settings,
+    model: Model,
+    engine: EngineFacts,
+    left_s: float,
+    tell: Callable[[Step], None],
+    draft: Model | None = None,
+    isa: tuple[str, ...] = (),
+) -> tuple[Speculation | None, str, list[Tried]]:
+    """None when guessing nothing is as fast. What was asked for is served in any case, with the best number measured.
+
+    `plan` guesses nothing; `applied(plan, speculation)` is the one to serve. Raises ConfigError when a kind that was
+    asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends with without guesses.
+    """
+    offers = kinds(settings, model, engine, draft)
+    tried = [offer.kind for offer in offers if offer.is_tried]
+    if not tried:
+        reasons = dict.fromkeys(offer.reason for offer in offers)
+        return None, f"nothing to guess with: {'; '.join(reasons)}", []
+    run = _Run(plan, start, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s)
+    asked = tried[0] if settings.speculation == tried[0] else None
+    if left_s > 0:
+        await run.measure_base()
+        for kind in tried:
+            await run.measure_kind(kind, is_asked=kind == asked)
+    if asked is not None:
+        return *run.of_asked(asked), run.tried
+    await run.measure_base_again()
+    return *run.of_fastest(), run.tried
+
+
+class _Run:
+    """What was measured so far, and the time that is left."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        start: Callable[[Plan], Command],
+        *,
+        model: Model,
+        draft: Model | None,
+        isa: tuple[str, ...],
+        tell: Callable[[Step], None],
+        left_s: float,
+    ) -> None:
+        self._plan, self._start, self._tell = plan, start, tell
+        self._model, self._draft, self._isa = model, draft, isa
+        self._left_s = left_s
+        self._deadline = time.monotonic() + left_s
+        self._base: Tried | None = None
+        self._rates: dict[Kind, list[Rate]] = {}
+        self._base_ms = 0.0
+        self.tried: list[Tried] = []
+
+    def _has_time(self) -> bool:
+        return time.monotonic() + max((t.seconds for t in self.tried), default=0.0) < self._deadline
+
+    def _reckoned(self, kind: Kind, tokens: int) -> Speculation:
+        return reckon(self._plan, kind, tokens, model=self._model, draft=self._draft, isa=self._isa)
+
+    async def measure_base(self) -> None:
+        self._base = await measure_speculation(
+            self._plan, self._start, ask_s=self._left_s / ROUNDS, like=None, tell=self._tell
+        )
+        self.tried.append(self._base)
+        self._base_ms = ms_per_token([a for a in self._base.answers if a.counts])
+
+    async def measure_base_again(self) -> None:
+        """A machine that became quicker meanwhile looks like a gain: of each answer the shorter time counts."""
+        if self._base is None or self._fastest() is None or not self._has_time():
+            return
+        again = await measure_speculation(self._plan, self._start, ask_s=0.0, like=self._base, tell=self._tell)
+        self.tried.append(again)
+        times = {answer.name: answer.ms for answer in again.answers}
+        answers = tuple(replace(a, ms=min(a.ms, times.get(a.name, a.ms))) for a in self._base.answers)
+        self._base = replace(self._base, answers=answers)
+        self._base_ms = ms_per_token([a for a in answers if a.counts])
+        self._rates = {kind: self._compared(kind) for kind in self._rates}
+
+    async def measure_kind(self, kind: Kind, *, is_asked: bool) -> None:
+        """One number after the other, as the law says. A start that fails ends its kind."""
+        rates = self._rates.setdefault(kind, [])
+        while self._base is not None and self._base_ms and self._has_time():
+            tokens = next_tokens(self._base_ms, rates, SIZES[kind])
+            if not tokens:
+                return
+            try:
+                await self._measure(kind, tokens)
+            except (EngineError, ModelDoesNotFitError) as error:
+                if is_asked:
+                    raise
+                self.tried.append(Tried(kind=kind, tokens=tokens, error=error.message))
+                return
+            if is_asked and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
+                message = f"engine guesses nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
+                raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
+            before = len(rates)
+            rates[:] = self._compared(kind)
+            if len(rates) == before:
+                return
+
+    async def _measure(self, kind: Kind, tokens: int) -> None:
+        plan = applied(self._plan, self._reckoned(kind, tokens))
+        self.tried.append(await measure_speculation(plan, self._start, ask_s=0.0, like=self._base, tell=self._tell))
+
+    def _compared(self, kind: Kind) -> list[Rate]:
+        """Times as parts of what the same prompts took without guesses, at the mean time without."""
+        pairs = [compared(self._base, t) for t in self.tried if self._base is not None and t.kind == kind]
+        return [replace(rate, ms=rate.ms / base_ms * self._base_ms) for base_ms, rate in filter(None, pairs)]
+
+    def _fastest(self) -> tuple[Kind, Rate] | None:
+        """Of all kinds, if it is faster than guessing nothing."""
+        best = [(kind, rate) for kind, rates in self._rates.items() if (rate := chosen(self._base_ms, rates))]
+        return min(best, key=lambda pair: pair[1].ms, default=None)
+
+    def of_fastest(self) -> tuple[Speculation | None, str]:
+        fastest = self._fastest()
+        if fastest is not None:
+            kind, rate = fastest
+            speculation = self._reckoned(kind, rate.tokens)
+            return speculation, f"{speculation.in_words()}: {self._figures(rate)}"
+        if self._base is None:
+            return None, "no time was left to measure what guessing ahead gains"
+        if not self._base_ms:
+            return None, f"no answer could be used to measure with: {self.tried[0].in_words()}"
+        seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._rates.items() if rates]
+        figures = "; ".join(f"{kind} {rate.tokens}: {self._figures(rate)}" for kind, rate in seen)
+        failed = "; ".join(t.in_words() for t in self.tried if t.error)
+        return None, "guessing ahead gains nothing: " + ("; ".join(filter(None, (figures, failed))) or "not measured")
+
+    def of_asked(self, kind: Kind) -> tuple[Speculation, str]:
+        rates = self._rates.get(kind, [])
+        best = min(rates, key=lambda rate: rate.ms, default=None)
+        if best is None:
+            speculation = self._reckoned(kind, UNMEASURED[kind])
+            return speculation, f"asked for, {speculation.in_words()}; what it gains was not measured"
+        speculation = self._reckoned(kind, best.tokens)
+        return speculation, f"asked for, {speculation.in_words()}: {self._figures(best)}"
+
+    def _figures(self, rate: Rate) -> str:
+        """As in "31.0 ms a token, 41.2 without: 25% shorter; 78% of 0.52 guesses a token were right"."""
+        share = 1 - rate.ms / self._base_ms
+        words = f"{rate.ms:.1f} ms a token, {self._base_ms:.1f} without: "
+        words += f"{abs(share):.0%} {'shorter' if share > 0 else 'longer'}"
+        if not rate.drafted:
+            return f"{words}; nothing was guessed"
+        return f"{words}; {rate.acceptance:.0%} of {rate.drafted:.2f} guesses a token were right"
+
+
+async def measure_speculation(
+    plan: Plan,
+    start: Callable[[Plan], Command],
+    *,
+    ask_s: float,
+    like: Tried | None,
+    tell: Callable[[Step], None],
+) -> Tried:
+    """One start, asked several prompts: those of `like`, with answers as long, or what fits into `ask_s`.
+
+    Raises what `as_error` makes of it when the engine fails on the way.
+    """
+    began = time.monotonic()
+    guesses = f"guessing up to {plan.speculation.tokens}" if plan.speculation else "guessing nothing"
+    tell(Step(plan=plan, what=f"loading, {guesses}"))
+    command = start(plan)
+    async with _serving(command) as (client, supervisor):
+        asking = _ask(client, plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
+        tokens_each, answers = await _unless_stalled(asking, supervisor, command.stall_timeout_s)
+    speculation = plan.speculation
+    return Tried(
+        kind=speculation.kind if speculation else None,
+        tokens=speculation.tokens if speculation else 0,
+        tokens_each=tokens_each,
+        answers=tuple(answers),
+        seconds=time.monotonic() - began,
+    )
+
+
+async def _ask(
+    client: _Client, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
+) -> tuple[int, list[Answer]]:
+    """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
+    answers as long as lets it hold six. A prompt that the window does not hold is left out."""
+    prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
+    began = time.monotonic()
+    warm = await client.ask("warm", WARM, WARM_TOKENS, seed=0)
+    each = ask_s * 1000 / PROMPTS_AIMED / max(0.1, warm.ms / max(1, warm.made))
+    tokens_each = like.tokens_each if like else int(max(TOKENS_LEAST, min(TOKENS_MOST, each)))
+    wanted = {answer.name for answer in like.answers} if like else set(prompts)
+    answers: list[Answer] = []
+    for seed, (name, text) in enumerate(prompts.items(), 1):
+        is_late = like is None and len(answers) >= PROMPTS_LEAST and time.monotonic() - began > ask_s
+        if name not in wanted or is_late or len(await client.read(text)) + tokens_each > plan.context - 2:
+            continue
+        say(name)
+        answers.append(await client.ask(name, text, tokens_each, seed=seed))
+    return tokens_each, answers
+
+
+def parse_prompts(text: str) -> dict[str, str]:
+    """Name and prompt, in order: each begins with a line `### kind: name`."""
+    prompts: dict[str, str] = {}
+    for part in text.split("### ")[1:]:
+        name, _, prompt = part.partition("\n")
+        prompts[name.strip()] = prompt.strip()
+    return prompts
+
+
+class _Client:
+    """Asks through the socket as a chat does: the model's template, its own sampling."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._read: dict[str, list[int]] = {}
+
+    async def read(self, text: str) -> list[int]:
+        """The prompt's tokens, as the model's template puts it."""
+        if text not in self._read:
+            message = {"role": "user", "content": text}
+            whole = (await self._post("/apply-template", {"messages": [message]}))["prompt"]
+            body = {"content": whole, "add_special": True, "parse_special": True}
+            self._read[text] = (await self._post("/tokenize", body))["tokens"]
+        return self._read[text]
+
+    async def ask(self, name: str, text: str, tokens: int, *, seed: int) -> Answer:
+        prompt = await self.read(text)
+        body = {"prompt": prompt, "n_predict": tokens, "seed": seed, "id_slot": 0, "return_tokens": True}
+        return parse_answer(name, await self._post("/completion", body), len(prompt))
+
+    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with self._session.post(f"http://engine{route}", json=body) as reply:
+                data = await reply.json()
+                if reply.status != 200:
+                    message = f"engine refused {route} while guessing was measured: {reply.status}: {data}"
+                    raise EngineNotReadyError(message)
+        except (aiohttp.ClientError, ValueError) as error:
+            message = f"engine broke off {route} while guessing was measured: {type(error).__name__}: {error}"
+            raise EngineNotReadyError(message) from error
+        return dict(data)
+
+
+def parse_answer(name: str, reply: dict[str, Any], depth: int) -> Answer:
+    """From the engine's own `timings`; EngineNotReadyError when they are of another prompt, or there are none."""
+    timings = reply.get("timings", {})
+    read, cached, made = (timings.get(key, 0) for key in ("prompt_n", "cache_n", "predicted_n"))
+    if read + cached != depth or made < 1:
+        message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made}"
+        raise EngineNotReadyError(message)
+    return Answer(
+        name=name,
+        made=made - 1,
+        ms=float(timings.get("predicted_ms", 0.0)),
+        drafted=int(timings.get("draft_n", 0)),
+        accepted=int(timings.get("draft_n_accepted", 0)),
+        is_looping=is_looping(reply.get("tokens", [])),
+    )
+
+
+@asynccontextmanager
+async def _serving(command: Command) -> AsyncIterator[tuple[_Client, Supervisor]]:
+    """A started engine that answers, gone at the end; a broken connection is told as what the engine ended with."""
+    supervisor = Supervisor()
+    try:
+        supervisor.start(command)
+        if (crash := await supervisor.wait_ready()) is not None:
+            raise as_error(crash)
+        connector = aiohttp.UnixConnector(path=str(command.socket_path))
+        try:
+            async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+                yield _Client(session), supervisor
+        except EngineNotReadyError as error:
+            raise await _cause(supervisor, error) from error
+    finally:
+        await supervisor.stop()
+
+
+async def _unless_stalled(work: Coroutine[Any, Any, T], supervisor: Supervisor, timeout_s: float) -> T:
+    """A slow machine is no broken one: what counts is that the engine works at all."""
+    working = asyncio.create_task(work)
+    stalling = asyncio.create_task(supervisor.wait_stalled(timeout_s))
+    try:
+        await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        message = f"engine made no progress for {timeout_s:g} s while guessing was measured"
+        raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
+    finally:
+        for task in (working, stalling):
+            task.cancel()
+        await asyncio.gather(working, stalling, return_exceptions=True)
+
+
+async def _cause(supervisor: Supervisor, seen: FatalError) -> FatalError:
+    """Why the engine ended, if it did; else what was seen."""
+    try:
+        async with asyncio.timeout(DEATH_S):
+            return as_error(await supervisor.wait_failed())
+    except TimeoutError:
+        return seen

@@ -1,0 +1,143 @@
+"""How many tokens to guess: the law, what is measured next, and what is never chosen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.tune.acceptance import (
+    NOISE,
+    Law,
+    Rate,
+    best_tokens,
+    chosen,
+    fit_law,
+    is_looping,
+    next_tokens,
+)
+
+SIZES = tuple(range(1, 9))
+# llama.cpp PR 22673: MTP of Qwen3.6-35B-A3B with its experts in RAM, tok/s and aggregated acceptance.
+BASE, PUBLISHED = 22.92, ((1, 27.58, 0.884), (2, 29.39, 0.815), (3, 27.78, 0.713), (4, 26.09, 0.642))
+
+
+def published(count: int) -> list[Rate]:
+    return [Rate.of_every_step(tokens, 1000 / speed, share) for tokens, speed, share in PUBLISHED[:count]]
+
+
+def true_rate(law: Law, tokens: int, base_ms: float = 100.0) -> Rate:
+    right = sum(law.chance(i) for i in range(1, tokens + 1))
+    return Rate.of_every_step(tokens, base_ms / law.speedup(tokens), right / tokens)
+
+
+def test_one_parameter_says_the_four_published_speeds() -> None:
+    law = fit_law(1000 / BASE, published(4))
+    assert law.b == pytest.approx(0.532, abs=0.005)
+    for tokens, speed, _ in PUBLISHED:
+        assert BASE * law.speedup(tokens) == pytest.approx(speed, rel=0.022)
+    assert best_tokens(law, SIZES) == 2
+
+
+def test_the_first_of_the_published_points_finds_the_best() -> None:
+    assert best_tokens(fit_law(1000 / BASE, published(1)), SIZES) == 2
+
+
+def test_what_is_measured_in_turn() -> None:
+    base_ms = 1000 / BASE
+    assert next_tokens(None, [], SIZES) == 0
+    assert next_tokens(base_ms, [], SIZES) == 1
+    assert next_tokens(base_ms, published(1), SIZES) == 2
+    assert next_tokens(base_ms, published(2), SIZES) == 3
+    assert next_tokens(base_ms, published(3), SIZES) is None
+    best = chosen(base_ms, published(3))
+    assert best is not None
+    assert best.tokens == 2
+
+
+def test_a_first_guess_that_does_not_pay_ends_it() -> None:
+    slow = Rate.of_every_step(1, 120.0, 0.3)
+    assert next_tokens(100.0, [slow], SIZES) is None
+    assert chosen(100.0, [slow]) is None
+
+
+def test_guesses_that_hardly_ever_come_end_it() -> None:
+    quicker = Rate(tokens=8, ms=50.0, drafted=0.01, accepted=0.01)  # as on a machine that others left meanwhile
+    assert next_tokens(100.0, [quicker], (8, 16)) is None
+    assert chosen(100.0, [quicker]) is None
+    assert next_tokens(100.0, [Rate(tokens=8, ms=99.0, drafted=0.0, accepted=0.0)], (8, 16)) is None
+
+
+def test_rare_guesses_have_the_same_law() -> None:
+    """A tenth of the steps guess 8, 6 of them right: each guess costs 0.1 of a step."""
+    steps = 1 / (1 + 0.1 * 6)
+    rate = Rate(tokens=8, ms=100 * steps * (1 + 0.1 * 8 * 0.1), drafted=steps * 0.8, accepted=steps * 0.6)
+    assert fit_law(100.0, [rate]).b == pytest.approx(0.1)
+
+
+laws = st.builds(lambda b, first: Law(b=b, acceptance=(first,)), st.floats(0.0, 1.5), st.floats(0.05, 0.99))
+
+
+@given(laws)
+def test_the_law_is_found_again_and_its_best(law: Law) -> None:
+    found = fit_law(100.0, [true_rate(law, 1)])
+    assert found.b == pytest.approx(law.b, abs=1e-6)
+    assert found.acceptance == pytest.approx(law.acceptance, abs=1e-6)
+    best = best_tokens(found, SIZES)
+    fastest = max(1.0, *(law.speedup(tokens) for tokens in SIZES))
+    assert (law.speedup(best) if best else 1.0) == pytest.approx(fastest, rel=1e-6)
+
+
+@given(st.floats(0.0, 1.0), st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8))
+def test_every_chance_that_was_measured_is_found_again(b: float, ratios: list[float]) -> None:
+    chances, product = [], 1.0
+    for ratio in ratios:
+        product *= ratio
+        chances.append(product)
+    law = Law(b=b, acceptance=tuple(chances))
+    found = fit_law(100.0, [true_rate(law, tokens) for tokens in SIZES])
+    assert found.acceptance == pytest.approx(law.acceptance, abs=1e-4)
+    assert found.b == pytest.approx(b, abs=1e-4)
+
+
+@given(laws, st.integers(0, 2**32))
+def test_following_the_law_never_ends_with_something_slower(law: Law, seed: int) -> None:
+    """With noise in every measurement: nothing twice; what is chosen is not slower than without, and near the best."""
+    chance, base_ms = random.Random(seed), 100.0
+
+    def measured(tokens: int) -> Rate:
+        true = true_rate(law, tokens)
+        return Rate(**{**vars(true), "ms": true.ms * chance.uniform(0.99, 1.01)})
+
+    seen: list[Rate] = []
+    while tokens := next_tokens(base_ms, seen, SIZES):
+        assert tokens not in {rate.tokens for rate in seen}
+        seen.append(measured(tokens))
+    best = chosen(base_ms, seen)
+    speedup = law.speedup(best.tokens) if best else 1.0
+    assert speedup >= 1 - NOISE
+    assert speedup >= 0.9 * max(1.0, *(law.speedup(tokens) for tokens in SIZES))
+
+
+words = st.lists(st.integers(0, 50_000), min_size=1, max_size=12)
+
+
+@given(words, st.lists(st.integers(0, 50_000), max_size=60))
+def test_going_round_is_seen_wherever_it_begins(cycle: list[int], before: list[int]) -> None:
+    assert is_looping([*before, *(cycle * 60)[:64]])
+
+
+@pytest.mark.parametrize("read", [lambda text: text.split(), lambda text: list(text)], ids=["words", "letters"])
+def test_text_that_people_wrote_does_not_go_round(read: Callable[[str], list[str]]) -> None:
+    text = Path("appliance/tune/text.txt").read_text()
+    numbers = {word: number for number, word in enumerate(sorted(set(read(text))))}
+    assert not is_looping([numbers[word] for word in read(text)])
+
+
+def test_short_answers_are_no_loops() -> None:
+    assert not is_looping([1] * 47)
+    assert not is_looping([])
