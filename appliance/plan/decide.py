@@ -15,6 +15,7 @@ from appliance.model import Model, plain_name
 from appliance.plan import assumptions, reasons
 from appliance.plan.choice import Choice
 from appliance.plan.devices import Device, usable_devices
+from appliance.plan.kv_types import Verdict, is_fast_pair, kv_candidates, unjudged, worth_checking
 from appliance.plan.memory import (
     CHECKPOINTS_MAX,
     CONTEXT_STEP,
@@ -30,7 +31,7 @@ from appliance.plan.memory import (
 )
 from appliance.plan.placement import Machine, Placed, Placement, Work, place
 from appliance.plan.speed import Speed
-from appliance.plan.window import Aim, Wanted, Window, choose_window
+from appliance.plan.window import Aim, Wanted, Window, choose_window, enough_of
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
@@ -96,6 +97,7 @@ class _Scene:
     model: Model
     machine: Machine
     notes: tuple[str, ...]  # devices that are not used, and why
+    verdicts: tuple[Verdict, ...] = ()  # on types of the KV cache below q8_0
 
     @property
     def work(self) -> Work:
@@ -123,13 +125,35 @@ def plan(
     model: Model,
     *,
     aim: Aim = "balanced",
+    verdicts: Sequence[Verdict] = (),
 ) -> list[Plan]:
     """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
     _check(settings, engine, model)
-    scene = _scene(settings, image, engine, hardware, model)
+    scene = replace(_scene(settings, image, engine, hardware, model), verdicts=tuple(verdicts))
     window = _window(scene, aim)
     best = _planned(scene, image, window)
     return [best, *_alternatives(scene, best, window)]
+
+
+def kinds_to_check(
+    settings: Settings,
+    image: ImageFacts,
+    engine: EngineFacts,
+    hardware: Hardware,
+    model: Model,
+    *,
+    aim: Aim = "balanced",
+    verdicts: Sequence[Verdict] = (),
+) -> tuple[str, ...]:
+    """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps most
+    first. The plan that is already possible is what they are checked with."""
+    scene = replace(_scene(settings, image, engine, hardware, model), verdicts=tuple(verdicts))
+    wanted = _wanted(scene, aim)
+    more = unjudged(settings, engine, model, verdicts, on_gpu=bool(scene.machine.devices))
+    if not more or settings.allow_disk or model.is_embedding_model:  # from disk every window would fit
+        return ()
+    window = choose_window(scene.work, scene.machine, replace(wanted, kinds=(*wanted.kinds, *more)))
+    return worth_checking(window.carried, enough=enough_of(wanted)) if window else ()
 
 
 def as_measured(planned: Plan, measured: Plan) -> Plan:
@@ -247,21 +271,20 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
 
 
 def _window(scene: _Scene, aim: Aim) -> Window:
+    wanted = _wanted(scene, aim)
+    window = choose_window(scene.work, scene.machine, wanted)
+    if window is None or (not wanted.is_asked and window.context < min(wanted.tokens, MIN_CONTEXT)):
+        raise _refusal(scene, wanted.kinds[0], wanted.tokens)
+    return replace(window, context=padded(window.context) if wanted.is_asked else window.context)
+
+
+def _wanted(scene: _Scene, aim: Aim) -> Wanted:
     settings, model = scene.settings, scene.model
-    kinds: tuple[str, ...] = (settings.kv_type,)
-    if settings.kv_type == "auto":
-        offered = tuple(k for k in ("f16", "q8_0") if k in scene.engine.kv_types and can_keep(model, k))
-        kinds = offered
-        if scene.machine.devices:
-            kinds = tuple(kind for kind in offered if is_fast_pair(scene.engine, kind)) or offered
+    kinds = kv_candidates(settings, scene.engine, model, scene.verdicts, on_gpu=bool(scene.machine.devices))
     tokens = settings.ctx_size or model.native_context
     if settings.allow_disk and not settings.ctx_size:
         tokens = _from_disk(scene, tokens)
-    wanted = Wanted(tokens=tokens, is_asked=settings.ctx_size is not None, kinds=kinds, aim=aim)
-    window = choose_window(scene.work, scene.machine, wanted)
-    if window is None or (not wanted.is_asked and window.context < min(tokens, MIN_CONTEXT)):
-        raise _refusal(scene, kinds[0], tokens)
-    return replace(window, context=padded(window.context) if wanted.is_asked else window.context)
+    return Wanted(tokens=tokens, is_asked=settings.ctx_size is not None, kinds=kinds, aim=aim)
 
 
 def _from_disk(scene: _Scene, tokens: int) -> int:
@@ -271,11 +294,6 @@ def _from_disk(scene: _Scene, tokens: int) -> int:
     wanted = Wanted(tokens=tokens, is_asked=False, kinds=("f16",))
     window = choose_window(scene.work, bounded, wanted)
     return window.context if window else padded(min(tokens, 4096))
-
-
-def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
-    """Whether flash attention on a GPU takes this type as it is; other pairs are converted for every token."""
-    return not engine.kv_pairs or (kv_type, kv_type) in engine.kv_pairs
 
 
 def _least_cache(settings: Settings) -> float:
@@ -343,7 +361,10 @@ def _planned(scene: _Scene, image: ImageFacts, window: Window) -> Plan:
         choices=(
             reasons.context(settings, hardware, model, window),
             reasons.kv_type(
-                settings, window, is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type)
+                settings,
+                window,
+                scene.verdicts,
+                is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type),
             ),
             *placed,
             *(() if scene.machine.devices else reasons.without_gpu(settings)),
