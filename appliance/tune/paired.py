@@ -22,7 +22,7 @@ from appliance.plan.kv_types import Verdict
 LIMIT = math.log(1.01)  # nats for each token
 PIECES_MIN = 12  # with fewer the interval is wide, and its own width a guess
 PIECES_GOOD = 24  # from here on longer pieces tell more than more of them: a long context is what the cache is for
-PIECE_TOKENS = (2048, 1024, 512, 256)
+PIECE_TOKENS = (1024, 512, 256)
 BYTES_PER_TOKEN = 5.0  # of English, at most: so much text is surely there
 SLOWER = 1.5  # a quantized cache beside f16, in prefill on a CPU: 1.4 was seen
 BUDGET_SHARE = 0.8  # of the seconds, what is planned to be used: the rest is for a machine that is slower than it was
@@ -98,4 +98,4 @@ def t_975(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    return sum(term / float(freedom) ** power for power, term in enumerate(terms))

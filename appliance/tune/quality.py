@@ -1,6 +1,7 @@
 """Whether a smaller type of the KV cache is harmless for this model: the real engine reads one text with both.
 
-Refused is whatever was not shown: a crash, a stall, too little time or text, a result that may be chance.
+Refused is whatever was not shown: a crash, a stall, too little time or text, a result that may be chance. Shown is what
+it costs up to 1,024 tokens deep, and nothing of deeper contexts: those would take minutes for each of a dozen pieces.
 """
 
 from __future__ import annotations
@@ -99,13 +100,13 @@ async def _read(plan: Plan, extent: Extent, start: Start, *, left_s: float, tell
     try:
         supervisor.start(start(plan, extent))
         async with asyncio.timeout(max(0.0, left_s)):
-            crash = await supervisor.wait_ready()
+            crash = await supervisor.wait_ready() or await supervisor.wait_failed()  # it is never ready
     except TimeoutError as error:
         message = f"engine {BINARY} did not read the text within {left_s:.0f} s"
         raise EngineNotReadyError(message, log=supervisor.log_tail) from error
     finally:
         await supervisor.stop()
-    if crash is None or crash.exit_code != 0 or crash.stalled:
+    if crash.exit_code != 0 or crash.stalled:
         raise as_error(crash, name=BINARY)
     reading = parse_reading(lines)
     if reading.pieces is None or len(reading.nll) < reading.pieces:

@@ -166,7 +166,7 @@ async def test_the_real_program_reads_a_model_and_its_cut_file_is_unreadable(tmp
 
 async def test_smollm2_bears_q8_0_and_not_q4_0(tmp_path: Path) -> None:
     if not SMOLLM2.exists():
-        pytest.skip(f"needs {SMOLLM2}: `make models` fetches it")
+        pytest.skip(f"needs {SMOLLM2}: `python -m images fetch demo` puts it there")
     (tmp_path / "model.gguf").symlink_to(SMOLLM2)
     plan, start = real(tmp_path)
     began = time.monotonic()
