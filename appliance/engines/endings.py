@@ -123,12 +123,14 @@ _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (
 )
 
 
-def as_error(ending: Ending, *, served: bool = False) -> FatalError:
+def as_error(ending: Ending, *, served: bool = False, name: str = _NAME) -> FatalError:
     """Which error an ending is; `served` when the engine had been ready before, if not this time.
+
+    `name` is of another of the engine's programs: all print the same lines.
 
     Only evidence decides: a time-out, a bad flag or a plain SIGKILL is never called memory.
     """
-    message = f"engine {_NAME} {ending.describe()}"
+    message = f"engine {name} {ending.describe()}"
     found = None if ending.stalled else _judge(ending)  # whatever it said, the stall timer ended it
     kind, hint, line = found or (EngineNotReadyError, _unknown(ending), None)
     if line is not None and line != ending.first_error:

@@ -4,6 +4,7 @@ from appliance.plan.choice import Choice
 from appliance.plan.costs import Costs
 from appliance.plan.decide import Plan, with_measured
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
+from appliance.plan.kv_types import Verdict
 from appliance.plan.memory import Memory
 from appliance.plan.placement import Placement, Share
 from appliance.plan.refine import Projection, refine
@@ -38,6 +39,7 @@ __all__ = [
     "Space",
     "Speculation",
     "Speed",
+    "Verdict",
     "applied",
     "as_document",
     "explain",

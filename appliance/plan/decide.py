@@ -14,6 +14,7 @@ from appliance.model import Model, plain_name
 from appliance.plan import assumptions, reasons
 from appliance.plan.choice import Choice
 from appliance.plan.devices import Device, usable_devices
+from appliance.plan.kv_types import Verdict, is_fast_pair, kv_candidates
 from appliance.plan.memory import (
     CHECKPOINTS_MAX,
     CONTEXT_STEP,
@@ -103,6 +104,7 @@ class Scene:
     model: Model
     machine: Machine
     notes: tuple[str, ...]  # devices that are not used, and why
+    verdicts: tuple[Verdict, ...] = ()  # on types of the KV cache below q8_0
 
     @property
     def work(self) -> Work:
@@ -191,27 +193,25 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
 
 
 def window_for(scene: Scene, aim: Aim) -> Window:
+    wanted = wanted_window(scene, aim)
+    window = choose_window(scene.work, scene.machine, wanted)
+    if window is None or (not wanted.is_asked and window.context < min(wanted.tokens, MIN_CONTEXT)):
+        raise _refusal(scene, wanted.kinds[0], wanted.tokens)
+    return replace(window, context=padded(window.context) if wanted.is_asked else window.context)
+
+
+def wanted_window(scene: Scene, aim: Aim) -> Wanted:
     settings, model = scene.settings, scene.model
-    kinds = offered_kinds(scene)
     tokens = settings.ctx_size or model.native_context
     if settings.allow_disk and not settings.ctx_size:
         tokens = _from_disk(scene, tokens)
-    wanted = Wanted(tokens=tokens, is_asked=settings.ctx_size is not None, kinds=kinds, aim=aim)
-    window = choose_window(scene.work, scene.machine, wanted)
-    if window is None or (not wanted.is_asked and window.context < min(tokens, MIN_CONTEXT)):
-        raise _refusal(scene, kinds[0], tokens)
-    return replace(window, context=padded(window.context) if wanted.is_asked else window.context)
+    return Wanted(tokens=tokens, is_asked=settings.ctx_size is not None, kinds=offered_kinds(scene), aim=aim)
 
 
 def offered_kinds(scene: Scene) -> tuple[str, ...]:
     """Types of the cache that a plan may use, the exact one first."""
-    settings, model = scene.settings, scene.model
-    if settings.kv_type != "auto":
-        return (settings.kv_type,)
-    offered = tuple(k for k in ("f16", "q8_0") if k in scene.engine.kv_types and can_keep(model, k))
-    if not scene.machine.devices:
-        return offered
-    return tuple(kind for kind in offered if is_fast_pair(scene.engine, kind)) or offered
+    on_gpu = bool(scene.machine.devices)
+    return kv_candidates(scene.settings, scene.engine, scene.model, scene.verdicts, on_gpu=on_gpu)
 
 
 def _from_disk(scene: Scene, tokens: int) -> int:
@@ -221,11 +221,6 @@ def _from_disk(scene: Scene, tokens: int) -> int:
     wanted = Wanted(tokens=tokens, is_asked=False, kinds=("f16",))
     window = choose_window(scene.work, bounded, wanted)
     return window.context if window else padded(min(tokens, 4096))
-
-
-def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
-    """Whether flash attention on a GPU takes this type as it is; other pairs are converted for every token."""
-    return not engine.kv_pairs or (kv_type, kv_type) in engine.kv_pairs
 
 
 def least_cache(settings: Settings) -> float:
@@ -295,7 +290,10 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         choices=(
             reasons.context(settings, hardware, model, window),
             reasons.kv_type(
-                settings, window, is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type)
+                settings,
+                window,
+                scene.verdicts,
+                is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type),
             ),
             *placed,
             *(() if scene.machine.devices else reasons.without_gpu(settings)),

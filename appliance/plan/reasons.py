@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from appliance.model import Model
 from appliance.plan.choice import Choice
 from appliance.plan.devices import Device
+from appliance.plan.kv_types import Verdict
 from appliance.plan.memory import MIB, Memory, kv_bytes_per_token, kv_mib, padded, weights_mib
 from appliance.plan.placement import Machine, Placed, Placement, Share
 from appliance.plan.slots import slots
@@ -86,7 +87,7 @@ def _more(window: Window, model: Model) -> str:
     )
 
 
-def kv_type(settings: Settings, window: Window, *, is_slow: bool) -> Choice:
+def kv_type(settings: Settings, window: Window, verdicts: Sequence[Verdict], *, is_slow: bool) -> Choice:
     if settings.kv_type != "auto":
         slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
         return Choice(
@@ -97,6 +98,10 @@ def kv_type(settings: Settings, window: Window, *, is_slow: bool) -> Choice:
             is_refusal=is_slow,
         )
     carried: Mapping[str, int] = window.carried
+    proof = next((v for v in verdicts if v.kv_type == window.kv_type), None)
+    if proof is not None and "q8_0" in carried:
+        why = f"q8_0 would carry only {carried['q8_0']:,} tokens, {proof.kv_type} carries {carried[proof.kv_type]:,}: "
+        return Choice(name="kv_type", value=window.kv_type, reason=why + proof.why, source="memory, and measured")
     if window.kv_type == "q8_0" and "f16" in carried:
         why = f"f16 would carry only {carried['f16']:,} tokens, q8_0 carries {carried['q8_0']:,} at almost no loss"
     else:

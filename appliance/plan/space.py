@@ -3,7 +3,7 @@ within the memory that is free now. Pure; reckoned when asked for, since a start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -26,13 +26,15 @@ from appliance.plan.decide import (
     scene_of,
     thread_counts,
     unified_mib,
+    wanted_window,
     window_for,
 )
 from appliance.plan.devices import Device
+from appliance.plan.kv_types import Verdict, unjudged, worth_checking
 from appliance.plan.memory import padded
 from appliance.plan.placement import Placed, Placement, Share, place
 from appliance.plan.slots import conversation_mib, idle_slots_stay
-from appliance.plan.window import Aim, Window
+from appliance.plan.window import Aim, Window, choose_window, enough_of
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
@@ -72,9 +74,11 @@ class Space:
         model: Model,
         *,
         aim: Aim | None = None,
+        verdicts: Sequence[Verdict] = (),
     ) -> None:
+        """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it."""
         check(settings, engine, model)
-        self._scene = scene_of(settings, image, engine, hardware, model)
+        self._scene = replace(scene_of(settings, image, engine, hardware, model), verdicts=tuple(verdicts))
         self._image = image
         self._aim: Aim = aim or _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
@@ -96,6 +100,18 @@ class Space:
     @property
     def is_mixture(self) -> bool:
         return bool(self._scene.model.experts)
+
+    def kinds_to_check(self) -> tuple[str, ...]:
+        """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps
+        most first. The best plan that is possible already is what they are checked with."""
+        scene = self._scene
+        wanted = wanted_window(scene, self._aim)
+        on_gpu = bool(scene.machine.devices)
+        more = unjudged(scene.settings, scene.engine, scene.model, scene.verdicts, on_gpu=on_gpu)
+        if not more or scene.settings.allow_disk or scene.model.is_embedding_model:  # from disk every window would fit
+            return ()
+        window = choose_window(scene.work, scene.machine, replace(wanted, kinds=(*wanted.kinds, *more)))
+        return worth_checking(window.carried, enough=enough_of(wanted)) if window else ()
 
     def neighbours(self) -> list[Plan]:
         """What differs from the best in little, only what fits, each once."""

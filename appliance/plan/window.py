@@ -65,17 +65,17 @@ def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None
 
 
 def _kind(wanted: Wanted, carried: Mapping[str, int], at: _Asked) -> str:
-    """The first, exact one, as long as it carries a good window; then whichever carries the most."""
-    first = wanted.kinds[0]
-    if wanted.is_asked or wanted.aim == "context":
-        if carried[first] >= wanted.tokens or len(wanted.kinds) == 1:
-            return first
-        if wanted.is_asked:
-            fits = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, wanted.tokens))}
-            return min(fits, key=lambda kind: fits[kind], default=first)
-    elif carried[first] >= min(wanted.tokens, GOOD_CONTEXT):
-        return first
-    return max(wanted.kinds, key=lambda kind: carried[kind])
+    """The most exact that carries enough; if none does, what carries the most, or is fastest with what was asked."""
+    good = next((kind for kind in wanted.kinds if carried[kind] >= enough_of(wanted)), None)
+    if good is None and wanted.is_asked:
+        fits = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, wanted.tokens))}
+        return min(fits, key=lambda kind: fits[kind], default=wanted.kinds[0])
+    return good or max(wanted.kinds, key=lambda kind: carried[kind])
+
+
+def enough_of(wanted: Wanted) -> int:
+    """Tokens beyond which no exactness is given up for more."""
+    return wanted.tokens if wanted.is_asked or wanted.aim == "context" else min(wanted.tokens, GOOD_CONTEXT)
 
 
 class _Asked:

@@ -1,0 +1,82 @@
+"""Which types of the KV cache a plan may consider, and which are worth a check of what they cost: pure.
+
+f16 is exact and q8_0 nearly so. What is smaller costs quality, by how much depends on the model; it is taken only when
+asked for, or when it was measured to be harmless (`tune/quality.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
+from appliance.plan.memory import can_keep
+from appliance.settings import Settings
+
+TRUSTED = ("f16", "q8_0")
+BELOW_Q8 = ("q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first
+WORTH_A_CHECK = 1.3  # times the tokens that a trusted type carries
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a type of the cache is harmless for one model. Without figures it could not be measured: `why` says why.
+
+    `difference` and `standard_error` are of nats for each token, against f16 over the same `tokens`; its exponential is
+    the ratio of the perplexities.
+    """
+
+    kv_type: str
+    is_accepted: bool
+    why: str
+    tokens: int = 0  # that were foretold, in each of the two runs
+    pieces: int = 0
+    difference: float | None = None
+    standard_error: float | None = None
+    seconds: float = 0.0
+
+
+def kv_candidates(
+    settings: Settings, engine: EngineFacts, model: Model, verdicts: Iterable[Verdict] = (), *, on_gpu: bool
+) -> tuple[str, ...]:
+    """The most exact first. On a GPU only pairs that its flash attention takes as they are, if there is any."""
+    if settings.kv_type != "auto":
+        return (settings.kv_type,)
+    proven = {verdict.kv_type for verdict in verdicts if verdict.is_accepted}
+    return _usable((*TRUSTED, *(kind for kind in BELOW_Q8 if kind in proven)), engine, model, on_gpu=on_gpu)
+
+
+def unjudged(
+    settings: Settings, engine: EngineFacts, model: Model, verdicts: Iterable[Verdict] = (), *, on_gpu: bool
+) -> tuple[str, ...]:
+    """What a check could add to the candidates; a type that was refused is not asked for again."""
+    if settings.kv_type != "auto":
+        return ()
+    judged = {verdict.kv_type for verdict in verdicts}
+    usable = _usable((*TRUSTED, *BELOW_Q8), engine, model, on_gpu=on_gpu)
+    return tuple(kind for kind in usable if kind in BELOW_Q8 and kind not in judged)
+
+
+def worth_checking(carried: Mapping[str, int], *, enough: int) -> tuple[str, ...]:
+    """Of the unproven types in `carried` (tokens by type, as a Window has them) those whose gain is worth the check.
+
+    In the order to check them in: what carries the most of `enough` first, and of those the most exact. None when a
+    type that may be used already carries enough.
+    """
+    have = max((tokens for kind, tokens in carried.items() if kind not in BELOW_Q8), default=0)
+    if have >= enough:
+        return ()
+    kinds = [kind for kind in BELOW_Q8 if min(carried.get(kind, 0), enough) >= max(1.0, have * WORTH_A_CHECK)]
+    return tuple(sorted(kinds, key=lambda kind: -min(carried[kind], enough)))
+
+
+def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
+    """Whether flash attention on a GPU takes this type as it is; other pairs are converted for every token."""
+    return not engine.kv_pairs or (kv_type, kv_type) in engine.kv_pairs
+
+
+def _usable(kinds: tuple[str, ...], engine: EngineFacts, model: Model, *, on_gpu: bool) -> tuple[str, ...]:
+    offered = tuple(kind for kind in kinds if kind in engine.kv_types and can_keep(model, kind))
+    fast = tuple(kind for kind in offered if is_fast_pair(engine, kind))
+    return (fast or offered) if on_gpu else offered
