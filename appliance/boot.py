@@ -31,7 +31,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     house = House(settings, image, engine, hardware, report)
-    house.adopt(store.load(key), plans)  # with a profile the engine loads while the gateway is imported
+    house.adopt(store.load(key), plans, store)  # with a profile the engine loads while the gateway is imported
     async with house.stoppable(), house.open_gateway():
         if not house.has_engine:
             await doubt(hardware, environment, report)

@@ -21,9 +21,10 @@ from appliance.engines.llama_server import Allocated, command, is_worth_showing,
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import Plan, as_document, as_measured, explain_memory, in_short, nearest, refine
-from appliance.probe import Hardware, count_oom_kills
+from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.at_start import Act, Found, Start, at_start
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -65,10 +66,24 @@ class House:
     def has_engine(self) -> bool:
         return self._plan is not None
 
-    def adopt(self, profile: Profile | None, plans: Sequence[Plan]) -> None:
-        """Starts the engine at once when there is a profile."""
-        if profile is not None:
+    def adopt(self, profile: Profile | None, plans: Sequence[Plan], store: ProfileStore) -> None:
+        """Starts the engine at once when there is a profile that is not to be measured again."""
+        if profile is not None and (start := self._at_start(profile, store, may_measure=True)).act is Act.USE:
+            self._say(start)
             self.launch(self._use(profile, plans))
+
+    def _at_start(self, profile: Profile | None, store: ProfileStore, *, may_measure: bool) -> Start:
+        found = None
+        if profile is not None:
+            id_ = profile.key.id
+            found = Found(id=id_, stale=store.why_stale(profile), is_pinned=store.is_pinned(id_))
+        # Until somebody measures while nobody asks, `idle` measures first, as it did.
+        tune = "off" if self._settings.tune == "off" else "first"
+        return at_start(found, tune=tune, may_measure=may_measure)
+
+    def _say(self, start: Start) -> None:
+        if start.words:
+            (self._report.warning if start.is_warning else self._report.info)(start.event, start.words)
 
     def _use(self, profile: Profile, plans: Sequence[Plan]) -> Plan:
         """What was measured, within what this start plans: the memory that is free may be another by now."""
@@ -111,27 +126,20 @@ class House:
         return self._settings.data_dir / "cache" / self._image.build_id
 
     async def decide(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Plan:
-        """Measures, unless told not to; while another container measures for the same key, waits for its profile."""
-        if changed := store.why_unused(key, Path(plans[0].model_path).name):
+        """Measures, unless told not to, or while another container does for the same key: nobody waits for it."""
+        profile = store.load(key)
+        if profile is None and (changed := store.why_unused(key, Path(plans[0].model_path).name)):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
-        if self._settings.tune == "off":
-            self._report.info("tune_off", "measuring is off: serving the prediction")
-            return plans[0]
-        if plans[0].is_embedding:
+        if plans[0].is_embedding and self._settings.tune != "off":
             self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
             return plans[0]
-        is_waiting = False
-        while True:
-            with store.tuning(key) as is_ours:
-                if (profile := store.load(key)) is not None:
-                    return self._use(profile, plans)
-                if is_ours:
-                    return (await self.tune(plans, key, store)).plan
-            if not is_waiting:
-                self._report.info("tune_wait", "another container on this volume is measuring: waiting for its profile")
-            is_waiting = True
-            self._report.phase(Phase.TUNING, "another container on this volume is measuring")
-            await asyncio.sleep(0.5)
+        with store.tuning(key) as is_ours:
+            profile = store.load(key)
+            start = self._at_start(profile, store, may_measure=is_ours)
+            self._say(start)
+            if start.act is Act.MEASURE:
+                return (await self.tune(plans, key, store)).plan
+        return plans[0] if profile is None else self._use(profile, plans)
 
     async def tune(self, plans: Sequence[Plan], key: Key, store: ProfileStore) -> Profile:
         from appliance.tune.search import job_s
@@ -155,6 +163,7 @@ class House:
             stopped_by=tuned.stopped_by,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             allocated=tuned.chosen.allocated,
+            gpu_uuids=gpu_uuids(self._hardware),
         )
         is_kept = store.save(self._profile)
         pinned = store.pinned(key)

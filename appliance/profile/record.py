@@ -64,6 +64,7 @@ class Profile:
     stopped_by: str
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
+    gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
 
     @property
     def prediction_error(self) -> float | None:
@@ -109,8 +110,16 @@ def _profile(document: dict[str, Any]) -> Profile:
             "plan": _plan(document["plan"]),
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
             "allocated": _allocated(document["allocated"]),
+            "gpu_uuids": _texts("Profile.gpu_uuids", document.get("gpu_uuids", ())),
         }
     )
+
+
+def _texts(name: str, found: Any) -> tuple[str, ...]:  # noqa: ANN401
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+        message = f"{name} is not a list of texts: {found!r}"
+        raise TypeError(message)
+    return tuple(found)
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -153,6 +162,7 @@ def _allocated(data: dict[str, Any] | None) -> Allocated | None:
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _SIMPLE["int | None"] = (int, type(None))
 _LATER = {
+    "Profile": ("gpu_uuids",),
     "Plan": ("checkpoints", "placement", "speed"),
     "Memory": ("state", "checkpoints", "repacked", "mapped_twice"),
     "Measurement": ("variant",),
