@@ -77,8 +77,8 @@ class Compared:
 
     @property
     def is_good(self) -> bool:
-        """Beyond what was measured only what is worse than all that could be expected says anything."""
-        return not self.is_slow and not self.is_extrapolated
+        """As fast as measured. What is neither this nor slow tells nothing: it may be either."""
+        return not self.is_extrapolated and self.speed >= (1 - TOLERANCE) * self.high
 
     def in_words(self) -> str:
         """As in "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower"."""
@@ -151,10 +151,10 @@ def _prefill(baseline: Baseline, served: Served) -> Compared | None:
     if tokens < MIN_PREFILL_TOKENS or served.prefill_ms <= 0:
         return None
     curve, last = baseline.curve, first + tokens
+    known = max(first, min(last, curve.deepest))
+    longest_s = curve.prefill_s(first, known) + SPREAD * curve.prefill_s(known, last)
     # A batch that is not full may take as long as one that is: where weights are copied for each, it does.
-    padded = first + baseline.ubatch * math.ceil(tokens / baseline.ubatch)
-    known = max(first, min(padded, curve.deepest))
-    longest_s = curve.prefill_s(first, known) + SPREAD * curve.prefill_s(known, padded)
+    longest_s *= math.ceil(tokens / baseline.ubatch) * baseline.ubatch / tokens
     return _compared(
         "read",
         first + tokens // 2,
@@ -205,12 +205,12 @@ def _longest_decode_s(curve: Curve, first: int, tokens: int) -> float:
 
 
 def _row(before: tuple[Compared, ...], found: tuple[Compared, ...], such: frozenset[Compared]) -> tuple[Compared, ...]:
-    """The last in a row of each kind: one that is not `such` ends its kind's row, unless it can tell nothing."""
+    """The last in a row of each kind: one that is not `such` ends its kind's row, unless it tells nothing."""
     row = before
     for one in found:
         if one in such:
             row = (*row, one)
-        elif not one.is_extrapolated:
+        elif one.is_good or one.is_slow:
             row = tuple(other for other in row if other.did != one.did)
     return row
 
