@@ -23,10 +23,11 @@ from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import Plan, Space, as_document, explain_memory, in_short, refine
-from appliance.probe import Hardware, count_oom_kills
+from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe import as_document as hardware_document
 from appliance.probe.holders import who_holds
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
+from appliance.profile.at_start import Act, Found, Start, at_start
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -96,10 +97,22 @@ class House:
         return self._plan is not None
 
     def adopt(self) -> None:
-        """Starts the engine at once when there is a profile."""
+        """Starts the engine at once when there is a profile that is not to be measured again."""
         profile = self._store.load(self._key)
-        if profile is not None:
+        if profile is not None and (start := self._at_start(profile, may_measure=True)).act is Act.USE:
+            self._say(start)
             self.launch(self._use(profile))
+
+    def _at_start(self, profile: Profile | None, *, may_measure: bool) -> Start:
+        found = None
+        if profile is not None:
+            id_ = profile.key.id
+            found = Found(id=id_, stale=self._store.why_stale(profile), is_pinned=self._store.is_pinned(id_))
+        return at_start(found, tune=self._settings.tune, may_measure=may_measure)
+
+    def _say(self, start: Start) -> None:
+        if start.words:
+            (self._report.warning if start.is_warning else self._report.info)(start.event, start.words)
 
     def _use(self, profile: Profile) -> Plan:
         """The best of what was measured that fits the memory which is free now; the prediction where nothing does."""
@@ -146,27 +159,20 @@ class House:
         return self._settings.data_dir / "cache" / self._image.build_id
 
     async def decide(self) -> Plan:
-        """What to serve without a profile: measured now, unless told not to, or another container is at it."""
-        if changed := self._store.why_unused(self._key, self._model.path.name):
+        """Measures, unless told not to, or while another container does for the same key: nobody waits for it."""
+        profile = self._store.load(self._key)
+        if profile is None and (changed := self._store.why_unused(self._key, self._model.path.name)):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
-        if why := self._why_not_measured():
-            self._report.info("tune_off", f"{why}: serving the prediction")
+        if self._model.is_embedding_model and self._settings.tune != "off":
+            self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
             return self._space.best
         with self._store.tuning(self._key) as is_ours:
-            if (profile := self._store.load(self._key)) is not None:
-                return self._use(profile)
-            if is_ours:
+            profile = self._store.load(self._key)
+            start = self._at_start(profile, may_measure=is_ours)
+            self._say(start)
+            if start.act is Act.MEASURE:
                 return (await self.tune()).plan
-        words = "another container on this volume is measuring: serving the prediction, its profile from the next start"
-        self._report.info("tune_elsewhere", words)
-        return self._space.best
-
-    def _why_not_measured(self) -> str | None:
-        if self._settings.tune == "off":
-            return "measuring is off"
-        if self._model.is_embedding_model:
-            return "the model gives vectors, not text"
-        return None
+        return self._space.best if profile is None else self._use(profile)
 
     async def tune_alone(self) -> Profile:
         """Raises ConfigError while another container measures for the same key: two would spoil each other's."""
@@ -219,6 +225,7 @@ class House:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             allocated=tuned.allocated,
             disturbance=tuned.disturbance,
+            gpu_uuids=gpu_uuids(self.hardware),
         )
         self._keep(self._profile)
         return self._profile

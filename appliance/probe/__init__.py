@@ -20,6 +20,7 @@ from appliance.probe.hardware import (
     Volume,
     as_document,
     fingerprint,
+    gpu_uuids,
 )
 from appliance.probe.host import query_host, query_numa_node
 from appliance.probe.nvidia import is_gpu_requested, query_gpus
@@ -39,6 +40,7 @@ __all__ = [
     "as_document",
     "count_oom_kills",
     "fingerprint",
+    "gpu_uuids",
     "probe",
 ]
 

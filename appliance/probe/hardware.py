@@ -159,16 +159,24 @@ def as_document(hardware: Hardware) -> dict[str, Any]:
 def fingerprint(hardware: Hardware) -> dict[str, Any]:
     """The parts that a profile is keyed by: kinds and limits; no serial numbers, nothing that changes while it runs."""
     cpu, memory = hardware.cpu, hardware.memory
-    gpus = sorted(hardware.gpus.gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
     return {
         "cpu": cpu.model_name,
         "threads_max": cpu.threads_max,
         "physical": cpu.physical,
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
-        "gpus": [_kind(gpu) for gpu in gpus],
+        "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware)],
         "driver": hardware.gpus.driver,
     }
+
+
+def gpu_uuids(hardware: Hardware) -> tuple[str, ...]:
+    """In the order of the fingerprint; without those that have none."""
+    return tuple(gpu.uuid for gpu in _in_pci_order(hardware) if gpu.uuid is not None)
+
+
+def _in_pci_order(hardware: Hardware) -> list[Gpu]:
+    return sorted(hardware.gpus.gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
 
 
 def _kind(gpu: Gpu) -> dict[str, Any]:

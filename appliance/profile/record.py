@@ -78,6 +78,7 @@ class Profile:
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
     disturbance: str | None = None
+    gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
 
     @property
     def prediction_error(self) -> float | None:
@@ -144,8 +145,16 @@ def _profile(document: dict[str, Any]) -> Profile:
             "like": {str(key): str(of) for key, of in document["like"].items()},
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
             "allocated": _allocated(document["allocated"]),
+            "gpu_uuids": _texts("Profile.gpu_uuids", document["gpu_uuids"]),
         }
     )
+
+
+def _texts(name: str, found: Any) -> tuple[str, ...]:  # noqa: ANN401
+    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
+        message = f"{name} is not a list of texts: {found!r}"
+        raise TypeError(message)
+    return tuple(found)
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -156,7 +165,7 @@ def _plan(data: dict[str, Any]) -> Plan:
             "memory": _memory(data["memory"]),
             "placement": _placement(data["placement"]),
             "speed": None if speed is None else Speed(**_only(Speed, speed)),
-            "speculation": _speculation(data.get("speculation")),
+            "speculation": _speculation(data["speculation"]),
             "choices": tuple(Choice(**_only(Choice, choice)) for choice in data["choices"]),
         }
     )

@@ -2,11 +2,13 @@
 
 Several containers may share the volume: a writer locks `<id>.lock`, writes a file of its own, syncs it and renames it
 over the old one, so that a reader sees the old or the new one whole. The lock belongs to the open file and dies with
-its process. A pin is an empty file `<id>.pin`: it is there or it is not, and cannot be torn.
+its process. A pin is an empty file `<id>.pin`: it is there or it is not, and cannot be torn. `<id>.stale` says why a
+profile no longer holds, beside the hash of the very file that it is said of: for a newer one it counts as none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import time
@@ -107,15 +109,11 @@ class ProfileStore:
                 self._disk.remove(self._mark(profile.key.id))  # left over from one that was damaged
             if profile.disturbance and old is not None and old.disturbance is None:
                 return False
-            put_file(
-                self._disk,
-                path,
-                dump_profile(profile).encode(),
-                temporary=path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp"),
-                modified_ns=self._next_ns(),
-            )
-            with suppress(FileNotFoundError):
+            self._put(path, dump_profile(profile).encode(), self._next_ns())
+            with suppress(OSError):  # the profile is saved: to another file a mark says nothing, and it wins over parts
                 self._disk.remove(self._partial(profile.key))
+            with suppress(OSError):
+                self._disk.remove(self._stale_mark(profile.key.id))
         return True
 
     def keep(self, key: Key, measurements: Sequence[Measurement]) -> None:
@@ -123,19 +121,42 @@ class ProfileStore:
         path = self._partial(key)
         with self.locked(key), self._refusing(f"measurements cannot be kept: {path}"):
             self._drop_leftovers(path)
-            put_file(
-                self._disk,
-                path,
-                dump_partial(key, measurements).encode(),
-                temporary=path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp"),
-                modified_ns=time.time_ns(),
-            )
+            self._put(path, dump_partial(key, measurements).encode(), time.time_ns())
 
     def kept(self, key: Key) -> tuple[Measurement, ...]:
         """Of a tuning for this key that was interrupted; none where they cannot be read: then they are made again."""
         with suppress(OSError, ValueError):
             return parse_partial(self._disk.read(self._partial(key), MAX_BYTES + 1).decode(), key)
         return ()
+
+    def mark_stale(self, profile: Profile, words: str) -> bool:
+        """Keeps why it no longer holds, until it is measured again; several marks are the last one.
+
+        False, and nothing is written, where another has saved a newer one meanwhile, or it is gone: that one was not
+        judged.
+        """
+        path = self._path(profile.key)
+        mark = self._stale_mark(profile.key.id)
+        with self.locked(profile.key), self._refusing(f"profile cannot be marked as stale: {mark}"):
+            self._drop_leftovers(path)
+            data = b""
+            with suppress(FileNotFoundError):
+                data = self._disk.read(path, MAX_BYTES + 1)
+            if not _is(profile, data):
+                return False
+            self._put(mark, _dump_mark(data, words), time.time_ns())
+        return True
+
+    def why_stale(self, profile: Profile) -> str | None:
+        """In words; None for a profile that holds as far as is known. A mark that cannot be read counts as none:
+        whoever serves the profile will find out again."""
+        path = self._path(profile.key)
+        mark = self._stale_mark(profile.key.id)
+        if mark.name not in self._names():
+            return None
+        with self._refusing(f"mark of a stale profile cannot be read: {mark}"), suppress(FileNotFoundError):
+            return _parse_mark(self._disk.read(mark, MAX_BYTES + 1), self._disk.read(path, MAX_BYTES + 1))
+        return None
 
     def pin(self, key_id: str) -> Profile:
         """From now on it is not replaced, and used whatever the build. Pinning twice is pinning once."""
@@ -171,7 +192,7 @@ class ProfileStore:
             was_pinned = self.is_pinned(name)
             if was_pinned:
                 self._disk.remove(self._mark(name))
-            for gone in (path, path.with_suffix(".partial")):
+            for gone in (self._stale_mark(name), path.with_suffix(".partial"), path):
                 with suppress(FileNotFoundError):
                     self._disk.remove(gone)
             sync_folder(self._disk, self._folder)
@@ -222,6 +243,13 @@ class ProfileStore:
 
     def _mark(self, name: str) -> Path:
         return self._folder / f"{name}.pin"
+
+    def _stale_mark(self, name: str) -> Path:
+        return self._folder / f"{name}.stale"
+
+    def _put(self, path: Path, data: bytes, modified_ns: int) -> None:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        put_file(self._disk, path, data, temporary=temporary, modified_ns=modified_ns)
 
     def _names(self) -> list[str]:
         with self._refusing(f"profiles cannot be listed: {self._folder}"):
@@ -290,7 +318,7 @@ class ProfileStore:
     def _drop_leftovers(self, path: Path) -> None:
         """Of writers of this profile that were killed: under its lock nobody else is writing one."""
         for name in self._disk.names(self._folder):
-            if name.startswith(f".{path.name}.") and name.endswith(".tmp"):
+            if name.startswith(f".{path.stem}.") and name.endswith(".tmp"):
                 with suppress(OSError):
                     self._disk.remove(self._folder / name)
 
@@ -333,6 +361,27 @@ def _parse(data: bytes) -> Profile:
         message = f"it is larger than {MAX_BYTES} bytes"
         raise ValueError(message)
     return parse_profile(data.decode())
+
+
+def _is(profile: Profile, data: bytes) -> bool:
+    """As written: what was measured just now and what was read back differ in nothing that is kept."""
+    with suppress(ValueError):
+        return dump_profile(_parse(data)) == dump_profile(profile)
+    return False
+
+
+def _dump_mark(profile: bytes, words: str) -> bytes:
+    return json.dumps({"profile": hashlib.sha256(profile).hexdigest(), "words": words}).encode()
+
+
+def _parse_mark(data: bytes, profile: bytes) -> str | None:
+    """The words, if they are about this profile."""
+    with suppress(ValueError, RecursionError):
+        mark = json.loads(data)
+        if isinstance(mark, dict) and mark.get("profile") == hashlib.sha256(profile).hexdigest():
+            words = mark.get("words")
+            return words if isinstance(words, str) else None
+    return None
 
 
 def _model_of(document: dict[str, object]) -> object:

@@ -115,20 +115,27 @@ def test_a_corrupt_profile_is_set_aside_and_measured_anew(known: Home) -> None:
     assert profile_of(known)["key"] == json.loads(whole)["key"]
 
 
-def test_of_two_starts_on_one_volume_one_measures_and_both_serve(home: Home) -> None:
-    home.set_engine("--load-seconds", "0.3")
-    with home.serving() as one, home.serving() as other:
-        for serving in (one, other):
-            serving.wait_ready()
-            assert serving.chat()[0] == 200
-        assert sorted(["tuned" in one.names(), "tuned" in other.names()]) == [False, True]
-        waiting = one if "tuned" in other.names() else other
-        assert {"tune_wait", "profile_used"} <= set(waiting.names())
-        assert not MEASURING & set(waiting.names())
-        plans = [serving.document("plan") for serving in (one, other)]
-        assert plans[0]["threads"] == plans[1]["threads"]
-        one.terminate()
-        assert other.chat()[0] == 200
+def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_next_one_from_its_profile(
+    home: Home,
+) -> None:
+    home.set_engine("--load-seconds", "60")
+    with home.serving() as one:
+        eventually(lambda: home.started)
+        home.set_engine()
+        with home.serving() as other:
+            other.wait_ready()
+            assert other.chat()[0] == 200
+            assert "serving the prediction" in other.event("tune_elsewhere")["message"]
+            assert not MEASURING & set(other.names())
+            assert other.document("status")["from_profile"] is False
+            one.terminate()
+            assert home.command("tune").returncode == 0
+            assert other.chat()[0] == 200
+            other.terminate()
+    with home.serving() as again:
+        again.wait_ready()
+        assert again.event("profile_used")["profile"] == profile_of(home)["key"]["id"]
+        assert not MEASURING & set(again.names())
 
 
 def test_the_verb_tune_does_not_measure_beside_another(home: Home) -> None:

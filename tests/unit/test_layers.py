@@ -38,7 +38,8 @@ MAY_IMPORT = {
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
-              "appliance/profile/pick", "appliance/engines/llama_perplexity", "appliance/tune/paired",
+              "appliance/profile/pick", "appliance/profile/validate", "appliance/profile/at_start",
+              "appliance/engines/llama_perplexity", "appliance/tune/paired",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
               "appliance/probe/conditions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import signal
@@ -75,6 +76,8 @@ def test_the_flawed_disk_covers_the_whole_disk() -> None:
     assert set(OPERATIONS) == {name for name in vars(Disk) if not name.startswith("_")}
 
 
+WORDS = "decoded 12.1 tok/s, 16.0 measured"
+BEFORE = "before"
 Action = Callable[[ProfileStore], object]
 ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     # What is done, and what may be there for the key afterwards.
@@ -83,6 +86,11 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     "pin": (lambda store: store.pin(OLD.key.id), (OLD,)),
     "unpin": (lambda store: store.unpin(OLD.key.id), (OLD,)),
     "forget": (lambda store: store.forget(OLD.key.id), (OLD, None)),
+    "mark stale": (lambda store: store.mark_stale(OLD, WORDS), (OLD,)),
+    "mark stale again": (lambda store: store.mark_stale(OLD, WORDS), (OLD,)),
+    "save over stale": (lambda store: store.save(NEW), (OLD, NEW)),
+    "forget stale": (lambda store: store.forget(OLD.key.id), (OLD, None)),
+    "ask for stale": (lambda store: store.why_stale(OLD), (OLD,)),
     "load": (lambda store: store.load(OLD.key), (OLD,)),
     "list": (lambda store: (store.all(), store.strangers()), (OLD,)),
 }
@@ -95,6 +103,9 @@ def prepared(folder: Path, action: str) -> list[str]:
     assert store.save(OLD)
     if action == "unpin":
         store.pin(OLD.key.id)
+    if action in ("mark stale again", "save over stale", "forget stale", "ask for stale"):
+        assert store.mark_stale(OLD, BEFORE)
+    (folder / f".{OLD.key.id}.stale.0011.tmp").write_bytes(b"{half")
     (folder / f".{OLD.key.id}.json.0011.tmp").write_bytes(b"{half")  # of a writer that was killed
     return []
 
@@ -115,12 +126,18 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
     assert store.strangers() == ()
     for path in folder.glob("[!.]*.json"):
         assert path.read_text() in {dump_profile(one) for one in (OLD, NEW, OTHER)}
+    if found is not None:
+        assert store.why_stale(found) in ((None, BEFORE, WORDS) if found == OLD else (None,))
+    for path in folder.glob("[!.]*.stale"):
+        assert json.loads(path.read_text())["words"] in (BEFORE, WORDS)
     # And it works: a pin that is there is one that can be lifted.
     if found is not None:
         store.unpin(found.key.id)
     assert store.save(NEW)
     assert store.load(NEW.key) == NEW
+    assert store.why_stale(NEW) is None
     assert not list(folder.glob(f".{OLD.key.id}*.tmp"))
+    assert not list(folder.glob(f"{OLD.key.id}.stale"))
 
 
 FAULTS: dict[str, Callable[[], tuple[BaseException, bool]]] = {
@@ -166,9 +183,10 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
     """File before name, name before folder: in another order a power cut could leave a name with nothing in it."""
     trace = [name for name in traced(tmp_path / "a", "save") if name not in ("names", "read", "modified_ns")]
     assert trace == [
-        *("open_lock", "lock", "remove"),
+        *("open_lock", "lock", "remove", "remove"),
         *("create", "write", "set_modified", "sync", "close", "rename"),
         *("open_folder", "sync", "close"),
+        "remove",  # what was said of the old one, if anything
         "close",
     ]
 
@@ -211,6 +229,8 @@ print("ready", flush=True)
 while True:
     number += 1
     store.save(profile(speed=f"{number} " + "x" * (number * 997 % 50000)))
+    if number % 5 == 0:
+        store.mark_stale(store.load(key()), f"slow {number}")
     if number % 3 == 0:
         store.pin(key().id)
         store.unpin(key().id)
@@ -240,6 +260,8 @@ def test_twenty_kills_of_a_process_that_saves_leave_a_whole_profile(tmp_path: Pa
         assert found is not None
         assert replace(found, speed="") == profile(speed="")
         assert all(one.key in (key(), key("b2")) for one in store.all())
+        stale = store.why_stale(found)
+        assert stale is None or found.speed.split()[0] == stale.removeprefix("slow ")
     if store.is_pinned(key().id):
         store.unpin(key().id)
     assert store.save(OLD)
@@ -253,6 +275,7 @@ def test_on_a_full_disk_a_profile_can_be_forgotten_and_makes_room(tmp_path: Path
         store.save(OLD)
         store.save(OTHER)
         store.pin(OLD.key.id)
+        assert store.mark_stale(OLD, WORDS)
         with pytest.raises(VolumeError, match="No space left on device"):
             store.save(replace(OTHER, speed="x" * 200_000))
         with (folder / "ballast").open("wb", buffering=0) as file, suppress(OSError):
@@ -260,7 +283,11 @@ def test_on_a_full_disk_a_profile_can_be_forgotten_and_makes_room(tmp_path: Path
                 pass
         with pytest.raises(VolumeError, match="No space left on device"):
             store.save(replace(OTHER, speed="x"))
+        with pytest.raises(VolumeError, match=r"profile cannot be marked as stale: .*No space left on device"):
+            store.mark_stale(OTHER, WORDS)
         assert store.load(OLD.key) == OLD
+        assert store.why_stale(OLD) == WORDS
+        assert store.why_stale(OTHER) is None
         assert store.unpin(OLD.key.id) == OLD
         assert store.forget(OLD.key.id).alias == OLD.plan.alias
         assert store.all() == (OTHER,)

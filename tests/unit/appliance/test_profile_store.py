@@ -20,6 +20,7 @@ from profiles import key, profile
 from appliance.errors import VolumeError
 from appliance.plan import Plan
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
+from appliance.profile.at_start import Act, Found, at_start
 
 ROOT = Path(__file__).parents[3]
 TEXT = dump_profile(profile())
@@ -153,12 +154,27 @@ def test_any_json_in_the_place_of_a_part_is_never_an_exception(long_shelf: Shelf
     assert found is None or isinstance(found.plan, Plan)
 
 
-@pytest.mark.parametrize("kind", list(json.loads(TEXT)))
+@pytest.mark.parametrize("kind", sorted({*json.loads(TEXT)} - {"gpu_uuids"}))
 def test_a_file_that_lacks_a_part_is_set_aside(shelf: Shelf, kind: str) -> None:
     document = json.loads(TEXT)
     del document[kind]
     assert shelf.load_bytes(json.dumps(document).encode()) is None
     assert kind in shelf.warnings[0]
+
+
+def test_a_file_from_before_gpus_were_named_is_read(shelf: Shelf) -> None:
+    document = json.loads(TEXT)
+    del document["gpu_uuids"]
+    assert shelf.load_bytes(json.dumps(document).encode()) == profile()
+    assert shelf.load_bytes(json.dumps({**document, "gpu_uuids": ["GPU-1", "GPU-2"]}).encode()) == replace(
+        profile(), gpu_uuids=("GPU-1", "GPU-2")
+    )
+
+
+@pytest.mark.parametrize("found", ["GPU-1", [1], None, {"0": "GPU-1"}])
+def test_names_of_gpus_that_are_no_list_of_texts_are_set_aside(shelf: Shelf, found: object) -> None:
+    assert shelf.load_bytes(json.dumps({**json.loads(TEXT), "gpu_uuids": found}).encode()) is None
+    assert "Profile.gpu_uuids is not a list of texts" in shelf.warnings[0]
 
 
 def test_a_deep_or_a_huge_file_is_set_aside(shelf: Shelf) -> None:
@@ -249,6 +265,58 @@ def test_a_path_that_is_no_file_is_said(shelf: Shelf) -> None:
     assert caught.value.exit_code == 50
 
 
+def test_a_profile_that_no_longer_holds_is_marked_until_it_is_measured_again(shelf: Shelf) -> None:
+    old = profile()
+    assert not shelf.store.mark_stale(old, "slow")  # there is none
+    shelf.store.save(old)
+    assert shelf.store.why_stale(old) is None
+    assert shelf.store.mark_stale(old, "24 % slower, „zweimal“")
+    assert shelf.store.mark_stale(old, "30 % slower")
+    assert shelf.store.why_stale(old) == "30 % slower"
+    assert shelf.store.load(key()) == old  # it is kept: whoever may not measure serves it
+    new = profile(speed="slower")
+    shelf.store.save(new)
+    assert shelf.store.why_stale(new) is None
+    assert not shelf.path.with_suffix(".stale").exists()
+
+
+def test_a_mark_that_comes_late_does_not_touch_what_another_measured_meanwhile(shelf: Shelf) -> None:
+    old, new = profile(), profile(speed="new")
+    shelf.store.save(old)
+    shelf.store.save(new)
+    assert not shelf.store.mark_stale(old, "slow")
+    assert shelf.store.why_stale(new) is None
+    shelf.store.mark_stale(new, "slow")
+    data = shelf.path.with_suffix(".stale").read_bytes()
+    shelf.store.save(old)
+    shelf.path.with_suffix(".stale").write_bytes(data)  # as if the process had died before it removed the mark
+    assert shelf.store.why_stale(old) is None
+
+
+def test_forgetting_removes_the_mark_too_and_a_pinned_one_keeps_it(shelf: Shelf) -> None:
+    shelf.store.save(profile())
+    shelf.store.mark_stale(profile(), "slow")
+    shelf.store.pin(key().id)
+    assert not shelf.store.save(profile(speed="new"))
+    assert shelf.store.why_stale(profile()) == "slow"
+    shelf.store.forget(key().id)
+    assert [path.suffix for path in shelf.folder.iterdir()] == [".lock"]
+
+
+@given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: json.dumps(value).encode())))
+def test_any_bytes_in_the_place_of_a_mark_count_as_none(long_shelf: Shelf, data: bytes) -> None:
+    long_shelf.path.write_bytes(DATA)
+    long_shelf.path.with_suffix(".stale").write_bytes(data)
+    assert long_shelf.store.why_stale(profile()) is None
+
+
+def test_a_mark_that_cannot_be_read_is_said(shelf: Shelf) -> None:
+    shelf.store.save(profile())
+    shelf.path.with_suffix(".stale").mkdir()
+    with pytest.raises(VolumeError, match=r"mark of a stale profile cannot be read: .*Is a directory"):
+        shelf.store.why_stale(profile())
+
+
 HELPER = """
 import os, sys
 sys.path[:0] = sys.argv[1:3]
@@ -327,6 +395,37 @@ def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf
         assert is_ours
         tell(other, "tuning")
         assert answer(other) == "False"
+
+
+def start(store: ProfileStore, *, may_measure: bool) -> Act:
+    found = store.load(key())
+    if found is None:
+        return at_start(None, tune="first", may_measure=may_measure).act
+    stale = store.why_stale(found)
+    return at_start(Found(id=found.key.id, stale=stale), tune="first", may_measure=may_measure).act
+
+
+def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf) -> None:
+    """Without a profile the other serves the prediction, with a stale one that, and the next start what was found."""
+    for before, meanwhile in ((None, Act.PREDICT), (profile(), Act.USE)):
+        if before is not None:
+            shelf.store.save(before)
+            shelf.store.mark_stale(before, "24 % slower, twice")
+        with helper(shelf.folder) as one:
+            tell(one, "tuning hold")
+            assert answer(one) == "True"
+            with shelf.store.tuning(key()) as is_ours:
+                assert start(shelf.store, may_measure=is_ours) is meanwhile
+            tell(one, "")  # it lets go, without having found anything
+            tell(one, "tuning")
+            assert answer(one) == "True"
+            with shelf.store.tuning(key()) as is_ours:
+                assert start(shelf.store, may_measure=is_ours) is Act.MEASURE
+            tell(one, "save 1")
+            assert answer(one) == "saved"
+        with shelf.store.tuning(key()) as is_ours:
+            assert start(shelf.store, may_measure=is_ours) is Act.USE
+        shelf.store.forget(key().id)
 
 
 def test_a_full_disk_is_said_and_the_old_profile_is_still_there(tmp_path: Path) -> None:

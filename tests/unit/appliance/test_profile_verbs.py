@@ -107,6 +107,23 @@ def test_a_pinned_profile_is_marked_and_not_replaced(desk: Desk, monkeypatch: py
     assert desk.store.find(OLD.key.id).speed == "other"
 
 
+def test_a_profile_that_no_longer_holds_is_marked_and_says_why(desk: Desk) -> None:
+    words = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
+    found = replace(OLD, gpu_uuids=("GPU-1", "GPU-2"))
+    desk.save(found, NEW)
+    assert json.loads(desk.profiles("--json").out)[1]["stale"] is None
+    desk.store.mark_stale(found, words)
+    lines = desk.profiles().out.splitlines()
+    assert ["  stale  " in line for line in lines] == [False, True]
+    assert [row["stale"] for row in json.loads(desk.profiles("--json").out)] == [None, words]
+    assert desk.profiles("show", OLD.key.id).out.endswith(f"\n  stale: {words}\n  on GPU-1, GPU-2\n")
+    assert json.loads(desk.profiles("show", OLD.key.id, "--json").out)["stale"] == words
+    assert "stale" not in desk.profiles("show", NEW.key.id).out
+    assert desk.profiles("export", OLD.key.id).out == dump_profile(found)  # what is said of it here stays here
+    assert desk.profiles("forget", OLD.key.id).code == 0
+    assert {path.suffix for path in desk.folder.iterdir()} == {".lock", ".json"}
+
+
 def test_a_forgotten_profile_is_gone_and_named(desk: Desk) -> None:
     desk.save(OLD, NEW)
     desk.store.pin(OLD.key.id)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine import MIB, put
 
-from appliance.probe import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint
+from appliance.probe import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint, gpu_uuids
 from appliance.probe.host import (
     parse_cpuinfo,
     parse_cpulist,
@@ -202,6 +202,14 @@ def test_the_document_is_json_and_holds_what_follows() -> None:
     assert (document["cpu"]["threads_max"], document["cpu"]["cores"]) == (2, 2)
     assert document["memory"]["usable_mib"] == 400
     assert document["gpus"]["gpus"][0]["name"] == "B"
+
+
+def test_uuids_are_told_in_the_order_of_the_fingerprint() -> None:
+    cards = [replace(card, uuid=f"GPU-{card.name}") for card in HARDWARE.gpus.gpus]
+    named = replace(HARDWARE, gpus=replace(HARDWARE.gpus, gpus=tuple(cards)))
+    assert gpu_uuids(named) == tuple(f"GPU-{entry['name']}" for entry in fingerprint(named)["gpus"])
+    unknown = replace(named, gpus=replace(named.gpus, gpus=tuple(replace(card, uuid=None) for card in cards)))
+    assert gpu_uuids(unknown) == ()
 
 
 def test_the_fingerprint_is_of_kinds_in_pci_order() -> None:

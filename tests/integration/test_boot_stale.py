@@ -1,0 +1,100 @@
+"""A profile that no longer holds, through the whole start: measured again, or used and said so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from boot_stage import Home, eventually
+
+from appliance.profile import Profile, ProfileStore, parse_profile
+
+WORDS = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home with a profile, made by the verb `tune`; for copies."""
+    home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
+    done = home.command("tune")
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+@pytest.fixture
+def home(tuned: Home, tmp_path: Path) -> Home:
+    """With a mark beside the profile."""
+    home = tuned.copy(tmp_path / "home")
+    assert ProfileStore(home.profiles, pytest.fail).mark_stale(only_profile(home), WORDS)
+    return home
+
+
+def only_profile(home: Home) -> Profile:
+    (path,) = home.profiles.glob("*.json")
+    return parse_profile(path.read_text())
+
+
+def why_stale(home: Home) -> str | None:
+    return ProfileStore(home.profiles, pytest.fail).why_stale(only_profile(home))
+
+
+def test_a_start_that_may_measure_does_so_again_says_why_and_then_it_holds(home: Home) -> None:
+    before = only_profile(home)
+    with home.serving() as serving:
+        serving.wait_ready()
+        said = serving.event("profile_stale")["message"]
+        assert said == f"profile {before.key.id} no longer holds: {WORDS}; measuring again"
+        assert serving.names().count("profile_stale") == 1
+        assert {"tune_start", "tuned"} <= set(serving.names())
+        assert not {"profile_used", "profile_unused"} & set(serving.names())
+        serving.terminate()
+    after = only_profile(home)
+    assert (after.key, after.seconds != before.seconds) == (before.key, True)
+    assert why_stale(home) is None
+    with home.serving() as serving:
+        serving.wait_ready()
+        assert "profile_used" in serving.names()
+        assert not {"tune_start", "profile_stale"} & set(serving.names())
+        serving.terminate()
+
+
+def test_with_measuring_off_it_is_used_and_said(home: Home) -> None:
+    with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        said = serving.event("profile_stale")
+        assert said["message"].endswith(f"{WORDS}; measuring is off: used all the same")
+        assert said["level"] == "warning"
+        assert "tune_start" not in serving.names()
+        assert serving.document("status")["from_profile"] is True
+        serving.terminate()
+    assert why_stale(home) == WORDS
+
+
+def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
+    name = only_profile(home).key.id
+    assert home.command("profiles", "pin", name).returncode == 0
+    with home.serving() as serving:
+        serving.wait_ready()
+        said = serving.event("profile_stale")
+        assert f"{WORDS}; it is pinned and used all the same" in said["message"]
+        assert said["level"] == "warning"
+        assert "tune_start" not in serving.names()
+        serving.terminate()
+    assert why_stale(home) == WORDS
+
+
+def test_while_another_measures_it_again_it_is_used_at_once(home: Home) -> None:
+    home.set_engine("--load-seconds", "60")
+    with home.serving() as one:
+        eventually(lambda: home.started)
+        home.set_engine()
+        with home.serving() as other:
+            other.wait_ready()
+            said = other.event("profile_stale")["message"]
+            assert said.endswith("another container on this volume is measuring again, used until the next start")
+            assert "profile_used" in other.names()
+            assert "tune_start" not in other.names()
+            other.terminate()
+        assert "tuned" not in one.names()
+        one.terminate()
+    assert why_stale(home) == WORDS
