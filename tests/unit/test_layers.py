@@ -34,11 +34,12 @@ MAY_IMPORT = {
     "supervisor": set(),
     "gateway": {"supervisor"},
     "report": {"gateway"},
+    "idle": {"engines", "supervisor", "gateway", "report"},
 }
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates", "appliance/tune/search",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
+              "appliance/idle/policy", "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
