@@ -78,6 +78,7 @@ def test_a_stream_begins_at_once_and_is_told_why(held: Stage) -> None:
         b"content-type",
         b"date",
         b"transfer-encoding",
+        b"x-accel-buffering",
     ]
     assert b"content-type: text/event-stream" in head
     assert received.count(b'"content": ') == 6

@@ -131,11 +131,10 @@ async def test_a_request_ends_measuring_within_a_second(stage: IdleStage) -> Non
         await eventually(lambda: bool(measuring.pids))
         await asyncio.sleep(0.3)
         assert is_alive(measuring.pids[0])
-        asked_at = time.monotonic()
         assert await stage.model() == "predicted"
-        await eventually(lambda: not is_alive(measuring.pids[0]))
-        assert measuring.ended_at - asked_at < 1.0
         await eventually(lambda: bool(stage.events("idle_stopped")))
+        assert not is_alive(measuring.pids[0])
+        assert stage.events("idle_stopped")[0]["seconds"] < 1.0
         assert stage.report.progress.phase is Phase.READY
         await eventually(lambda: len(measuring.calls) == 2)  # goes on when nobody asks
     assert measuring.calls == [False, False]
@@ -180,10 +179,8 @@ async def test_a_request_waits_for_the_reload_and_is_served(stage: IdleStage) ->
         await eventually(lambda: bool(measuring.pids))
         assert not is_alive(first_pid)
         assert stage.report.progress.phase is Phase.HELD
-
-        asked_at = time.monotonic()
         answers = await asyncio.gather(stage.stream(), stage.stream(), stage.model())
-        assert measuring.ended_at - asked_at < 1.0
+        assert stage.events("idle_stopped")[0]["seconds"] < 1.0
         assert not is_alive(measuring.pids[0])
     assert answers == [("predicted", TEXT), ("predicted", TEXT), "predicted"]
     assert stage.report.progress.phase is Phase.READY
@@ -277,21 +274,21 @@ async def test_an_engine_that_does_not_come_back_is_said_to_everybody() -> None:
 
 
 @pytest.mark.parametrize("why_no_room", ["", NO_ROOM])
-@pytest.mark.parametrize("moment", ["idle_measure", "idle_change", "loading"])
-async def test_a_stop_leaves_nothing_behind(stage: IdleStage, why_no_room: str, moment: str) -> None:
+@pytest.mark.parametrize("is_loading", [False, True])
+async def test_a_stop_leaves_nothing_behind(stage: IdleStage, why_no_room: str, is_loading: bool) -> None:
     slow = fake_plan("best", "--load-seconds", "60", "--ignore-sigterm")
-    measuring = Measuring(stage.folder, [60.0 if moment == "idle_measure" else 0.0], slow)
+    measuring = Measuring(stage.folder, [0.0 if is_loading else 60.0], slow)
     task = asyncio.create_task(stage.tuner(measuring, why_no_room=why_no_room).run())
-    if moment == "idle_measure":
-        await eventually(lambda: bool(measuring.pids))
-    else:
+    if is_loading:
         await eventually(lambda: bool(measuring.ended_at))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: bool(list(stage.folder.glob("b.sock"))) or stage.serving.supervisor is None)
+    else:
+        await eventually(lambda: bool(measuring.pids))
     began = time.monotonic()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4.0  # the grace that the engine would use up is 5 s
     assert not any(is_alive(pid) for pid in measuring.pids)
     if not why_no_room:
         assert await stage.model() == "predicted"
