@@ -294,6 +294,25 @@ async def test_a_stop_leaves_nothing_behind(stage: IdleStage, why_no_room: str, 
         assert await stage.model() == "predicted"
 
 
+async def test_a_stop_while_the_last_requests_of_the_old_engine_run() -> None:
+    endless = fake_plan("predicted", "--chunks", "100000", "--chunk-interval", "0.03")
+    async with idle_stage(endless) as stage, stage.openai() as client:
+        pids = [stage.pid()]
+        events = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+        changing = asyncio.create_task(stage.serving.change_over(BEST, stage.gateway.engine))
+        await eventually(lambda: stage.serving.plan == BEST)
+        pids.append(stage.pid())
+        changing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+        assert all(is_alive(pid) for pid in pids)  # it is the gateway that ends the stream
+        draining = asyncio.create_task(stage.gateway.drain(0.2))
+        with pytest.raises(openai.APIError, match="the appliance is stopping"):
+            _ = [event async for event in events]
+        await draining
+    assert not any(is_alive(pid) for pid in pids)
+
+
 async def test_held_requests_end_with_a_stop(stage: IdleStage) -> None:
     slow = fake_plan("best", "--load-seconds", "60")
     task = asyncio.create_task(stage.tuner(Measuring(stage.folder, [0.0], slow), why_no_room=NO_ROOM).run())
