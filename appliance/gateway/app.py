@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from appliance.gateway.auth import Keys, RequireKey
-from appliance.gateway.forward import Engine, EngineEndpoint
+from appliance.gateway.engine import Engine
+from appliance.gateway.forward import EngineEndpoint
+from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.refusal import Refusal
@@ -33,6 +35,7 @@ def create_app(
     documents: Mapping[str, Document],
     max_body_mib: int = 64,
     engine_restarts: Callable[[], int] | None = None,
+    tell_every_s: float = TELL_EVERY_S,
 ) -> FastAPI:
     """The gateway's application. `keys` None turns authentication off; `documents` are served as /appliance/v1/<name>.
 
@@ -45,7 +48,12 @@ def create_app(
         Route(
             route.path,
             EngineEndpoint(
-                route, engine=engine, traffic=traffic, progress=progress, max_body_bytes=max_body_mib * 2**20
+                route,
+                engine=engine,
+                traffic=traffic,
+                progress=progress,
+                max_body_bytes=max_body_mib * 2**20,
+                tell_every_s=tell_every_s,
             ),
             methods=route.methods,
         )
@@ -67,6 +75,7 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.traffic = traffic
+    app.state.engine = engine
     return app
 
 
@@ -78,6 +87,10 @@ def _own_routes(
 
     async def ready(_: Request) -> Response:
         now = Progress(phase=Phase.STOPPING) if traffic.is_closed else progress()
+        if now.is_held:
+            # Ready, since what is sent now is answered: a load balancer that took this appliance out for the seconds of
+            # a reload would refuse the very requests that are held so that nobody is refused.
+            return JSONResponse({**now.document(), "status": "ready"})
         return JSONResponse({"status": "ready"}) if now.is_ready else JSONResponse(now.document(), status_code=503)
 
     async def scrape(_: Request) -> Response:

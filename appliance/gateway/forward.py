@@ -8,17 +8,14 @@ frees the engine's slot.
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
 from starlette.types import Receive, Scope, Send
-from yarl import URL
 
-from appliance.gateway import headers, refusal
+from appliance.gateway import headers, hold, refusal
+from appliance.gateway.engine import Engine
 from appliance.gateway.progress import Progress
 from appliance.gateway.refusal import Refusal
 from appliance.gateway.routes import Dialect, EngineRoute
@@ -30,51 +27,13 @@ T = TypeVar("T")
 # 502 and not a torn body. Longer ones (embeddings of a large batch) pass as they arrive.
 WHOLE_REPLY_BYTES = 8 * 2**20
 
-# No total limit: the prefill of a long prompt is minutes without a byte.
-TIMEOUT = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=2.0, sock_read=None)
-
 
 class ClientLeft(Exception):  # noqa: N818 - not an error: nobody is there any more to be told one
     """The client closed its connection before the answer was whole."""
 
 
-class Engine:
-    """The HTTP client of one engine, on its unix socket."""
-
-    def __init__(self, socket_path: Path) -> None:
-        self._socket_path = socket_path
-        self._session: aiohttp.ClientSession | None = None
-
-    @asynccontextmanager
-    async def lifespan(self, _app: object) -> AsyncIterator[None]:
-        """Open while the application runs. The socket itself need not exist yet."""
-        # One connection a request: llama-server closes kept ones after 5 s of its own accord, a POST that meets that
-        # moment fails on a healthy engine, and a new connection on a unix socket costs some 50 µs.
-        connector = aiohttp.UnixConnector(path=str(self._socket_path), force_close=True, limit=0)
-        async with aiohttp.ClientSession(
-            connector=connector,
-            timeout=TIMEOUT,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Content-Type", "Accept"),
-        ) as self._session:
-            yield
-        self._session = None
-
-    async def request(self, scope: Scope, upstream: str, body: bytes) -> aiohttp.ClientResponse:
-        """The engine's answer as far as its headers; the caller closes it."""
-        if self._session is None:
-            message = "the application is not running: its lifespan was never entered"
-            raise RuntimeError(message)
-        query = scope["query_string"].decode("latin-1")
-        return await self._session.request(
-            scope["method"],
-            URL(f"http://engine{upstream}?{query}" if query else f"http://engine{upstream}", encoded=True),
-            headers=headers.to_engine(scope["headers"]),
-            # A file object is written in pieces; 64 MiB in one piece would stop every other stream meanwhile.
-            data=io.BytesIO(body) if body or scope["method"] == "POST" else None,
-            allow_redirects=False,
-        )
+Answer = tuple[Sequence[tuple[bytes, bytes]], bytes]
+"""Headers and body of one that had status 200."""
 
 
 class Reply:
@@ -84,14 +43,26 @@ class Reply:
         self._send = send
         self._dialect = dialect
         self._last_chunk = b"\n\n"
-        self._is_started = False
+        self.is_started = False
         self._is_events = False
 
     async def start(self, response: aiohttp.ClientResponse) -> None:
-        self._is_started = True
-        self._is_events = response.content_type == "text/event-stream" and "content-encoding" not in response.headers
-        head = headers.to_client(response.raw_headers)
-        await self._send({"type": "http.response.start", "status": response.status, "headers": head})
+        await self._start(response.status, headers.to_client(response.raw_headers), is_events=is_stream(response))
+
+    async def _start(self, status: int, head: headers.RawHeaders, *, is_events: bool) -> None:
+        self.is_started, self._is_events = True, is_events
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+
+    async def comment(self, text: str) -> None:
+        """A line that every reader of events passes over. The first one begins the stream before the engine does."""
+        if not self.is_started:
+            await self._start(200, headers.OF_A_STREAM, is_events=True)
+        await self.write(f": {' '.join(text.split())}\n\n".encode())
+
+    async def repeat(self, answer: Answer) -> None:
+        """What was said before; the server itself leaves the body out of a reply to HEAD."""
+        await self._start(200, answer[0], is_events=False)
+        await self.finish(answer[1])
 
     async def write(self, chunk: bytes) -> None:
         self._last_chunk = chunk
@@ -103,7 +74,7 @@ class Reply:
     async def refuse(self, error: Refusal) -> None:
         """An answer, or an event of its own in a stream of events. A body that cannot hold one is left unfinished:
         the server then closes the connection, and the client sees a torn answer instead of a short one."""
-        if not self._is_started:
+        if not self.is_started:
             await error.send(self._send)
         elif self._is_events:
             gap = b"" if self._last_chunk.endswith(b"\n\n") else b"\n\n"
@@ -121,17 +92,23 @@ class EngineEndpoint:
         traffic: Traffic,
         progress: Callable[[], Progress],
         max_body_bytes: int,
+        tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
         self._route = route
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
         self._max_body_bytes = max_body_bytes
+        self._tell_every_s = tell_every_s
+        # Of a route that is no work: a client that only looks is answered while the engine is away.
+        self._last_answer: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, self._route.dialect)
         try:
-            with self._traffic.admitted() as must_end:
+            # Without an answer to repeat it takes the engine to give one, as for work.
+            is_work = self._route.is_work or self._last_answer is None
+            with self._traffic.admitted(is_work=is_work) as must_end:
                 try:
                     await self._exchange(scope, receive, reply, must_end)
                 except Refusal as error:
@@ -144,38 +121,59 @@ class EngineEndpoint:
 
     async def _exchange(self, scope: Scope, receive: Receive, reply: Reply, must_end: asyncio.Future[None]) -> None:
         progress = self._progress()
-        if not progress.is_ready:
+        if not (progress.is_ready or progress.is_held):
             raise refusal.not_ready(progress)
         reading = read_body(receive, _declared_length(scope), self._max_body_bytes)
         body = await first_of(reading, must_end=must_end)
-        await first_of(self._forward(scope, body, reply), until_client_left(receive), must_end=must_end)
+        await first_of(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
+
+    async def _serve(self, scope: Scope, body: bytes, reply: Reply) -> None:
+        if self._progress().is_held:
+            if self._last_answer is not None:
+                await reply.repeat(self._last_answer)
+                return
+            is_stream = self._route.can_stream and hold.asks_for_stream(body)
+            tell = reply.comment if is_stream else None
+            await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
+        await self._forward(scope, body, reply)
 
     async def _forward(self, scope: Scope, body: bytes, reply: Reply) -> None:
-        response = None
         try:
-            response = await self._engine.request(scope, self._route.upstream, body)
-            await relay(response, reply)
+            async with self._engine.asked(scope, self._route.upstream, body) as response:
+                whole = await relay(response, reply)
+                if whole is not None and not self._route.is_work and response.status == 200:
+                    self._last_answer = headers.to_client(response.raw_headers), whole
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise refusal.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except (aiohttp.ClientError, OSError) as error:
             raise refusal.engine_died(502, "the engine ended while it worked on this request") from error
-        finally:
-            if response is not None:
-                response.close()
 
 
-async def relay(response: aiohttp.ClientResponse, reply: Reply) -> None:
-    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read."""
-    length = response.content_length
+async def relay(response: aiohttp.ClientResponse, reply: Reply) -> bytes | None:
+    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
+
+    Returns the body where it was read whole.
+    """
+    if reply.is_started and not is_stream(response):
+        # The client was promised events while it waited, and the engine answers with one document: an error.
+        raise refusal.of_engine(response.status, await response.read())
+    length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
         body = await response.read()
         await reply.start(response)
         await reply.finish(body)
-        return
-    await reply.start(response)
+        return body
+    if not reply.is_started:
+        await reply.start(response)
     async for chunk in response.content.iter_any():
         await reply.write(chunk)
     await reply.finish()
+    return None
+
+
+def is_stream(response: aiohttp.ClientResponse) -> bool:
+    """Whether an event of ours can be put into it."""
+    return response.content_type == "text/event-stream" and "content-encoding" not in response.headers
 
 
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:

@@ -38,6 +38,9 @@ NOT_FOR_ENGINE = HOP_BY_HOP | {
 
 NOT_FOR_CLIENT = HOP_BY_HOP | {b"server", b"date", b"set-cookie"}
 
+# What `to_client` leaves of llama-server's own streams: sent when a stream has to begin before the engine is there.
+OF_A_STREAM: RawHeaders = ((b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream"))
+
 
 def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
     """The client's headers for the engine, without secrets and without what speaks of the client's connection."""

@@ -14,6 +14,7 @@ class Phase(StrEnum):
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
+    HELD = "held"  # the engine is away on purpose and comes back: requests wait for it instead of being refused
     RESTARTING = "restarting"
     STOPPING = "stopping"
     FAILED = "failed"
@@ -25,6 +26,7 @@ DOING = {
     Phase.LOADING: "the model is being loaded",
     Phase.TUNING: "the machine is being measured",
     Phase.READY: "the model is ready",
+    Phase.HELD: "requests wait for the engine",
     Phase.RESTARTING: "the engine is being restarted",
     Phase.STOPPING: "the appliance is stopping",
     Phase.FAILED: "the engine failed",
@@ -43,6 +45,10 @@ class Progress:
     @property
     def is_ready(self) -> bool:
         return self.phase is Phase.READY
+
+    @property
+    def is_held(self) -> bool:
+        return self.phase is Phase.HELD
 
     def sentence(self) -> str:
         """What is being done and how far it is: "the model is being loaded: weights (42 %)"."""

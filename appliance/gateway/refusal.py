@@ -83,6 +83,17 @@ def engine_died(status: int, detail: str) -> Refusal:
     return Refusal(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
 
+def of_engine(status: int, body: bytes) -> Refusal:
+    """The engine's own error, for a client that can only be told by an event: the status went out before."""
+    try:
+        error = json.loads(body)["error"]
+        message, kind, code = str(error["message"]), str(error["type"]), str(error.get("code", status))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        detail = f"the engine answered with status {status} and without a stream"
+        return Refusal(502, "engine_died", detail, kind="service_unavailable")
+    return Refusal(status, code, message, kind=kind)
+
+
 def not_ready(progress: Progress) -> Refusal:
     if progress.phase is Phase.STOPPING:
         return shutting_down()

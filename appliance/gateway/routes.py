@@ -19,24 +19,30 @@ class EngineRoute:
     upstream: str
     methods: tuple[str, ...] = ("POST",)
     dialect: Dialect = "openai"
+    can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+    is_work: bool = True  # False: it asks for a fact, which says nothing of somebody using the model
 
 
-def _post(path: str, *, bare: bool = False, dialect: Dialect = "openai") -> tuple[EngineRoute, ...]:
+def _post(
+    path: str, *, bare: bool = False, dialect: Dialect = "openai", can_stream: bool = False
+) -> tuple[EngineRoute, ...]:
     """`path`, and with `bare` also the same without /v1 for clients whose base URL lacks it."""
     spellings = (path, path.removeprefix("/v1")) if bare else (path,)
-    return tuple(EngineRoute(path=spelling, upstream=path, dialect=dialect) for spelling in spellings)
+    return tuple(
+        EngineRoute(path=spelling, upstream=path, dialect=dialect, can_stream=can_stream) for spelling in spellings
+    )
 
 
 # llama-server's own /completions and /embeddings are older forms with other replies than OpenAI's, so every bare path
 # is asked for under /v1. There is no /v1/models/{id}: the engine has none.
 ENGINE_ROUTES: tuple[EngineRoute, ...] = (
-    *_post("/v1/chat/completions", bare=True),
-    *_post("/v1/completions", bare=True),
-    *_post("/v1/responses", bare=True),
+    *_post("/v1/chat/completions", bare=True, can_stream=True),
+    *_post("/v1/completions", bare=True, can_stream=True),
+    *_post("/v1/responses", bare=True, can_stream=True),
     *_post("/v1/embeddings", bare=True),
-    EngineRoute(path="/v1/models", upstream="/v1/models", methods=("GET",)),
-    EngineRoute(path="/models", upstream="/v1/models", methods=("GET",)),
-    *_post("/v1/messages", dialect="anthropic"),
+    EngineRoute(path="/v1/models", upstream="/v1/models", methods=("GET",), is_work=False),
+    EngineRoute(path="/models", upstream="/v1/models", methods=("GET",), is_work=False),
+    *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic"),
     *_post("/v1/chat/completions/input_tokens", bare=True),
     *_post("/v1/responses/input_tokens", bare=True),
@@ -46,7 +52,7 @@ ENGINE_ROUTES: tuple[EngineRoute, ...] = (
     *_post("/tokenize"),
     *_post("/detokenize"),
     *_post("/apply-template"),
-    *_post("/infill"),
+    *_post("/infill", can_stream=True),
 )
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})

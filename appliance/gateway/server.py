@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from appliance.errors import ConfigError
+from appliance.gateway.engine import Engine
 from appliance.gateway.traffic import Traffic
 
 # Together with uvicorn's own steps of 0.1 s these stay below the second that `drain` may take after its `drain_s`.
@@ -31,10 +32,13 @@ BIND_HINTS = {
 class Gateway:
     """The application on its port, from `open` to `drain`."""
 
-    def __init__(self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, port: int) -> None:
+    def __init__(
+        self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, engine: Engine, port: int
+    ) -> None:
         self._server = server
         self._serving = serving
-        self._traffic = traffic
+        self.traffic = traffic
+        self.engine = engine
         self.port = port
 
     @classmethod
@@ -62,17 +66,17 @@ class Gateway:
         if serving.done():
             listener.close()
             await serving
-        return cls(server, serving, app.state.traffic, listener.getsockname()[1])
+        return cls(server, serving, app.state.traffic, app.state.engine, listener.getsockname()[1])
 
     async def drain(self, drain_s: float) -> None:
         """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
         rest, every connection closed. Returns within `drain_s` + 1 s whatever the clients do; a second call waits for
         the same end."""
-        self._traffic.close()
+        self.traffic.close()
         self._server.stop_accepting()
-        if not await self._traffic.until_idle(drain_s):
-            self._traffic.end_all()
-            await self._traffic.until_idle(TELL_S)
+        if not await self.traffic.until_idle(drain_s):
+            self.traffic.end_all()
+            await self.traffic.until_idle(TELL_S)
         self._server.should_exit = True
         if not await self._has_ended(FLUSH_S):
             self._server.abort_connections()

@@ -1,10 +1,12 @@
-"""The requests that are with the engine now, and whether another one is taken. One event loop, no locks."""
+"""The requests that are with the engine now, whether another one is taken, and for how long nobody has asked. One
+event loop, no locks."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from appliance.gateway import refusal
 
@@ -14,17 +16,51 @@ class Traffic:
         self._running: set[asyncio.Future[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._working = 0
+        self._is_working = asyncio.Event()
+        self._rests_since = time.monotonic()
+        self.arrivals = 0
+        """How many requests for work have come so far."""
         self.is_closed = False
 
     @property
     def running(self) -> int:
+        """Of every kind, those that are held among them."""
         return len(self._running)
 
+    @property
+    def idle_s(self) -> float:
+        """Since the last request for work ended, since the beginning where there was none; 0 while one runs."""
+        return 0.0 if self._working else time.monotonic() - self._rests_since
+
+    async def until_arrival(self) -> None:
+        """Returns when a request for work comes, at once when one runs. Of one that came and went before, only
+        `arrivals` tells."""
+        await self._is_working.wait()
+
     @contextmanager
-    def admitted(self) -> Iterator[asyncio.Future[None]]:
+    def admitted(self, *, is_work: bool = True) -> Iterator[asyncio.Future[None]]:
         """Around one request. The future is done once the request must end now; raises Refusal when closed."""
         if self.is_closed:
             raise refusal.shutting_down()
+        with self._at_work() if is_work else nullcontext(), self._counted() as must_end:
+            yield must_end
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self.arrivals += 1
+        self._working += 1
+        self._is_working.set()
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._is_working.clear()
+                self._rests_since = time.monotonic()
+
+    @contextmanager
+    def _counted(self) -> Iterator[asyncio.Future[None]]:
         must_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(must_end)
         self._is_idle.clear()

@@ -73,6 +73,7 @@ class Supervisor:
         self._ready_seconds: float | None = None
         self._restarts = 0
         self._was_ever_ready = False
+        self._grace_s = 0.0
 
     @property
     def state(self) -> State:
@@ -119,6 +120,7 @@ class Supervisor:
             raise RuntimeError(message)
         child = Child(command, self._on_line)
         self._command, self._crash, self._restarts, self._was_ever_ready = command, None, 0, False
+        self._grace_s = command.stop_grace_s
         stop = self._stop_requested = asyncio.Event()
         self._begin(child)  # the owner does not exist yet, so there is still one writer
         self._owner = asyncio.create_task(self._own(command, stop), name="supervisor")
@@ -147,12 +149,17 @@ class Supervisor:
             raise RuntimeError(message)
         return self._crash
 
-    async def stop(self) -> None:
-        """Returns when the engine and all that it started are gone, at the latest 1 s after its grace. In any state."""
+    async def stop(self, *, grace_s: float | None = None) -> None:
+        """Returns when the engine and all that it started are gone, at the latest 1 s after its grace. In any state.
+
+        `grace_s` stands for the command's own: 0 kills at once an engine whose work nobody wants.
+        """
         if self._owner is None or self._command is None or self._stop_requested is None:
             return
+        if grace_s is not None:
+            self._grace_s = grace_s
         self._stop_requested.set()
-        done, _ = await asyncio.wait({self._owner}, timeout=self._command.stop_grace_s + _STOP_MARGIN_S)
+        done, _ = await asyncio.wait({self._owner}, timeout=self._grace_s + _STOP_MARGIN_S)
         if not done:
             _log.warning("the engine outlived SIGKILL, which a stuck driver can cause: process %s", self.pid)
         elif not self._owner.cancelled():
@@ -209,7 +216,7 @@ class Supervisor:
         if event is _Event.STOP:
             self._go(State.STOPPING)
             child.signal_group(signal.SIGTERM)
-            await _is_set_within(child.exited, command.stop_grace_s)
+            await _is_set_within(child.exited, self._grace_s)
             await child.bury()
             return None
         await child.bury(exit_timeout_s=_UNKILLABLE_S)

@@ -224,6 +224,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, path: str, request: dict[str, Any]) -> None:
         self.send_response(200)
+        self.send_header("X-Accel-Buffering", "no")
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()

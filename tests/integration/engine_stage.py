@@ -18,3 +18,12 @@ def find_engine(name: str) -> Path:
     if not found:
         pytest.skip(f"needs {name}: `make integration` copies it out of the image, or set APPLIANCE_ENGINE_DIR")
     return Path(found)
+
+
+def find_model() -> Path:
+    """The demo model that lies beside the copied engine; skips the test where there is none."""
+    folder = Path(os.environ.get("APPLIANCE_ENGINE_DIR") or COPIED)
+    found = sorted((folder.parent / "models").glob("*.gguf"))
+    if not found:
+        pytest.skip(f"needs a model in {folder.parent / 'models'}: `make up` fetches one")
+    return found[0]

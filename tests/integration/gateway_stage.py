@@ -146,12 +146,13 @@ def on_stage(
     keys: Keys | None = Keys(frozenset({KEY})),  # noqa: B008 - frozen
     max_body_mib: int = 64,
     documents: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
+    tell_every_s: float = 0.1,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        with _engine(stage, engine), _gateway(stage, keys, max_body_mib, documents or {}):
+        with _engine(stage, engine), _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s):
             yield stage
     finally:
         shutil.rmtree(folder)
@@ -182,7 +183,11 @@ def _listens(path: Path) -> bool:
 
 @contextmanager
 def _gateway(
-    stage: Stage, keys: Keys | None, max_body_mib: int, documents: Mapping[str, Callable[[], dict[str, Any]]]
+    stage: Stage,
+    keys: Keys | None,
+    max_body_mib: int,
+    documents: Mapping[str, Callable[[], dict[str, Any]]],
+    tell_every_s: float,
 ) -> Iterator[None]:
     app = create_app(
         socket_path=stage.engine_socket,
@@ -191,6 +196,7 @@ def _gateway(
         documents=documents,
         max_body_mib=max_body_mib,
         engine_restarts=lambda: 3,
+        tell_every_s=tell_every_s,
     )
     with running_loop() as loop:
         gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(10)

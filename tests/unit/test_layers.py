@@ -34,11 +34,13 @@ MAY_IMPORT = {
     "supervisor": set(),
     "gateway": {"supervisor"},
     "report": {"gateway"},
+    "idle": {"engines", "supervisor", "gateway", "report"},
 }
 STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
-              "appliance/profile/pick", "appliance/profile/validate", "appliance/profile/at_start",
+              "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
+              "appliance/profile/at_start",
               "appliance/engines/llama_perplexity", "appliance/tune/paired",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",

@@ -1,0 +1,208 @@
+"""Measures while nobody asks, and lets the best plan serve from then on. What to do when is said in `policy`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from appliance.engines.endings import as_error
+from appliance.errors import FatalError
+from appliance.gateway.progress import Phase
+from appliance.idle.policy import SETTLE_S, Do, Situation, decide
+from appliance.report import Report
+
+if TYPE_CHECKING:
+    # For the names only: what the gateway needs to run takes half a second to import.
+    from appliance.gateway.traffic import Traffic
+    from appliance.idle.serving import Door, Serving
+
+P = TypeVar("P")
+STOP_S = 1.0  # measuring has to end within this, so that it is what a request waits for at most before the load
+
+
+class IdleTuner(Generic[P]):
+    """`measure(is_alone)` measures on, from what was measured before, which it keeps itself. It returns the best plan
+    when nothing is left to measure, and None when it ends for another reason. A request cancels it: its engine must be
+    gone within a second then, so start it with a grace of 0. A FatalError of it ends the tuning and not the serving.
+
+    `why_no_room(plan)` says why memory holds no second engine with that plan beside the one that serves, "" if it
+    does; None stands for whatever would be measured.
+    """
+
+    def __init__(
+        self,
+        *,
+        serving: Serving[P],
+        traffic: Traffic,
+        door: Door,
+        report: Report,
+        measure: Callable[[bool], Awaitable[P | None]],
+        why_no_room: Callable[[P | None], Awaitable[str]],
+        idle_s: float,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self._serving = serving
+        self._traffic = traffic
+        self._door = door
+        self._report = report
+        self._measure_on = measure
+        self._why_no_room = why_no_room
+        self._idle_s = idle_s
+        self._settle_s = settle_s
+        self._best: P | None = None
+        self._is_given_up = False
+        self._was_told = False
+        # Idle periods are told apart by how many requests came before them.
+        self._measured_in: int | None = None
+        self._reloaded_in: int | None = None
+        self._began = time.monotonic()
+
+    async def run(self) -> None:
+        """Returns when the best plan serves, or none could be found. Raises FatalError when the engine that was
+        stopped for it does not come back."""
+        steps: dict[Do, Callable[[], Awaitable[None]]] = {
+            Do.MEASURE_BESIDE: self._measure_beside,
+            Do.MEASURE_ALONE: self._measure_alone,
+            Do.CHANGE_BESIDE: self._change_beside,
+            Do.CHANGE_ALONE: self._change_alone,
+        }
+        self._began = time.monotonic()
+        while True:
+            # Asked before the traffic is looked at: between that look and the hold nothing may be awaited, or a
+            # request could slip to an engine that is about to be stopped.
+            why = await self._why_no_room(self._best)
+            step = decide(self._situation(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
+            if step.do is Do.END:
+                return
+            if step.do is not Do.WAIT:
+                await steps[step.do]()
+                continue
+            if why:
+                self._tell_once(why)
+            await self._until_traffic_changes(step.wait_s)
+
+    async def _until_traffic_changes(self, timeout_s: float) -> None:
+        if self._traffic.running:
+            await self._traffic.until_idle(timeout_s)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._traffic.until_arrival()
+
+    def _situation(self, *, has_room: bool) -> Situation:
+        traffic = self._traffic
+        return Situation(
+            is_ready=self._serving.is_ready,
+            running=traffic.running,
+            idle_s=min(traffic.idle_s, time.monotonic() - self._began),
+            has_room=has_room,
+            is_measured=self._best is not None or self._is_given_up,
+            has_better=not self._is_given_up and self._best is not None and self._serving.is_another(self._best),
+            was_measured_now=self._measured_in == traffic.arrivals,
+            was_reloaded_now=self._reloaded_in == traffic.arrivals,
+        )
+
+    @property
+    def _worst_wait_s(self) -> float:
+        return self._serving.load_s + STOP_S
+
+    def _tell_once(self, why: str) -> None:
+        if self._was_told:
+            return
+        self._was_told = True
+        words = (
+            f"{why}: measuring begins when nobody has asked for {self._idle_s:g} s; a request that comes then waits up "
+            f"to {self._worst_wait_s:.1f} s, as the model has to be loaded again"
+        )
+        self._report.info("idle_no_room", words, worst_wait_s=round(self._worst_wait_s, 3), idle_s=self._idle_s)
+
+    async def _measure_beside(self) -> None:
+        self._report.info("idle_measure", "nobody asks: measuring beside the engine that serves")
+        await self._measure(is_alone=False)
+
+    async def _measure_alone(self) -> None:
+        began = self._hold("the machine is being measured; the model is back about {} after a request")
+        words = (
+            f"nobody has asked for {self._traffic.idle_s:.0f} s: measuring in place of the engine; a request that "
+            f"comes now waits up to {self._worst_wait_s:.1f} s"
+        )
+        self._report.info("idle_measure", words, worst_wait_s=round(self._worst_wait_s, 3))
+        served = await self._serving.leave()
+        if self._traffic.arrivals == began:
+            await self._measure(is_alone=True)
+        await self._bring_back(served)
+
+    async def _change_alone(self) -> None:
+        self._hold("another plan is being loaded, about {}")
+        words = f"nobody has asked for {self._traffic.idle_s:.0f} s: loading the best plan of those measured"
+        self._report.info("idle_change", words, worst_wait_s=round(self._worst_wait_s, 3))
+        await self._bring_back(await self._serving.leave())
+
+    def _hold(self, words: str) -> int:
+        """From here on requests wait. Returns how many have come so far."""
+        self._report.phase(Phase.HELD, words.format(f"{self._serving.load_s:.0f} s"))
+        self._reloaded_in = self._traffic.arrivals
+        return self._traffic.arrivals
+
+    async def _bring_back(self, served: P) -> None:
+        """The best plan if it is known, else the one that served; that one too when the best does not load."""
+        wanted = served if self._best is None else self._best
+        about_s = self._serving.load_s
+        self._report.phase(Phase.HELD, f"the model is being loaded, about {about_s:.0f} s")
+        crash = await self._serving.load(wanted)
+        if crash is not None and wanted is not served:
+            self._give_up(f"the best plan did not load: {crash.describe()}; the plan before it serves on")
+            crash = await self._serving.load(served)
+        if crash is not None:
+            self._report.phase(Phase.FAILED, crash.describe())
+            raise as_error(crash)
+        self._report.phase(Phase.READY)
+        words = f"the engine is back after {self._serving.load_s:.1f} s"
+        self._report.info("idle_back", words, seconds=round(self._serving.load_s, 3), held=self._traffic.running)
+
+    async def _change_beside(self) -> None:
+        if self._best is None:
+            return
+        self._report.info(
+            "idle_change", "loading the plan that was measured to be the best, beside the one that serves"
+        )
+        try:
+            crash = await self._serving.change_over(self._best, self._door)
+        except FatalError as error:
+            self._give_up(f"the best plan cannot be started: {error.message}; the plan before it serves on")
+            return
+        if crash is not None:
+            self._give_up(f"the best plan did not load: {crash.describe()}; the plan before it serves on")
+            return
+        self._report.info("idle_changed", "the best plan serves, and the engine before it is gone")
+
+    async def _measure(self, *, is_alone: bool) -> None:
+        """Until it ends by itself or a request comes."""
+        period = self._traffic.arrivals
+        measuring = asyncio.ensure_future(self._measure_on(is_alone))
+        arriving = asyncio.create_task(self._traffic.until_arrival())
+        try:
+            await asyncio.wait({measuring, arriving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped_at = time.monotonic()
+            measuring.cancel()
+            arriving.cancel()
+            await asyncio.gather(measuring, arriving, return_exceptions=True)
+        if measuring.cancelled():
+            seconds = time.monotonic() - stopped_at
+            words = f"a request came: measuring stopped within {seconds:.2f} s and goes on when nobody asks"
+            self._report.info("idle_stopped", words, seconds=round(seconds, 3))
+            return
+        self._measured_in = period
+        try:
+            self._best = measuring.result()
+        except FatalError as error:
+            self._give_up(f"measuring failed: {error.message}; the prediction serves on")
+
+    def _give_up(self, words: str) -> None:
+        self._is_given_up = True
+        self._best = None
+        self._report.warning("idle_failed", words)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.idle.policy import ALONE, LOOK_AGAIN_S, SETTLE_S, Do, Next, Situation, decide
+
+IDLE_S = 600.0
+SITUATIONS = st.builds(
+    Situation,
+    is_ready=st.booleans(),
+    running=st.integers(0, 3),
+    idle_s=st.floats(0, 2000),
+    has_room=st.booleans(),
+    is_measured=st.booleans(),
+    has_better=st.booleans(),
+    was_measured_now=st.booleans(),
+    was_reloaded_now=st.booleans(),
+).map(lambda now: replace(now, has_better=now.has_better and now.is_measured))
+
+QUIET = Situation(
+    is_ready=True,
+    running=0,
+    idle_s=IDLE_S,
+    has_room=False,
+    is_measured=False,
+    has_better=False,
+    was_measured_now=False,
+    was_reloaded_now=False,
+)
+
+
+def do(now: Situation) -> Do:
+    return decide(now, idle_s=IDLE_S).do
+
+
+@pytest.mark.parametrize(
+    ("now", "then"),
+    [
+        (QUIET, Do.MEASURE_ALONE),
+        (replace(QUIET, idle_s=IDLE_S - 1), Do.WAIT),
+        (replace(QUIET, has_room=True, idle_s=SETTLE_S), Do.MEASURE_BESIDE),
+        (replace(QUIET, has_room=True, idle_s=SETTLE_S - 1), Do.WAIT),
+        (replace(QUIET, is_measured=True), Do.END),
+        (replace(QUIET, is_measured=True, has_better=True), Do.CHANGE_ALONE),
+        (replace(QUIET, is_measured=True, has_better=True, was_measured_now=True), Do.CHANGE_ALONE),
+        (replace(QUIET, is_measured=True, has_better=True, has_room=True, running=3, idle_s=0), Do.CHANGE_BESIDE),
+    ],
+)
+def test_what_is_done_when(now: Situation, then: Do) -> None:
+    assert do(now) is then
+
+
+@given(SITUATIONS, st.floats(1, 3600))
+def test_nobody_waits_who_need_not(now: Situation, idle_s: float) -> None:
+    step = decide(now, idle_s=idle_s)
+    if step.do in ALONE:
+        assert not now.running
+        assert not now.has_room
+        assert now.idle_s >= idle_s
+        assert not now.was_reloaded_now
+    if step.do is Do.MEASURE_BESIDE:
+        assert now.has_room
+        assert not now.running
+    if step.do in (Do.MEASURE_ALONE, Do.MEASURE_BESIDE):
+        assert not now.is_measured
+        assert not now.was_measured_now
+    if step.do in (Do.CHANGE_ALONE, Do.CHANGE_BESIDE):
+        assert now.has_better
+    if step.do not in (Do.WAIT, Do.END):
+        assert now.is_ready
+    assert (step.do is Do.END) == (now.is_measured and not now.has_better)
+    assert (step.do is Do.WAIT) == (step.wait_s > 0)
+    assert step.wait_s <= LOOK_AGAIN_S
+
+
+@given(SITUATIONS, st.floats(1, 3600))
+def test_a_fresh_idle_period_that_is_long_enough_is_used(now: Situation, idle_s: float) -> None:
+    fresh = replace(
+        now, is_ready=True, running=0, idle_s=idle_s + SETTLE_S, was_measured_now=False, was_reloaded_now=False
+    )
+    assert decide(fresh, idle_s=idle_s).do is not Do.WAIT
+
+
+@given(SITUATIONS, st.floats(1, 3600))
+def test_a_wait_that_is_over_is_not_waited_again(now: Situation, idle_s: float) -> None:
+    """It may only wait again where it looks again anyway."""
+    step = decide(now, idle_s=idle_s)
+    if step.do is Do.WAIT and step.wait_s < SETTLE_S and not now.running and now.is_ready:
+        assert decide(replace(now, idle_s=now.idle_s + step.wait_s + 1e-6), idle_s=idle_s).do is not Do.WAIT
+
+
+@given(
+    gaps=st.lists(st.floats(0.1, 2000), min_size=1, max_size=12),
+    has_room=st.booleans(),
+    sittings=st.integers(1, 6),
+    measure_s=st.floats(1, 900),
+    has_better=st.booleans(),
+)
+def test_a_life_of_requests(
+    gaps: list[float], has_room: bool, sittings: int, measure_s: float, has_better: bool
+) -> None:
+    """Requests come after `gaps` of idleness; a sitting of measuring lasts `measure_s` unless one interrupts it."""
+    left = sittings
+    is_changed = False
+    for gap in gaps:
+        now = replace(QUIET, has_room=has_room, idle_s=0.0)
+        reloads = 0
+        while now.idle_s < gap:
+            now = replace(now, is_measured=left == 0, has_better=left == 0 and has_better and not is_changed)
+            step = decide(now, idle_s=IDLE_S)
+            if step.do is Do.END:
+                break
+            reloads += step.do in ALONE
+            now, left, is_changed = after(now, step, gap, measure_s, left, is_changed, has_better)
+        assert reloads <= 1
+        if has_room:
+            assert reloads == 0
+    if has_room and sum(gap >= SETTLE_S + measure_s + 0.01 for gap in gaps) >= sittings:
+        assert left == 0  # as many sittings as there were stretches that hold one, or more
+
+
+def after(
+    now: Situation, step: Next, gap: float, measure_s: float, left: int, is_changed: bool, has_better: bool
+) -> tuple[Situation, int, bool]:
+    """What the doing of a step makes of it."""
+    if step.do is Do.WAIT:
+        return replace(now, idle_s=now.idle_s + step.wait_s), left, is_changed
+    if step.do in (Do.CHANGE_ALONE, Do.CHANGE_BESIDE):
+        is_reload = step.do is Do.CHANGE_ALONE
+        return replace(now, was_reloaded_now=now.was_reloaded_now or is_reload, idle_s=now.idle_s + 1), left, True
+    is_alone = step.do is Do.MEASURE_ALONE
+    is_whole = now.idle_s + measure_s <= gap
+    left -= is_whole
+    then = replace(
+        now,
+        idle_s=now.idle_s + measure_s,
+        was_measured_now=is_whole,
+        was_reloaded_now=now.was_reloaded_now or is_alone,
+    )
+    return then, left, is_changed or (is_alone and left == 0 and has_better)
