@@ -25,11 +25,11 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     become_subreaper()
     house = open_house(settings, environment, report)
     house.adopt()  # with a profile the engine loads while the gateway is imported
-    async with house.stoppable(), house.open_gateway():
+    async with house.stoppable(), house.open_gateway() as gateway:
         if not house.has_engine:
             await doubt(house.hardware, environment, report)
             house.launch(await house.decide())
-        await house.serve()
+        await house.serve(gateway)
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What is alive during a start and after it: one engine, one gateway, and what they show of themselves."""
+"""What is alive during a start and after it: an engine, one gateway, what they show of themselves, and what goes on
+beside serving: measuring while nobody asks, and whether the profile still holds."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
@@ -20,12 +21,12 @@ from appliance.engines.endings import as_error
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
 from appliance.errors import ConfigError
 from appliance.gateway.progress import Phase
+from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Space, as_document, explain_memory, in_short, refine
-from appliance.probe import Hardware, count_oom_kills, gpu_uuids
+from appliance.plan import Plan, Space, Verdict, as_document, explain_memory, in_short
+from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
-from appliance.probe.holders import who_holds
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
 from appliance.profile.at_start import Act, Found, Start, at_start
 from appliance.report import Report
@@ -34,11 +35,11 @@ from appliance.supervisor import Restart, State, Supervisor
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
-    from appliance.tune.measure import Step
+    from appliance.gateway.server import Gateway
+    from appliance.study import Study
     from appliance.tune.measurement import Measurement
-    from appliance.tune.modes import Mode
+    from appliance.vouching import Vouching
 
-REFINED = 12  # plans that the engine's own loader is asked about
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -52,9 +53,9 @@ class Prepared:
     model: Model
     key: Key
 
-    def space(self, settings: Settings) -> Space:
+    def space(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
-        return Space(settings, self.image, self.engine, self.hardware, self.model)
+        return Space(settings, self.image, self.engine, self.hardware, self.model, verdicts=verdicts)
 
 
 class House:
@@ -70,20 +71,21 @@ class House:
     ) -> None:
         self._settings = settings
         self._environment = environment
-        self._image = found.image
-        self._engine = found.engine
+        self._found = found
         self._key = found.key
-        self._model = found.model
         self._space = found.space(settings)
         self._store = store
         self._report = report
-        self._socket = settings.runtime_dir / f"appliance-{os.getpid()}.sock"  # short: 107 bytes is all a socket has
-        self._lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._supervisor = Supervisor(restart=Restart(), on_line=self._on_line)
-        self._plan: Plan | None = None
+        # Short: 107 bytes is all that a socket has.
+        self._sockets = [settings.runtime_dir / f"appliance-{os.getpid()}{letter}.sock" for letter in ("", "b", "m")]
+        self._serving: Serving[Plan] = Serving(
+            sockets=(self._sockets[0], self._sockets[1]), command=self._command, supervise=self._supervisor
+        )
         self._profile: Profile | None = None
         self._allocated: Allocated | None = None
-        self._measurements: list[Measurement] = []
+        self._study: Study | None = None
+        self._vouching: Vouching | None = None
+        self._logs: dict[Supervisor, deque[str]] = {}
         self._stop = asyncio.Event()
         self.hardware = found.hardware
 
@@ -94,7 +96,7 @@ class House:
 
     @property
     def has_engine(self) -> bool:
-        return self._plan is not None
+        return self._serving.plan is not None
 
     def adopt(self) -> None:
         """Starts the engine at once when there is a profile that is not to be measured again."""
@@ -117,53 +119,65 @@ class House:
     def _use(self, profile: Profile) -> Plan:
         """The best of what was measured that fits the memory which is free now; the prediction where nothing does."""
         self._profile = profile
-        if (build := profile.key.parts.get("build")) != self._image.build_id:
-            words = f"profile {profile.key.id} is pinned: used although build: {build} -> {self._image.build_id}"
+        build_id = self._found.image.build_id
+        if (build := profile.key.parts.get("build")) != build_id:
+            words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
         picked = pick(profile, self._settings.mode, self._space)
-        lacking = picked.passed_over if isinstance(picked, Picked) else picked
-        for words in lacking:
-            self._report.warning("plan_passed_over", f"{words}; {who_holds(self.hardware)}")
+        self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
                 self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
             return picked.plan
         self._report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
-        return self._space.best
+        return self._found.space(self._settings, profile.verdicts).best
+
+    def _say_passed_over(self, lacking: Sequence[str]) -> None:
+        if not lacking:
+            return
+        from appliance.probe.holders import who_holds  # here, since memory is seldom short
+
+        for words in lacking:
+            self._report.warning("plan_passed_over", f"{words}; {who_holds(self.hardware)}")
 
     def launch(self, chosen: Plan) -> None:
         """Spawns the engine at once; `serve` waits for it."""
-        self._plan = chosen
-        self._lines.clear()
         for choice in chosen.choices:
             if choice.is_refusal:
                 self._report.warning("not_as_asked", f"{choice.name} is {choice.value}: {choice.reason}")
         self._report.phase(Phase.LOADING, Path(chosen.model_path).name)
         self._report.info("engine_start", f"starting the engine: {explain_memory(chosen)}", context=chosen.context)
-        self._supervisor.start(self.command(chosen))
+        self._serving.launch(chosen)
 
-    def command(self, chosen: Plan) -> Command:
+    def _command(self, plan: Plan, socket_path: Path) -> Command:
         return command(
-            chosen,
-            self._engine,
+            plan,
+            self._found.engine,
             engine_dir=self._settings.engine_dir,
-            socket_path=self._socket,
+            socket_path=socket_path,
             cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
             oom_kills=count_oom_kills,
         )
 
+    def _supervisor(self, _plan: Plan) -> Supervisor:
+        lines: deque[str] = deque(maxlen=LOG_LINES)
+        made = Supervisor(restart=Restart(), on_line=partial(self._on_line, lines))
+        self._logs = {each: kept for each, kept in self._logs.items() if each.state is not State.STOPPED}
+        self._logs[made] = lines
+        return made
+
     @property
     def _cache_dir(self) -> Path:
-        return self._settings.data_dir / "cache" / self._image.build_id
+        return self._settings.data_dir / "cache" / self._found.image.build_id
 
     async def decide(self) -> Plan:
         """Measures, unless told not to, or while another container does for the same key: nobody waits for it."""
         profile = self._store.load(self._key)
-        if profile is None and (changed := self._store.why_unused(self._key, self._model.path.name)):
+        if profile is None and (changed := self._store.why_unused(self._key, self._found.model.path.name)):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
-        if self._model.is_embedding_model and self._settings.tune != "off":
+        if self._found.model.is_embedding_model and self._settings.tune != "off":
             self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
             return self._space.best
         with self._store.tuning(self._key) as is_ours:
@@ -171,115 +185,41 @@ class House:
             start = self._at_start(profile, may_measure=is_ours)
             self._say(start)
             if start.act is Act.MEASURE:
-                return (await self.tune()).plan
+                self._profile = await self._new_study().run()
+                return self._profile.plan
         return self._space.best if profile is None else self._use(profile)
 
-    async def tune_alone(self) -> Profile:
+    async def tune_alone(self) -> None:
         """Raises ConfigError while another container measures for the same key: two would spoil each other's."""
         with self._store.tuning(self._key) as is_ours:
             if not is_ours:
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
-            return await self.tune()
+            await self._new_study().run()
 
-    async def tune(self) -> Profile:
-        # Here: a start from a profile never needs them.
-        from appliance.probe.watch import Watch
-        from appliance.tune.tuner import Goal, Tuner, speed_in_words
-        from appliance.tune.workload import parse_mix
+    def _new_study(self, *, shows_phase: bool = True) -> Study:
+        from appliance.study import Bench, Study  # here: a start from a profile never needs it
 
-        settings = self._settings
-        self._report.phase(Phase.TUNING, "starting")
-        plans = await self._refined(await asyncio.to_thread(self._space.all))
-        kept = self._store.kept(self._key)
-        self._measurements = list(kept)
-        words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
-        if kept:
-            words += f"; {len(kept)} measurements are there from a start that was interrupted"
-        self._report.info("tune_start", words)
-        tuner = Tuner(
-            self._space,
-            plans,
-            self.command,
-            Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=self._space.native),
-            budget_s=settings.budget_s,
-            tell=self._on_step,
-            done=self._on_measured,
-            watch=lambda: Watch(self.hardware, self._environment),
-            kept=kept,
-        )
-        tuned = await tuner.run()
-        self._profile = Profile(
-            key=self._key,
-            plan=tuned.plan,
-            plans=tuned.plans,
-            like=tuned.like,
-            measurements=tuned.measurements,
-            mode=settings.mode,
-            workload=settings.workload,
-            native=self._space.native,
-            job_s=tuned.job_s,
-            speed=speed_in_words(tuned),
-            seconds=tuned.seconds,
-            stopped_by=tuned.stopped_by,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            allocated=tuned.allocated,
-            disturbance=tuned.disturbance,
-            gpu_uuids=gpu_uuids(self.hardware),
-        )
-        self._keep(self._profile)
-        return self._profile
-
-    def _keep(self, profile: Profile) -> None:
-        is_kept = self._store.save(profile)
-        pinned = self._store.pinned(self._key)
-        if pinned is not None:
-            words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
-            self._report.warning("profile_pinned", words, profile=pinned.key.id)
-        if profile.disturbance:
-            stays = "" if is_kept else ", and the profile that is there stays"
-            words = (
-                f"something else was at work while this was measured: {profile.disturbance}; it is provisional{stays}"
-            )
-            self._report.warning("provisional", words)
-        words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
-        self._report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
-
-    async def _refined(self, plans: Sequence[Plan]) -> Sequence[Plan]:
-        """The most promising ones as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells
-        the same."""
-        if not plans[0].placement.shares:
-            return plans
-        from appliance.engines.llama_fit import query_projections  # here, since a start from a profile never needs it
-
-        first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
-        projections = await asyncio.to_thread(
-            query_projections,
-            self._settings.engine_dir,
-            first,
-            self._engine,
+        bench = Bench(
+            engine=self._found.engine,
+            engine_dir=self._settings.engine_dir,
             cache_dir=self._cache_dir,
-            budget_s=self._settings.budget_s / 10,
+            socket_path=self._sockets[2],
+            stall_timeout_s=self._settings.stall_timeout_s,
         )
-        refined = {plan.key: plan for plan in refine(first, projections)}
-        answered = sum(found is not None for found in projections)
-        words = f"the engine's loader reckoned {answered} of {len(first)} plans: {len(refined)} fit by its figures"
-        self._report.info("plans_refined", words)
-        dropped = {plan.key for plan in first} - set(refined)
-        return [refined.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
-
-    def _on_step(self, step: Step) -> None:
-        words = f"{step.plan.key}: {step.what}"
-        self._report.phase(Phase.TUNING, words)
-        self._report.info("tune_step", words)
-
-    def _on_measured(self, measurement: Measurement) -> None:
-        self._measurements.append(measurement)
-        self._store.keep(self._key, self._measurements)
-        if measurement.error:
-            self._report.warning("tune_failed", measurement.in_words())
-            return
-        self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
+        self._study = Study(
+            self._settings,
+            self._environment,
+            bench,
+            model=self._found.model,
+            hardware=self.hardware,
+            key=self._key,
+            space=partial(self._found.space, self._settings),
+            store=self._store,
+            report=self._report,
+            shows_phase=shows_phase,
+        )
+        return self._study
 
     @asynccontextmanager
     async def stoppable(self) -> AsyncIterator[None]:
@@ -297,7 +237,7 @@ class House:
         finally:
             watcher.cancel()
             self._report.phase(Phase.STOPPING)
-            await self._supervisor.stop()
+            await self._serving.stop()
             self._report.info("stopped", "the engine is gone")
 
     async def _cancel_when_stopped(self, story: asyncio.Task[Any] | None) -> None:
@@ -307,7 +247,7 @@ class House:
             story.cancel()
 
     @asynccontextmanager
-    async def open_gateway(self) -> AsyncIterator[None]:
+    async def open_gateway(self) -> AsyncIterator[Gateway]:
         """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
         keys = self._keys()
         # Here: FastAPI, uvicorn and aiohttp take half a second, and above they would delay the engine's start by it.
@@ -316,24 +256,24 @@ class House:
         from appliance.gateway.server import Gateway
 
         app = create_app(
-            socket_path=self._socket,
+            socket_path=self._sockets[0],
             keys=Keys(frozenset({keys})) if keys else None,
             progress=lambda: self._report.progress,
             documents={
                 "status": self._status,
                 "hardware": lambda: hardware_document(self.hardware),
-                "plan": lambda: as_document(self._plan) if self._plan else {},
+                "plan": lambda: as_document(self._serving.plan) if self._serving.plan else {},
                 "profile": self._profile_document,
                 "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},
             },
-            engine_restarts=lambda: self._supervisor.restarts,
+            engine_restarts=lambda: self._serving.restarts,
         )
         gateway = await Gateway.open(app, self._settings.host, self._settings.port)
         self._report.info("listening", f"listening on {self._settings.host}:{gateway.port}", port=gateway.port)
         address = self._settings.address_path
         address.write_text(f"{self._settings.host} {gateway.port}\n", encoding="ascii")
         try:
-            yield
+            yield gateway
         finally:
             address.unlink(missing_ok=True)
             with contextlib.suppress(asyncio.CancelledError):
@@ -345,61 +285,191 @@ class House:
             return None
         return read_or_make_key(self._settings.key_path)
 
-    async def serve(self) -> None:
+    async def serve(self, gateway: Gateway) -> None:
         """Waits until the engine answers, then until it is given up. Raises the error of its ending then."""
-        crash = await self._supervisor.wait_ready()
+        first = self._serving.supervisor
+        crash = await first.wait_ready() if first else None
         if crash is not None:
             raise as_error(crash)
         self._on_ready()
-        watcher = asyncio.create_task(self._follow_state())
+        failing = asyncio.create_task(self._serving.wait_failed())
+        beside = [asyncio.create_task(self._follow_state()), asyncio.create_task(self._tend(gateway))]
         try:
-            raise as_error(await self._supervisor.wait_failed(), served=True)
+            await asyncio.wait((failing, *beside), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise as_error(failing.result(), served=True)
+            for task in beside:
+                if task.done():
+                    task.result()  # neither ever ends but by an error, which is the end of serving
         finally:
-            watcher.cancel()
+            for task in (failing, *beside):
+                task.cancel()
+            await asyncio.gather(failing, *beside, return_exceptions=True)
 
     def _on_ready(self) -> None:
-        self._allocated = parse_allocated(self._lines)
-        self._lines.clear()
+        """The engine that serves answers: the first one, one that was restarted, or another that took its place."""
+        supervisor = self._serving.supervisor
+        lines = self._logs.get(supervisor) if supervisor else None
+        self._allocated = parse_allocated(lines or ())
+        if lines is not None:
+            lines.clear()
+        if self._vouching is not None:
+            self._vouching.restarted()
         self._report.phase(Phase.READY)
-        seconds = self._supervisor.ready_seconds or 0.0
-        words = f"ready: the engine loaded in {seconds:.1f} s and allocated {self._allocated.total:,.0f} MiB"
-        self._report.info("ready", words, seconds=round(seconds, 3), allocated_mib=asdict(self._allocated))
+        seconds = supervisor.ready_seconds if supervisor else None
+        words = f"ready: the engine loaded in {seconds or 0.0:.1f} s and allocated {self._allocated.total:,.0f} MiB"
+        self._report.info("ready", words, seconds=round(seconds or 0.0, 3), allocated_mib=asdict(self._allocated))
 
     async def _follow_state(self) -> None:
-        """After a crash clients are told so until the next engine answers."""
-        was_ready = True
+        """After a crash clients are told so until the next engine answers. An engine that is away on purpose is the
+        idle tuner's business, who says so itself."""
+        was_ready, before = True, self._serving.supervisor
         while True:
-            is_ready = self._supervisor.state is State.READY
-            if was_ready and not is_ready and (crash := self._supervisor.crash) is not None:
+            supervisor = self._serving.supervisor
+            is_ready = supervisor is not None and supervisor.state is State.READY
+            crash = supervisor.crash if supervisor else None
+            if supervisor is before and was_ready and not is_ready and crash is not None:
                 self._report.phase(Phase.RESTARTING, crash.describe())
                 self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
-            if is_ready and not was_ready:
+            if is_ready and (not was_ready or supervisor is not before):
                 self._on_ready()
-            was_ready = is_ready
+            was_ready, before = is_ready, supervisor
             await asyncio.sleep(0.05)
 
-    def _on_line(self, line: str) -> None:
+    async def _tend(self, gateway: Gateway) -> None:
+        """Beside serving: measuring while nobody asks, if that is set and there is something to measure, and whether
+        real requests bear the profile out. Never returns. Raises FatalError when an engine does not come back."""
+        while True:
+            if self._settings.tune == "idle" and self._wants_measuring():
+                await self._tune_idle(gateway)
+            await self._vouch(gateway)
+            if self._settings.tune != "idle" or not self._wants_measuring():
+                await asyncio.Event().wait()
+
+    def _wants_measuring(self) -> bool:
+        if self._found.model.is_embedding_model or self._is_given_up:
+            return False
+        profile = self._profile
+        if profile is None:
+            return True
+        if self._store.is_pinned(profile.key.id):
+            return False
+        return profile.disturbance is not None or self._store.why_stale(profile) is not None
+
+    _is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
+
+    async def _tune_idle(self, gateway: Gateway) -> None:
+        from appliance.idle.tuner import IdleTuner  # here, since most starts measure first or not at all
+
+        tuner = IdleTuner(
+            serving=self._serving,
+            traffic=gateway.traffic,
+            door=gateway.engine,
+            report=self._report,
+            measure=self._measure_idle,
+            why_no_room=self._why_no_room,
+            idle_s=self._settings.idle_s,
+        )
+        before = self._profile
+        await tuner.run()
+        self._is_given_up = self._profile is before
+        self._vouching = None
+
+    async def _measure_idle(self, _is_alone: bool) -> Plan | None:
+        """None while another container measures for the same key: its profile is adopted by the next start."""
+        with self._store.tuning(self._key) as is_ours:
+            if not is_ours:
+                return None
+            self._profile = await self._new_study(shows_phase=False).run()
+            return self._profile.plan
+
+    async def _why_no_room(self, plan: Plan | None) -> str:
+        """Whether the memory that is free now, beside the engine that serves, holds a second one."""
+        wanted = plan or self._serving.plan
+        hardware = await asyncio.to_thread(probe, self._settings.data_dir, self._environment)
+        space = Space(self._settings, self._found.image, self._found.engine, hardware, self._found.model)
+        found = space.now(wanted) if wanted else "no plan serves"
+        return found if isinstance(found, str) else ""
+
+    async def _vouch(self, gateway: Gateway) -> None:
+        """Until real requests have shown whether the profile holds; it is said, and kept on the volume if not."""
+        profile, plan = self._profile, self._serving.plan
+        if profile is None or plan is None:
+            return
+        from appliance.vouching import Vouching  # here: the first request comes long after the start
+
+        self._vouching = Vouching(profile, plan)
+        holds = await self._vouching.run(
+            idle_s=lambda: 0.0 if gateway.traffic.running else gateway.traffic.idle_s,
+            ask=partial(self._ask, gateway, profile),
+        )
+        if holds is None:
+            return
+        if holds.note:
+            self._report.info("profile_faster", f"profile {profile.key.id}: {holds.note}")
+        if holds.verdict == "holds":
+            self._report.info("profile_holds", f"profile {profile.key.id} holds: {holds.words}")
+            return
+        then = {"first": "measured again at the next start", "idle": "measured again while nobody asks"}
+        words = f"profile {profile.key.id} no longer holds: {holds.words}; {then.get(self._settings.tune, 'kept')}"
+        self._report.warning("profile_stale", words)
+        await asyncio.to_thread(self._store.mark_stale, profile, holds.words)
+
+    async def _ask(self, gateway: Gateway, profile: Profile) -> None:
+        """A question of our own, while nobody else asks; given up when somebody does."""
+        from appliance.tune.measure import DECODE_TOKENS, Probe
+        from appliance.tune.measurement import curve_of
+
+        plan = self._serving.plan
+        looks = [m for m in profile.measurements if m.points]
+        if plan is None or not looks or not self._serving.is_ready:
+            return
+        depths = [point.depth for point in curve_of(looks).ordered]
+
+        async def ask() -> None:
+            async with Probe(self._command(plan, gateway.engine.socket_path)) as asking:
+                await asking.complete(asking.prompt(depths[len(depths) // 2]), 2 * DECODE_TOKENS)
+
+        asking = asyncio.create_task(ask())
+        arriving = asyncio.create_task(gateway.traffic.until_arrival())
+        try:
+            await asyncio.wait((asking, arriving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (asking, arriving):
+                task.cancel()
+            await asyncio.gather(asking, arriving, return_exceptions=True)
+
+    def _on_line(self, lines: deque[str], line: str) -> None:
+        if self._vouching is not None:
+            self._vouching.heard(line)
         if self._report.progress.phase is not Phase.READY:
-            self._lines.append(line)
+            lines.append(line)
         if is_worth_showing(line):
             self._report.warning("engine", line[:1000])
 
+    @property
+    def _measurements(self) -> list[Measurement]:
+        return self._study.measurements if self._study else []
+
     def _status(self) -> dict[str, Any]:
-        progress = self._report.progress
+        progress, image, engine, plan = self._report.progress, self._found.image, self._found.engine, self._serving.plan
+        vouching = self._vouching.holds if self._vouching else None
         return {
             "phase": str(progress.phase),
             "message": progress.sentence(),
             "version": __version__,
-            "cell": self._image.cell,
-            "build_id": self._image.build_id,
-            "engine": {"name": self._image.engine, "version": self._engine.version, "build": self._engine.build},
-            "model": self._plan.alias if self._plan else None,
-            "context": self._plan.context if self._plan else None,
-            "chosen": in_short(self._plan) if self._plan else None,
+            "cell": image.cell,
+            "build_id": image.build_id,
+            "engine": {"name": image.engine, "version": engine.version, "build": engine.build},
+            "model": plan.alias if plan else None,
+            "context": plan.context if plan else None,
+            "chosen": in_short(plan) if plan else None,
+            "mode": self._settings.mode,
             "speed": self._profile.speed if self._profile else None,
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
-            "from_profile": self._profile is not None and not self._measurements,
-            "engine_restarts": self._supervisor.restarts,
+            "from_profile": self._profile is not None and self._study is None,
+            "profile_holds": str(vouching.verdict) if vouching else None,
+            "engine_restarts": self._serving.restarts,
         }
 
     def _profile_document(self) -> dict[str, Any]:

@@ -26,6 +26,11 @@ class Engine:
         self._present: _Line | None = None
         self._past: list[_Line] = []
 
+    @property
+    def socket_path(self) -> Path:
+        """Where requests go now."""
+        return self._socket_path
+
     @asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
         """Open while the application runs. The socket itself need not exist yet."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from appliance.plan import Plan, Space, with_measured
+from appliance.plan import Plan, Space, still_applied, with_measured
 from appliance.profile.record import Profile
 from appliance.tune.measurement import rated
 from appliance.tune.modes import Mode, choose
@@ -24,7 +24,7 @@ class Picked:
 
 def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     """What each plan lacks, where none fits."""
-    plans = {plan.key: plan for plan in (profile.plan, *profile.plans)}
+    plans = {plan.key: plan for plan in profile.plans}
     left = rated(plans.values(), profile.measurements, like=profile.like)
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
@@ -32,8 +32,15 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
-            plan = with_measured(found, chosen.why) if found.key != profile.plan.key else found
+            plan = still_applied(_with_slots(with_measured(found, chosen.why), profile.plan), profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
         left = [each for each in left if each.key != chosen.rated.key]
     return tuple(lacking)
+
+
+def _with_slots(plan: Plan, measured: Plan) -> Plan:
+    """As many as were measured to be best: its own count is what was planned, which is no smaller."""
+    words = {choice.name: choice for choice in measured.choices if choice.name == "parallel"}
+    choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
+    return replace(plan, parallel=min(plan.parallel, measured.parallel), choices=choices)

@@ -15,7 +15,7 @@ from typing import Any
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Choice, Memory, Placement, Plan, Share, Speculation, Speed
+from appliance.plan import Choice, Memory, Placement, Plan, Share, Speculation, Speed, Verdict
 from appliance.plan.speculation import KINDS
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
@@ -68,6 +68,8 @@ class Profile:
     plans: tuple[Plan, ...]
     like: dict[str, str]
     measurements: tuple[Measurement, ...]
+    verdicts: tuple[Verdict, ...]  # on types of the KV cache below q8_0
+    notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
     mode: str
     workload: str  # as the setting says it
     native: int  # the largest window that counts
@@ -144,6 +146,8 @@ def _profile(document: dict[str, Any]) -> Profile:
             "plans": tuple(_plan(plan) for plan in document["plans"]),
             "like": {str(key): str(of) for key, of in document["like"].items()},
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
+            "verdicts": tuple(Verdict(**_only(Verdict, verdict)) for verdict in document["verdicts"]),
+            "notes": _texts("Profile.notes", document["notes"]),
             "allocated": _allocated(document["allocated"]),
             "gpu_uuids": _texts("Profile.gpu_uuids", document["gpu_uuids"]),
         }

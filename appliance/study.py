@@ -1,0 +1,315 @@
+"""One tuning from its beginning to a profile: types of the KV cache, plans, guessing ahead, slots for several users.
+
+Imported when something is to be measured, and not by a start from a profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+from appliance.command import Command
+from appliance.engines import llama_fit, llama_perplexity, llama_server
+from appliance.errors import EngineError, ModelDoesNotFitError
+from appliance.gateway.progress import Phase
+from appliance.image_facts import EngineFacts
+from appliance.model import Model, read_draft
+from appliance.plan import Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
+from appliance.probe import Hardware, count_oom_kills, gpu_uuids
+from appliance.probe.watch import Watch
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.report import Report
+from appliance.settings import Settings
+from appliance.tune import quality
+from appliance.tune.concurrency import measure_slots
+from appliance.tune.measure import Step
+from appliance.tune.measurement import Measurement
+from appliance.tune.modes import Mode
+from appliance.tune.slots import Concurrency, choose, counts, with_slots
+from appliance.tune.speculate import choose_speculation
+from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.workload import parse_mix, scaled
+
+# Of the budget, each only where there is something to find out; what one leaves is there for the next.
+SHARE_FOR_KV = 0.25
+SHARE_FOR_GUESSES = 0.25
+SHARE_FOR_SLOTS = 0.15
+REFINED = 12  # plans that the engine's own loader is asked about
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is measured with: where the engine is, and on which socket it may be started for this."""
+
+    engine: EngineFacts
+    engine_dir: Path
+    cache_dir: Path
+    socket_path: Path
+    stall_timeout_s: float
+
+    def command(self, plan: Plan) -> Command:
+        """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
+        found = llama_server.command(
+            plan,
+            self.engine,
+            engine_dir=self.engine_dir,
+            socket_path=self.socket_path,
+            cache_dir=self.cache_dir,
+            stall_timeout_s=self.stall_timeout_s,
+            oom_kills=count_oom_kills,
+        )
+        return replace(found, stop_grace_s=0.0)
+
+    def reader(self, plan: Plan, extent: llama_perplexity.Extent) -> Command:
+        """Of the program that reads a text."""
+        return llama_perplexity.command(
+            plan,
+            self.engine,
+            extent,
+            text=quality.TEXT,
+            engine_dir=self.engine_dir,
+            cache_dir=self.cache_dir,
+            stall_timeout_s=self.stall_timeout_s,
+            oom_kills=count_oom_kills,
+        )
+
+
+class Study:
+    """`space` makes the space of plans, given what was found out of types of the KV cache. What is measured is kept on
+    the volume as it comes: a study that was broken off goes on from there."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        bench: Bench,
+        *,
+        model: Model,
+        hardware: Hardware,
+        key: Key,
+        space: Callable[[Sequence[Verdict]], Space],
+        store: ProfileStore,
+        report: Report,
+        shows_phase: bool = True,
+    ) -> None:
+        self._settings = settings
+        self._environment = environment
+        self._bench = bench
+        self._model = model
+        self._hardware = hardware
+        self._key = key
+        self._make_space = space
+        self._store = store
+        self._report = report
+        self._shows_phase = shows_phase
+        self._began = time.monotonic()
+        self.measurements: list[Measurement] = []
+
+    async def run(self) -> Profile:
+        """The profile, saved. Raises what the engine ended with when nothing could be measured."""
+        self._began = time.monotonic()
+        self._phase("starting")
+        verdicts = await self._judge_kinds(self._make_space(()))
+        space = self._make_space(verdicts)
+        tuned = await self._choose_plan(space)
+        plan, notes = await self._guess(tuned.plan)
+        plan, concurrent = await self._share(plan)
+        profile = self._profile(space, tuned, plan, verdicts, (*notes, *concurrent))
+        self._save(profile)
+        return profile
+
+    @property
+    def _left_s(self) -> float:
+        return self._settings.budget_s - (time.monotonic() - self._began)
+
+    async def _judge_kinds(self, space: Space) -> tuple[Verdict, ...]:
+        """Where memory carries less than is wanted at q8_0, and a smaller type would carry much more."""
+        wanted = space.kinds_to_check()
+        if not wanted:
+            return ()
+        best = space.best
+        found = await quality.check(
+            best,
+            wanted,
+            self._bench.reader,
+            budget_s=self._settings.budget_s * SHARE_FOR_KV,
+            prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
+            tell=self._on_step,
+        )
+        for verdict in found:
+            what = "may be used" if verdict.is_accepted else "is not used"
+            words = f"a KV cache of {verdict.kv_type} {what}: {verdict.why}"
+            self._report.info("kv_checked", words, **asdict(verdict))
+        return found
+
+    async def _choose_plan(self, space: Space) -> Tuned:
+        settings = self._settings
+        plans = await self._refined(await asyncio.to_thread(space.all))
+        kept = self._store.kept(self._key)
+        self.measurements[:] = kept
+        words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
+        if kept:
+            words += f"; {len(kept)} measurements are there from a start that was interrupted"
+        self._report.info("tune_start", words)
+        reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * (settings.users > 1)
+        tuner = Tuner(
+            space,
+            plans,
+            self._bench.command,
+            Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=space.native),
+            budget_s=max(1.0, self._left_s - reserved * settings.budget_s),
+            tell=self._on_step,
+            done=self._on_measured,
+            watch=lambda: Watch(self._hardware, self._environment),
+            kept=kept,
+        )
+        return await tuner.run()
+
+    @property
+    def _has_guesses(self) -> bool:
+        offers = kinds(self._settings, self._model, self._bench.engine)
+        return any(offer.is_tried for offer in offers) or self._settings.draft_model is not None
+
+    async def _guess(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+        """With tokens guessed ahead where that was seen to be faster. An engine that fails at it is served without."""
+        settings = self._settings
+        if settings.speculation == "off" or not self._has_guesses:
+            return plan, ()
+        draft = None
+        if settings.draft_model is not None:
+            source = settings.sources["draft_model"]
+            draft = read_draft(settings.draft_model, self._model, settings.models_dir, source)
+        try:
+            found, why, tried = await choose_speculation(
+                plan,
+                self._bench.command,
+                settings=settings,
+                model=self._model,
+                engine=self._bench.engine,
+                left_s=min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES),
+                tell=self._on_step,
+                draft=draft,
+                isa=self._hardware.cpu.isa,
+            )
+            words = Choice(name="speculation", value="off", reason=why, source="measured")
+            chosen = with_choice(plan, words)
+            if found is not None:
+                chosen = applied(plan, found, replace(words, value=found.in_words()))
+        except (EngineError, ModelDoesNotFitError) as error:
+            if settings.speculation != "auto":
+                raise
+            self._report.warning("speculation_failed", f"guessing ahead is off: {error.message}")
+            return plan, (f"guessing ahead failed: {error.message}",)
+        value = "off" if found is None else found.in_words()
+        self._report.info("speculation", f"guessing ahead: {value}: {why}")
+        return chosen, tuple(each.in_words() for each in tried)
+
+    async def _share(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+        """With as many slots as several users at once were seen to be served best with."""
+        settings = self._settings
+        if settings.users == 1:
+            return plan, ()
+        is_asked = settings.sources.get("parallel", "default") != "default"
+        mix = parse_mix(settings.workload)
+        workload = scaled(max(mix.parts, key=lambda part: part[1])[0], plan.context)
+        seen: list[Concurrency] = []
+        for count in counts(plan, settings.users, is_asked=is_asked):
+            left_s = min(self._left_s, settings.budget_s * SHARE_FOR_SLOTS)
+            if seen and left_s < seen[-1].worst_s + seen[-1].load_s:
+                break
+            each = replace(plan, parallel=count)
+            try:
+                used = seen[0].workload if seen else workload
+                found = await measure_slots(
+                    each, self._bench.command, users=settings.users, workload=used, left_s=left_s, tell=self._on_step
+                )
+            except EngineError as error:
+                self._report.warning("slots_failed", f"{count} slots for {settings.users} users: {error.message}")
+                continue
+            seen.append(found)
+        if not seen:
+            return plan, ()
+        chosen = choose(seen)
+        self._report.info("slots", f"{chosen.slots} slots for {settings.users} users: {chosen.why}")
+        return with_slots(plan, chosen), (f"{settings.users} users: {chosen.why}",)
+
+    def _profile(
+        self, space: Space, tuned: Tuned, plan: Plan, verdicts: Sequence[Verdict], notes: tuple[str, ...]
+    ) -> Profile:
+        return Profile(
+            key=self._key,
+            plan=plan,
+            plans=tuned.plans,
+            like=tuned.like,
+            measurements=tuned.measurements,
+            verdicts=tuple(verdicts),
+            notes=notes,
+            mode=self._settings.mode,
+            workload=self._settings.workload,
+            native=space.native,
+            job_s=tuned.job_s,
+            speed=speed_in_words(tuned),
+            seconds=time.monotonic() - self._began,
+            stopped_by=tuned.stopped_by,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            allocated=tuned.allocated,
+            disturbance=tuned.disturbance,
+            gpu_uuids=gpu_uuids(self._hardware),
+        )
+
+    def _save(self, profile: Profile) -> None:
+        is_kept = self._store.save(profile)
+        pinned = self._store.pinned(self._key)
+        if pinned is not None:
+            words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
+            self._report.warning("profile_pinned", words, profile=pinned.key.id)
+        if profile.disturbance:
+            stays = "" if is_kept else ", and the profile that is there stays"
+            words = f"something else was at work while this was measured: {profile.disturbance}; provisional{stays}"
+            self._report.warning("provisional", words)
+        words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
+        self._report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
+
+    async def _refined(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """The most promising ones as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells
+        the same."""
+        if not plans[0].placement.shares:
+            return plans
+        first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
+        projections = await asyncio.to_thread(
+            llama_fit.query_projections,
+            self._bench.engine_dir,
+            first,
+            self._bench.engine,
+            cache_dir=self._bench.cache_dir,
+            budget_s=self._settings.budget_s / 10,
+        )
+        refined = {plan.key: plan for plan in refine(first, projections)}
+        answered = sum(found is not None for found in projections)
+        words = f"the engine's loader reckoned {answered} of {len(first)} plans: {len(refined)} fit by its figures"
+        self._report.info("plans_refined", words)
+        dropped = {plan.key for plan in first} - set(refined)
+        return [refined.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
+
+    def _phase(self, words: str) -> None:
+        """While something else serves, clients are not told that it is being measured."""
+        if self._shows_phase:
+            self._report.phase(Phase.TUNING, words)
+
+    def _on_step(self, step: Step) -> None:
+        words = f"{step.plan.key}: {step.what}"
+        self._phase(words)
+        self._report.info("tune_step", words)
+
+    def _on_measured(self, measurement: Measurement) -> None:
+        self.measurements.append(measurement)
+        self._store.keep(self._key, self.measurements)
+        if measurement.error:
+            self._report.warning("tune_failed", measurement.in_words())
+            return
+        self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
