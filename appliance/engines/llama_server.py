@@ -184,6 +184,7 @@ class Allocated:
 # True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
 _NOT_OURS = "security: no API key is set"
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_DRAFTING = "adding speculative implementation"
 _KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
 _GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
 
@@ -192,10 +193,14 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
     """From lines like `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
     sums = dict.fromkeys((*_KINDS.values(), "mapped", "repacked"), 0.0)
     devices: dict[str, float] = {}
+    is_drafting = False
     for line in lines:
+        is_drafting = is_drafting or _DRAFTING in line
         if not (found := _BUFFER.search(line)):
             continue
         place, kind, size = found[1], _KINDS[found[2]], float(found[3])
+        if is_drafting and kind == "compute":
+            continue  # the draft's context, sized anew: its first buffer stands above, and is gone
         sums[kind] += size
         sums["mapped"] += size if place.endswith("_Mapped") else 0.0
         sums["repacked"] += size if place == "CPU_REPACK" else 0.0

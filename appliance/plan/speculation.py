@@ -239,7 +239,7 @@ def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool
         output=output_mib(draft, plan.parallel),
         state=state_mib(draft, plan.parallel),
         repacked=repacked,
-        mapped_twice=repacked - copies if "mmap" in plan.load_mode and not on_gpus else 0.0,
+        mapped_twice=repacked - copies + drafts_mib(draft) if "mmap" in plan.load_mode and not on_gpus else 0.0,
     )
 
 

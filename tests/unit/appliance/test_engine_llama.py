@@ -259,6 +259,19 @@ def test_buffers_of_gpus_and_states_are_told_apart() -> None:
     assert found.total == pytest.approx(24189.09)
 
 
+def test_a_drafts_buffer_that_is_sized_anew_counts_once() -> None:
+    """A small model with a draft layer, as b11312 logged it at -lv 4."""
+    lines = """\
+0.00.027.767 I llama_kv_cache:        CPU KV buffer size =     2.50 MiB
+0.00.032.260 I sched_reserve:        CPU compute buffer size =     3.65 MiB
+0.00.035.125 I llama_kv_cache:        CPU KV buffer size =     0.62 MiB
+0.00.036.792 I sched_reserve:        CPU compute buffer size =     3.19 MiB
+0.00.038.078 I spec common_specu: adding speculative implementation 'draft-mtp'
+0.00.040.530 I sched_reserve:        CPU compute buffer size =     3.19 MiB""".splitlines()
+    found = parse_allocated(lines)
+    assert (found.kv, found.compute) == (pytest.approx(3.12), pytest.approx(6.84))
+
+
 @given(st.lists(st.text(max_size=80)))
 def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
     assert parse_allocated(lines) == Allocated()
