@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
 from idle_stage import MESSAGES, FakePlan, IdleStage, Measuring, fake_plan, idle_stage, running
-from supervisor_harness import eventually, fake_command, is_alive
+from supervisor_harness import eventually, fake_command, is_alive, is_healthy
 
 from appliance.command import Command
 from appliance.errors import EngineError, EngineNotReadyError
@@ -38,36 +39,46 @@ async def ended(task: asyncio.Task[None], timeout_s: float = 15.0) -> None:
 # The change drops no request
 
 
-async def test_a_steady_stream_of_requests_over_a_change(stage: IdleStage) -> None:
+async def test_a_steady_stream_of_requests_over_a_change() -> None:
     answers: list[tuple[str, str]] = []
-    is_over = asyncio.Event()
+    is_loaded, is_over = asyncio.Event(), asyncio.Event()
 
-    async def client(index: int) -> None:
-        await asyncio.sleep(index * 0.03)
-        while not is_over.is_set():
-            answers.append(await stage.stream())
+    def command(plan: FakePlan, path: Path) -> Command:
+        async def is_ready() -> bool:
+            return is_loaded.is_set() and await is_healthy(path)
 
-    async def side_client() -> None:
-        while not is_over.is_set():
-            answers.append((await stage.model(), TEXT))
+        made = fake_command(path, *plan.knobs)
+        return replace(made, is_ready=is_ready) if plan.name == "best" else made
 
-    first_pid = stage.pid()
-    best = fake_plan("best", "--load-seconds", "2", "--chunks", "20", "--chunk-interval", "0.02")
-    tuner = stage.tuner(Measuring(stage.folder, [0.1], best))
-    async with asyncio.TaskGroup() as clients, running(tuner) as task:
-        await eventually(lambda: bool(stage.events("idle_change")))  # measured before anybody came
-        for index in range(8):
-            clients.create_task(client(index))
-        clients.create_task(side_client())
-        await ended(task)
-        assert not is_alive(first_pid)
-        await eventually(lambda: sum(model == "best" for model, _ in answers) >= 20)
-        is_over.set()
+    def count(name: str) -> int:
+        return sum(model == name for model, _ in answers)
 
-    assert {model for model, _ in answers} == {"predicted", "best"}
+    async with idle_stage(PREDICTED, command=command) as stage:
+        first_pid = stage.pid()
+
+        async def client() -> None:
+            while not is_over.is_set():
+                answers.append(await stage.stream())
+
+        async def side_client() -> None:
+            while not is_over.is_set():
+                answers.append((await stage.model(), TEXT))
+
+        tuner = stage.tuner(Measuring(stage.folder, [0.1], BEST))
+        async with asyncio.TaskGroup() as clients, running(tuner) as task:
+            await eventually(lambda: bool(stage.events("idle_change")))  # measured before anybody came
+            for work in (*(client() for _ in range(8)), side_client()):
+                clients.create_task(work)
+            await eventually(lambda: count("predicted") >= 20, timeout_s=30)
+            is_loaded.set()
+            await ended(task)
+            assert not is_alive(first_pid)
+            await eventually(lambda: count("best") >= 20, timeout_s=30)
+            is_over.set()
+        assert stage.serving.plan == BEST
+        assert stage.report.progress.phase is Phase.READY
+    assert count("predicted") + count("best") == len(answers)
     assert {text for _, text in answers} == {TEXT}
-    assert stage.serving.plan == best
-    assert stage.report.progress.phase is Phase.READY
 
 
 async def test_the_old_engine_lives_as_long_as_its_last_request() -> None:
@@ -153,12 +164,28 @@ async def test_short_stretches_of_idleness_add_up(stage: IdleStage) -> None:
     assert stage.serving.plan == BEST
 
 
-async def test_nothing_is_measured_while_a_request_runs(stage: IdleStage) -> None:
-    measuring = Measuring(stage.folder, [60.0])
-    async with running(stage.tuner(measuring, settle_s=0.1)):
-        for _ in range(3):
-            await stage.stream()  # 0.4 s each, with less than 0.1 s between
-    assert measuring.calls == []
+async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
+    """Its time is over and more is left to measure: that the machine is idle is no reason to measure for ever."""
+    measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])
+    async with running(stage.tuner(measuring)):
+        await eventually(lambda: len(measuring.sittings) == 2)
+        await asyncio.sleep(0.6)
+        assert measuring.calls == [False]
+        await stage.model()
+        await eventually(lambda: len(measuring.sittings) == 1)
+
+
+@pytest.mark.parametrize("why_no_room", ["", NO_ROOM])
+async def test_nothing_is_measured_while_a_request_runs(why_no_room: str) -> None:
+    endless = fake_plan("predicted", "--chunks", "100000", "--chunk-interval", "0.03")
+    async with idle_stage(endless) as stage, stage.openai() as client:
+        measuring = Measuring(stage.folder, [60.0])
+        events = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+        async with running(stage.tuner(measuring, why_no_room=why_no_room)):
+            await asyncio.sleep(0.5)
+            assert measuring.calls == []
+            await events.close()
+            await eventually(lambda: bool(measuring.calls))
 
 
 async def test_measuring_that_fails_ends_the_tuning_and_not_the_serving(stage: IdleStage) -> None:
