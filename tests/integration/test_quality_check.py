@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tests.shapes import SMALL, write_gguf
 FAKE = Path(__file__).parents[1] / "fakes" / "fake_perplexity.py"
 SMOLLM2 = COPIED.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _, ENGINE = facts(has_cuda=False)
+DAY_S, SLOW = 86_400.0, 0.1113  # makes twelve pieces of 256 tokens, however busy this machine is
 Start = Callable[[Plan, Extent], Command]
 
 
@@ -104,7 +104,7 @@ async def test_a_failure_with_f16_refuses_every_type(plan: Plan) -> None:
 async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
     (stalled,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}, stall_timeout_s=1.0), "q4_0")
     assert "made no progress" in stalled.why
-    (late,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}), "q4_0", budget_s=5.0)
+    (late,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}), "q4_0", budget_s=10.0)
     assert "did not read the text within" in late.why
     (never,) = await checked(plan, faked({}), "q4_0", budget_s=5.0, prefill_tokens_per_s=10.0)
     assert "5 s are too short at 10 tokens a second" in never.why
@@ -153,7 +153,7 @@ def real(folder: Path) -> tuple[Plan, Start]:
 async def test_the_real_program_reads_a_model_and_its_cut_file_is_unreadable(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", SMALL["moe"], with_data=True)
     plan, start = real(tmp_path)
-    found = await checked(plan, start, "q4_0", "q8_0", budget_s=600.0, prefill_tokens_per_s=16.0)
+    found = await checked(plan, start, "q4_0", "q8_0", budget_s=DAY_S, prefill_tokens_per_s=SLOW)
     assert found[0].pieces == 12
     assert found[0].tokens == 12 * 127
     assert found[0].difference is not None
@@ -169,9 +169,7 @@ async def test_smollm2_bears_q8_0_and_not_q4_0(tmp_path: Path) -> None:
         pytest.skip(f"needs {SMOLLM2}: `python -m images fetch demo` puts it there")
     (tmp_path / "model.gguf").symlink_to(SMOLLM2)
     plan, start = real(tmp_path)
-    began = time.monotonic()
-    small, large = await checked(plan, start, "q4_0", "q8_0", budget_s=900.0, prefill_tokens_per_s=3072 * 2.5 / 720)
-    print(f"\n{time.monotonic() - began:.0f} s", small, large, sep="\n")
+    small, large = await checked(plan, start, "q4_0", "q8_0", budget_s=DAY_S, prefill_tokens_per_s=SLOW)
     assert small.pieces == large.pieces == 12
     assert not small.is_accepted
     assert small.difference is not None
