@@ -302,7 +302,8 @@ class House:
                 if task.done():
                     task.result()  # neither ever ends but by an error, which is the end of serving
         finally:
-            for task in (failing, *beside):
+            failing.cancel()
+            for task in beside:
                 task.cancel()
             await asyncio.gather(failing, *beside, return_exceptions=True)
 
