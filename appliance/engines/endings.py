@@ -1,4 +1,4 @@
-"""How a llama-server ended, as one of the errors of DESIGN.md section 6.
+"""How a llama-server (or another of its programs) ended, as one of the errors of DESIGN.md section 6.
 
 Nearly every bad start exits with 1, and the cause stands some lines above the last. What decides, in this order: the
 stall timer, a signal that has one meaning, the kernel's count of memory kills, then the first error line that is
@@ -69,7 +69,8 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
     ),
     (
         # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
-        r"error: invalid argument: |unknown argument|error while handling argument|unsupported cache type",
+        r"error: invalid argument: |unknown argument|error while handling argument|unsupported cache type"
+        r"|error: invalid parameter for argument: ",
         EngineArgumentsError,
         "see `appliance plan --dry-run` for the command line",
     ),
@@ -122,12 +123,12 @@ _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (
 )
 
 
-def as_error(ending: Ending, *, served: bool = False) -> FatalError:
+def as_error(ending: Ending, *, served: bool = False, program: str = _NAME) -> FatalError:
     """Which error an ending is; `served` when the engine had been ready before, if not this time.
 
     Only evidence decides: a time-out, a bad flag or a plain SIGKILL is never called memory.
     """
-    message = f"engine {_NAME} {ending.describe()}"
+    message = f"engine {program} {ending.describe()}"
     found = None if ending.stalled else _judge(ending)  # whatever it said, the stall timer ended it
     kind, hint, line = found or (EngineNotReadyError, _unknown(ending), None)
     if line is not None and line != ending.first_error:
