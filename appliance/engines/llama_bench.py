@@ -65,6 +65,11 @@ class Steps:
     def depths(self) -> tuple[int, ...]:
         return tuple(self.stretch * number for number in range(self.stretches + 1))
 
+    @property
+    def window(self) -> int:
+        """Of the largest context that is made."""
+        return self.depths[-1] + max(self.stretch, self.decode_tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -106,8 +111,10 @@ class Row:
     ms: float
 
 
-def unsuitable(plan: Plan, *, has_experts: bool) -> str | None:
+def unsuitable(plan: Plan, steps: Steps, *, has_experts: bool) -> str | None:
     """Why this program would not measure what the server does with the plan; None where it does."""
+    if steps.window > plan.context:
+        return f"llama-bench would need a window of {steps.window:,} tokens for it, and the plan's has {plan.context:,}"
     if plan.is_embedding:
         return "the model gives vectors: there is nothing to decode"
     if has_experts:

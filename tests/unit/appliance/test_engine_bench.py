@@ -201,13 +201,14 @@ async def test_it_is_never_ready_so_that_its_stall_timer_runs_to_the_end(tmp_pat
         (replace(chosen(), is_embedding=True), False, "nothing to decode"),
         (replace(chosen(), threads_batch=8), False, "the plan two: 3 and 8"),
         (replace(chosen(), kv_type="f32"), False, "f32"),
+        (replace(chosen(), context=1023), False, "a window of 1,024 tokens for it, and the plan's has 1,023"),
         (replace(chosen(), model_path="/data/models/a,b.gguf"), False, "/data/models/a,b.gguf"),
     ],
 )
 def test_what_it_would_not_measure_is_said_in_words(found: Plan, has_experts: bool, words: str) -> None:
-    assert words in (unsuitable(found, has_experts=has_experts) or "")
+    assert words in (unsuitable(found, Steps(), has_experts=has_experts) or "")
 
 
 def test_a_dense_model_is_suitable() -> None:
-    assert unsuitable(chosen(), has_experts=False) is None
+    assert unsuitable(chosen(), Steps(), has_experts=False) is None
     assert set(KV_TYPES) < set(ENGINE.kv_types)
