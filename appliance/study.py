@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines import llama_fit, llama_perplexity, llama_server
+from appliance.engines import llama_bench, llama_fit, llama_perplexity, llama_server
 from appliance.errors import EngineError, ModelDoesNotFitError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
@@ -32,7 +33,7 @@ from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
 from appliance.tune.speculate import choose_speculation
-from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.tuner import Goal, SharedLoad, Tuned, Tuner, speed_in_words
 from appliance.tune.workload import parse_mix, scaled
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
@@ -64,6 +65,18 @@ class Bench:
             oom_kills=count_oom_kills,
         )
         return replace(found, stop_grace_s=0.0)
+
+    def together(self) -> SharedLoad:
+        """Of llama-bench."""
+        start = partial(
+            llama_bench.command,
+            engine_dir=self.engine_dir,
+            cache_dir=self.cache_dir,
+            stall_timeout_s=self.stall_timeout_s,
+            oom_kills=count_oom_kills,
+        )
+        facts = self.engine
+        return SharedLoad(facts=facts, start=lambda plan, grid, steps: start(plan, facts, grid, steps))
 
     def reader(self, plan: Plan, extent: llama_perplexity.Extent) -> Command:
         """Of the program that reads a text."""
@@ -167,6 +180,7 @@ class Study:
             done=self._on_measured,
             watch=lambda: Watch(self._hardware, self._environment),
             kept=kept,
+            together=self._bench.together() if (self._bench.engine_dir / llama_bench.BINARY).exists() else None,
         )
         return await tuner.run()
 

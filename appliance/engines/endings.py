@@ -1,4 +1,4 @@
-"""How a llama-server ended, as one of the errors of DESIGN.md section 6.
+"""How a llama-server (or another of its programs) ended, as one of the errors of DESIGN.md section 6.
 
 Nearly every bad start exits with 1, and the cause stands some lines above the last. What decides, in this order: the
 stall timer, a signal that has one meaning, the kernel's count of memory kills, then the first error line that is
@@ -69,7 +69,8 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
     ),
     (
         # With its colon: "Invalid argument" is also what the kernel calls many a failed read.
-        r"error: invalid argument: |unknown argument|error while handling argument|unsupported cache type",
+        r"error: invalid argument: |unknown argument|error while handling argument|unsupported cache type"
+        r"|error: invalid parameter for argument: ",
         EngineArgumentsError,
         "see `appliance plan --dry-run` for the command line",
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from appliance.tune.curve import Curve, Point
@@ -30,6 +30,7 @@ SHORTEST_S = 0.1  # nothing is cheaper than its requests
 LIKELY_FIT = 0.9
 SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller ubatch
 WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
+SERVER = "server"  # what plans are compared on; a trial by anything else has corrections of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,11 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own."""
+    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own.
+
+    `via` is "server", or "bench": of llama-bench, whose figures lack what a server adds, whose window is small, and
+    whose process has ended.
+    """
 
     key: str
     points: tuple[Point, ...] = ()
@@ -50,6 +55,7 @@ class Trial:
     load_s: float = 0.0  # 0 when the engine was up already
     seconds: float = 0.0
     lacking: OutOfMemory | None = None
+    via: str = SERVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +92,7 @@ class Effort:
     tokens_each: int = 24
     load_s: float = 5.0  # as predicted; what was seen replaces it
     noise: float = 0.07  # relative, of one time in a short measurement
+    reuses_engine: bool = True  # one that is up takes other threads and ubatches; a server has to be started anew
 
     def noise_of(self, trial_is_long: bool) -> float:
         return self.noise / math.sqrt(LONGER) if trial_is_long else self.noise
@@ -107,7 +114,7 @@ class Search:
 
     def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
         """The next measurement, or why there is none: the time is up, or none is worth its while."""
-        state = _State(self, trials)
+        state = State(self, trials)
         possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or not trials]
         if not possible:
             return Stop(why="budget" if state.asks() else "everything that may fit was measured")
@@ -118,12 +125,12 @@ class Search:
 
     def rank(self, trials: Sequence[Trial]) -> list[Estimate]:
         """Best first: what was measured; before that, what is predicted and likely to fit."""
-        state = _State(self, trials)
+        state = State(self, trials)
         return state.measured or state.predicted[:POOL]
 
     def best(self, trials: Sequence[Trial], window: int) -> Estimate | None:
         """Of those with this window that were not measured and are likely to fit, the best prediction."""
-        state = _State(self, trials)
+        state = State(self, trials)
         likely = (e for e in state.predicted if e.candidate.window == window and state.is_likely(e.candidate))
         return next(likely, None)
 
@@ -134,10 +141,12 @@ class Search:
         candidate, noise = self._by_key[trial.key], self.effort.noise_of(trial.is_long)
         seen = []
         for p in trial.points:
-            seen.append(Observation(terms=decode_terms(candidate, self._effects, p.depth), ms=p.decode_ms, noise=noise))
+            terms = _via(trial, "decode", decode_terms(candidate, self._effects, p.depth))
+            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise))
             # A few tokens fill no batch, and no prediction is of them.
             if p.prefill_tokens >= 128:
-                terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
+                read = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
+                terms = _via(trial, "prefill", read)
                 seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
         return [observation for observation in seen if observation.terms]
 
@@ -155,19 +164,28 @@ class Search:
     def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
         """Of measuring it, without the load: the text is read once, and decoded from at each depth."""
         effort = self.effort
-        read = prefill_terms(candidate, self._effects, 0, max(effort.depths))
-        tokens = effort.tokens_each * (LONGER if is_long else 1)
-        decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
-        return (fitted.predict_ms(read) + tokens * decode) / 1000
+        tokens = self.tokens(is_long=is_long)
+        decode = sum(self.decode_ms(candidate, fitted, depth) for depth in effort.depths)
+        return (self.read_ms(candidate, fitted, 0, max(effort.depths)) + tokens * decode) / 1000
+
+    def tokens(self, *, is_long: bool) -> int:
+        """How many are decoded at each depth."""
+        return self.effort.tokens_each * (LONGER if is_long else 1)
+
+    def decode_ms(self, candidate: Candidate, fitted: Fit, depth: float) -> float:
+        return fitted.predict_ms(decode_terms(candidate, self._effects, depth))
+
+    def read_ms(self, candidate: Candidate, fitted: Fit, first: int, last: int) -> float:
+        return fitted.predict_ms(prefill_terms(candidate, self._effects, first, last))
 
 
-class _State:
+class State:
     """What follows from some trials."""
 
     def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
         self._search = search
         self._trials = trials
-        self._fit = fit(search.observations(trials), PRIORS)
+        self.fit = fit(search.observations(trials), PRIORS)
         self._limits = _limits(search, trials)
         self._held = _held(search, trials)
         self._failed = {trial.key for trial in trials if not trial.points}
@@ -180,13 +198,13 @@ class _State:
         found = []
         for candidate in self._search.candidates:
             twins = self._search.twins(candidate.key)
-            if twins in done or self._chance(candidate) < WORTH_A_TRY:
+            if twins in done or self.chance(candidate) < WORTH_A_TRY:
                 continue
             done.add(twins)
             ms = 0.0
             for term in self._search.job(candidate.key):
                 if term.by not in factors:
-                    factors[term.by] = self._fit.predict_ms((Term(ms=1.0, by=term.by),))
+                    factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
                 ms += term.ms * factors[term.by]
             found.append(Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False))
         return sorted(found, key=lambda estimate: estimate.ms)
@@ -197,21 +215,37 @@ class _State:
         found = []
         for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
             trials = [trial for trial in self._trials if trial.key == key and trial.points]
-            precision = sum(1 / self._noise(is_long=trial.is_long) ** 2 for trial in trials)
-            seen = (
-                sum(math.log(self._job_ms(trial)) / self._noise(is_long=trial.is_long) ** 2 for trial in trials)
-                / precision
-            )
-            model = math.log(self._fit.predict_ms(self._search.job(key)))
-            trust = self._fit.misfit**2 / (self._fit.misfit**2 + 1 / precision)
-            spread = self._fit.misfit * math.sqrt(1 - trust)
+            if key in self._failed and not _on_server(trials):
+                continue  # llama-bench had room in its small window, and the server had none
+            seen, variance = self._seen(trials)
+            model = math.log(self.fit.predict_ms(self._search.job(key)))
+            trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
+            spread = self.fit.misfit * math.sqrt(1 - trust)
             ms = math.exp(model + trust * (seen - model))
             candidate = self._search.candidate(key)
             found.append(Estimate(candidate=candidate, ms=ms, spread=spread, is_measured=True))
         return sorted(found, key=lambda estimate: estimate.ms)
 
     def is_likely(self, candidate: Candidate) -> bool:
-        return self._chance(candidate) >= LIKELY_FIT
+        return self.chance(candidate) >= LIKELY_FIT
+
+    def _seen(self, trials: Sequence[Trial]) -> tuple[float, float]:
+        """Of one candidate: ln of the job's time as the server would have it, and its variance. What is not known of
+        the way from llama-bench to the server does not become less by more of its trials, so those count less."""
+        means = []
+        for via in dict.fromkeys(trial.via for trial in trials):
+            same = [(math.log(self._job_ms(t)), self.noise(is_long=t.is_long) ** -2) for t in trials if t.via == via]
+            precision = sum(weight for _, weight in same)
+            mean = sum(seen * weight for seen, weight in same) / precision
+            means.append((mean, 1 / precision + self._unknown_of(via) ** 2))
+        precision = sum(1 / variance for _, variance in means)
+        return sum(mean / variance for mean, variance in means) / precision, 1 / precision
+
+    def _unknown_of(self, via: str) -> float:
+        """Standard deviation of ln(time by `via` / time on the server), after what was measured on both."""
+        if via == SERVER:
+            return 0.0
+        return max(self.fit.spread((Term(ms=1.0, by=(f"{via}:{phase}",)),)) for phase in ("decode", "prefill"))
 
     @property
     def leader(self) -> Estimate | None:
@@ -227,8 +261,8 @@ class _State:
         """The best prediction that is likely to fit; with none of that kind, the likeliest."""
         if not self.predicted:
             return []
-        likely = [e for e in self.predicted if self._chance(e.candidate) >= LIKELY_FIT]
-        first = likely[0] if likely else max(self.predicted, key=lambda e: self._chance(e.candidate))
+        likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
+        first = likely[0] if likely else max(self.predicted, key=lambda e: self.chance(e.candidate))
         return [(1.0, self._look(first.candidate, "the best prediction"))]
 
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
@@ -239,22 +273,33 @@ class _State:
         for estimate in pool:
             step = "one step from the best" if is_next_to(estimate, leader) else "may be the best"
             ask = self._look(estimate.candidate, step)
-            against = self._search.job(leader.candidate.key)
-            variance = self._fit.spread(self._search.job(estimate.candidate.key), against) ** 2 + self._fit.misfit**2
-            told = variance / math.sqrt(variance + self._noise(is_long=ask.is_long) ** 2)
-            found.append((gain(told, math.log(estimate.ms / leader.ms)) * self._chance(estimate.candidate), ask))
+            found.append((self.worth(estimate, leader, is_long=ask.is_long), ask))
         return found
+
+    def worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
+        """The share of a job's time that measuring one more candidate is expected to save."""
+        against = self._search.job(best.candidate.key)
+        variance = self.fit.spread(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
+        told = variance / math.sqrt(variance + self.noise(is_long=is_long) ** 2)
+        return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """As predicted."""
+        ms = self.fit.predict_ms(self._search.job(candidate.key))
+        return Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False)
 
     def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
         """Longer, for those that are near the best; the best itself against the next."""
         if len(self.measured) < 2:
             return []
-        noise = self._noise(is_long=True)
+        noise = self.noise(is_long=True)
         found = []
         for estimate in self.measured:
             other = self.measured[1] if estimate is leader else leader
             told = estimate.spread**2 / math.sqrt(estimate.spread**2 + noise**2)
             worth = gain(told, abs(math.log(estimate.ms / other.ms)))
+            if not self._was_served(estimate.candidate):
+                worth *= self.chance(estimate.candidate)
             found.append((worth, self._ask(estimate.candidate, is_long=True, why="longer, to tell it from the next")))
         return found
 
@@ -265,26 +310,41 @@ class _State:
 
     def _ask(self, candidate: Candidate, *, is_long: bool, why: str) -> Ask:
         needs_load = not self._is_up(candidate)
-        seconds = self._search.seconds(candidate, self._fit, is_long=is_long) + (self._load_s if needs_load else 0.0)
+        seconds = self._search.seconds(candidate, self.fit, is_long=is_long) + (self.load_s if needs_load else 0.0)
         return Ask(candidate=candidate, is_long=is_long, needs_load=needs_load, seconds=seconds, why=why)
 
     def _is_up(self, candidate: Candidate) -> bool:
-        if not self._trials or not self._trials[-1].points:
+        if not self._search.effort.reuses_engine:
+            return False
+        if not self._trials or not self._trials[-1].points or self._trials[-1].via != SERVER:
             return False
         return self._search.candidate(self._trials[-1].key).load == candidate.load
 
     @cached_property
-    def _load_s(self) -> float:
+    def load_s(self) -> float:
         loads = [trial.load_s for trial in self._trials if trial.load_s]
         return sum(loads) / len(loads) if loads else self._search.effort.load_s
 
-    def _noise(self, *, is_long: bool) -> float:
-        return self._search.effort.noise_of(is_long) * self._fit.noisier
+    def noise(self, *, is_long: bool) -> float:
+        return self._search.effort.noise_of(is_long) * self.fit.noisier
+
+    def _was_served(self, candidate: Candidate) -> bool:
+        return any(_on_server([trial]) for trial in self._trials if trial.key == candidate.key)
 
     def _job_ms(self, trial: Trial) -> float:
-        return 1000 * cost_s(Curve(points=trial.points), self._search.mix)
+        return 1000 * cost_s(Curve(points=self._as_served(trial)), self._search.mix)
 
-    def _chance(self, candidate: Candidate) -> float:
+    def _as_served(self, trial: Trial) -> tuple[Point, ...]:
+        """Without what tells llama-bench from the server, as far as it is known."""
+        if trial.via == SERVER:
+            return trial.points
+        by_decode, by_prefill = (self.fit.correction(f"{trial.via}:{phase}") for phase in ("decode", "prefill"))
+        return tuple(
+            replace(point, decode_ms=point.decode_ms / by_decode, prefill_ms=point.prefill_ms / by_prefill)
+            for point in trial.points
+        )
+
+    def chance(self, candidate: Candidate) -> float:
         """That it fits: 1 below what was seen to fit, 0 from what was seen not to."""
         if candidate.key in self._failed:
             return 0.0
@@ -298,6 +358,18 @@ class _State:
             if need.need_mib > self._held.get(need.device, 0.0):
                 chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_SPREAD * max(1.0, need.need_mib)))
         return chance
+
+
+def _via(trial: Trial, phase: str, terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    """With the correction of what is not the server."""
+    if trial.via == SERVER:
+        return terms
+    return tuple(Term(ms=term.ms, by=(*term.by, f"{trial.via}:{phase}")) for term in terms)
+
+
+def _on_server(trials: Sequence[Trial]) -> bool:
+    """Whether any of them was measured there."""
+    return any(trial.points and trial.via == SERVER for trial in trials)
 
 
 def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
@@ -323,7 +395,8 @@ def _ubatch(candidate: Candidate) -> int:
 def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
     held: dict[str, float] = {}
     for trial in trials:
-        for need in search.candidate(trial.key).needs if trial.points else ():
+        # llama-bench's window is small: that it had room says nothing of the plan's.
+        for need in search.candidate(trial.key).needs if _on_server([trial]) else ():
             held[need.device] = max(need.need_mib, held.get(need.device, 0.0))
     return held
 

@@ -10,7 +10,7 @@ from appliance.engines.llama_server import Allocated
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, OutOfMemory, Trial
+from appliance.tune.guided import LONGER, SERVER, OutOfMemory, Trial
 from appliance.tune.modes import Rated
 
 EXACT = ("f32", "f16", "bf16")
@@ -27,6 +27,7 @@ class Measurement:
     key: str
     points: tuple[Point, ...] = ()
     is_long: bool = False
+    via: str = SERVER  # or "bench": llama-bench, where several share one load
     load_s: float = 0.0
     seconds: float = 0.0
     allocated: Allocated | None = None
@@ -57,6 +58,7 @@ def trial_of(measurement: Measurement) -> Trial:
         key=measurement.key,
         points=measurement.points,
         is_long=measurement.is_long,
+        via=measurement.via,
         load_s=measurement.load_s,
         seconds=measurement.seconds,
         lacking=lacking,
@@ -65,8 +67,9 @@ def trial_of(measurement: Measurement) -> Trial:
 
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
     """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
-    it decoded more; disturbed ones only where there is no other."""
+    it decoded more; disturbed ones, and those of llama-bench, only where there is no other."""
     seen = [m for m in measurements if m.points]
+    seen = [m for m in seen if m.via == SERVER] or seen
     calm = [m for m in seen if m.disturbance is None] or seen
     by_depth: dict[int, list[tuple[float, Point]]] = {}
     for measurement in calm:

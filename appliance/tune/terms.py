@@ -35,6 +35,7 @@ PRIORS: Mapping[str, float] = {
     "threads": 0.3,
     "ubatch": 0.15,
     "knob": 0.1,
+    "bench": 0.05,  # llama-bench against llama-server: what a server adds to each token
 }
 _ON_CPU = ("cpu", "cpu_depth", "cpu_prefill")
 

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from appliance.command import Command
+from appliance.engines.llama_bench import Cell, Grid, Steps, unsuitable
 from appliance.engines.llama_server import Allocated
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
+from appliance.image_facts import EngineFacts
 from appliance.plan import SMALLEST_WINDOW, Plan, Space, with_measured
 from appliance.probe.watch import Watch
-from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
+from appliance.tune.bench import bench
+from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
+from appliance.tune.companions import Together, companions
 from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, Ask, Effort, Search, Trial
+from appliance.tune.guided import LONGER, SERVER, Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
 from appliance.tune.measurement import Measurement, curve_of, rated, trial_of
 from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
@@ -22,6 +26,7 @@ from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
 FINALISTS = 3
+STRETCH = 512  # tokens that llama-bench reads at a time
 NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
 
@@ -33,6 +38,14 @@ class Goal:
     mix: Mix
     mode: Mode
     native: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedLoad:
+    """How llama-bench is started."""
+
+    facts: EngineFacts
+    start: Callable[[Plan, Grid, Steps], Command]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +84,7 @@ class Tuner:
         done: Callable[[Measurement], None],
         watch: Callable[[], Watch],
         kept: Sequence[Measurement] = (),
+        together: SharedLoad | None = None,
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
@@ -81,6 +95,8 @@ class Tuner:
         self._done = done
         self._watch = watch
         self._seen = [m for m in kept if m.key in self._plans]
+        self._bench = together
+        self._bench_failed = ""
         self._failures: list[EngineError] = []
         windows = [plan.context for plan in plans]
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
@@ -104,19 +120,80 @@ class Tuner:
     async def _search(self) -> Search:
         search = Search(self._candidates, self._mix, self._effort())
         while isinstance(ask := search.ask(self._trials, left_s=self.left_s * SHARE_FOR_SEARCH), Ask):
-            await self._measure(self._plans[ask.candidate.key], is_long=ask.is_long)
+            plan = self._plans[ask.candidate.key]
+            together = self._together(search, plan, ask)
+            if together is None:
+                await self._measure(plan, is_long=ask.is_long)
+            else:
+                await self._measure_together(plan, together, is_long=ask.is_long)
             search = Search(self._candidates, self._mix, self._effort())
         if not any(m.points for m in self._seen):
             raise self._failures[0]
         self._stopped_by = ask.why
         return search
 
+    def _together(self, search: Search, plan: Plan, ask: Ask) -> Together | None:
+        """What one llama-bench process would measure with one load. The first look is on the server: it decides how
+        deep all others are."""
+        if self._bench is None or not self._depths or self._bench_failed:
+            return None
+        steps = Steps(stretch=max(EMPTY, min(STRETCH, self._depths[-1])), decode_tokens=DECODE_TOKENS)
+        if unsuitable(plan, steps, has_experts=self._space.is_mixture):
+            return None
+        left_s = self.left_s * SHARE_FOR_SEARCH
+        return companions(search, self._trials, ask, kv_type=plan.kv_type, steps=steps, left_s=left_s)
+
+    async def _measure_together(self, plan: Plan, together: Together, *, is_long: bool) -> None:
+        """Each cell is kept as it comes. Out of memory counts as the asked plan's failure; after any other the search
+        goes on with the server alone."""
+        engine = self._bench
+        if engine is None:
+            message = "there is no llama-bench to measure with"
+            raise RuntimeError(message)
+        keys, began = dict(together.keys), time.monotonic()
+        cells: list[tuple[Cell, tuple[Point, ...]]] = []
+
+        def done(cell: Cell, points: tuple[Point, ...]) -> None:
+            cells.append((cell, points))
+
+        async with self._watch() as watching:
+            try:
+                run = await bench(
+                    plan, together.grid, together.steps, engine.facts, engine.start, tell=self._tell, done=done
+                )
+            except SAME_FOR_EVERY_PLAN:
+                raise
+            except EngineError as error:
+                self._failures.append(error)
+                if error.was_memory:
+                    self._keep(_failed(plan, error, time.monotonic() - began))
+                else:
+                    self._bench_failed = error.message
+                run = None
+        load_s = run.load_s if run else 0.0
+        each_s = (time.monotonic() - began) / max(1, len(cells))
+        for at, (cell, points) in enumerate(cells):
+            seen = Measurement(
+                key=keys[cell],
+                points=points,
+                is_long=is_long,
+                via="bench",
+                load_s=0.0 if at else load_s,
+                seconds=each_s,
+                conditions=watching.conditions,
+            )
+            self._keep(seen)
+
+    def _keep(self, seen: Measurement) -> None:
+        self._seen.append(seen)
+        self._done(seen)
+
     async def _compare(self, search: Search) -> None:
         """The last two or three against each other: longer, through the API, at every depth."""
         ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
         for estimate in ranked[:FINALISTS]:
             key = estimate.candidate.key
-            is_done = any(m.key == key and m.is_long and m.points for m in self._seen)
+            is_done = any(m.key == key and m.is_long and m.points and m.via == SERVER for m in self._seen)
             is_near = estimate.ms <= ranked[0].ms * NEAR_THE_BEST
             if is_near and not is_done and self._expected_s(key) <= self.left_s:
                 await self._measure(self._plans[key], is_long=True)
@@ -179,8 +256,7 @@ class Tuner:
         except EngineError as error:
             self._failures.append(error)
             seen = _failed(plan, error, time.monotonic() - began)
-        self._seen.append(seen)
-        self._done(seen)
+        self._keep(seen)
         return seen
 
     def _how(self, plan: Plan, *, is_long: bool) -> Look | FirstLook:
@@ -197,7 +273,7 @@ class Tuner:
     @property
     def _depths(self) -> tuple[int, ...]:
         """Those of the first look, for all: plans are compared at the same."""
-        first = next((m for m in self._seen if m.points), None)
+        first = next((m for m in self._seen if m.points and m.via == SERVER), None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
 
     @property
@@ -206,7 +282,7 @@ class Tuner:
 
     def _effort(self) -> Effort:
         depths = self._depths[:2] or (32, self._mix.depth)
-        return Effort(depths=depths, tokens_each=DECODE_TOKENS)
+        return Effort(depths=depths, tokens_each=DECODE_TOKENS, reuses_engine=False)
 
     def _expected_s(self, key: str) -> float:
         """What a look at this plan may take, going by what looks took."""
