@@ -34,9 +34,11 @@ async def measure_slots(
     workload: Workload,
     left_s: float,
     tell: Callable[[Step], None],
+    is_exact: bool = False,
 ) -> Concurrency:
-    """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window.
-    Raises what `as_error` makes of an engine that fails on the way."""
+    """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window,
+    unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. Raises
+    what `as_error` makes of an engine that fails on the way."""
     began = time.monotonic()
     supervisor = Supervisor(on_line=lambda _: None)
     tell(Step(plan=plan, what="loading"))
@@ -48,7 +50,15 @@ async def measure_slots(
             raise as_error(crash)
         load_s = time.monotonic() - began
         try:
-            work = drive(command, plan, users=users, workload=workload, left_s=left_s - load_s, tell=tell)
+            work = drive(
+                command,
+                plan,
+                users=users,
+                workload=workload,
+                left_s=left_s - load_s,
+                tell=tell,
+                is_exact=is_exact,
+            )
             found = await unless_stalled(work, supervisor, command.stall_timeout_s)
         except EngineNotReadyError as error:
             raise await cause_of(supervisor, error) from error
@@ -65,11 +75,14 @@ async def drive(
     workload: Workload,
     left_s: float,
     tell: Callable[[Step], None],
+    is_exact: bool = False,
 ) -> Concurrency:
     """The same on an engine that is up: `plan` is what it was started with."""
     async with Probe(command) as probe:
         await probe.warm()
-        job = await _within(probe, workload, users=users, context=plan.context, left_s=left_s)
+        job = workload
+        if not is_exact:
+            job = await _within(probe, workload, users=users, context=plan.context, left_s=left_s)
         prompts = _prompts(probe, users, job.tokens_in)
         if job.tokens_reused:
             tell(Step(plan=plan, what=f"filling {users} contexts of {job.tokens_reused:,} tokens"))

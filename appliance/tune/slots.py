@@ -100,10 +100,15 @@ def counts(plan: Plan, users: int, *, is_asked: bool) -> tuple[int, ...]:
 
 
 def choose(measured: Sequence[Concurrency], *, noise: float = NOISE) -> Chosen:
-    """The least cost; of those that noise cannot tell from it, the fewest slots. All of the same users and workload;
-    raises ValueError for none."""
+    """The least cost; of those that noise cannot tell from it, the fewest slots. Raises ValueError for none, and for
+    figures of different jobs or users."""
     if not measured:
         message = "no slot count was measured"
+        raise ValueError(message)
+    if len({(one.workload, one.users) for one in measured}) > 1:
+        message = "slot counts were measured with different jobs: " + ", ".join(
+            f"{one.slots} slots with {one.users} of {one.workload.name}" for one in measured
+        )
         raise ValueError(message)
     best = min(measured, key=lambda one: one.cost_s)
     even = [one for one in measured if one.cost_s <= best.cost_s * (1 + noise)]

@@ -89,7 +89,7 @@ async def serving(model: Path, *, change: Mapping[str, Any] | None = None, **set
     """The first plan for this machine with these settings, started by the command line that the product makes."""
     binary = find_engine("llama-server")
     facts = query_facts(binary)
-    plan = planned_for(facts, model, {"ctx_size": "8192", "threads": "2", "cache_ram_mib": "256", **settings})
+    plan = planned_for(facts, model, {"ctx_size": "8192", "threads": "1", "cache_ram_mib": "256", **settings})
     plan = replace(plan, **(change or {}))
     folder = Path(tempfile.mkdtemp(prefix="sl", dir="/tmp"))
     supervisor = Supervisor(on_line=lambda line: None)

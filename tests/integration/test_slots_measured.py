@@ -19,7 +19,7 @@ from appliance.errors import EngineDiedError, EngineNotReadyError
 from appliance.plan import Plan
 from appliance.tune.concurrency import SYSTEM, measure_slots
 from appliance.tune.measure import Step
-from appliance.tune.slots import Concurrency
+from appliance.tune.slots import Concurrency, choose
 from appliance.tune.workload import CHAT, Workload
 from benchmarks.memory import planned_for
 from tests.golden.plans import CASES
@@ -43,12 +43,14 @@ def plan_of(folder: Path) -> Callable[..., Plan]:
     path = write_gguf(folder / "m.gguf", SMALL["gqa"], with_data=True)
 
     def make(**settings: str) -> Plan:
-        return planned_for(query_facts(binary), path, {"ctx_size": "4096", "threads": "2", **settings})
+        return planned_for(query_facts(binary), path, {"ctx_size": "4096", "threads": "1", **settings})
 
     return make
 
 
-async def measured(plan: Plan, folder: Path, workload: Workload, users: int, left_s: float = 3600.0) -> Concurrency:
+async def measured(
+    plan: Plan, folder: Path, workload: Workload, users: int, left_s: float = 3600.0, *, is_exact: bool = False
+) -> Concurrency:
     binary = find_engine("llama-server")
 
     def start(plan: Plan) -> Command:
@@ -63,7 +65,13 @@ async def measured(plan: Plan, folder: Path, workload: Workload, users: int, lef
 
     told: list[str] = []
     found = await measure_slots(
-        plan, start, users=users, workload=workload, left_s=left_s, tell=lambda step: told.append(step.what)
+        plan,
+        start,
+        users=users,
+        workload=workload,
+        left_s=left_s,
+        tell=lambda step: told.append(step.what),
+        is_exact=is_exact,
     )
     assert told[0] == "loading"
     assert told[-1].startswith(f"{users} users at once in {plan.parallel} slots")
@@ -106,6 +114,9 @@ async def test_a_job_is_scaled_to_each_users_part_of_the_window_and_to_the_time(
     assert "scaled" in found.workload.name
     hurried = await measured(plan_of(), folder, CHAT, users=2, left_s=0.0)
     assert hurried.workload.tokens_in + hurried.workload.tokens_out == 96
+    again = await measured(plan_of(parallel="1"), folder, hurried.workload, users=2, left_s=0.0, is_exact=True)
+    assert again.workload == hurried.workload
+    assert choose([hurried, again]).slots in (1, 4)
 
 
 @pytest.mark.parametrize(

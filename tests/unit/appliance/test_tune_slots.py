@@ -98,6 +98,10 @@ def test_a_limit_on_the_first_token_outweighs_a_shorter_mean() -> None:
 def test_none_measured_is_an_error_and_one_is_taken() -> None:
     with pytest.raises(ValueError, match="no slot count was measured"):
         choose([])
+    with pytest.raises(ValueError, match=r"different jobs: 4 slots with 1 of chat, 2 slots with 1 of coding agent"):
+        choose([seen(4, 3.0), seen(2, 3.0, workload=CODING_AGENT)])
+    with pytest.raises(ValueError, match="different jobs"):
+        choose([seen(4, 3.0), seen(2, 3.0, 3.0)])
     assert choose([seen(4, 3.0)]).why.startswith("the only count measured: 1 users' chat jobs take 3.0 s")
 
 
@@ -113,6 +117,7 @@ def test_what_is_chosen_is_never_worse_than_noise(figures: list[tuple[int, float
 def test_a_plan_with_the_chosen_slots_says_why() -> None:
     found = planned(users="4")
     chosen = choose([seen(5, 8.0), seen(2, 4.0)])
+    assert chosen.slots == 2
     changed = with_slots(found, chosen)
     assert changed.parallel == 2
     words = next(c for c in changed.choices if c.name == "parallel")
