@@ -11,11 +11,11 @@ from appliance.engines.llama_server import Allocated
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import SMALLEST_WINDOW, Plan, Space, with_measured
 from appliance.probe.watch import Watch
-from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
-from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, Ask, Effort, Search, Trial
+from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
+from appliance.tune.curve import LONGER, Curve, Point
+from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
-from appliance.tune.measurement import Measurement, curve_of, rated, trial_of
+from appliance.tune.measurement import Measurement, curve_of, rated
 from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix
 
