@@ -57,7 +57,8 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `kept` are measurements of one that was interrupted: they are not done again."""
+    """One tuning. `kept` are measurements of one that was interrupted: they are not done again. Where all of them are
+    failures they do not count: what was in the way of every plan may be gone."""
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class Tuner:
         self._tell = tell
         self._done = done
         self._watch = watch
-        self._seen = [m for m in kept if m.key in self._plans]
+        known = [m for m in kept if m.key in self._plans]
+        self._seen = known if any(m.points for m in known) else []
         self._failures: list[EngineError] = []
         windows = [plan.context for plan in plans]
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
