@@ -28,8 +28,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, Ask, Effort, OutOfMemory, Search, Trial
+from appliance.tune.curve import LONGER, Curve, Point
+from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Trial
 from appliance.tune.terms import Candidate
 from appliance.tune.workload import CHAT, Workload, job_s, only
 from benchmarks import tuner_plot, tuner_record, tuner_table

@@ -129,7 +129,11 @@ class Space:
     def _fitting(self, plans: list[Plan]) -> list[Plan]:
         best = self.best
         room = float("inf") if self._scene.settings.allow_disk else max(best.usable_mib, best.memory.total)
-        return list({p.key: p for p in reversed(plans) if p.memory.total <= room}.values())[::-1]
+        found: dict[str, Plan] = {}
+        for plan in plans:
+            if plan.memory.total <= room:
+                found.setdefault(plan.key, plan)
+        return list(found.values())
 
     def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, window, ubatch and number of experts in host memory."""

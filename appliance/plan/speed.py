@@ -15,7 +15,7 @@ from appliance.plan import assumptions
 from appliance.plan.devices import Device
 from appliance.plan.memory import KV_BYTES
 
-TOKENS_IN = 512  # the chat job that placements are compared by; tune/search.py measures the same
+TOKENS_IN = 512  # the chat job that placements are compared by; tune/workload.py has the same
 TOKENS_OUT = 256
 DEPTH = TOKENS_IN + TOKENS_OUT // 2
 PS = 10**12

@@ -95,26 +95,30 @@ class ProfileStore:
 
     def save(self, profile: Profile) -> bool:
         """False, and nothing is written, where the profile for this key is pinned, or where something disturbed the new
-        one's figures and not the old one's. Measurements that were kept for it are gone then.
+        one's figures and not the old one's. Measurements that were kept for it are gone either way: it has ended.
 
         Raises VolumeError; then the old profile or the new one is there, whole.
         """
         path = self._path(profile.key)
         with self.locked(profile.key), self._refusing(f"profile cannot be written: {path}"):
             self._drop_leftovers(path)
-            old = self._exact(profile.key)
-            if self.is_pinned(profile.key.id):
-                if old is not None:
-                    return False
-                self._disk.remove(self._mark(profile.key.id))  # left over from one that was damaged
-            if profile.disturbance and old is not None and old.disturbance is None:
-                return False
-            self._put(path, dump_profile(profile).encode(), self._next_ns())
-            with suppress(OSError):  # the profile is saved: to another file a mark says nothing, and it wins over parts
-                self._disk.remove(self._partial(profile.key))
+            is_wanted = self._is_wanted(profile)
+            if is_wanted:
+                self._put(path, dump_profile(profile).encode(), self._next_ns())
+                with suppress(OSError):  # the profile is saved, and to another file this mark says nothing
+                    self._disk.remove(self._stale_mark(profile.key.id))
+            # Also where it is not: the next tuning would go on from these, and measure nothing.
             with suppress(OSError):
-                self._disk.remove(self._stale_mark(profile.key.id))
-        return True
+                self._disk.remove(self._partial(profile.key))
+        return is_wanted
+
+    def _is_wanted(self, profile: Profile) -> bool:
+        old = self._exact(profile.key)
+        if self.is_pinned(profile.key.id):
+            if old is not None:
+                return False
+            self._disk.remove(self._mark(profile.key.id))  # left over from one that was damaged
+        return not (profile.disturbance and old is not None and old.disturbance is None)
 
     def keep(self, key: Key, measurements: Sequence[Measurement]) -> None:
         """What was measured so far, for a tuning that goes on at the next start. Raises VolumeError."""

@@ -1,4 +1,4 @@
-"""Plans as the search sees them, and at which depths they are measured: pure."""
+"""Plans and what was measured of them as the search sees both, and at which depths they are measured: pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from appliance.plan import Plan, Space
+from appliance.tune.guided import OutOfMemory, Trial
+from appliance.tune.measurement import Measurement
 from appliance.tune.terms import Candidate, Need, Work
 
 EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
@@ -34,6 +36,22 @@ def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:
         )
         for plan in plans
     ]
+
+
+def trial_of(measurement: Measurement) -> Trial:
+    """As the search sees it."""
+    lacking = None
+    if measurement.lacking_device is not None:
+        lacking = OutOfMemory(device=measurement.lacking_device, missing_mib=measurement.lacking_mib)
+    return Trial(
+        key=measurement.key,
+        points=measurement.points,
+        is_long=measurement.is_long,
+        via=measurement.via,
+        load_s=measurement.load_s,
+        seconds=measurement.seconds,
+        lacking=lacking,
+    )
 
 
 def empty_depth(context: int, tokens_each: int) -> int:

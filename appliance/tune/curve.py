@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+SERVER = "server"  # what plans are compared on; a look by anything else has corrections of its own
+LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often
 SPREAD = 1.5  # how much steeper or flatter than its last stretch a curve may go on
 
 

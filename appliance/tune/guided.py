@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from appliance.tune.curve import Curve, Point
+from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.refit import Fit, Observation, Term, fit
 from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
 NEED_SPREAD = 0.02  # relative error of a predicted need
-LONGER = 3  # a second measurement decodes so many times as much
 WORTH_ANOTHER = 0.0002  # less of a job's time than this and a measurement is not worth its trouble
 WORTH_A_SECOND = 0.00002  # nor less than this for each second that it takes: a load of 100 s has to promise 0.2 %
 AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
@@ -30,7 +29,6 @@ SHORTEST_S = 0.1  # nothing is cheaper than its requests
 LIKELY_FIT = 0.9
 SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller ubatch
 WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
-SERVER = "server"  # what plans are compared on; a trial by anything else has corrections of its own
 
 
 @dataclass(frozen=True, kw_only=True)

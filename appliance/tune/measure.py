@@ -20,8 +20,7 @@ from appliance.plan import Plan
 from appliance.probe.watch import Watch
 from appliance.supervisor import Supervisor
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
-from appliance.tune.curve import Point
-from appliance.tune.guided import LONGER
+from appliance.tune.curve import LONGER, Point
 from appliance.tune.measurement import Measurement
 
 T = TypeVar("T")

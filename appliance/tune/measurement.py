@@ -1,4 +1,7 @@
-"""What was seen of one plan, and what several looks at it come to: pure."""
+"""What was seen of one plan, and what several looks at it come to: pure.
+
+A start from a profile imports this: what only the search needs stays out.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from dataclasses import dataclass
 from appliance.engines.llama_server import Allocated
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
-from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, SERVER, OutOfMemory, Trial
+from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.modes import Rated
 
 EXACT = ("f32", "f16", "bf16")
@@ -47,22 +49,6 @@ class Measurement:
             return f"{self.key}: {self.error}"
         speeds = ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in self.points)
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
-
-
-def trial_of(measurement: Measurement) -> Trial:
-    """As the search sees it."""
-    lacking = None
-    if measurement.lacking_device is not None:
-        lacking = OutOfMemory(device=measurement.lacking_device, missing_mib=measurement.lacking_mib)
-    return Trial(
-        key=measurement.key,
-        points=measurement.points,
-        is_long=measurement.is_long,
-        via=measurement.via,
-        load_s=measurement.load_s,
-        seconds=measurement.seconds,
-        lacking=lacking,
-    )
 
 
 def curve_of(measurements: Iterable[Measurement]) -> Curve:

@@ -14,12 +14,12 @@ from appliance.image_facts import EngineFacts
 from appliance.plan import SMALLEST_WINDOW, Plan, Space, with_measured
 from appliance.probe.watch import Watch
 from appliance.tune.bench import bench
-from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, within
+from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
 from appliance.tune.companions import Together, companions
-from appliance.tune.curve import Curve, Point
-from appliance.tune.guided import LONGER, SERVER, Ask, Effort, Search, Trial
+from appliance.tune.curve import LONGER, SERVER, Curve, Point
+from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
-from appliance.tune.measurement import Measurement, curve_of, rated, trial_of
+from appliance.tune.measurement import Measurement, curve_of, rated
 from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix
 
@@ -70,7 +70,8 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `kept` are measurements of one that was interrupted: they are not done again."""
+    """One tuning. `kept` are measurements of one that was interrupted: they are not done again. Where all of them are
+    failures they do not count: what was in the way of every plan may be gone."""
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class Tuner:
         self._tell = tell
         self._done = done
         self._watch = watch
-        self._seen = [m for m in kept if m.key in self._plans]
+        known = [m for m in kept if m.key in self._plans]
+        self._seen = known if any(m.points for m in known) else []
         self._bench = together
         self._bench_failed = ""
         self._failures: list[EngineError] = []

@@ -64,9 +64,9 @@ def test_measuring_again_keeps_the_pinned_profile_and_says_so(home: Home) -> Non
     assert home.command("profiles", "pin", name).returncode == 0
     done = home.command("tune")
     assert done.returncode == 0, done.stderr
-    assert f"profile {name} is pinned and stays the one that is used" in done.stdout + done.stderr
+    assert f"profile {name} is pinned and stays the one used" in done.stdout + done.stderr
     assert (home.profiles / f"{name}.json").read_bytes() == before
     set_build(home, "b2")
     done = home.command("tune")
-    assert f"profile {name} is pinned and stays the one that is used" in done.stdout + done.stderr
+    assert f"profile {name} is pinned and stays the one used" in done.stdout + done.stderr
     assert len(list(home.profiles.glob("*.json"))) == 2

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from appliance.tune.search import Measurement, Point
 from facts import ENGINE, IMAGE, SMALL, machine
 
 from appliance.engines.llama_server import Allocated
 from appliance.model import ModelDigest
-from appliance.plan import plan
+from appliance.plan import Plan, Space
+from appliance.probe import GpuHolder
+from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
+from appliance.tune.curve import Point
+from appliance.tune.measurement import Measurement
 
 DIGEST = ModelDigest(size=98_362_432, header_sha256="0" * 64, samples_sha256="1" * 64)
+SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
+BUSY = Conditions(interval_s=9.5, cpus=8, own_cpu=0.5, foreign_cpu=0.4, steal=0.0)
+CARD = GpuConditions(index=0, uuid="GPU-0", clock_share=0.9, foreign=(GpuHolder(pid=7, name="x", used_mib=None),))
+QUIET = Conditions(interval_s=9.5, cpus=8, own_cpu=0.5, foreign_cpu=0.01, gpus=(CARD,))
 
 
 def key(build_id: str = "b1", memory_mib: int = 16384, size: int = DIGEST.size, **settings: str) -> Key:
@@ -21,20 +28,48 @@ def key(build_id: str = "b1", memory_mib: int = 16384, size: int = DIGEST.size, 
     return make_key(resolve_settings(settings, {}), image, machine(total_mib=memory_mib), replace(DIGEST, size=size))
 
 
-def profile(of: Key | None = None, *, created: str = "2026-01-01T00:00:00+00:00", speed: str = "fast") -> Profile:
-    points = tuple(Point(depth=d, decode_ms=d / 7, prefill_ms=1.5, prefill_tokens=d) for d in (32, 512, 2048))
+def measured(plan: Plan, *, faster: float = 1.0, conditions: Conditions | None = QUIET) -> Measurement:
+    points = tuple(Point(depth=d, decode_ms=d / 7 / faster, prefill_ms=1.5, prefill_tokens=d) for d in (32, 512, 2048))
     allocated = Allocated(model=92.1, kv=180.0, compute=15.51, output=0.75)
-    good = Measurement(threads=4, ubatch=512, points=points, load_s=0.8, seconds=9.5, allocated=allocated)
-    bad = Measurement(threads=8, ubatch=512, error="engine exited with code 1: „schade“")
+    return Measurement(
+        key=plan.key,
+        points=points,
+        is_long=True,
+        load_s=0.8,
+        seconds=9.5,
+        allocated=allocated,
+        conditions=conditions,
+    )
+
+
+def profile(
+    of: Key | None = None,
+    *,
+    created: str = "2026-01-01T00:00:00+00:00",
+    speed: str = "fast",
+    disturbance: str | None = None,
+) -> Profile:
+    """The best, one that is nearly as fast, one that failed, and one whose figures are the best's."""
+    best, second, failed = SPACE.best, *SPACE.neighbours()[:2]
+    smaller = SPACE.at_window(best, 4096)
+    assert smaller is not None
+    good = measured(best)
+    words = "engine exited with code 1: „schade“"
+    bad = Measurement(key=failed.key, error=words, seconds=0.1, lacking_device="CUDA0", lacking_mib=12.5)
     return Profile(
         key=of or key(),
-        plan=plan(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)[0],
-        measurements=(good, bad),
-        job_s=3.25,
+        plan=best,
+        plans=(best, second, smaller),
+        like={smaller.key: best.key},
+        measurements=(good, bad, measured(second, faster=0.9, conditions=BUSY)),
+        mode="balanced",
         workload="chat",
+        native=8192,
+        job_s=3.25,
         speed=speed,
         seconds=31.0,
-        stopped_by="everything measured",
+        stopped_by="everything that may fit was measured",
         created=created,
-        allocated=allocated,
+        allocated=good.allocated,
+        disturbance=disturbance,
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.engines.llama_server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
-from appliance.plan import Plan, as_document, as_measured, explain, plan, with_measured
+from appliance.plan import Plan, Space, as_document, explain, plan, with_measured
 from appliance.plan.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
@@ -73,11 +73,17 @@ def test_an_embedding_model_is_started_as_one() -> None:
 
 def test_what_was_measured_is_taken_into_the_plan_of_this_start() -> None:
     measured = with_measured(replace(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured")
-    found = as_measured(first(hardware=machine(limit_mib=1200)), measured)
+    moved = replace(SMALL, path=Path("/data/models/moved.gguf"))
+    now = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(limit_mib=1200), moved)
+    found = now.now(measured)
+    assert isinstance(found, Plan)
     assert (found.threads, found.threads_batch, found.ubatch) == (2, 2, 256)
+    assert (found.model_path, found.alias) == ("/data/models/moved.gguf", "moved")
     assert reason(found, "ubatch") == "best of 4 measured"
-    assert found.memory.compute == pytest.approx(first().memory.compute / 2)
+    assert found.memory.compute == measured.memory.compute
     assert found.usable_mib < 1200
+    assert found.cache_ram_mib < measured.cache_ram_mib
+    assert str(found.cache_ram_mib) in next(c.value for c in found.choices if c.name == "cache_ram_mib")
 
 
 def test_context_shrinks_to_what_the_limit_carries_and_names_it() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Projection, as_document, as_measured, nearest, plan, refine, with_measured
+from appliance.plan import Plan, Projection, Space, as_document, plan, refine, with_measured
 from appliance.plan.devices import Device
 from appliance.plan.placement import Machine, Placed, Work, place
 from appliance.plan.window import Aim
@@ -35,6 +35,11 @@ def plans(
 ) -> list[Plan]:
     image, known = facts(has_cuda=bool(hardware.gpus.gpus))
     return plan(resolve_settings(flags, {}), image, engine or known, hardware, of, aim=aim)
+
+
+def space(hardware: Hardware, of: Model, **flags: str) -> Space:
+    image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
+    return Space(resolve_settings(flags, {}), image, engine, hardware, of)
 
 
 def with_gpus(hardware: Hardware, *gpus: Gpu) -> Hardware:
@@ -211,13 +216,24 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
     laptop = MACHINES["laptop-5060"]
     (card,) = laptop.gpus.gpus
     measured = with_measured(max(plans(laptop, shape("qwen3-30b-a3b")), key=lambda each: each.ubatch), "best measured")
-    assert as_measured(nearest(plans(laptop, shape("qwen3-30b-a3b")), measured), measured).ubatch == 2048
-    for less_mib in (300, 1000, 3000):
-        now = with_gpus(laptop, replace(card, vram_free_mib=(card.vram_free_mib or 0) - less_mib))
-        found = as_measured(nearest(plans(now, shape("qwen3-30b-a3b")), measured), measured)
-        assert all(share.memory.total <= share.free_mib for share in found.placement.shares)
-        assert found.ubatch == 512
-        assert "best measured" not in reason(found, "ubatch")
+    assert measured.ubatch == 2048
+    assert space(laptop, shape("qwen3-30b-a3b")).now(measured) == measured
+    (share,) = measured.placement.shares
+    slack = int(share.free_mib - share.memory.total)
+    for less_mib in (slack, slack + 1, slack + 3000):
+        free = (card.vram_free_mib or 0) - less_mib
+        now = space(with_gpus(laptop, replace(card, vram_free_mib=free)), shape("qwen3-30b-a3b"))
+        found = now.now(measured)
+        if less_mib == slack:
+            assert isinstance(found, Plan)
+            assert found.placement.in_short() == measured.placement.in_short()
+            assert reason(found, "ubatch") == "best measured"
+        else:
+            room = share.free_mib - less_mib
+            words = f"it needs {share.memory.total:,.0f} MiB of NVIDIA GeForce RTX 5060"
+            assert isinstance(found, str)
+            assert found.startswith(words)
+            assert found.endswith(f"and {room:,.0f} are free")
 
 
 @pytest.mark.parametrize("machine", ["laptop-5060", "2x2080ti-22g"])

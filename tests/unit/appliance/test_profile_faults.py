@@ -17,17 +17,20 @@ from typing import Any
 
 import pytest
 from mounts import tmpfs
-from profiles import key, profile
+from profiles import BUSY, key, measured, profile
 
 from appliance.errors import VolumeError
 from appliance.profile import Profile, ProfileStore, dump_profile
 from appliance.profile.disk import Disk
+from appliance.profile.record import dump_partial
 
 ROOT = Path(__file__).parents[3]
 OLD = profile(speed="old")
 NEW = profile(speed="new " + "x" * 5000)
 OTHER = profile(key("b2"), speed="another build")
 DATA = dump_profile(OLD).encode()
+BEGUN = OLD.measurements[:1]
+FURTHER = (*OLD.measurements, measured(OLD.plan, conditions=BUSY))
 OPERATIONS = (
     *("names", "read", "modified_ns", "create", "open_lock", "open_folder", "lock"),
     *("write", "set_modified", "sync", "close", "rename", "remove"),
@@ -82,6 +85,9 @@ Action = Callable[[ProfileStore], object]
 ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     # What is done, and what may be there for the key afterwards.
     "save": (lambda store: store.save(NEW), (OLD, NEW)),
+    "save what was disturbed": (lambda store: store.save(replace(NEW, disturbance="heat")), (OLD,)),
+    "keep": (lambda store: store.keep(OLD.key, FURTHER), (OLD,)),
+    "kept": (lambda store: store.kept(OLD.key), (OLD,)),
     "save another": (lambda store: store.save(OTHER), (OLD,)),
     "pin": (lambda store: store.pin(OLD.key.id), (OLD,)),
     "unpin": (lambda store: store.unpin(OLD.key.id), (OLD,)),
@@ -105,8 +111,9 @@ def prepared(folder: Path, action: str) -> list[str]:
         store.pin(OLD.key.id)
     if action in ("mark stale again", "save over stale", "forget stale", "ask for stale"):
         assert store.mark_stale(OLD, BEFORE)
-    (folder / f".{OLD.key.id}.stale.0011.tmp").write_bytes(b"{half")
-    (folder / f".{OLD.key.id}.json.0011.tmp").write_bytes(b"{half")  # of a writer that was killed
+    store.keep(OLD.key, BEGUN)
+    for kind in ("json", "partial", "stale"):
+        (folder / f".{OLD.key.id}.{kind}.0011.tmp").write_bytes(b"{half")  # of a writer that was killed
     return []
 
 
@@ -130,12 +137,18 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
         assert store.why_stale(found) in ((None, BEFORE, WORDS) if found == OLD else (None,))
     for path in folder.glob("[!.]*.stale"):
         assert json.loads(path.read_text())["words"] in (BEFORE, WORDS)
+    for path in folder.glob("[!.]*.partial"):
+        assert path.read_text() in {dump_partial(OLD.key, seen) for seen in (BEGUN, FURTHER)}
+    assert store.kept(OLD.key) in (BEGUN, FURTHER, ())
     # And it works: a pin that is there is one that can be lifted.
     if found is not None:
         store.unpin(found.key.id)
+    store.keep(OLD.key, FURTHER)
+    assert store.kept(OLD.key) == FURTHER
     assert store.save(NEW)
     assert store.load(NEW.key) == NEW
     assert store.why_stale(NEW) is None
+    assert store.kept(OLD.key) == ()
     assert not list(folder.glob(f".{OLD.key.id}*.tmp"))
     assert not list(folder.glob(f"{OLD.key.id}.stale"))
 
@@ -183,10 +196,11 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
     """File before name, name before folder: in another order a power cut could leave a name with nothing in it."""
     trace = [name for name in traced(tmp_path / "a", "save") if name not in ("names", "read", "modified_ns")]
     assert trace == [
-        *("open_lock", "lock", "remove", "remove"),
+        *("open_lock", "lock", "remove", "remove", "remove"),
         *("create", "write", "set_modified", "sync", "close", "rename"),
         *("open_folder", "sync", "close"),
         "remove",  # what was said of the old one, if anything
+        "remove",  # what was kept goes last: until then a tuning could go on from it
         "close",
     ]
 
@@ -194,6 +208,21 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
 @pytest.mark.parametrize("action", ["pin", "unpin", "forget"])
 def test_what_changes_names_ends_with_a_sync_of_the_folder(tmp_path: Path, action: str) -> None:
     assert traced(tmp_path / "a", action)[-4:] == ["open_folder", "sync", "close", "close"]
+
+
+def test_until_the_rename_what_was_kept_before_is_there(tmp_path: Path) -> None:
+    trace = traced(tmp_path / "traced", "keep")
+    assert trace[-5:] == ["rename", "open_folder", "sync", "close", "close"]
+    for number in range(trace.index("rename") + 1):
+        folder = tmp_path / f"at{number}"
+        prepared(folder, "keep")
+        store = ProfileStore(folder, pytest.fail, Flawed(number))
+        if trace[number] == "remove":  # a leftover is no reason to fail
+            store.keep(OLD.key, FURTHER)
+            continue
+        with pytest.raises(VolumeError):
+            store.keep(OLD.key, FURTHER)
+        assert ProfileStore(folder, pytest.fail).kept(OLD.key) == BEGUN
 
 
 def test_until_the_rename_only_the_old_profile_is_there(tmp_path: Path) -> None:
@@ -221,21 +250,23 @@ def test_a_write_that_takes_less_than_it_was_given_goes_on(tmp_path: Path) -> No
 SAVER = """
 import sys
 sys.path[:0] = sys.argv[1:3]
+from dataclasses import replace
 from pathlib import Path
 from profiles import key, profile
 from appliance.profile import ProfileStore
-store, number = ProfileStore(Path(sys.argv[3]), print), 0
+store, number, found, other = ProfileStore(Path(sys.argv[3]), print), 0, profile(), profile(key("b2"))
 print("ready", flush=True)
 while True:
     number += 1
-    store.save(profile(speed=f"{number} " + "x" * (number * 997 % 50000)))
+    store.keep(key(), found.measurements * (number * 7 % 40))
+    store.save(replace(found, speed=f"{number} " + "x" * (number * 997 % 50000)))
     if number % 5 == 0:
         store.mark_stale(store.load(key()), f"slow {number}")
     if number % 3 == 0:
         store.pin(key().id)
         store.unpin(key().id)
     if number % 7 == 0:
-        store.save(profile(key("b2")))
+        store.save(other)
         store.forget(key("b2").id)
 """
 
@@ -258,12 +289,14 @@ def test_twenty_kills_of_a_process_that_saves_leave_a_whole_profile(tmp_path: Pa
         process.stdout.close()
         found = store.load(key())
         assert found is not None
-        assert replace(found, speed="") == profile(speed="")
+        assert replace(found, speed="") == replace(OLD, speed="")
+        assert store.kept(key()) in {OLD.measurements * count for count in range(40)}
         assert all(one.key in (key(), key("b2")) for one in store.all())
         stale = store.why_stale(found)
         assert stale is None or found.speed.split()[0] == stale.removeprefix("slow ")
     if store.is_pinned(key().id):
         store.unpin(key().id)
+    store.keep(OLD.key, OLD.measurements)
     assert store.save(OLD)
     assert store.save(OTHER)
     assert not list(folder.glob(".*.tmp")), "leftovers of the killed are gone after the next save"

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from appliance.tune.search import Measurement, Point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mounts import tmpfs
-from profiles import key, profile
+from profiles import BUSY, CARD, QUIET, key, measured, profile
 
 from appliance.errors import VolumeError
 from appliance.plan import Plan
+from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.at_start import Act, Found, at_start
+from appliance.profile.record import dump_partial, parse_partial
+from appliance.tune.curve import Point
+from appliance.tune.measurement import Measurement
 
 ROOT = Path(__file__).parents[3]
 TEXT = dump_profile(profile())
@@ -67,22 +70,47 @@ finite = st.floats(0.001, 1e9)
 points = st.builds(
     Point, depth=st.integers(1, 2**20), decode_ms=finite, prefill_ms=finite, prefill_tokens=st.integers(0, 2**20)
 )
+conditions = st.builds(
+    Conditions,
+    interval_s=finite,
+    cpus=st.none() | st.integers(1, 512),
+    own_cpu=st.none() | st.floats(0, 1),
+    foreign_cpu=st.none() | st.floats(0, 1),
+    steal=st.none() | st.floats(0, 1),
+    cpu_pressure=st.none() | st.floats(0, 1),
+    gpus=st.lists(st.just(CARD), max_size=2).map(tuple),
+    problem=st.none() | st.text(),
+)
 measurements = st.builds(
     Measurement,
-    threads=st.integers(1, 4096),
-    ubatch=st.integers(16, 16384),
+    key=st.text(),
     points=st.lists(points, max_size=3).map(tuple),
+    is_long=st.booleans(),
     load_s=finite,
     seconds=finite,
     allocated=st.sampled_from([None, profile().allocated]),
-    error=st.one_of(st.none(), st.text()),
+    error=st.none() | st.text(),
+    lacking_device=st.none() | st.text(),
+    lacking_mib=st.none() | finite,
+    conditions=st.none() | conditions,
 )
+many = st.lists(measurements, max_size=4)
 
 
-@given(st.lists(measurements, max_size=4), st.text(), finite)
-def test_any_profile_is_read_back_as_it_was_written(found: list[Measurement], speed: str, job_s: float) -> None:
-    written = replace(profile(speed=speed), measurements=tuple(found), job_s=job_s)
+@given(many, st.text(), finite, st.dictionaries(st.text(), st.text(), max_size=3), st.none() | st.text())
+def test_any_profile_is_read_back_as_it_was_written(
+    found: list[Measurement], speed: str, job_s: float, like: dict[str, str], disturbance: str | None
+) -> None:
+    written = replace(profile(speed=speed), measurements=tuple(found), job_s=job_s, like=like, disturbance=disturbance)
     assert parse_profile(dump_profile(written)) == written
+
+
+@given(many)
+def test_what_was_kept_of_a_tuning_is_read_back_as_it_was_written(found: list[Measurement]) -> None:
+    text = dump_partial(key(), found)
+    assert parse_partial(text, key()) == tuple(found)
+    with pytest.raises(ValueError, match="another schema or key"):
+        parse_partial(text, key("b2"))
 
 
 def test_how_far_the_prediction_was_off() -> None:
@@ -94,8 +122,9 @@ def test_how_far_the_prediction_was_off() -> None:
     assert replace(found, allocated=None).prediction_error is None
 
 
-def test_every_truncation_of_a_file_is_set_aside_with_a_warning(shelf: Shelf) -> None:
-    for length in range(len(DATA) - 1):  # without the final newline it is whole
+def test_a_file_that_was_cut_anywhere_is_set_aside_with_a_warning(shelf: Shelf) -> None:
+    whole = len(DATA) - 1  # without the final newline
+    for length in (*range(0, whole - 300, 11), *range(whole - 300, whole)):
         assert shelf.load_bytes(DATA[:length]) is None
         assert len(shelf.warnings) == 1
         assert f"{key().id}.corrupt, measuring again: " in shelf.warnings[0]
@@ -113,7 +142,10 @@ def types_of(found: Any) -> Any:
     return float if isinstance(found, int) and not isinstance(found, bool) else type(found)
 
 
-PARTS = ("plan", "job_s", "workload", "speed", "seconds", "stopped_by", "created", "allocated")
+PARTS = (
+    *("plan", "plans", "like", "mode", "native", "disturbance"),
+    *("job_s", "workload", "speed", "seconds", "stopped_by", "created", "allocated"),
+)
 
 
 @settings(max_examples=500)
@@ -183,7 +215,7 @@ def test_a_deep_or_a_huge_file_is_set_aside(shelf: Shelf) -> None:
     assert "larger than" in shelf.warnings[0]
 
 
-@pytest.mark.parametrize("schema", [0, 2, "1", None])
+@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
 def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_under_another(
     shelf: Shelf, schema: Any
 ) -> None:
@@ -192,13 +224,13 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other.write_text(text)
     assert shelf.store.all() == ()
     assert [(found.id, found.schema) for found in shelf.store.strangers()] == [("of-another-appliance", str(schema))]
-    words = f"schema of profiles: {schema} -> 1; of-another-appliance is kept"
+    words = f"schema of profiles: {schema} -> 2; of-another-appliance is kept"
     assert shelf.store.why_unused(key("b2"), "small.gguf") == words
     assert shelf.store.why_unused(key(size=1), "small.gguf") is None
     assert other.read_text() == text
     assert shelf.warnings == []
     assert shelf.load_bytes(text.encode()) is None
-    assert f"another schema than 1: {schema}" in shelf.warnings[0]
+    assert f"another schema than 2: {schema}" in shelf.warnings[0]
     assert shelf.path.with_suffix(".other-schema").read_text() == text
 
 
@@ -320,16 +352,18 @@ def test_a_mark_that_cannot_be_read_is_said(shelf: Shelf) -> None:
 HELPER = """
 import os, sys
 sys.path[:0] = sys.argv[1:3]
+from dataclasses import replace
 from pathlib import Path
-from profiles import key, profile
+from profiles import BUSY, CARD, QUIET, key, measured, profile
 from appliance.profile import ProfileStore
 store = ProfileStore(Path(sys.argv[3]), print)
 print("ready", flush=True)
 for line in sys.stdin:
     word, _, rest = line.strip().partition(" ")
     if word == "save":
+        found = profile()  # once: made-up plans are reckoned
         for number in range(int(rest)):
-            store.save(profile(speed=f"{os.getpid()} " + "x" * (number * 997 % 20000)))
+            store.save(replace(found, speed=f"{os.getpid()} " + "x" * (number * 997 % 20000)))
         print("saved", flush=True)
     elif word == "tuning":
         with store.tuning(key()) as is_ours:
@@ -450,3 +484,94 @@ def test_a_folder_that_turned_read_only_is_said_and_the_old_profile_is_used(tmp_
             shelf.store.save(profile(speed="new"))
         assert caught.value.exit_code == 50
         assert shelf.store.load(key()) == profile()
+
+
+def kept(shelf: Shelf) -> Path:
+    return shelf.path.with_suffix(".partial")
+
+
+FOUND = profile().measurements
+
+
+def test_measurements_are_kept_until_there_is_a_profile(shelf: Shelf) -> None:
+    assert shelf.store.kept(key()) == ()
+    shelf.store.keep(key(), FOUND[:1])
+    shelf.store.keep(key(), FOUND)
+    assert shelf.store.kept(key()) == FOUND
+    assert shelf.store.kept(key("b2")) == ()
+    assert (shelf.store.load(key()), shelf.store.all(), shelf.store.strangers()) == (None, (), ())
+    assert shelf.store.save(profile())
+    assert shelf.store.kept(key()) == ()
+    assert not kept(shelf).exists()
+
+
+def test_what_was_kept_for_another_key_under_this_name_is_not_used(shelf: Shelf) -> None:
+    kept(shelf).write_text(dump_partial(key("b2"), FOUND))
+    assert shelf.store.kept(key()) == ()
+
+
+def test_what_was_kept_and_is_torn_is_measured_again_and_written_anew(shelf: Shelf) -> None:
+    data = dump_partial(key(), FOUND).encode()
+    for length in (*range(0, len(data) - 1, 7), len(data) - 2):
+        kept(shelf).write_bytes(data[:length])
+        assert shelf.store.kept(key()) == ()
+    shelf.store.keep(key(), FOUND)
+    assert shelf.store.kept(key()) == FOUND
+    assert shelf.warnings == []
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.DataObject) -> None:
+    document = json.loads(dump_partial(key(), FOUND))
+    place: Any = document
+    while isinstance(place, dict | list) and place:
+        name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[name], dict | list) or data.draw(st.booleans()):
+            place[name] = data.draw(json_values)
+            break
+        place = place[name]
+    try:
+        found = parse_partial(json.dumps(document), key())
+    except ValueError:
+        return
+    assert {type(each) for each in found} <= {Measurement}
+    assert all(each.in_words() and each.disturbance != "" for each in found)
+
+
+def test_a_forgotten_profile_takes_with_it_what_was_kept(shelf: Shelf) -> None:
+    shelf.store.save(profile())
+    shelf.store.keep(key(), FOUND)
+    shelf.store.forget(key().id)
+    assert not kept(shelf).exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_saved"),
+    [(None, "heat", True), ("heat", "steal", True), ("heat", None, True), (None, None, True)],
+)
+def test_what_was_disturbed_is_saved_where_nothing_better_is(
+    shelf: Shelf, old: str | None, new: str | None, is_saved: bool
+) -> None:
+    if old:
+        assert shelf.store.save(profile(speed="old", disturbance=old))
+    assert shelf.store.save(profile(speed="new", disturbance=new)) is is_saved
+    assert shelf.store.load(key()) == profile(speed="new", disturbance=new)
+
+
+def test_what_was_disturbed_never_replaces_what_was_not(shelf: Shelf) -> None:
+    shelf.store.save(profile(speed="calm"))
+    shelf.store.keep(key(), FOUND)
+    assert shelf.store.save(profile(speed="busy", disturbance="other programs took 40% of 8 CPUs")) is False
+    assert shelf.store.load(key()) == profile(speed="calm")
+    assert shelf.store.kept(key()) == (), "a tuning that has ended does not go on"
+    assert shelf.store.save(profile(speed="calm again"))
+    assert shelf.store.load(key()) == profile(speed="calm again")
+
+
+def test_conditions_say_what_spoilt_a_measurement() -> None:
+    busy, quiet = measured(profile().plan, conditions=BUSY), measured(profile().plan, conditions=QUIET)
+    assert quiet.disturbance is None
+    assert "other programs took 40% of 8 CPUs" in (busy.disturbance or "")
+    assert busy.in_words().endswith(f"(disturbed: {busy.disturbance})")
+    assert parse_profile(TEXT).measurements[2].disturbance == busy.disturbance

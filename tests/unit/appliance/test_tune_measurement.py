@@ -1,0 +1,173 @@
+"""What one look at a plan is taken for, what several come to, and at which depths they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from facts import ENGINE, IMAGE, SMALL, machine
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import BUSY, QUIET
+
+from appliance.errors import EngineNotReadyError
+from appliance.plan import Space
+from appliance.settings import resolve_settings
+from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
+from appliance.tune.curve import LONGER, Point
+from appliance.tune.guided import OutOfMemory, Trial
+from appliance.tune.measure import DECODE_TOKENS, parse_timings
+from appliance.tune.measurement import Measurement, curve_of, merit, rated
+
+SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
+PLANS = SPACE.all()
+
+
+def point(depth: int, decode: float, prefill: float = 1.0, read: int = 512) -> Point:
+    return Point(depth=depth, decode_ms=decode, prefill_ms=prefill, prefill_tokens=read)
+
+
+def look(*points: Point, key: str = "a", is_long: bool = False, is_busy: bool = False) -> Measurement:
+    return Measurement(key=key, points=points, is_long=is_long, conditions=BUSY if is_busy else QUIET)
+
+
+def test_candidates_have_the_keys_and_the_order_of_the_plans_and_their_knobs() -> None:
+    found = candidates(SPACE, PLANS)
+    assert [each.key for each in found] == [plan.key for plan in PLANS]
+    for each, plan in zip(found, PLANS, strict=True):
+        knobs = each.by_knob
+        assert (knobs["threads"], knobs["ubatch"], knobs["kv_type"]) == (plan.threads, plan.ubatch, plan.kv_type)
+        assert (each.window, knobs["load_mode"]) == (plan.context, plan.load_mode)
+        assert each.work.cpu_ms > 0
+        assert each.work.gpu_ms == 0
+        assert each.needs == ()  # on the host: what is mapped there needs no room
+
+
+def test_what_failed_of_memory_is_a_trial_that_lacked_it_and_any_other_failure_is_not() -> None:
+    lacked = Measurement(key="a", error="out of memory", lacking_device="CUDA1", lacking_mib=12.0, seconds=3.0)
+    wanted = Trial(key="a", seconds=3.0, lacking=OutOfMemory(device="CUDA1", missing_mib=12.0))
+    assert trial_of(lacked) == wanted
+    assert trial_of(replace(lacked, lacking_device=None, lacking_mib=None)) == Trial(key="a", seconds=3.0)
+    good = replace(look(point(32, 10.0), is_long=True), load_s=2.0)
+    assert trial_of(good) == Trial(key="a", points=good.points, is_long=True, load_s=2.0)
+
+
+def test_several_looks_come_to_their_geometric_mean_and_a_long_one_counts_as_often_as_it_decoded_more() -> None:
+    found = curve_of([look(point(32, 10.0)), look(point(32, 20.0), point(512, 40.0), is_long=True)])
+    assert found.ordered[0].decode_ms == pytest.approx(math.exp((math.log(10) + LONGER * math.log(20)) / (1 + LONGER)))
+    assert found.ordered[1].decode_ms == pytest.approx(40.0)
+
+
+def test_prefill_is_that_of_the_look_that_read_the_most() -> None:
+    found = curve_of([look(point(512, 10.0, 2.0, 480)), look(point(512, 10.0, 9.0, 16))])
+    assert (found.ordered[0].prefill_ms, found.ordered[0].prefill_tokens) == (2.0, 480)
+
+
+def test_disturbed_looks_count_only_where_there_is_no_other() -> None:
+    busy, calm = look(point(32, 90.0), is_busy=True), look(point(32, 10.0))
+    assert curve_of([busy, calm]).ordered[0].decode_ms == pytest.approx(10.0)
+    assert curve_of([busy]).ordered[0].decode_ms == pytest.approx(90.0)
+
+
+def test_plans_are_rated_by_their_own_looks_or_by_those_of_the_one_they_are_like() -> None:
+    best, other, failed, never = PLANS[:4]
+    seen = [
+        look(point(32, 10.0), key=best.key),
+        Measurement(key=failed.key, error="no"),
+        look(point(32, 30.0), key="of no plan"),
+    ]
+    found = rated([best, other, failed, never], seen, like={other.key: best.key})
+    assert [each.key for each in found] == [best.key, other.key]
+    assert found[0].curve == found[1].curve
+
+
+def test_a_glance_does_not_compete_with_what_was_looked_at_longer_in_the_same_window() -> None:
+    best, other = PLANS[:2]
+    smaller = SPACE.at_window(other, 4096)
+    assert smaller is not None
+    lucky = look(point(32, 1.0), key=other.key)
+    longer = look(point(32, 10.0), key=best.key, is_long=True)
+    assert [each.key for each in rated([best, other], [lucky, longer], like={})] == [best.key]
+    found = rated([best, other, smaller], [lucky, longer], like={smaller.key: other.key})
+    assert [each.key for each in found] == [best.key, smaller.key]
+    assert [each.key for each in rated([best, other], [lucky], like={})] == [other.key]
+
+
+def test_an_exact_cache_is_worth_more_than_mapped_weights() -> None:
+    plan = PLANS[0]
+    kinds = [(kv_type, mode) for kv_type in ("q8_0", "f16") for mode in ("none", "mmap")]
+    assert [merit(replace(plan, kv_type=kv_type, load_mode=mode)) for kv_type, mode in kinds] == [0, 1, 2, 3]
+
+
+def test_depths_are_empty_the_workloads_and_what_the_time_allows() -> None:
+    assert empty_depth(8192, 24) == EMPTY
+    assert work_depth(8192, 24, wanted=640, prefill_ms=1.0, seconds=60) == 640
+    assert deep_depth(8192, 24, prefill_ms=1.0, seconds=60, work=640) == 8192 - 25
+    assert deep_depth(8192, 24, prefill_ms=10.0, seconds=5, work=640) == 640 + 500
+    assert deep_depth(8192, 24, prefill_ms=10.0, seconds=1, work=640) is None  # too near to be worth it
+
+
+def test_a_very_slow_machine_is_measured_at_what_it_can_carry() -> None:
+    assert work_depth(8192, 24, wanted=640, prefill_ms=100.0, seconds=10) == EMPTY + 100
+    assert work_depth(8192, 24, wanted=640, prefill_ms=10_000.0, seconds=10) is None
+    assert work_depth(8192, 24, wanted=640, prefill_ms=10.0, seconds=-5) is None
+
+
+def test_a_tiny_context_has_room_for_all_depths() -> None:
+    assert empty_depth(256, 24) == 32
+    assert work_depth(256, 24, wanted=640, prefill_ms=0.1, seconds=60) == 115
+    assert deep_depth(256, 24, prefill_ms=0.1, seconds=60, work=115) == 231
+
+
+@given(
+    st.integers(256, 2**20), st.integers(1, 64), st.integers(1, 70_000), st.floats(0.001, 10_000), st.floats(-100, 1000)
+)
+def test_depths_rise_and_leave_room_to_decode(
+    context: int, tokens: int, wanted: int, prefill_ms: float, seconds: float
+) -> None:
+    found = [empty_depth(context, tokens)]
+    work = work_depth(context, tokens, wanted=wanted, prefill_ms=prefill_ms, seconds=seconds)
+    if work:
+        deep = deep_depth(context, tokens, prefill_ms=prefill_ms, seconds=seconds, work=work)
+        found += [work, *([deep] if deep else [])]
+        assert work <= wanted
+    assert found[0] >= 1
+    assert found == sorted(set(found))
+    assert found[-1] + tokens < context
+    assert within(found, context, tokens) == tuple(found)
+    assert within(found, found[-1] + tokens, tokens) == tuple(found[:-1])
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    timings = {"prompt_n": 480, "cache_n": 32, "predicted_n": 24, "prompt_ms": 960.0, "predicted_ms": 230.0}
+    return {"timings": {**timings, **changes}}
+
+
+def test_timings_become_a_point() -> None:
+    found = parse_timings(reply(), 512, DECODE_TOKENS)
+    assert found == Point(depth=512, decode_ms=10.0, prefill_ms=2.0, prefill_tokens=480)  # 24 tokens are 23 steps
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_n": 479},
+        {"prompt_n": 0, "cache_n": 511},
+        {"cache_n": 0},
+        {"predicted_n": 23},
+        {"predicted_n": 0},
+        {"predicted_ms": 0.0},
+        {"prompt_ms": 0.0},
+    ],
+)
+def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match=r"other work than asked|gave no times"):
+        parse_timings(reply(**changes), 512, DECODE_TOKENS)
+
+
+@pytest.mark.parametrize("document", [{}, {"timings": {}}, {"error": {"message": "no"}}])
+def test_a_reply_without_timings_is_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match="other work than asked"):
+        parse_timings(document, 512, DECODE_TOKENS)
