@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Trial
 from appliance.tune.terms import Candidate
-from appliance.tune.workload import CHAT, Workload, job_s, only
+from appliance.tune.workload import CHAT, Workload, job_s, only, without_limits
 from benchmarks import tuner_plot, tuner_record, tuner_table
 from benchmarks.tuner_machines import SPECS, Machine, Missing, candidates
 from benchmarks.tuner_rivals import RIVALS, Seen
@@ -114,7 +114,7 @@ class Course:
 
 
 def run_ours(course: Course, found: Sequence[Candidate], workload: Workload, effort: Effort) -> None:
-    search = Search(found, only(workload), effort)
+    search = Search(found, without_limits(only(workload)), effort)
     trials: list[Trial] = []
     while len(trials) < max(AT) and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
         points, missing, load = course.points(ask.candidate, is_long=ask.is_long, is_up=not ask.needs_load)

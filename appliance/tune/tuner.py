@@ -21,7 +21,7 @@ from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
 from appliance.tune.measurement import Measurement, curve_of, rated
 from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
-from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix
+from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
@@ -120,7 +120,7 @@ class Tuner:
         return self._tuned()
 
     async def _search(self) -> Search:
-        search = Search(self._candidates, self._mix, self._effort())
+        search = Search(self._candidates, without_limits(self._mix), self._effort())
         while isinstance(ask := search.ask(self._trials, left_s=self.left_s * SHARE_FOR_SEARCH), Ask):
             plan = self._plans[ask.candidate.key]
             together = self._together(search, plan, ask)
@@ -128,7 +128,7 @@ class Tuner:
                 await self._measure(plan, is_long=ask.is_long)
             else:
                 await self._measure_together(plan, together, is_long=ask.is_long)
-            search = Search(self._candidates, self._mix, self._effort())
+            search = Search(self._candidates, without_limits(self._mix), self._effort())
         if not any(m.points for m in self._seen):
             raise self._failures[0]
         self._stopped_by = ask.why

@@ -27,10 +27,12 @@ class Workload:
         return self.tokens_in + self.tokens_out // 2
 
 
-CHAT = Workload(name="chat", tokens_in=512, tokens_out=256)
+# How long somebody waits for a first token: ten seconds keep the attention on a dialogue (Nielsen 1993, Usability
+# Engineering, 5.5); of a tool that works by itself, and of a long document, more is expected.
+CHAT = Workload(name="chat", tokens_in=512, tokens_out=256, ttft_limit_s=10.0)
 # An agent sends its whole history each turn and adds a file or a tool's answer: an eighth is new.
-CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336)
-LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256)
+CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336, ttft_limit_s=30.0)
+LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256, ttft_limit_s=300.0)
 WORKLOADS: Mapping[str, Workload] = {"chat": CHAT, "agent": CODING_AGENT, "document": LONG_DOCUMENT}
 
 
@@ -93,6 +95,11 @@ def scaled(workload: Workload, context: int) -> Workload:
         tokens_out=context - tokens_in,
         tokens_reused=context * workload.tokens_reused // whole,
     )
+
+
+def without_limits(mix: Mix) -> Mix:
+    """For what predicts a job's time from its parts: what is late costs nothing there."""
+    return Mix(parts=tuple((replace(workload, ttft_limit_s=None), weight) for workload, weight in mix.parts))
 
 
 def scaled_mix(mix: Mix, context: int) -> Mix:
