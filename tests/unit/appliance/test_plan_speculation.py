@@ -15,7 +15,7 @@ from profiles import profile
 from appliance.engines.llama_server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import Choice, Kind, Plan, applied, as_document, as_measured, in_short, kinds, plan, reckon
+from appliance.plan import Choice, Kind, Plan, applied, as_document, in_short, kinds, plan, reckon, still_applied
 from appliance.plan.memory import kv_mib, layers_of, weights_mib
 from appliance.plan.placement import Placement, Share
 from appliance.plan.speculation import CACHE_LEFT_MIB, KINDS, SIZES
@@ -173,12 +173,9 @@ def test_a_draft_model_goes_to_the_first_gpu_with_room() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_profile_keeps_it_and_older_ones_lack_it(kind: Kind) -> None:
+def test_a_profile_keeps_it(kind: Kind) -> None:
     kept = replace(profile(), plan=guessing(kind))
     assert parse_profile(dump_profile(kept)) == kept
-    older = json.loads(dump_profile(profile()))
-    del older["plan"]["speculation"]
-    assert parse_profile(json.dumps(older)) == profile()
 
 
 @pytest.mark.parametrize(
@@ -195,14 +192,14 @@ def test_a_damaged_record_is_refused(name: str, value: object) -> None:
 def test_what_was_measured_is_served_while_it_fits() -> None:
     words = Choice(name="speculation", value="ngram", reason="faster", source="measured")
     measured = applied(first(), reckon(first(), "ngram", 8, model=SMALL), words)
-    served = as_measured(first(), measured)
+    served = still_applied(first(), measured)
     assert served.speculation == measured.speculation
     assert words in served.choices
     assert "up to 8 tokens guessed by n-grams" in in_short(served)
     assert json.dumps(as_document(served))
-    other = as_measured(first(ctx_size="4096"), measured)
+    other = still_applied(first(ctx_size="4096"), measured)
     assert other.speculation is None
     assert next(c for c in other.choices if c.name == "speculation").is_refusal
-    full = as_measured(replace(first(cache_ram_mib="300"), usable_mib=1.0), measured)
+    full = still_applied(replace(first(cache_ram_mib="300"), usable_mib=1.0), measured)
     assert full.speculation is None
     assert "does not fit" in next(c for c in full.choices if c.name == "speculation").reason

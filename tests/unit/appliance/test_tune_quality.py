@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama_facts import parse_flags
 from appliance.engines.llama_perplexity import Extent, Reading, arguments, command, parse_reading
-from appliance.plan import Plan, Verdict, kinds_to_check, plan
+from appliance.plan import Plan, Space, Verdict, plan
 from appliance.plan.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
 from appliance.settings import Settings, resolve_settings
 from appliance.tune.paired import LIMIT, PIECES_MIN, extent_for, judge, percent, pieces_left, t_975
@@ -250,31 +250,31 @@ def test_a_proven_type_carries_a_larger_window_and_says_its_proof() -> None:
     tight = machine(total_mib=7500)
     before = plan(settings(), IMAGE, ENGINE, tight, LARGE)[0]
     assert before.kv_type == "q8_0"
-    kinds = kinds_to_check(settings(), IMAGE, ENGINE, tight, LARGE)
+    kinds = Space(settings(), IMAGE, ENGINE, tight, LARGE).kinds_to_check()
     assert "q4_0" in kinds
-    after = plan(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,))[0]
+    after = Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,)).best
     assert after.kv_type == "q4_0"
     assert after.context > 1.3 * before.context
     reason = next(choice.reason for choice in after.choices if choice.name == "kv_type")
     assert f"q8_0 would carry only {before.context:,} tokens" in reason
     assert reason.endswith(Q4.why)
     refused = replace(Q4, is_accepted=False)
-    assert plan(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,))[0] == before
-    assert "q4_0" not in kinds_to_check(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,))
+    assert Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,)).best == before
+    assert "q4_0" not in Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,)).kinds_to_check()
 
 
 def test_no_exactness_is_given_up_where_q8_0_carries_enough() -> None:
     roomy = machine(total_mib=11000)
     without = plan(settings(), IMAGE, ENGINE, roomy, LARGE)[0]
     assert 32_768 <= without.context < LARGE.native_context
-    assert plan(settings(), IMAGE, ENGINE, roomy, LARGE, verdicts=(Q4,))[0] == without
-    assert kinds_to_check(settings(), IMAGE, ENGINE, roomy, LARGE) == ()
-    assert "q4_0" in kinds_to_check(settings(), IMAGE, ENGINE, roomy, LARGE, aim="context")
+    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE, verdicts=(Q4,)).best == without
+    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE).kinds_to_check() == ()
+    assert "q4_0" in Space(settings(), IMAGE, ENGINE, roomy, LARGE, aim="context").kinds_to_check()
     for asked in (settings(kv_type="f16"), settings(allow_disk="on")):
-        assert kinds_to_check(asked, IMAGE, ENGINE, machine(total_mib=9000), LARGE) == ()
+        assert Space(asked, IMAGE, ENGINE, machine(total_mib=9000), LARGE).kinds_to_check() == ()
 
 
 def test_a_window_that_was_asked_for_is_kept_in_the_most_exact_type_that_carries_it() -> None:
     tight = machine(total_mib=7500)
     asked = settings(ctx_size="8192")
-    assert plan(asked, IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,))[0].kv_type in TRUSTED
+    assert Space(asked, IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,)).best.kv_type in TRUSTED
