@@ -169,9 +169,11 @@ class Space:
         if kv_type != best.kv_type and self._aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
+        least = min(self.native, SMALLEST_WINDOW)
+        if widest < min(best.context, least):
+            return ()  # no mode would take it
         if not has_gpu:
             return (widest,)
-        least = min(self.native, SMALLEST_WINDOW)
         below = (SMALLEST_WINDOW << at for at in range(12))
         wanted = {widest, largest, *(size for size in below if least <= size < widest)}
         return tuple(sorted(wanted, reverse=True))
