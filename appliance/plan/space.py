@@ -152,12 +152,12 @@ class Space:
         if kv_type != best.kv_type and self._aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
+        least = min(self.native, SMALLEST_WINDOW, best.context)  # no mode serves less
         if not has_gpu:
-            return (widest,)
-        least = min(self.native, SMALLEST_WINDOW)
+            return (widest,) if widest >= least else ()
         below = (SMALLEST_WINDOW << at for at in range(12))
-        wanted = {widest, largest, *(size for size in below if least <= size < widest)}
-        return tuple(sorted(wanted, reverse=True))
+        wanted = {widest, largest, *(size for size in below if size < widest)}
+        return tuple(sorted((size for size in wanted if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest window that can be placed at all, whatever it costs, found by halving."""

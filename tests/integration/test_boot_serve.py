@@ -139,7 +139,7 @@ def test_a_corrupt_profile_is_set_aside_and_measured_anew(known: Home) -> None:
 def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_prediction_meanwhile(home: Home) -> None:
     predicted = home.plans()[0]
     home.set_engine("--decode-ms", f"{predicted['threads']}:50,5", "--load-seconds", "0.5")  # so that plans differ
-    with home.serving() as one:
+    with home.serving(budget_s="60") as one:  # longer than the other's start takes on a busy machine
         one.event("tune_step")
         with home.serving() as other:
             assert "its profile from the next start" in other.event("tune_elsewhere")["message"]
@@ -149,6 +149,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
             assert other.document("profile") == {}
             assert not (MEASURING | {"profile_used"}) & set(other.names())
             other.terminate()
+        one.event("tuned", timeout_s=120)
         one.wait_ready()
         assert one.chat()[0] == 200
         with home.serving() as third:
