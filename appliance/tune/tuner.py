@@ -105,7 +105,8 @@ class Tuner:
 
     async def _search(self) -> Search:
         search = Search(self._candidates, self._mix, self._effort())
-        while isinstance(ask := search.ask(self._trials, left_s=self.left_s * SHARE_FOR_SEARCH), Ask):
+        reserved_s = self._budget_s * (1 - SHARE_FOR_SEARCH)  # a share of what is left would leave one look's time
+        while isinstance(ask := search.ask(self._trials, left_s=self.left_s - reserved_s), Ask):
             await self._measure(self._plans[ask.candidate.key], is_long=ask.is_long)
             search = Search(self._candidates, self._mix, self._effort())
         if not any(m.points for m in self._seen):
