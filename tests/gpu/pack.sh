@@ -21,7 +21,7 @@ source_() {
   tar -xzf "$work"/*.tar.gz -C "$work/src" --strip-components 2 --wildcards '*/vendor/llama.cpp'
   local patches; patches=$(sed -n '/AS compile-cuda$/,/^RUN/s/.*for patch in \(.*\); do patch.*/\1/p' "images/rendered/$CELL/Dockerfile")
   for patch in ${patches:?none named for $CELL}; do patch -s -d "$work/src/llama.cpp" -p1 <"images/patches/$patch"; done
-  rm -rf "$work"/src/llama.cpp/{models,docs} # 113 of 150 MB, for its own tests and readers
+  rm -rf "$work"/src/llama.cpp/{models,docs,.git} # 113 of 150 MB, for its own tests and readers
   tar -C "$work/src" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -c llama.cpp | xz -6 >"$PACK/source.tar.xz"
   rm -rf "$work"
 }

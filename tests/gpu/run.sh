@@ -15,8 +15,15 @@ export PYTHONUNBUFFERED=1
 say() { printf '%s  %s\n' "$(date +%T)" "$*"; }
 die() { echo "error: $*" >&2; exit 1; }
 
+# What of CUDA this machine has, wherever it is: a toolkit, or the wheels that PyTorch came with.
+find_file() {
+  local found; found=$(find -L ${CUDA_PLACES:-/usr/local /opt /usr/lib} -name "$1" -print -quit 2>/dev/null || true)
+  [ -n "$found" ] || die "no $1 below ${CUDA_PLACES:-/usr/local, /opt or /usr/lib}"
+  echo "$found"
+}
+
 show_machine() {
-  nvidia-smi --query-gpu=name,memory.total,memory.free,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv || true
+  ! command -v nvidia-smi >/dev/null || nvidia-smi --query-gpu=name,memory.total,memory.free,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv
   say "$(getconf GNU_LIBC_VERSION), $(nproc) cores, $(free -g | awk '/^Mem/ {print $2, "GiB,", $7, "available"}'), $("$PYTHON" --version)"
   # The driver's folder is mounted from outside: the loader may not have been told of it.
   if [ -d /usr/local/nvidia/lib64 ] && ! ldconfig -p | grep libcuda.so.1 >/dev/null; then ldconfig /usr/local/nvidia/lib64; fi
@@ -39,23 +46,28 @@ flags_of() {
 }
 
 build() {
-  local nvcc cuda tree=$WORK/llama.cpp engine=$WORK/built
+  local nvcc links name found tree=$WORK/llama.cpp engine=$WORK/built
   nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) || die "no nvcc: not on PATH, not in /usr/local/cuda/bin"
-  cuda=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
-  say "$("$nvcc" --version | sed -n 's/.*release/nvcc release/p') in $cuda, $(cmake --version | head -1), ninja $(ninja --version)"
+  say "$("$nvcc" --version | sed -n 's/.*release/release/p') of $nvcc, $(cmake --version | head -1), ninja $(ninja --version)"
   [ -d "$tree" ] || "$PYTHON" -m tarfile -e "$PACK/source.tar.xz" "$WORK"
-  if [ -z "$(find -L "$cuda" -name libcuda.so -print -quit)" ]; then # as in the image: names to link with, and nothing else
-    mkdir -p "$cuda/lib64/stubs"
-    grep -rhoE '\bcu(Ctx|Device|Get|Mem)[A-Za-z0-9]+' "$tree/ggml/src/ggml-cuda" | sort -u | sed 's/.*/int &(void) { return 0; }/' >"$WORK/stub.c"
-    gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$cuda/lib64/stubs/libcuda.so" "$WORK/stub.c"
-    say "made a stub of libcuda to link with: the toolkit has none"
-  fi
+  # The toolkit may have no names to link with: as in the image, a stub for the driver's, and cuBLAS where it is.
+  mkdir -p "$WORK/links"
+  links=$(realpath "$WORK/links")
+  grep -rhoE '\bcu(Ctx|Device|Get|Mem)[A-Za-z0-9]+' "$tree/ggml/src/ggml-cuda" | sort -u | sed 's/.*/int &(void) { return 0; }/' >"$WORK/stub.c"
+  gcc -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$WORK/links/libcuda.so" "$WORK/stub.c"
+  for name in cublas cublasLt; do
+    found=$(find_file "lib$name.so.13")
+    ln -sf "$found" "$links/lib$name.so"
+  done
+  found=$(find_file cublas_v2.h)
+  export CPATH=${found%/*}
   mapfile -t cpu < <(flags_of compile)
   mapfile -t gpu < <(flags_of compile-cuda)
   local began=$SECONDS
   cmake -S "$tree" -B "$WORK/out" -G Ninja "${cpu[@]}" >"$WORK/cmake-cpu.log" || { cat "$WORK/cmake-cpu.log"; die "cmake"; }
-  cmake -S "$tree" -B "$WORK/out-cuda" -G Ninja "${gpu[@]}" -DCMAKE_CUDA_COMPILER="$nvcc" -DCUDAToolkit_ROOT="$cuda" \
-    >"$WORK/cmake-cuda.log" || { cat "$WORK/cmake-cuda.log"; die "cmake"; }
+  cmake -S "$tree" -B "$WORK/out-cuda" -G Ninja "${gpu[@]}" -DCMAKE_CUDA_COMPILER="$nvcc" \
+    -DCUDA_cuda_driver_LIBRARY="$links/libcuda.so" -DCUDA_cublas_LIBRARY="$links/libcublas.so" \
+    -DCUDA_cublasLt_LIBRARY="$links/libcublasLt.so" >"$WORK/cmake-cuda.log" || { cat "$WORK/cmake-cuda.log"; die "cmake"; }
   # Ends by itself before the call does: what is compiled is kept, and the same call goes on.
   timeout 500 ninja -C "$WORK/out-cuda" ggml-cuda | tail -1 || die "not finished: the same call goes on"
   say "CUDA backend after $((SECONDS - began)) s"
@@ -87,16 +99,16 @@ prove() {
   say "glibc: $1 wants ${wants#GLIBC_}, this machine has $has"
   for name in libcudart.so.13 libcublas.so.13 libcublasLt.so.13; do
     [ -e "$1/$name" ] && continue
-    found=$(find -L /usr/local /opt /usr/lib -name "$name" -print -quit 2>/dev/null || true)
-    [ -n "$found" ] || die "no $name below /usr/local, /opt or /usr/lib"
+    found=$(find_file "$name")
     ln -s "$found" "$1/$name" # beside the engine, where $ORIGIN looks
     say "$name is this machine's: $found"
   done
+  nvidia-smi -L || die "no NVIDIA GPU answers: whether the kernels run cannot be told here"
   use_wheels
   mkdir -p "$OUT"
-  # -c: the project's configuration wants plugins that are not there.
+  # -c: the project's configuration wants plugins that are not there, and then nobody knows the mark.
   CUDA_DISABLE_PTX_JIT=1 APPLIANCE_ENGINE_DIR=$(realpath "$1") "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -s \
-    --junitxml "$OUT/kernels-$(basename "$1").xml" tests/gpu
+    -W ignore::pytest.PytestUnknownMarkWarning --junitxml "$OUT/kernels-$(basename "$1").xml" tests/gpu
 }
 
 # What an image has beside its engine, for the engine that is here: written by the verb that images use.

@@ -111,9 +111,11 @@ class Bench:
         store = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr))
         if profile := store.peek(found.key):
             return profile
-        budget_s = min(self._options.budget_s, self.left_s - GRACE_S)
+        if self.left_s < self._options.budget_s + GRACE_S:  # with less time it would choose worse than it can
+            print(f"no time to tune in: {self.left_s:.0f} s are left; give a later --until-s or a smaller --budget-s")
+            return None
         flags = [word for name, value in self._base.items() for word in (f"--{name.replace('_', '-')}", value)]
-        argv = [sys.executable, "-m", "appliance", "tune", *flags, "--budget-s", f"{max(5.0, budget_s):.0f}"]
+        argv = [sys.executable, "-m", "appliance", "tune", *flags, "--budget-s", f"{self._options.budget_s:.0f}"]
         with subprocess.Popen(argv) as child:
             try:
                 code = child.wait(max(1.0, self.left_s))
