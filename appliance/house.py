@@ -418,6 +418,7 @@ class House:
 
     async def _ask(self, gateway: Gateway, profile: Profile) -> None:
         """A question of our own, while nobody else asks; given up when somebody does."""
+        # Here: a start from a profile never needs them.
         from appliance.tune.measure import DECODE_TOKENS, Probe
         from appliance.tune.measurement import curve_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -264,10 +265,16 @@ class Tuner:
     async def _look(self, plan: Plan, *, is_long: bool) -> Measurement:
         began = time.monotonic()
         how = self._how(plan, is_long=is_long)
+        # The first look takes what it takes: without a figure there is nothing to choose by.
+        limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
-            seen = await measure(plan, self._start, how, tell=self._tell, watch=self._watch)
+            async with asyncio.timeout(limit_s):
+                seen = await measure(plan, self._start, how, tell=self._tell, watch=self._watch)
         except SAME_FOR_EVERY_PLAN:
             raise
+        except TimeoutError:
+            # Nothing is kept of it: another start, with more time, may well measure it.
+            return Measurement(key=plan.key, error="the time was up", seconds=time.monotonic() - began)
         except EngineError as error:
             self._failures.append(error)
             seen = _failed(plan, error, time.monotonic() - began)

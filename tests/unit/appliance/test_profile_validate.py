@@ -25,6 +25,7 @@ from appliance.profile.validate import (
     should_probe,
 )
 from appliance.tune.curve import Curve, Point
+from appliance.tune.measurement import Measurement
 
 # The knee that was seen on a CPU; 2 ms a token of prefill, whatever the depth.
 TIMES = ((32, 14.5), (512, 17.7), (1024, 25.6), (2048, 55.5))
@@ -194,8 +195,9 @@ def test_the_baseline_is_of_the_plan_that_was_measured() -> None:
     assert baseline_of(found, replace(serving, context=serving.context // 2)) == baseline
     for changed in ({"kv_type": "q8_0"}, {"threads": 3}, {"ubatch": 256}, {"load_mode": "dio"}):
         assert baseline_of(found, replace(serving, **changed)) is None
-    failed = replace(serving, threads=8)
-    assert baseline_of(replace(found, plan=failed), failed) is None
+    failed = replace(found.plan, threads=64)
+    only_failed = replace(found, measurements=(Measurement(key=failed.key, error="engine exited with code 1"),))
+    assert baseline_of(only_failed, failed) is None
 
 
 def test_we_ask_ourselves_when_nobody_does_and_not_for_ever() -> None:
