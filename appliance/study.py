@@ -234,13 +234,18 @@ class Study:
         seen: list[Concurrency] = []
         for count in counts(plan, settings.users, is_asked=is_asked):
             left_s = min(self._left_s, settings.budget_s * SHARE_FOR_SLOTS)
-            if seen and left_s < seen[-1].worst_s + seen[-1].load_s:
+            if left_s <= 0 or (seen and left_s < seen[-1].worst_s + seen[-1].load_s):
                 break
             each = replace(plan, parallel=count)
             try:
-                used = seen[0].workload if seen else workload
                 found = await measure_slots(
-                    each, self._bench.command, users=settings.users, workload=used, left_s=left_s, tell=self._on_step
+                    each,
+                    self._bench.command,
+                    users=settings.users,
+                    workload=seen[0].workload if seen else workload,
+                    left_s=left_s,
+                    tell=self._on_step,
+                    is_exact=bool(seen),  # only the same job can be compared
                 )
             except EngineError as error:
                 self._report.warning("slots_failed", f"{count} slots for {settings.users} users: {error.message}")
