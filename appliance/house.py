@@ -146,7 +146,7 @@ class House:
     def _say_passed_over(self, lacking: Sequence[str]) -> None:
         if not lacking:
             return
-        from appliance.probe.holders import who_holds  # here, since memory is seldom short
+        from appliance.probe.holders import who_holds  # here: few starts are short of memory
 
         for words in lacking:
             self._report.warning("plan_passed_over", f"{words}; {who_holds(self.hardware)}")

@@ -117,7 +117,8 @@ class Space:
         """What differs from the best in little, only what fits, each once."""
         best, scene = self.best, self._scene
         around = _around_gpu if best.placement.shares else _around_cpu
-        near = [p for p in self._fitting(list(around(scene, best, self.window))) if _is_near(p, best)]
+        found = [self._with_caches(p) or p for p in around(scene, best, self.window)]
+        near = [p for p in self._fitting(found) if _is_near(p, best)]
         return [p for p in near if p.key != best.key][: PLANS_MAX - 1]
 
     def all(self) -> list[Plan]:
@@ -169,12 +170,12 @@ class Space:
         if kv_type != best.kv_type and self._aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
+        least = min(self.native, SMALLEST_WINDOW, best.context)  # no mode serves less
         if not has_gpu:
-            return (widest,)
-        least = min(self.native, SMALLEST_WINDOW)
+            return (widest,) if widest >= least else ()
         below = (SMALLEST_WINDOW << at for at in range(12))
-        wanted = {widest, largest, *(size for size in below if least <= size < widest)}
-        return tuple(sorted(wanted, reverse=True))
+        wanted = {widest, largest, *(size for size in below if size < widest)}
+        return tuple(sorted((size for size in wanted if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest window that can be placed at all, whatever it costs, found by halving."""
@@ -211,7 +212,7 @@ class Space:
         """The best with another placement, window and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._scene, self.best, placed, ubatch=ubatch)
         if (window.context, window.kv_type) == (plan.context, plan.kv_type):
-            return plan
+            return self._with_caches(plan) or plan
         words = {
             "context": (f"{window.context:,}", "measured beside others"),
             "kv_type": (window.kv_type, "measured beside others"),

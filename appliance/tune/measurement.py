@@ -67,6 +67,8 @@ def curve_of(measurements: Iterable[Measurement]) -> Curve:
 
 def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
     """Geometric, since noise is relative; prefill of the look that read the most."""
+    if len(looks) == 1:
+        return looks[0][1]
     whole = sum(weight for weight, _ in looks)
     decode_ms = math.exp(sum(weight * math.log(point.decode_ms) for weight, point in looks) / whole)
     read = max((point for _, point in looks), key=lambda point: point.prefill_tokens)

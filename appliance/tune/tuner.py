@@ -27,6 +27,7 @@ SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
 FINALISTS = 3
+FAILURES_MAX = 3  # of other causes than memory, before anything was measured
 STRETCH = 512  # tokens that llama-bench reads at a time
 NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
@@ -112,6 +113,11 @@ class Tuner:
     def left_s(self) -> float:
         return self._budget_s - (time.monotonic() - self._began)
 
+    @property
+    def _left_for_search_s(self) -> float:
+        """A share of what is left would leave the comparing at the end one look's time."""
+        return self.left_s - self._budget_s * (1 - SHARE_FOR_SEARCH)
+
     async def run(self) -> Tuned:
         """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
         that failed when none could be measured, and at once when it is one that no other plan can mend."""
@@ -122,18 +128,25 @@ class Tuner:
 
     async def _search(self) -> Search:
         search = Search(self._candidates, without_limits(self._mix), self._effort())
-        while isinstance(ask := search.ask(self._trials, left_s=self.left_s * SHARE_FOR_SEARCH), Ask):
+        while isinstance(ask := search.ask(self._trials, left_s=self._left_for_search_s), Ask):
             plan = self._plans[ask.candidate.key]
             together = self._together(search, plan, ask)
             if together is None:
                 await self._measure(plan, is_long=ask.is_long)
             else:
                 await self._measure_together(plan, together, is_long=ask.is_long)
+            self._end_if_hopeless()
             search = Search(self._candidates, without_limits(self._mix), self._effort())
         if not any(m.points for m in self._seen):
             raise self._failures[0]
         self._stopped_by = ask.why
         return search
+
+    def _end_if_hopeless(self) -> None:
+        """An engine that fails with every plan, and not of memory, fails with the next as well."""
+        others = [error for error in self._failures if not error.was_memory]
+        if len(others) >= FAILURES_MAX and not any(m.points for m in self._seen):
+            raise others[0]
 
     def _together(self, search: Search, plan: Plan, ask: Ask) -> Together | None:
         """What one llama-bench process would measure with one load. The first look is on the server: it decides how
@@ -143,7 +156,7 @@ class Tuner:
         steps = Steps(stretch=max(EMPTY, min(STRETCH, self._depths[-1])), decode_tokens=DECODE_TOKENS)
         if unsuitable(plan, steps, has_experts=self._space.is_mixture):
             return None
-        left_s = self.left_s * SHARE_FOR_SEARCH
+        left_s = self._left_for_search_s
         return companions(search, self._trials, ask, kv_type=plan.kv_type, steps=steps, left_s=left_s)
 
     async def _measure_together(self, plan: Plan, together: Together, *, is_long: bool) -> None:

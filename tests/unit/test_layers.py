@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "checks": {"probe", "settings"},
     "plan": {"probe", "model", "settings"},
     "engines": {"plan", "run"},
-    "tune": {"probe", "plan", "engines", "supervisor"},
+    "tune": {"probe", "model", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": {"supervisor"},

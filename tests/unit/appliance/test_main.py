@@ -289,7 +289,7 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert all(f"\n  {name} " in said.out for name in SETTINGS)
     assert "2 [variable APPLIANCE_PARALLEL]" in said.out
     assert "1 [flag --threads]" in said.out
-    assert "1 other plans" in said.out
+    assert "a prediction; measuring decides between it and others, such as its 1 neighbours" in said.out
 
 
 def test_probe_shows_what_may_be_used(house: House) -> None:

@@ -87,7 +87,6 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     "save": (lambda store: store.save(NEW), (OLD, NEW)),
     "save what was disturbed": (lambda store: store.save(replace(NEW, disturbance="heat")), (OLD,)),
     "keep": (lambda store: store.keep(OLD.key, FURTHER), (OLD,)),
-    "kept": (lambda store: store.kept(OLD.key), (OLD,)),
     "save another": (lambda store: store.save(OTHER), (OLD,)),
     "pin": (lambda store: store.pin(OLD.key.id), (OLD,)),
     "unpin": (lambda store: store.unpin(OLD.key.id), (OLD,)),
@@ -208,6 +207,12 @@ def test_the_old_profile_stays_until_the_new_one_is_on_the_disk(tmp_path: Path) 
 @pytest.mark.parametrize("action", ["pin", "unpin", "forget"])
 def test_what_changes_names_ends_with_a_sync_of_the_folder(tmp_path: Path, action: str) -> None:
     assert traced(tmp_path / "a", action)[-4:] == ["open_folder", "sync", "close", "close"]
+
+
+def test_what_was_kept_and_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
+    prepared(tmp_path / "a", "keep")
+    assert ProfileStore(tmp_path / "a", pytest.fail).kept(OLD.key) == BEGUN
+    assert ProfileStore(tmp_path / "a", pytest.fail, Flawed(0)).kept(OLD.key) == ()
 
 
 def test_until_the_rename_what_was_kept_before_is_there(tmp_path: Path) -> None:

@@ -186,21 +186,12 @@ def test_any_json_in_the_place_of_a_part_is_never_an_exception(long_shelf: Shelf
     assert found is None or isinstance(found.plan, Plan)
 
 
-@pytest.mark.parametrize("kind", sorted({*json.loads(TEXT)} - {"gpu_uuids"}))
+@pytest.mark.parametrize("kind", sorted(json.loads(TEXT)))
 def test_a_file_that_lacks_a_part_is_set_aside(shelf: Shelf, kind: str) -> None:
     document = json.loads(TEXT)
     del document[kind]
     assert shelf.load_bytes(json.dumps(document).encode()) is None
     assert kind in shelf.warnings[0]
-
-
-def test_a_file_from_before_gpus_were_named_is_read(shelf: Shelf) -> None:
-    document = json.loads(TEXT)
-    del document["gpu_uuids"]
-    assert shelf.load_bytes(json.dumps(document).encode()) == profile()
-    assert shelf.load_bytes(json.dumps({**document, "gpu_uuids": ["GPU-1", "GPU-2"]}).encode()) == replace(
-        profile(), gpu_uuids=("GPU-1", "GPU-2")
-    )
 
 
 @pytest.mark.parametrize("found", ["GPU-1", [1], None, {"0": "GPU-1"}])
