@@ -446,7 +446,7 @@ class House:
 
     async def _ask(self, gateway: Gateway, profile: Profile) -> None:
         """A question of our own, while nobody else asks; given up when somebody does."""
-        from appliance.tune.measure import DECODE_TOKENS, Probe
+        from appliance.tune.measure import DECODE_TOKENS, Probe  # here: it costs a start the import of aiohttp
         from appliance.tune.measurement import curve_of
 
         plan = self._serving.plan
