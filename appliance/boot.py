@@ -10,7 +10,7 @@ from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.model import Model, digest, read_model, resolve_model
+from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import Plan
 from appliance.probe import Hardware, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, make_key, pick
@@ -56,20 +56,23 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     """Writes nothing and starts nothing."""
     image, engine = load_facts(settings)
     hardware, model = look(settings, environment, image)
-    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes))
-    return Prepared(image=image, engine=engine, hardware=hardware, model=model, key=key)
+    draft = look_at_draft(settings, model)
+    drafting = digest(draft.parts, draft.header_bytes) if draft else None
+    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes), drafting)
+    return Prepared(image=image, engine=engine, hardware=hardware, model=model, key=key, draft=draft)
 
 
 def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
     """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if any.
     Writes nothing and starts nothing."""
     found = prepare(settings, environment)
-    space = found.space(settings)
     profile = ProfileStore(settings.profiles_dir, lambda _: None).peek(found.key)
-    picked = pick(profile, settings.mode, space) if profile else None
+    verdicts = profile.verdicts if profile else ()
+    space = found.space(settings, verdicts)
+    picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
     if isinstance(picked, Picked):
         return [picked.plan], found.engine, profile
-    return [space.best, *space.neighbours()], found.engine, None
+    return [found.predicted(settings, verdicts), *space.neighbours()], found.engine, None
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
@@ -82,6 +85,13 @@ def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) 
     check_engine(image)
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     return check_supported(settings, image, probe(settings.data_dir, environment)), model
+
+
+def look_at_draft(settings: Settings, model: Model) -> Model | None:
+    """The model that is to guess ahead, refused here when it cannot, and not in the middle of a tuning."""
+    if settings.draft_model is None or settings.speculation not in ("auto", "draft"):
+        return None
+    return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
 
 
 def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Report) -> None:

@@ -10,7 +10,7 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,12 @@ from appliance import __version__
 from appliance.command import Command
 from appliance.engines.endings import as_error
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, FatalError
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Space, Verdict, as_document, explain_memory, in_short
+from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
@@ -52,10 +52,20 @@ class Prepared:
     hardware: Hardware
     model: Model
     key: Key
+    draft: Model | None = None  # that guesses ahead for the model
+
+    @property
+    def draft_path(self) -> str | None:
+        return str(self.draft.path) if self.draft else None
 
     def space(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
         return Space(settings, self.image, self.engine, self.hardware, self.model, verdicts=verdicts)
+
+    def predicted(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Plan:
+        """What is served where nothing was measured. Raises as `space` does."""
+        best = self.space(settings, verdicts).best
+        return as_asked(best, settings, model=self.model, draft=self.draft, isa=self.hardware.cpu.isa)
 
 
 class House:
@@ -124,14 +134,14 @@ class House:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        picked = pick(profile, self._settings.mode, self._space)
+        picked = pick(profile, self._settings.mode, self._space, draft_path=self._found.draft_path)
         self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
                 self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
             return picked.plan
         self._report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
-        return self._found.space(self._settings, profile.verdicts).best
+        return self._found.predicted(self._settings, profile.verdicts)
 
     def _say_passed_over(self, lacking: Sequence[str]) -> None:
         if not lacking:
@@ -163,7 +173,7 @@ class House:
 
     def _supervisor(self, _plan: Plan) -> Supervisor:
         lines: deque[str] = deque(maxlen=LOG_LINES)
-        made = Supervisor(restart=Restart(), on_line=partial(self._on_line, lines))
+        made = Supervisor(restart=Restart(), on_line=lambda line: self._on_line(made, lines, line))
         self._logs = {each: kept for each, kept in self._logs.items() if each.state is not State.STOPPED}
         self._logs[made] = lines
         return made
@@ -187,17 +197,21 @@ class House:
             if start.act is Act.MEASURE:
                 self._profile = await self._new_study().run()
                 return self._profile.plan
-        return self._space.best if profile is None else self._use(profile)
+        return self._found.predicted(self._settings) if profile is None else self._use(profile)
 
     async def tune_alone(self) -> None:
-        """Raises ConfigError while another container measures for the same key: two would spoil each other's."""
+        """Raises ConfigError for a model that makes no text, and while another container measures for the same key: two
+        would spoil each other's."""
+        if self._found.model.is_embedding_model:
+            message = f"nothing can be measured: {self._found.model.path.name} gives vectors, not text"
+            raise ConfigError(message, hint="serve it: its plan is the prediction")
         with self._store.tuning(self._key) as is_ours:
             if not is_ours:
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
             await self._new_study().run()
 
-    def _new_study(self, *, shows_phase: bool = True) -> Study:
+    def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
         from appliance.study import Bench, Study  # here: a start from a profile never needs it
 
         bench = Bench(
@@ -212,12 +226,14 @@ class House:
             self._environment,
             bench,
             model=self._found.model,
+            draft=self._found.draft,
             hardware=self.hardware,
             key=self._key,
             space=partial(self._found.space, self._settings),
             store=self._store,
             report=self._report,
             shows_phase=shows_phase,
+            beside=beside,
         )
         return self._study
 
@@ -376,20 +392,32 @@ class House:
         self._is_given_up = self._profile is before
         self._vouching = None
 
-    async def _measure_idle(self, _is_alone: bool) -> Plan | None:
-        """None while another container measures for the same key: its profile is adopted by the next start."""
+    async def _measure_idle(self, is_alone: bool) -> Plan | None:
+        """None while another container measures for the same key: its profile is adopted later or by a next start."""
         with self._store.tuning(self._key) as is_ours:
             if not is_ours:
                 return None
-            self._profile = await self._new_study(shows_phase=False).run()
+            found = self._store.load(self._key)
+            if found is not None and found.disturbance is None and self._store.why_stale(found) is None:
+                return self._use(found)
+            beside = None if is_alone else await self._space_now()
+            self._profile = await self._new_study(shows_phase=False, beside=beside).run()
             return self._profile.plan
+
+    async def _space_now(self) -> Space:
+        """In the memory that is free beside the engine that serves."""
+        hardware = await asyncio.to_thread(probe, self._settings.data_dir, self._environment)
+        return replace(self._found, hardware=hardware).space(self._settings)
 
     async def _why_no_room(self, plan: Plan | None) -> str:
         """Whether the memory that is free now, beside the engine that serves, holds a second one."""
         wanted = plan or self._serving.plan
-        hardware = await asyncio.to_thread(probe, self._settings.data_dir, self._environment)
-        space = Space(self._settings, self._found.image, self._found.engine, hardware, self._found.model)
-        found = space.now(wanted) if wanted else "no plan serves"
+        if wanted is None:
+            return "no plan serves"
+        try:
+            found = (await self._space_now()).now(wanted)
+        except FatalError as error:  # a device that is gone: no reason to end serving
+            return error.message
         return found if isinstance(found, str) else ""
 
     async def _vouch(self, gateway: Gateway) -> None:
@@ -441,10 +469,10 @@ class House:
                 task.cancel()
             await asyncio.gather(asking, arriving, return_exceptions=True)
 
-    def _on_line(self, lines: deque[str], line: str) -> None:
+    def _on_line(self, supervisor: Supervisor, lines: deque[str], line: str) -> None:
         if self._vouching is not None:
             self._vouching.heard(line)
-        if self._report.progress.phase is not Phase.READY:
+        if supervisor.state is State.STARTING:  # also beside another that serves
             lines.append(line)
         if is_worth_showing(line):
             self._report.warning("engine", line[:1000])

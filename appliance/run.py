@@ -7,7 +7,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,11 +36,18 @@ class RunTimeout(Exception):  # noqa: N818 - the name says what happened, as in 
         self.stderr = stderr
 
 
-def run(argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> Finished:
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Finished:
     """Run `argv` in its own process group and without standard input; text is UTF-8, other bytes are replaced.
 
     `environment` is the child's whole environment; None inherits ours. A non-zero exit raises nothing. Raises
-    RunTimeout, and OSError when the program cannot be started. Whatever the command left in its group is killed.
+    RunTimeout, also as soon as `is_wanted` says no, and OSError when the program cannot be started. Whatever the
+    command left in its group is killed.
     """
     process = subprocess.Popen(
         list(argv),
@@ -50,12 +57,18 @@ def run(argv: Sequence[str], *, timeout_s: float, environment: Mapping[str, str]
         env=None if environment is None else dict(environment),
         start_new_session=True,
     )
-    return _collected(process, _Output(process), argv, timeout_s)
+    return _collected(process, _Output(process), argv, timeout_s, is_wanted)
 
 
-def _collected(process: subprocess.Popen[bytes], output: _Output, argv: Sequence[str], timeout_s: float) -> Finished:
+def _collected(
+    process: subprocess.Popen[bytes],
+    output: _Output,
+    argv: Sequence[str],
+    timeout_s: float,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Finished:
     try:
-        is_done = output.collect(time.monotonic() + timeout_s)
+        is_done = output.collect(time.monotonic() + timeout_s, is_wanted)
     finally:
         _kill_group(process)
         output.close()
@@ -120,11 +133,11 @@ class _Output:
         for descriptor in self._kept:
             self._selector.register(descriptor, selectors.EVENT_READ)
 
-    def collect(self, deadline_s: float) -> bool:
-        """Read until the child has ended; False when the deadline came first."""
+    def collect(self, deadline_s: float, is_wanted: Callable[[], bool]) -> bool:
+        """Read until the child has ended; False when the deadline came first, or nobody wants it any more."""
         while not self._has_exited():
             remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
+            if remaining_s <= 0 or not is_wanted():
                 return False
             if self._selector.get_map():
                 self.read_ready(min(remaining_s, _EXIT_POLL_S))

@@ -6,6 +6,7 @@ Imported when something is to be measured, and not by a start from a profile.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from appliance.engines import llama_bench, llama_fit, llama_perplexity, llama_se
 from appliance.errors import EngineError, ModelDoesNotFitError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
-from appliance.model import Model, read_draft
+from appliance.model import Model
 from appliance.plan import Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
 from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe.watch import Watch
@@ -32,7 +33,7 @@ from appliance.tune.measure import Step
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
-from appliance.tune.speculate import choose_speculation
+from appliance.tune.speculate import choose_speculation, least_s
 from appliance.tune.tuner import Goal, SharedLoad, Tuned, Tuner, speed_in_words
 from appliance.tune.workload import parse_mix, scaled
 
@@ -94,7 +95,8 @@ class Bench:
 
 class Study:
     """`space` makes the space of plans, given what was found out of types of the KV cache. What is measured is kept on
-    the volume as it comes: a study that was broken off goes on from there."""
+    the volume as it comes: a study that was broken off goes on from there. `beside` is the space in the memory that an
+    engine which serves meanwhile leaves free."""
 
     def __init__(
         self,
@@ -103,23 +105,27 @@ class Study:
         bench: Bench,
         *,
         model: Model,
+        draft: Model | None,
         hardware: Hardware,
         key: Key,
         space: Callable[[Sequence[Verdict]], Space],
         store: ProfileStore,
         report: Report,
         shows_phase: bool = True,
+        beside: Space | None = None,
     ) -> None:
         self._settings = settings
         self._environment = environment
         self._bench = bench
         self._model = model
+        self._draft = draft
         self._hardware = hardware
         self._key = key
         self._make_space = space
         self._store = store
         self._report = report
         self._shows_phase = shows_phase
+        self._beside = beside
         self._began = time.monotonic()
         self.measurements: list[Measurement] = []
 
@@ -130,7 +136,7 @@ class Study:
         verdicts = await self._judge_kinds(self._make_space(()))
         space = self._make_space(verdicts)
         tuned = await self._choose_plan(space)
-        plan, notes = await self._guess(tuned.plan)
+        plan, notes = await self._guess(tuned)
         plan, concurrent = await self._share(plan)
         profile = self._profile(space, tuned, plan, verdicts, (*notes, *concurrent))
         self._save(profile)
@@ -162,7 +168,7 @@ class Study:
 
     async def _choose_plan(self, space: Space) -> Tuned:
         settings = self._settings
-        plans = await self._refined(await asyncio.to_thread(space.all))
+        plans = await self._refined(await asyncio.to_thread(self._possible, space))
         kept = self._store.kept(self._key)
         self.measurements[:] = kept
         words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
@@ -184,20 +190,26 @@ class Study:
         )
         return await tuner.run()
 
+    def _possible(self, space: Space) -> list[Plan]:
+        """Every plan that fits; beside an engine that serves, only what memory holds as well, lest it be killed."""
+        plans = space.all()
+        if self._beside is None:
+            return plans
+        return [plan for plan in plans if not isinstance(self._beside.now(plan), str)] or plans[:1]
+
     @property
     def _has_guesses(self) -> bool:
-        offers = kinds(self._settings, self._model, self._bench.engine)
-        return any(offer.is_tried for offer in offers) or self._settings.draft_model is not None
+        offers = kinds(self._settings, self._model, self._bench.engine, self._draft)
+        return any(offer.is_tried for offer in offers)
 
-    async def _guess(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+    async def _guess(self, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
         """With tokens guessed ahead where that was seen to be faster. An engine that fails at it is served without."""
-        settings = self._settings
-        if settings.speculation == "off" or not self._has_guesses:
+        settings, plan = self._settings, tuned.plan
+        if not self._has_guesses and self._draft is None:
             return plan, ()
-        draft = None
-        if settings.draft_model is not None:
-            source = settings.sources["draft_model"]
-            draft = read_draft(settings.draft_model, self._model, settings.models_dir, source)
+        left_s = min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES)
+        if left_s < 2 * least_s(tuned):  # without guesses and with some: one of them alone says nothing
+            left_s = 0.0
         try:
             found, why, tried = await choose_speculation(
                 plan,
@@ -205,9 +217,9 @@ class Study:
                 settings=settings,
                 model=self._model,
                 engine=self._bench.engine,
-                left_s=min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES),
+                left_s=left_s,
                 tell=self._on_step,
-                draft=draft,
+                draft=self._draft,
                 isa=self._hardware.cpu.isa,
             )
             words = Choice(name="speculation", value="off", reason=why, source="measured")
@@ -234,13 +246,18 @@ class Study:
         seen: list[Concurrency] = []
         for count in counts(plan, settings.users, is_asked=is_asked):
             left_s = min(self._left_s, settings.budget_s * SHARE_FOR_SLOTS)
-            if seen and left_s < seen[-1].worst_s + seen[-1].load_s:
+            if left_s <= 0 or (seen and left_s < seen[-1].worst_s + seen[-1].load_s):
                 break
             each = replace(plan, parallel=count)
             try:
-                used = seen[0].workload if seen else workload
                 found = await measure_slots(
-                    each, self._bench.command, users=settings.users, workload=used, left_s=left_s, tell=self._on_step
+                    each,
+                    self._bench.command,
+                    users=settings.users,
+                    workload=seen[0].workload if seen else workload,
+                    left_s=left_s,
+                    tell=self._on_step,
+                    is_exact=bool(seen),  # only the same job can be compared
                 )
             except EngineError as error:
                 self._report.warning("slots_failed", f"{count} slots for {settings.users} users: {error.message}")
@@ -295,14 +312,19 @@ class Study:
         if not plans[0].placement.shares:
             return plans
         first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
-        projections = await asyncio.to_thread(
-            llama_fit.query_projections,
-            self._bench.engine_dir,
-            first,
-            self._bench.engine,
-            cache_dir=self._bench.cache_dir,
-            budget_s=self._settings.budget_s / 10,
-        )
+        given_up = threading.Event()
+        try:
+            projections = await asyncio.to_thread(
+                llama_fit.query_projections,
+                self._bench.engine_dir,
+                first,
+                self._bench.engine,
+                cache_dir=self._bench.cache_dir,
+                budget_s=self._settings.budget_s / 10,
+                is_wanted=lambda: not given_up.is_set(),
+            )
+        finally:
+            given_up.set()  # a thread is not cancelled, and its children would go on beside whoever asks
         refined = {plan.key: plan for plan in refine(first, projections)}
         answered = sum(found is not None for found in projections)
         words = f"the engine's loader reckoned {answered} of {len(first)} plans: {len(refined)} fit by its figures"

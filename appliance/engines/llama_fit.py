@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from appliance.engines.llama_server import environment, placement_arguments
@@ -49,22 +49,32 @@ def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def query_projections(
-    engine_dir: Path, plans: Sequence[Plan], facts: EngineFacts, *, cache_dir: Path, budget_s: float
+    engine_dir: Path,
+    plans: Sequence[Plan],
+    facts: EngineFacts,
+    *,
+    cache_dir: Path,
+    budget_s: float,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[Projection | None, ...]:
-    """One a plan, None where it did not answer, is not part of this image, or the time was up."""
+    """One a plan, None where it did not answer, is not part of this image, or the time was up. Once `is_wanted`
+    says no, from whichever thread, it ends."""
     binary = engine_dir / BINARY
     deadline = time.monotonic() + budget_s
     found: list[Projection | None] = []
     for plan in plans:
         left = min(TIMEOUT_S, deadline - time.monotonic())
-        found.append(_ask(binary, plan, facts, cache_dir, left) if left > 0 and binary.exists() else None)
+        may_ask = left > 0 and is_wanted() and binary.exists()
+        found.append(_ask(binary, plan, facts, cache_dir, left, is_wanted) if may_ask else None)
     return tuple(found)
 
 
-def _ask(binary: Path, plan: Plan, facts: EngineFacts, cache_dir: Path, timeout_s: float) -> Projection | None:
+def _ask(
+    binary: Path, plan: Plan, facts: EngineFacts, cache_dir: Path, timeout_s: float, is_wanted: Callable[[], bool]
+) -> Projection | None:
     argv = (str(binary), *projection_arguments(plan, facts))
     try:
-        done = run(argv, timeout_s=timeout_s, environment=environment(plan, cache_dir))
+        done = run(argv, timeout_s=timeout_s, environment=environment(plan, cache_dir), is_wanted=is_wanted)
     except (RunTimeout, OSError):
         return None  # a second opinion that is late or absent: the plan's own figures stand
     return parse_projection(done.stdout) if done.returncode == 0 else None

@@ -184,6 +184,27 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
     return with_choice(replace(plan, speculation=speculation, memory=memory, cache_ram_mib=int(memory.cache)), choice)
 
 
+def as_asked(
+    plan: Plan,
+    settings: Settings,
+    *,
+    model: Model,
+    draft: Model | None = None,
+    isa: tuple[str, ...] = (),
+) -> Plan:
+    """A prediction with the kind of guessing that was asked for: it is served unmeasured, too.
+
+    Raises ModelDoesNotFitError when there is no room.
+    """
+    kind = next((kind for kind in KINDS if kind == settings.speculation), None)
+    if kind is None:
+        return plan
+    found = reckon(plan, kind, UNMEASURED[kind], model=model, draft=draft, isa=isa)
+    why = "asked for; what it gains was not measured"
+    source = settings.sources["speculation"]
+    return applied(plan, found, Choice(name="speculation", value=found.in_words(), reason=why, source=source))
+
+
 def with_choice(plan: Plan, choice: Choice | None) -> Plan:
     """With these words in the place of what was said of the same name."""
     if choice is None:
@@ -191,14 +212,19 @@ def with_choice(plan: Plan, choice: Choice | None) -> Plan:
     return replace(plan, choices=(*(c for c in plan.choices if c.name != choice.name), choice))
 
 
-def still_applied(plan: Plan, measured: Plan) -> Plan:
-    """With the speculation of a plan that was measured, if it was measured for this window and there still is room."""
+def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) -> Plan:
+    """With the speculation of a plan that was measured, if it was measured for this window and there still is room.
+
+    The files may lie elsewhere by now: `draft_path` is where the draft model is found today.
+    """
     speculation = measured.speculation
     if speculation is None:
         return plan
-    same = (measured.context, measured.kv_type, measured.variant, measured.parallel, measured.model_path)
+    if speculation.draft_path is not None and draft_path is not None:
+        speculation = replace(speculation, draft_path=draft_path)
+    same = (measured.context, measured.kv_type, measured.variant, measured.parallel)
     words = [choice for choice in measured.choices if choice.name == "speculation"]
-    if (plan.context, plan.kv_type, plan.variant, plan.parallel, plan.model_path) != same:
+    if (plan.context, plan.kv_type, plan.variant, plan.parallel) != same:
         return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another window or placement"))
     try:
         return applied(plan, speculation, words[0] if words else None)

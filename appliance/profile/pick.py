@@ -22,20 +22,20 @@ class Picked:
     passed_over: tuple[str, ...] = ()
 
 
-def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
-    """What each plan lacks, where none fits."""
+def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = None) -> Picked | tuple[str, ...]:
+    """What each plan lacks, where none fits. `draft_path` is where the draft model lies now, if there is one."""
     plans = {plan.key: plan for plan in profile.plans}
-    left = rated(plans.values(), profile.measurements, like=profile.like)
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
-    while left:
+    while left := rated(plans.values(), profile.measurements, like=profile.like):
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
-            plan = still_applied(_with_slots(with_measured(found, chosen.why), profile.plan), profile.plan)
+            plan = _with_slots(with_measured(found, chosen.why), profile.plan)
+            plan = still_applied(plan, profile.plan, draft_path=draft_path)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
-        left = [each for each in left if each.key != chosen.rated.key]
+        del plans[chosen.rated.key]  # without it, one of its window that was only glanced at may be the best
     return tuple(lacking)
 
 

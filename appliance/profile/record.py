@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -22,6 +23,7 @@ from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
+from appliance.tune.workload import parse_mix
 
 SCHEMA = 2
 # For speed.
@@ -48,10 +50,14 @@ class Key:
         return tuple(f"{n}: {other.get(n)} -> {self.parts.get(n)}" for n in names if other.get(n) != self.parts.get(n))
 
 
-def make_key(settings: Settings, image: ImageFacts, hardware: Hardware, digest: ModelDigest) -> Key:
+def make_key(
+    settings: Settings, image: ImageFacts, hardware: Hardware, digest: ModelDigest, draft: ModelDigest | None = None
+) -> Key:
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
+    if draft is not None:
+        parts["draft"] = draft.key
     return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
 
 
@@ -84,10 +90,15 @@ class Profile:
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read."""
+        """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read.
+
+        Of the plan as it was measured: what guesses ahead came later, and one that is `like` another was not started.
+        """
         if self.allocated is None or not self.allocated.total:
             return None
-        return (self.plan.predicted_mib - self.allocated.total) / self.allocated.total
+        key = self.like.get(self.plan.key, self.plan.key)
+        plan = next((plan for plan in self.plans if plan.key == key), self.plan)
+        return (plan.predicted_mib - self.allocated.total) / self.allocated.total
 
 
 def dump_profile(profile: Profile) -> str:
@@ -138,6 +149,7 @@ def _profile(document: dict[str, Any]) -> Profile:
     if key.id != document["key"]["id"]:
         message = "profile's key does not match its parts"
         raise ValueError(message)
+    parse_mix(document["workload"])
     return Profile(
         **{
             **_only(Profile, document),
@@ -194,7 +206,7 @@ def _placement(data: dict[str, Any]) -> Placement:
 
 
 def _measurement(data: dict[str, Any]) -> Measurement:
-    points = tuple(Point(**_only(Point, point)) for point in data["points"])
+    points = tuple(_point(point) for point in data["points"])
     conditions = data["conditions"]
     return Measurement(
         **{
@@ -204,6 +216,14 @@ def _measurement(data: dict[str, Any]) -> Measurement:
             "conditions": None if conditions is None else parse_conditions(conditions),
         }
     )
+
+
+def _point(data: dict[str, Any]) -> Point:
+    point = Point(**_only(Point, data))
+    if not (0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf and point.depth >= 0):
+        message = f"Point has times that no engine takes: {point}"
+        raise TypeError(message)
+    return point
 
 
 def _allocated(data: dict[str, Any] | None) -> Allocated | None:

@@ -104,8 +104,12 @@ def _import(desk: Desk) -> Answer:
         raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
     desk.writable()
     if not desk.store.save(profile):
-        message = f"profile cannot be imported: {profile.key.id} is there and pinned"
-        raise ConfigError(message, hint=f"`appliance profiles unpin {profile.key.id}` lets it be replaced")
+        id_ = profile.key.id
+        if desk.store.is_pinned(id_):
+            message = f"profile cannot be imported: {id_} is there and pinned"
+            raise ConfigError(message, hint=f"`appliance profiles unpin {id_}` lets it be replaced")
+        message = f"profile cannot be imported: {id_} is there, and the new one was disturbed: {profile.disturbance}"
+        raise ConfigError(message, hint=f"`appliance profiles forget {id_}` makes room for it")
     used = "used by the next start whose model, machine, image and settings are the same"
     return _told(desk, {"imported": profile.key.id}, f"{profile.key.id}: {used}")
 

@@ -57,6 +57,7 @@ class FirstLook:
     wanted: int  # the workload's depth
     work_s: float  # what filling the context so far may take
     deep_s: float
+    until: float = float("inf")  # of time.monotonic(): nothing is begun that would end later
 
 
 async def measure(
@@ -132,11 +133,19 @@ async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callab
         return tuple(points)
     last = await add(empty_depth(plan.context, DECODE_TOKENS))
     room = {"context": plan.context, "tokens_each": DECODE_TOKENS * LONGER}
-    if work := work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s):
+    work = work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s)
+    if work and _ends_at(last, work) <= look.until:
         last = await add(work)
-        if deep := deep_depth(**room, prefill_ms=last.prefill_ms, seconds=look.deep_s, work=work):
+        deep = deep_depth(**room, prefill_ms=last.prefill_ms, seconds=look.deep_s, work=work)
+        if deep and _ends_at(last, deep) <= look.until:
             await add(deep)
     return tuple(points)
+
+
+def _ends_at(last: Point, depth: int) -> float:
+    """When the next point would be done, if a token took no longer than at the last one."""
+    taken_ms = (depth - last.depth) * last.prefill_ms + DECODE_TOKENS * last.decode_ms
+    return time.monotonic() + taken_ms / 1000
 
 
 class Probe:

@@ -28,12 +28,14 @@ from appliance.settings import Settings
 from appliance.supervisor import Supervisor
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
 from appliance.tune.measure import Step
+from appliance.tune.tuner import Tuned
 
 T = TypeVar("T")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 WARM = "Name three colours."  # in no prompt: its time counts nowhere
 WARM_TOKENS = 8
 TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams guess nothing before 24 tokens in a row are known ones
+PROMPT_TOKENS = 150  # about, of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
@@ -130,6 +132,14 @@ async def choose_speculation(
         return *run.of_asked(asked), run.tried
     await run.measure_base_again()
     return *run.of_fastest(), run.tried
+
+
+def least_s(tuned: Tuned) -> float:
+    """What one start with the fewest prompts takes, going by how fast the plan was."""
+    curve = tuned.chosen.rated.curve
+    load_s = max((m.load_s for m in tuned.measurements if m.points), default=0.0)
+    depth = PROMPT_TOKENS + TOKENS_LEAST
+    return load_s + PROMPTS_LEAST * (curve.prefill_s(0, PROMPT_TOKENS) + curve.decode_ms(depth) * TOKENS_LEAST / 1000)
 
 
 class _Run:

@@ -25,6 +25,7 @@ from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
+SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
 FINALISTS = 3
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
@@ -288,6 +289,7 @@ class Tuner:
                 wanted=self._mix.depth,
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
+                until=self._began + self._budget_s * SHARE_FOR_FIRST,
             )
         wanted = depths if is_long else depths[:2]
         return Look(depths=within(wanted, plan.context, DECODE_TOKENS * LONGER) or depths[:1], is_long=is_long)
@@ -338,6 +340,7 @@ class Tuner:
         """Measured plans with smaller windows: a window that is not filled costs memory and no time. Only `context`
         ever wants one, where the largest cannot be read along with when it is full."""
         more: list[Plan] = []
+        measured = {m.key for m in self._seen if m.points}
         for each in self._rated():
             if 1000 / each.curve.decode_ms(each.window - ROOM) >= READABLE_TOKENS_PER_S:
                 continue
@@ -345,9 +348,9 @@ class Tuner:
             size = each.window // 2
             while size >= least:
                 smaller = self._space.at_window(self._plans[each.key], size)
-                if smaller is not None:
+                if smaller is not None and smaller.key not in measured:
                     more.append(smaller)
-                    self._like[smaller.key] = each.key
+                    self._like[smaller.key] = self._like.get(each.key, each.key)
                 size //= 2
         return more
 

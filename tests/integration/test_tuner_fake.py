@@ -321,3 +321,10 @@ async def test_an_engine_that_does_no_work_is_an_error_of_its_own(socket_path: P
     bench = Bench(socket_path, knobs=lambda plan: ("--die-on-request",))
     with pytest.raises(EngineError, match="exited with code 1"):
         await bench.tune(on_cpu(), [on_cpu().best])
+
+
+async def test_on_a_slow_machine_the_first_look_leaves_time_for_others(socket_path: Path) -> None:
+    """24 tokens at each depth would take 24 s, of 20 s."""
+    bench = Bench(socket_path, lambda plan: 1000.0)
+    await bench.tune(on_cpu(), few(), budget_s=20.0)
+    assert [point.depth for point in bench.done[0].points] == [32]

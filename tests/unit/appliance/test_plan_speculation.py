@@ -15,7 +15,20 @@ from profiles import profile
 from appliance.engines.llama_server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import Choice, Kind, Plan, applied, as_document, in_short, kinds, plan, reckon, still_applied
+from appliance.plan import (
+    UNMEASURED,
+    Choice,
+    Kind,
+    Plan,
+    applied,
+    as_asked,
+    as_document,
+    in_short,
+    kinds,
+    plan,
+    reckon,
+    still_applied,
+)
 from appliance.plan.memory import kv_mib, layers_of, weights_mib
 from appliance.plan.placement import Placement, Share
 from appliance.plan.speculation import CACHE_LEFT_MIB, KINDS, SIZES
@@ -203,3 +216,25 @@ def test_what_was_measured_is_served_while_it_fits() -> None:
     full = still_applied(replace(first(cache_ram_mib="300"), usable_mib=1.0), measured)
     assert full.speculation is None
     assert "does not fit" in next(c for c in full.choices if c.name == "speculation").reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_asked_for_is_in_a_prediction_too(kind: Kind) -> None:
+    flags = {"speculation": kind, **({"draft_model": "x.gguf"} if kind == "draft" else {})}
+    of = first(WITH_DRAFTS, **flags)
+    found = as_asked(of, settings(**flags), model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None)
+    assert found.speculation is not None
+    assert (found.speculation.kind, found.speculation.tokens) == (kind, UNMEASURED[kind])
+    (choice,) = [c for c in found.choices if c.name == "speculation"]
+    assert choice.source == "flag --speculation"
+    assert found.memory.total > of.memory.total or found.cache_ram_mib < of.cache_ram_mib
+    for nothing in ("auto", "off"):
+        assert as_asked(of, settings(speculation=nothing), model=WITH_DRAFTS) is of
+
+
+def test_files_that_were_moved_keep_their_guesses() -> None:
+    measured = guessing("draft", base=replace(first(), model_path="/old/small.gguf"))
+    served = still_applied(first(), measured, draft_path="/new/draft.gguf")
+    assert served.speculation is not None
+    assert served.speculation.draft_path == "/new/draft.gguf"
+    assert "/new/draft.gguf" in speculation_arguments(served, ENGINE)
