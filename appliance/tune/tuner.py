@@ -22,6 +22,7 @@ from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
 from appliance.tune.measurement import Measurement, curve_of, rated
 from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
+from appliance.tune.terms import Candidate
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
@@ -130,7 +131,7 @@ class Tuner:
     async def _search(self) -> Search:
         search = Search(self._candidates, without_limits(self._mix), self._effort())
         while isinstance(ask := search.ask(self._trials, left_s=self._left_for_search_s), Ask):
-            plan = self._plans[ask.candidate.key]
+            plan = self._unlike_the_failed() or self._plans[ask.candidate.key]
             together = self._together(search, plan, ask)
             if together is None:
                 await self._measure(plan, is_long=ask.is_long)
@@ -148,6 +149,20 @@ class Tuner:
         others = [error for error in self._failures if not error.was_memory]
         if len(others) >= FAILURES_MAX and not any(m.points for m in self._seen):
             raise others[0]
+
+    def _unlike_the_failed(self) -> Plan | None:
+        """While every plan has failed, and not of memory: the one that has the least in common with them. Its like
+        would fail in the same way, whatever is predicted of them."""
+        if any(m.points for m in self._seen) or not any(not error.was_memory for error in self._failures):
+            return None
+        failed = {m.key for m in self._seen}
+        knobs = [candidate.by_knob for candidate in self._candidates if candidate.key in failed]
+
+        def unlike(candidate: Candidate) -> int:
+            return min(sum(of[name] != value for name, value in candidate.knobs) for of in knobs)
+
+        left = [candidate for candidate in self._candidates if candidate.key not in failed]
+        return self._plans[max(left, key=unlike).key] if left and knobs else None
 
     def _together(self, search: Search, plan: Plan, ask: Ask) -> Together | None:
         """What one llama-bench process would measure with one load. The first look is on the server: it decides how

@@ -233,14 +233,15 @@ class Serving:
         return counts
 
     def engine_pids(self) -> list[int]:
-        """Of every process that has this appliance's socket in its command line."""
+        """Of every process that has a socket of this appliance in its command line: it serves, or it is measured."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 words = path.read_bytes().split(b"\0")
             except OSError:
                 continue  # gone since the list was made
-            if str(self._socket).encode() in words:
+            ours = str(self._socket).removesuffix(".sock").encode()
+            if any(word.startswith(ours) and word.endswith(b".sock") for word in words):
                 found.append(int(path.parent.name))
         return found
 

@@ -165,7 +165,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
     with home.serving(budget_s="60") as one:  # longer than the other's start takes on a busy machine
         one.event("tune_step")
         with home.serving() as other:
-            assert "its profile from the next start" in other.event("tune_elsewhere")["message"]
+            assert "its profile at the next start" in other.event("tune_elsewhere")["message"]
             other.wait_ready()
             assert other.chat()[0] == 200
             assert other.document("plan")["threads"] == predicted["threads"]
