@@ -1,1 +1,1 @@
-"""What a lent GPU machine runs: README.md beside this file has the commands."""
+"""What runs on a machine with a GPU: README.md beside this file has the commands."""

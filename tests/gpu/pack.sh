@@ -1,5 +1,5 @@
 #!/bin/bash
-# Gathers here, where there is a network, what the device machine lacks: below .make/gpu, which travels as `carry`.
+# Gathers, where there is a network, what a machine without one lacks: below .make/gpu, to be copied there.
 #   bash tests/gpu/pack.sh source wheels image
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -57,6 +57,6 @@ done
 du -ah --max-depth=1 "$PACK"
 size=$(du -sm "$PACK" | cut -f1)
 if ((size > LIMIT_MIB)); then
-  echo "error: $PACK is $size MiB, more than $LIMIT_MIB: carry its parts in calls of their own (README.md)" >&2
+  echo "error: $PACK is $size MiB, more than $LIMIT_MIB: send its parts one by one (README.md)" >&2
   exit 1
 fi

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs on the device machine, in the repository's root: bash tests/gpu/run.sh PART… (build, image, tune OPTIONS…).
+# Runs on the machine with the GPU, in the repository's root: bash tests/gpu/run.sh PART… (build, image, tune OPTIONS…).
 # What each part shows and how long it takes is in README.md beside this file.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
