@@ -19,7 +19,7 @@ from appliance import __version__
 from appliance.command import Command
 from appliance.engines.endings import as_error
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
-from appliance.errors import ConfigError, FatalError
+from appliance.errors import ConfigError, FatalError, VolumeError
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -436,13 +436,18 @@ class House:
             return
         if holds.note:
             self._report.info("profile_faster", f"profile {profile.key.id}: {holds.note}")
-        if holds.verdict == "holds":
+        if holds.verdict == "holds" and not (holds.note and profile.disturbance):
             self._report.info("profile_holds", f"profile {profile.key.id} holds: {holds.words}")
             return
         then = {"first": "measured again at the next start", "idle": "measured again while nobody asks"}
-        words = f"profile {profile.key.id} no longer holds: {holds.words}; {then.get(self._settings.tune, 'kept')}"
+        # What was measured while something else was at work may be too slow as well: then another plan may be the best.
+        why = holds.words if holds.verdict == "stale" else f"{holds.note}; {profile.disturbance} when it was measured"
+        words = f"profile {profile.key.id} no longer holds: {why}; {then.get(self._settings.tune, 'kept')}"
         self._report.warning("profile_stale", words)
-        await asyncio.to_thread(self._store.mark_stale, profile, holds.words)
+        try:
+            await asyncio.to_thread(self._store.mark_stale, profile, why)
+        except VolumeError as error:  # serving goes on; the next start finds out again
+            self._report.warning("profile_not_marked", error.message)
 
     async def _ask(self, gateway: Gateway, profile: Profile) -> None:
         """A question of our own, while nobody else asks; given up when somebody does."""

@@ -49,6 +49,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.disconnects = 0
+        self.tasks = 0
         self.open_streams = 0
         self.finished_streams = 0
 
@@ -195,6 +196,8 @@ class Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
             "timings": self.token_timings(request) if is_of_tokens else timings(words, words),
         }
+        if not is_of_tokens and self.server.options.served_ms:
+            log_times(self.server.ledger, self.server.options.served_ms)
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
             reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
@@ -308,6 +311,18 @@ def prompt_of(request: dict[str, Any]) -> str:
     return str(content)
 
 
+def log_times(ledger: Ledger, decode_ms: float) -> None:
+    """What llama-server logs of one request: 10 tokens read, 31 made."""
+    with ledger.lock:
+        ledger.tasks += 1
+        slot = f"id  0 | task {ledger.tasks} |"
+        log("I", f"slot launch_slot_: {slot} processing task, is_child = 0")
+        log("I", f"slot   operator(): {slot} new prompt, n_ctx_slot = 4096, n_keep = 0, task.n_tokens = 10")
+        log("I", f"slot print_timing: {slot} prompt eval time = {10.0:10.2f} ms /    10 tokens (    1.00 ms per token)")
+        log("I", f"slot print_timing: {slot}        eval time = {30 * decode_ms:10.2f} ms /    31 tokens (each slow)")
+        log("I", f"slot      release: {slot} stop processing: n_tokens = 40, truncated = 0")
+
+
 def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     return {
         "prompt_n": prompt_n,
@@ -373,6 +388,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
     add("--threads", type=int, default=1)
     add("--ubatch-size", type=int, default=512)
+    add("--served-ms", type=float, default=0.0, help="log each chat's times as llama-server does: so long a token")
     add(
         "--decode-ms", default="10", metavar="TABLE", help="a token, by --threads: 1:40,2:20 (timings only, no waiting)"
     )
