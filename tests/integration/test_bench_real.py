@@ -17,8 +17,10 @@ from appliance.engines import llama_server
 from appliance.engines.llama_bench import Grid, Steps, command
 from appliance.errors import EngineArgumentsError, ModelUnreadableError
 from appliance.plan import Plan
+from appliance.probe import probe
+from appliance.probe.watch import Watch
 from appliance.tune.bench import bench
-from appliance.tune.measure import measure
+from appliance.tune.measure import Look, measure
 from tests.shapes import SMALL, write_gguf
 
 SMOLLM2 = Path(__file__).parents[2] / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -93,7 +95,8 @@ async def test_its_figures_beside_the_servers(capsys: pytest.CaptureFixture[str]
     plan = replace(PLAN, model_path=str(SMOLLM2), parallel=1, threads=1, threads_batch=1)
     grid = Grid(threads=(plan.threads,), ubatches=(plan.ubatch,), kv_type=plan.kv_type)
     benched = await bench(plan, grid, Steps(stretch=256), FACTS, start, tell=lambda _: None, done=lambda *_: None)
-    served = await measure(plan, serve, left_s=0.0, at=(32, 256), tell=lambda _: None)
+    hardware = probe(Path("/tmp"), {})
+    served = await measure(plan, serve, Look(depths=(32, 256)), tell=lambda _: None, watch=lambda: Watch(hardware, {}))
     (_, points), *_ = benched.cells
     with capsys.disabled():
         print(f"\nllama-bench {benched.seconds:.1f} s, load {benched.load_s:.2f} s; server {served.seconds:.1f} s")
