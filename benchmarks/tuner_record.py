@@ -2,7 +2,7 @@
 
     python benchmarks/tuner.py --record --engine .make/engine --model SmolLM2-135M=FILE [--cells 3]
 
-Each cell is one start and three depths. The first cell of a model is measured five times over: its noise. A cell during
+Each cell is one start and three depths. The first cell of a model is measured four times over: its noise. A cell during
 which other processes took more than a little of the machine is measured again. Two more models, a dense one and a
 mixture of experts, are written here with random weights.
 """
@@ -37,11 +37,11 @@ from tests.shapes import SMALL, write_gguf
 GRID: dict[str, tuple[Any, ...]] = {
     "kv_type": ("f16", "q8_0"),
     "load_mode": ("mmap", "none"),
-    "threads": (1, 2, 3),
+    "threads": (1, 2),
     "ubatch": (128, 512, 1024),
 }
 DEPTHS = (32, 512, 2048)
-REPEATS = 5
+REPEATS = 4
 TOKENS = 32
 CONTEXT = 4096
 SYNTHETIC = {
