@@ -128,7 +128,10 @@ class EngineEndpoint:
         await first_of(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _serve(self, scope: Scope, body: bytes, reply: Reply) -> None:
-        if self._progress().is_held:
+        progress = self._progress()
+        if not (progress.is_ready or progress.is_held):
+            raise refusal.not_ready(progress)  # it was otherwise when the body began to come
+        if progress.is_held:
             if self._last_answer is not None:
                 await reply.repeat(self._last_answer)
                 return

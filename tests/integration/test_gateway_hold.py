@@ -210,6 +210,24 @@ def test_the_engine_does_not_come_back(held: Stage, phase: Phase, code: str, mes
     assert json.loads(event)["error"] == answers[0].error
 
 
+@pytest.mark.parametrize("first", [HELD, READY])
+def test_an_engine_that_fails_while_a_body_still_comes_is_not_asked(held: Stage, first: Progress) -> None:
+    before = posts(held)
+    held.progress = first
+    data = json.dumps(CHAT).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}"
+    )
+    with held.raw(f"{head}\r\nConnection: close\r\n\r\n".encode() + data[:5]) as connection:
+        waiting(held)
+        held.progress = Progress(phase=Phase.FAILED, message="gone")
+        connection.sendall(data[5:])
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"the engine failed: gone" in answer
+    assert posts(held) == before
+
+
 def test_the_sdk_is_told_of_it(held: Stage) -> None:
     def chat() -> Any:
         with held.openai() as client:
