@@ -229,12 +229,16 @@ def test_an_engine_that_fails_while_a_body_still_comes_is_not_asked(held: Stage,
 
 
 def test_the_sdk_is_told_of_it(held: Stage) -> None:
+    has_begun = threading.Event()  # the answer, that is: before it an error is one by status, which the SDK words anew
+
     def chat() -> Any:
         with held.openai() as client:
-            return list(client.chat.completions.create(model="demo", messages=MESSAGES, stream=True))
+            stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+            has_begun.set()
+            return list(stream)
 
     thread, errors = in_thread(chat)
-    waiting(held)
+    assert has_begun.wait(10)
     held.progress = Progress(phase=Phase.FAILED, message="gone")
     thread.join(10)
     assert isinstance(errors[0], openai.APIError)
