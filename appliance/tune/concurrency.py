@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
-from appliance.supervisor import Supervisor
-from appliance.tune.measure import Probe, Step, cause_of, unless_stalled
+from appliance.tune.engine import running, unless_stalled
+from appliance.tune.measure import Probe, Step
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.workload import Workload, scaled
 
@@ -40,30 +39,20 @@ async def measure_slots(
     unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. Raises
     what `as_error` makes of an engine that fails on the way."""
     began = time.monotonic()
-    supervisor = Supervisor(on_line=lambda _: None)
     tell(Step(plan=plan, what="loading"))
     command = start(plan)
-    try:
-        supervisor.start(command)
-        crash = await supervisor.wait_ready()
-        if crash is not None:
-            raise as_error(crash)
+    async with running(command) as supervisor:
         load_s = time.monotonic() - began
-        try:
-            work = drive(
-                command,
-                plan,
-                users=users,
-                workload=workload,
-                left_s=left_s - load_s,
-                tell=tell,
-                is_exact=is_exact,
-            )
-            found = await unless_stalled(work, supervisor, command.stall_timeout_s)
-        except EngineNotReadyError as error:
-            raise await cause_of(supervisor, error) from error
-    finally:
-        await supervisor.stop()
+        work = drive(
+            command,
+            plan,
+            users=users,
+            workload=workload,
+            left_s=left_s - load_s,
+            tell=tell,
+            is_exact=is_exact,
+        )
+        found = await unless_stalled(work, supervisor, command.stall_timeout_s)
     return replace(found, load_s=load_s)
 
 

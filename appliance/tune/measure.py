@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import aiohttp
+from typing import Any
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
 from appliance.engines.llama_server import parse_allocated
-from appliance.errors import EngineNotReadyError, FatalError
+from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
-from appliance.supervisor import Supervisor
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
 from appliance.tune.curve import LONGER, Point
+from appliance.tune.engine import post, running, session_with, unless_stalled
 from appliance.tune.measurement import Measurement
 
-T = TypeVar("T")
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
 LOG_LINES = 5000  # buffer sizes are among the first few hundred
-DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit is seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +68,13 @@ async def measure(
     """
     began = time.monotonic()
     lines: deque[str] = deque(maxlen=LOG_LINES)
-    supervisor = Supervisor(on_line=lines.append)
     tell(Step(plan=plan, what="loading"))
     command = start(plan)
-    try:
-        supervisor.start(command)
-        crash = await supervisor.wait_ready()
-        if crash is not None:
-            raise as_error(crash)
+    async with running(command, on_line=lines.append) as supervisor:
         load_s = time.monotonic() - began
-        try:
-            async with Probe(command) as probe, watch() as watching:
-                work = _points(probe, plan, look, tell)
-                points = await unless_stalled(work, supervisor, command.stall_timeout_s)
-        except EngineNotReadyError as error:
-            raise await cause_of(supervisor, error) from error
-    finally:
-        await supervisor.stop()
+        async with Probe(command) as probe, watch() as watching:
+            work = _points(probe, plan, look, tell)
+            points = await unless_stalled(work, supervisor, command.stall_timeout_s)
     return Measurement(
         key=plan.key,
         points=points,
@@ -100,22 +84,6 @@ async def measure(
         allocated=parse_allocated(lines),
         conditions=watching.conditions,
     )
-
-
-async def unless_stalled(work: Coroutine[Any, Any, T], supervisor: Supervisor, timeout_s: float) -> T:
-    """No fixed limit, since a slow machine is no broken one: what counts is that the engine works at all."""
-    working = asyncio.create_task(work)
-    stalling = asyncio.create_task(supervisor.wait_stalled(timeout_s))
-    try:
-        await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        message = f"engine made no progress for {timeout_s:g} s while it was measured"
-        raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
-    finally:
-        for task in (working, stalling):
-            task.cancel()
-        await asyncio.gather(working, stalling, return_exceptions=True)
 
 
 async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callable[[Step], None]) -> tuple[Point, ...]:
@@ -152,13 +120,12 @@ class Probe:
     """Asks a running engine for completions of growing prefixes of one natural text, and checks what it really did."""
 
     def __init__(self, command: Command) -> None:
-        self._connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
-        self._session = aiohttp.ClientSession(connector=self._connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = session_with(command)
         self._ids: list[int] = []
 
     async def __aenter__(self) -> Probe:
         try:
-            reply = await self._post("/tokenize", {"content": TEXT.read_text(encoding="utf-8")})
+            reply = await post(self._session, "/tokenize", {"content": TEXT.read_text(encoding="utf-8")})
         except BaseException:
             await self._session.close()
             raise
@@ -174,7 +141,8 @@ class Probe:
 
     async def run(self, depth: int, tokens: int) -> Point:
         """Decodes `tokens` with `depth` tokens in the context; what is cached of a shorter prefix is not read again."""
-        reply = await self._post(
+        reply = await post(
+            self._session,
             "/completion",
             {
                 "prompt": self.prompt(depth),
@@ -190,12 +158,14 @@ class Probe:
     async def warm(self) -> None:
         """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
         tokens = self._ids[EMPTY : 2 * EMPTY]
-        await self._post("/completion", {"prompt": tokens, "n_predict": 1, "cache_prompt": False, "id_slot": 0})
+        await post(
+            self._session, "/completion", {"prompt": tokens, "n_predict": 1, "cache_prompt": False, "id_slot": 0}
+        )
 
     async def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """In whichever slot the engine chooses, as any client's request."""
         body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
-        return await self._post("/completion", body)
+        return await post(self._session, "/completion", body)
 
     def prompt(self, depth: int) -> list[int]:
         """The text over and over, each round begun a little further on, so that no long stretch repeats."""
@@ -206,18 +176,6 @@ class Probe:
             ids += self._ids[cut:] + self._ids[:cut]
             turn += 1
         return ids[:depth]
-
-    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            async with self._session.post(f"http://engine{route}", json=body) as reply:
-                data = await reply.json()
-                if reply.status != 200:
-                    message = f"engine refused {route} while measuring: {reply.status}: {data}"
-                    raise EngineNotReadyError(message)
-        except (aiohttp.ClientError, ValueError) as error:
-            message = f"engine broke off {route} while measuring: {type(error).__name__}: {error}"
-            raise EngineNotReadyError(message) from error
-        return dict(data)
 
 
 def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
@@ -239,12 +197,3 @@ def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
         prefill_ms=prompt_ms / max(1, read),
         prefill_tokens=read,
     )
-
-
-async def cause_of(supervisor: Supervisor, seen: FatalError) -> FatalError:
-    """Why the engine ended, if it did: a broken connection says nothing of it. Else what was seen."""
-    try:
-        async with asyncio.timeout(DEATH_S):
-            return as_error(await supervisor.wait_failed())
-    except TimeoutError:
-        return seen

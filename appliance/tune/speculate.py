@@ -8,29 +8,25 @@ each prompt once, since n-grams keep what they have seen, and a second time woul
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
-from appliance.errors import ConfigError, EngineError, EngineNotReadyError, FatalError, ModelDoesNotFitError
+from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import SIZES, UNMEASURED, Kind, Plan, Speculation, applied, kinds, reckon
 from appliance.settings import Settings
-from appliance.supervisor import Supervisor
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
+from appliance.tune.engine import post, running, session_with, unless_stalled
 from appliance.tune.measure import Step
 from appliance.tune.tuner import Tuned
 
-T = TypeVar("T")
 PROMPTS = Path(__file__).with_name("prompts.txt")
 WARM = "Name three colours."  # in no prompt: its time counts nowhere
 WARM_TOKENS = 8
@@ -39,7 +35,7 @@ PROMPT_TOKENS = 150  # about, of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
-DEATH_S = 1.0
+DOING = "guessing was measured"  # in words of what went wrong meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +272,9 @@ async def measure_speculation(
     guesses = f"guessing up to {plan.speculation.tokens}" if plan.speculation else "guessing nothing"
     tell(Step(plan=plan, what=f"loading, {guesses}"))
     command = start(plan)
-    async with _serving(command) as (client, supervisor):
-        asking = _ask(client, plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
-        tokens_each, answers = await _unless_stalled(asking, supervisor, command.stall_timeout_s)
+    async with running(command) as supervisor, session_with(command) as session:
+        asking = _ask(_Client(session), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
+        tokens_each, answers = await unless_stalled(asking, supervisor, command.stall_timeout_s, doing=DOING)
     speculation = plan.speculation
     return Tried(
         kind=speculation.kind if speculation else None,
@@ -330,27 +326,15 @@ class _Client:
         """The prompt's tokens, as the model's template puts it."""
         if text not in self._read:
             message = {"role": "user", "content": text}
-            whole = (await self._post("/apply-template", {"messages": [message]}))["prompt"]
+            whole = (await post(self._session, "/apply-template", {"messages": [message]}, doing=DOING))["prompt"]
             body = {"content": whole, "add_special": True, "parse_special": True}
-            self._read[text] = (await self._post("/tokenize", body))["tokens"]
+            self._read[text] = (await post(self._session, "/tokenize", body, doing=DOING))["tokens"]
         return self._read[text]
 
     async def ask(self, name: str, text: str, tokens: int, *, seed: int) -> Answer:
         prompt = await self.read(text)
         body = {"prompt": prompt, "n_predict": tokens, "seed": seed, "id_slot": 0, "return_tokens": True}
-        return parse_answer(name, await self._post("/completion", body), len(prompt))
-
-    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            async with self._session.post(f"http://engine{route}", json=body) as reply:
-                data = await reply.json()
-                if reply.status != 200:
-                    message = f"engine refused {route} while guessing was measured: {reply.status}: {data}"
-                    raise EngineNotReadyError(message)
-        except (aiohttp.ClientError, ValueError) as error:
-            message = f"engine broke off {route} while guessing was measured: {type(error).__name__}: {error}"
-            raise EngineNotReadyError(message) from error
-        return dict(data)
+        return parse_answer(name, await post(self._session, "/completion", body, doing=DOING), len(prompt))
 
 
 def parse_answer(name: str, reply: dict[str, Any], depth: int) -> Answer:
@@ -368,46 +352,3 @@ def parse_answer(name: str, reply: dict[str, Any], depth: int) -> Answer:
         accepted=int(timings.get("draft_n_accepted", 0)),
         is_looping=is_looping(reply.get("tokens", [])),
     )
-
-
-@asynccontextmanager
-async def _serving(command: Command) -> AsyncIterator[tuple[_Client, Supervisor]]:
-    """A started engine that answers, gone at the end; a broken connection is told as what the engine ended with."""
-    supervisor = Supervisor()
-    try:
-        supervisor.start(command)
-        if (crash := await supervisor.wait_ready()) is not None:
-            raise as_error(crash)
-        connector = aiohttp.UnixConnector(path=str(command.socket_path))
-        try:
-            async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-                yield _Client(session), supervisor
-        except EngineNotReadyError as error:
-            raise await _cause(supervisor, error) from error
-    finally:
-        await supervisor.stop()
-
-
-async def _unless_stalled(work: Coroutine[Any, Any, T], supervisor: Supervisor, timeout_s: float) -> T:
-    """A slow machine is no broken one: what counts is that the engine works at all."""
-    working = asyncio.create_task(work)
-    stalling = asyncio.create_task(supervisor.wait_stalled(timeout_s))
-    try:
-        await asyncio.wait((working, stalling), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        message = f"engine made no progress for {timeout_s:g} s while guessing was measured"
-        raise EngineNotReadyError(message, hint="its last lines are above", log=supervisor.log_tail)
-    finally:
-        for task in (working, stalling):
-            task.cancel()
-        await asyncio.gather(working, stalling, return_exceptions=True)
-
-
-async def _cause(supervisor: Supervisor, seen: FatalError) -> FatalError:
-    """Why the engine ended, if it did; else what was seen."""
-    try:
-        async with asyncio.timeout(DEATH_S):
-            return as_error(await supervisor.wait_failed())
-    except TimeoutError:
-        return seen
