@@ -14,8 +14,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from appliance.plan import Costs
 from appliance.tune.curve import Point
-from appliance.tune.terms import Candidate, Need, Value, Work
+from appliance.tune.terms import Candidate, Need, Value
 from appliance.tune.workload import Workload
 
 KV_BYTES = {"f16": 2.0, "q8_0": 1.0625}
@@ -125,7 +126,7 @@ def _candidate(
     return Candidate(key="/".join(str(value) for _, value in knobs), knobs=knobs, window=window, work=work, needs=needs)
 
 
-def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: int) -> Work:
+def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: int) -> Costs:
     """A roofline: bytes over bandwidth, threads up to the fast cores."""
     near, host = spec.layers - away, min(1.0, threads / spec.fast_cores) ** 0.7
     read_away = spec.expert_mb * spec.used_share if spec.expert_mb else spec.dense_mb
@@ -134,7 +135,7 @@ def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: in
     cached_near = spec.layers if spec.expert_mb else near
     touched = 1 - (1 - spec.used_share) ** ubatch if spec.expert_mb else 1.0
     full = 1 + 60 / ubatch  # a small batch fills a GPU less
-    return Work(
+    return Costs(
         gpu_ms=(dense_near + near * spec.expert_mb * spec.used_share + spec.output_mb) / spec.gpu_gb_s,
         cpu_ms=away * read_away / (spec.dram_gb_s * host),
         fixed_ms=0.02 * spec.layers + (0.03 * away if spec.expert_mb else 0.0),
@@ -226,7 +227,7 @@ class Machine:
     def load_s(self) -> float:
         return self.spec.load_s
 
-    def _work(self, candidate: Candidate) -> Work:
+    def _work(self, candidate: Candidate) -> Costs:
         """By the figures of the card, not those of a planner that is wrong about it."""
         knobs = candidate.by_knob
         return predicted_work(

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from appliance.plan import Costs
 from appliance.tune.curve import Curve, Point
-from appliance.tune.terms import Candidate, Value, Work
+from appliance.tune.terms import Candidate, Value
 from appliance.tune.workload import CHAT, Workload, job_s, scaled
 from benchmarks.tuner_machines import KV_BYTES, Missing
 
@@ -69,7 +70,7 @@ class Recorded:
         threads = cell["threads"] / min(cell["threads"], self._facts["cores"]) ** 0.9 / cell["threads"]
         read_ms = self._facts["read_mb"] / PLANNED_GB_S * threads
         kv_us = self._facts["kv_values"] * KV_BYTES[cell["kv_type"]] / 1e3 / PLANNED_GB_S * threads
-        work = Work(cpu_ms=read_ms, cpu_depth_us=kv_us, cpu_prefill_ms=read_ms / PREFILL_GAIN, fixed_ms=0.2)
+        work = Costs(cpu_ms=read_ms, cpu_depth_us=kv_us, cpu_prefill_ms=read_ms / PREFILL_GAIN, fixed_ms=0.2)
         # "window" and "cpu_layers" are one value each: rivals ask every machine for them.
         knobs: tuple[tuple[str, Value], ...] = (
             *((name, cell[name]) for name in KNOBS),

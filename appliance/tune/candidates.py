@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from appliance.plan import Plan, Space
 from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measurement import Measurement
-from appliance.tune.terms import Candidate, Need, Work
+from appliance.tune.terms import Candidate, Need
 
 EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
 SHARE_FOR_DEPTH = 0.1  # of the budget, for filling the deepest context of one plan
@@ -31,7 +30,7 @@ def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:
                 ("window", plan.context),
             ),
             window=plan.context,
-            work=Work(**asdict(space.costs(plan))),
+            work=space.costs(plan),
             needs=tuple(Need(device=device, need_mib=need, room_mib=room) for device, need, room in space.needs(plan)),
         )
         for plan in plans

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from appliance.plan import Costs
 from appliance.tune.refit import Term
 from appliance.tune.workload import Mix, Workload
 
@@ -41,22 +42,6 @@ _ON_CPU = ("cpu", "cpu_depth", "cpu_prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """Predicted milliseconds; `..._us` are microseconds for each token that is in the cache already."""
-
-    gpu_ms: float = 0.0  # decode, a token
-    cpu_ms: float = 0.0
-    fixed_ms: float = 0.0
-    gpu_depth_us: float = 0.0
-    cpu_depth_us: float = 0.0
-    gpu_prefill_ms: float = 0.0  # a token of a prompt
-    cpu_prefill_ms: float = 0.0
-    copy_ms: float = 0.0  # host weights to a GPU, once a ubatch of a prompt
-    prefill_depth_us: float = 0.0
-    window: int | None = None  # past which the cache's share grows no longer
-
-
-@dataclass(frozen=True, kw_only=True)
 class Need:
     """Of one device: what the candidate is predicted to take, and what there is."""
 
@@ -72,7 +57,7 @@ class Candidate:
     key: str
     knobs: tuple[tuple[str, Value], ...]
     window: int
-    work: Work
+    work: Costs
     needs: tuple[Need, ...] = ()
 
     @cached_property

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama_bench import Steps
+from appliance.plan import Costs
 from appliance.tune.companions import CELLS_MAX, Together, companions
 from appliance.tune.curve import Point
 from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, State, Trial
-from appliance.tune.terms import Candidate, Need, Work
+from appliance.tune.terms import Candidate, Need
 from appliance.tune.workload import CHAT, only
 
 THREADS, UBATCHES = (1, 2, 4, 8, 16), (128, 256, 512, 1024)
@@ -24,7 +25,7 @@ def candidate(
     threads: int, ubatch: int, *, kv_type: str = "f16", window: int = 8192, cpu_ms: float = 30.0, need_mib: float = 10.0
 ) -> Candidate:
     """A little off its best at every other number of threads and every other ubatch."""
-    work = Work(
+    work = Costs(
         gpu_ms=5.0,
         cpu_ms=cpu_ms * (1 + abs(math.log2(threads / 4)) / 20),
         gpu_prefill_ms=0.5 * (1 + abs(math.log2(ubatch / 512)) / 20),
@@ -96,7 +97,7 @@ def test_with_the_engine_up_or_without_those_knobs_there_is_nothing_to_share() -
     ask = asked(search, [])
     up = Ask(candidate=ask.candidate, is_long=False, needs_load=False, seconds=1.0, why="")
     assert companions(search, [], up, kv_type="f16", steps=STEPS, left_s=math.inf) is None
-    bare = (Candidate(key="a", knobs=(("cpu_layers", 1),), window=1, work=Work(cpu_ms=1.0, gpu_prefill_ms=1.0)),)
+    bare = (Candidate(key="a", knobs=(("cpu_layers", 1),), window=1, work=Costs(cpu_ms=1.0, gpu_prefill_ms=1.0)),)
     assert together(searched(bare), []) is None
 
 

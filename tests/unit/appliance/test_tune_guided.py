@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import appliance.tune
+from appliance.plan import Costs
 from appliance.tune.curve import Point
 from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Stop, Trial, gain, is_next_to, normal_cdf
-from appliance.tune.terms import Candidate, Effects, Need, Work, decode_terms, job_terms, prefill_terms
+from appliance.tune.terms import Candidate, Effects, Need, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import CHAT, only
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)
@@ -24,7 +25,7 @@ EFFORT = Effort(depths=(32, 512), load_s=10.0, noise=0.02)
 
 def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None = None) -> Candidate:
     """`layers` of 12 on the CPU, each 3 ms there at 8 threads and 1 ms on the GPU; 1,000 MiB a layer on the GPU."""
-    work = Work(
+    work = Costs(
         gpu_ms=12.0 - layers,
         cpu_ms=3.0 * layers * math.sqrt(8 / threads),
         fixed_ms=0.5,
@@ -49,7 +50,7 @@ class Box:
         self._draw = random.Random(seed)
         self.loads = 0
 
-    def decode_ms(self, work: Work, threads: int) -> float:
+    def decode_ms(self, work: Costs, threads: int) -> float:
         return work.gpu_ms * self.gpu + work.cpu_ms * self.cpu * (2.2 if threads > self.cliff else 1.0) + work.fixed_ms
 
     def job_s(self, found: Candidate) -> float:
