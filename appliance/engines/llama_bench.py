@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.command import Command
-from appliance.engines.llama_server import environment, placement_arguments
+from appliance.engines.llama_server import command_of_job, placement_arguments
 from appliance.errors import EngineNotReadyError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
@@ -220,18 +220,9 @@ def command(
     stall_timeout_s: float,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
-    """It is never ready, it ends: so a supervisor's stall timer runs all the time."""
-    return Command(
-        argv=(str(engine_dir / BINARY), *arguments(plan, grid, steps, facts)),
-        environment=environment(plan, cache_dir),
-        is_ready=_never,
-        stall_timeout_s=stall_timeout_s,
-        oom_kills=oom_kills,
-    )
-
-
-async def _never() -> bool:
-    return False
+    """Ready for a supervisor."""
+    argv = (str(engine_dir / BINARY), *arguments(plan, grid, steps, facts))
+    return command_of_job(argv, plan, cache_dir=cache_dir, stall_timeout_s=stall_timeout_s, oom_kills=oom_kills)
 
 
 def _setup(plan: Plan, grid: Grid, facts: EngineFacts) -> Setup:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engines.llama_server import environment, placement_arguments
+from appliance.engines.llama_server import command_of_job, placement_arguments
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 
@@ -80,18 +80,9 @@ def command(
     stall_timeout_s: float,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
-    """It is never ready: it works until it ends."""
-    return Command(
-        argv=(str(engine_dir / BINARY), *arguments(plan, facts, text, extent)),
-        environment=environment(plan, cache_dir),
-        is_ready=_never,
-        stall_timeout_s=stall_timeout_s,
-        oom_kills=oom_kills,
-    )
-
-
-async def _never() -> bool:
-    return False
+    """Ready for a supervisor."""
+    argv = (str(engine_dir / BINARY), *arguments(plan, facts, text, extent))
+    return command_of_job(argv, plan, cache_dir=cache_dir, stall_timeout_s=stall_timeout_s, oom_kills=oom_kills)
 
 
 # `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.

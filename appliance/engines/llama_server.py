@@ -151,6 +151,29 @@ def command(
     )
 
 
+def command_of_job(
+    argv: tuple[str, ...],
+    plan: Plan,
+    *,
+    cache_dir: Path,
+    stall_timeout_s: float,
+    oom_kills: Callable[[], int | None] | None = None,
+) -> Command:
+    """Of another of the engine's programs, which is never ready: it works until it ends, so that a supervisor's stall
+    timer runs all the time."""
+    return Command(
+        argv=argv,
+        environment=environment(plan, cache_dir),
+        is_ready=_never,
+        stall_timeout_s=stall_timeout_s,
+        oom_kills=oom_kills,
+    )
+
+
+async def _never() -> bool:
+    return False
+
+
 def environment(plan: Plan, cache_dir: Path) -> dict[str, str]:
     """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
     base = {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}

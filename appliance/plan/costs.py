@@ -14,7 +14,7 @@ from appliance.plan import assumptions
 from appliance.plan.devices import Device
 from appliance.plan.memory import KV_BYTES, layers_of
 from appliance.plan.placement import Machine, Placement
-from appliance.plan.speed import TOKENS_IN
+from appliance.plan.speed import TOKENS_IN, touched_bytes, used_bytes
 
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
 
@@ -136,13 +136,10 @@ class _Parts:
         return (layer.k_elements + layer.v_elements) * KV_BYTES[self.kv_type]
 
     def _used(self, layer: Layer) -> float:
-        return layer.expert_bytes * self.model.experts_used / self.model.experts if self.model.experts else 0.0
+        return used_bytes(self.model, layer)
 
     def _touched(self, layer: Layer) -> float:
-        if not self.model.experts:
-            return 0.0
-        unused = (1 - self.model.experts_used / self.model.experts) ** self.batch
-        return layer.expert_bytes * (1 - unused)
+        return touched_bytes(self.model, layer, self.batch)
 
 
 def _ms(size: float, gb_s: float) -> float:

@@ -89,14 +89,10 @@ class Rates:
         return layer.dense_bytes + kept + 2 * layer.state_bytes  # a state is read and written
 
     def _used(self, layer: Layer) -> float:
-        return layer.expert_bytes * self.model.experts_used / self.model.experts if self.model.experts else 0.0
+        return used_bytes(self.model, layer)
 
     def _touched(self, layer: Layer) -> float:
-        """Of a batch: every expert that one of its tokens uses, were they drawn evenly."""
-        if not self.model.experts:
-            return 0.0
-        unused = (1 - self.model.experts_used / self.model.experts) ** min(self.ubatch, TOKENS_IN)
-        return layer.expert_bytes * (1 - unused)
+        return touched_bytes(self.model, layer, min(self.ubatch, TOKENS_IN))
 
     def _copied(self, size: float) -> int:
         if self.upload is None or not size:
@@ -104,6 +100,19 @@ class Rates:
         batch = min(self.ubatch, TOKENS_IN)
         worked = _ps(size / assumptions.PREFILL_GAIN_GPU.value, self.upload.bandwidth_gb_s)
         return _ps(size / batch, self.upload.upload_gb_s) + worked // batch
+
+
+def used_bytes(model: Model, layer: Layer) -> float:
+    """Of its routed experts, those that one token uses."""
+    return layer.expert_bytes * model.experts_used / model.experts if model.experts else 0.0
+
+
+def touched_bytes(model: Model, layer: Layer, batch: int) -> float:
+    """Every expert that one of a batch's tokens uses, were they drawn evenly."""
+    if not model.experts:
+        return 0.0
+    unused = (1 - model.experts_used / model.experts) ** batch
+    return layer.expert_bytes * (1 - unused)
 
 
 def _batched(read: int, gain: float) -> Cost:
