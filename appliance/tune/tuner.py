@@ -129,7 +129,7 @@ class Tuner:
         return self._tuned()
 
     async def _search(self) -> Search:
-        search = Search(self._candidates, without_limits(self._mix), self._effort())
+        search = self._new_search()
         while isinstance(ask := search.ask(self._trials, left_s=self._left_for_search_s), Ask):
             plan = self._unlike_the_failed() or self._plans[ask.candidate.key]
             together = self._together(search, plan, ask)
@@ -138,11 +138,15 @@ class Tuner:
             else:
                 await self._measure_together(plan, together, is_long=ask.is_long)
             self._end_if_hopeless()
-            search = Search(self._candidates, without_limits(self._mix), self._effort())
+            if search.effort != self._effort():  # the first look has shown how deep all are looked at
+                search = self._new_search()
         if not any(m.points for m in self._seen):
             raise self._failures[0]
         self._stopped_by = ask.why
         return search
+
+    def _new_search(self) -> Search:
+        return Search(self._candidates, without_limits(self._mix), self._effort())
 
     def _end_if_hopeless(self) -> None:
         """An engine that fails with every plan, and not of memory, fails with the next as well."""
