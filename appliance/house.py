@@ -96,6 +96,7 @@ class House:
         self._study: Study | None = None
         self._vouching: Vouching | None = None
         self._logs: dict[Supervisor, deque[str]] = {}
+        self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
         self.hardware = found.hardware
 
@@ -215,10 +216,10 @@ class House:
         from appliance.study import Bench, Study  # here: a start from a profile never needs it
 
         bench = Bench(
+            serve=partial(self._command, socket_path=self._sockets[2]),
             engine=self._found.engine,
             engine_dir=self._settings.engine_dir,
             cache_dir=self._cache_dir,
-            socket_path=self._sockets[2],
             stall_timeout_s=self._settings.stall_timeout_s,
         )
         self._study = Study(
@@ -372,8 +373,6 @@ class House:
         if self._store.is_pinned(profile.key.id):
             return False
         return profile.disturbance is not None or self._store.why_stale(profile) is not None
-
-    _is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
 
     async def _tune_idle(self, gateway: Gateway) -> None:
         from appliance.idle.tuner import IdleTuner  # here, since most starts measure first or not at all

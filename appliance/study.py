@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines import llama_bench, llama_fit, llama_perplexity, llama_server
+from appliance.engines import llama_bench, llama_fit, llama_perplexity
 from appliance.errors import EngineError, ModelDoesNotFitError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
@@ -46,26 +46,18 @@ REFINED = 12  # plans that the engine's own loader is asked about
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured with: where the engine is, and on which socket it may be started for this."""
+    """What is measured with: `serve` is the command of the server, on a socket of its own, and where the other programs
+    are."""
 
+    serve: Callable[[Plan], Command]
     engine: EngineFacts
     engine_dir: Path
     cache_dir: Path
-    socket_path: Path
     stall_timeout_s: float
 
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
-        found = llama_server.command(
-            plan,
-            self.engine,
-            engine_dir=self.engine_dir,
-            socket_path=self.socket_path,
-            cache_dir=self.cache_dir,
-            stall_timeout_s=self.stall_timeout_s,
-            oom_kills=count_oom_kills,
-        )
-        return replace(found, stop_grace_s=0.0)
+        return replace(self.serve(plan), stop_grace_s=0.0)
 
     def together(self) -> SharedLoad:
         """Of llama-bench."""

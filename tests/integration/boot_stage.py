@@ -62,6 +62,14 @@ class Home:
         home.set_engine()
         return home
 
+    @classmethod
+    def tuned(cls, folder: Path) -> Home:
+        """With a profile, made by the verb `tune`; for copies."""
+        home = cls.make(folder)
+        done = home.command("tune")
+        assert done.returncode == 0, done.stderr
+        return home
+
     def copy(self, folder: Path) -> Home:
         shutil.copytree(self.folder, folder)
         home = Home(folder)

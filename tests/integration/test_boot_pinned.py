@@ -11,11 +11,7 @@ from boot_stage import Home
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """A home with a profile, made by the verb `tune`; for copies."""
-    home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
-    done = home.command("tune")
-    assert done.returncode == 0, done.stderr
-    return home
+    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
 
 
 @pytest.fixture

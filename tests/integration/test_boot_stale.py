@@ -18,11 +18,7 @@ WORDS = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """A home with a profile, made by the verb `tune`; for copies."""
-    home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
-    done = home.command("tune")
-    assert done.returncode == 0, done.stderr
-    return home
+    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
 
 
 @pytest.fixture
