@@ -126,6 +126,7 @@ class Tuner:
         search = await self._search()
         await self._compare(search)
         await self._widen(search)
+        await self._confirm()
         return self._tuned()
 
     async def _search(self) -> Search:
@@ -228,11 +229,25 @@ class Tuner:
         """The last two or three against each other: longer, through the API, at every depth."""
         ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
         for estimate in ranked[:FINALISTS]:
-            key = estimate.candidate.key
-            is_done = any(m.key == key and m.is_long and m.points and m.via == SERVER for m in self._seen)
-            is_near = estimate.ms <= ranked[0].ms * NEAR_THE_BEST
-            if is_near and not is_done and self._expected_s(key) <= self.left_s:
-                await self._measure(self._plans[key], is_long=True)
+            if estimate.ms <= ranked[0].ms * NEAR_THE_BEST:
+                await self._look_closely(self._plans[estimate.candidate.key])
+
+    async def _look_closely(self, plan: Plan) -> bool:
+        """Longer and at every depth; False where that is done already, or there is no time."""
+        own = [m for m in self._seen if m.key == plan.key and m.is_long and m.via == SERVER]
+        is_done = any(len(m.points) >= len(self._looked_at(plan, is_deep=True)) for m in own)
+        if is_done or self._expected_s(plan, is_deep=True) > self.left_s:
+            return False
+        await self._measure(plan, is_long=True, is_deep=True)
+        return True
+
+    async def _confirm(self) -> None:
+        """The winner need not be one of the last few: of plans as fast it is the one with the larger window. A closer
+        look may make another the winner, so a few times."""
+        for _ in range(FINALISTS):
+            key = choose(self._goal.mode, self._rated(), self._mix, native=self._goal.native).rated.key
+            if not await self._look_closely(self._plans[self._like.get(key, key)]):
+                return
 
     async def _widen(self, search: Search) -> None:
         """Where a larger window is paid for with speed: which still meets the mode's condition, found by halving."""
@@ -260,9 +275,11 @@ class Tuner:
         """None where nothing with this window is likely to fit, or there is no time; an engine that failed counts as
         infinitely slow."""
         best = search.best(self._trials, window)
-        if best is None or self._expected_s(best.candidate.key) > self.left_s:
+        is_deep = self._goal.mode == "context"  # whose condition is of a full window
+        plan = self._plans[best.candidate.key] if best else None
+        if plan is None or self._expected_s(plan, is_deep=is_deep) > self.left_s:
             return None
-        seen = await self._measure(self._plans[best.candidate.key], is_long=False)
+        seen = await self._measure(plan, is_long=False, is_deep=is_deep)
         never = Point(depth=1, decode_ms=float("inf"), prefill_ms=float("inf"), prefill_tokens=1)
         return curve_of([seen]) if seen.points else Curve(points=(never,))
 
@@ -275,16 +292,16 @@ class Tuner:
     def _rated(self, more: Sequence[Plan] = ()) -> list[Rated]:
         return rated([*self._plans.values(), *more], self._seen, like=self._like)
 
-    async def _measure(self, plan: Plan, *, is_long: bool) -> Measurement:
+    async def _measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
         """Once more where something else disturbed it, if there is time."""
-        seen = await self._look(plan, is_long=is_long)
-        if seen.disturbance and seen.points and self._expected_s(plan.key) <= self.left_s / 2:
-            seen = await self._look(plan, is_long=is_long)
+        seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
+        if seen.disturbance and self._expected_s(plan, is_deep=is_deep) <= self.left_s / 2:
+            seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
-    async def _look(self, plan: Plan, *, is_long: bool) -> Measurement:
+    async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
         began = time.monotonic()
-        how = self._how(plan, is_long=is_long)
+        how = self._how(plan, is_long=is_long, is_deep=is_deep)
         # The first look takes what it takes: without a figure there is nothing to choose by.
         limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
@@ -301,17 +318,15 @@ class Tuner:
         self._keep(seen)
         return seen
 
-    def _how(self, plan: Plan, *, is_long: bool) -> Look | FirstLook:
-        depths = self._depths
-        if not depths:
+    def _how(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Look | FirstLook:
+        if not self._depths:
             return FirstLook(
                 wanted=self._mix.depth,
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
             )
-        wanted = depths if is_long else depths[:2]
-        return Look(depths=within(wanted, plan.context, DECODE_TOKENS * LONGER) or depths[:1], is_long=is_long)
+        return Look(depths=self._looked_at(plan, is_deep=is_deep), is_long=is_long)
 
     @property
     def _depths(self) -> tuple[int, ...]:
@@ -319,18 +334,25 @@ class Tuner:
         first = next((m for m in self._seen if m.points and m.via == SERVER), None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
 
+    def _looked_at(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
+        """To fill the deepest context takes longer than all the rest of a look: the search goes without."""
+        depths = self._depths if is_deep else self._depths[:2]
+        return within(depths, plan.context, DECODE_TOKENS * LONGER) or depths[:1]
+
     @property
     def _trials(self) -> list[Trial]:
         return [trial_of(m) for m in self._seen]
 
     def _effort(self) -> Effort:
-        depths = self._depths[:2] or (32, self._mix.depth)
+        depths = self._depths[:2] or (EMPTY, self._mix.depth)
         return Effort(depths=depths, tokens_each=DECODE_TOKENS, reuses_engine=False)
 
-    def _expected_s(self, key: str) -> float:
-        """What a look at this plan may take, going by what looks took."""
-        own = [m.seconds for m in self._seen if m.key == key and m.points]
-        return 1.5 * max(own or [m.seconds for m in self._seen if m.points] or [0.0])
+    def _expected_s(self, plan: Plan, *, is_deep: bool) -> float:
+        """What a look at this plan may take, going by what looks at as many depths took."""
+        seen = [m for m in self._seen if m.points]
+        seen = [m for m in seen if len(m.points) >= len(self._looked_at(plan, is_deep=is_deep))] or seen
+        own = [m for m in seen if m.key == plan.key]
+        return 1.5 * max((m.seconds for m in own or seen), default=0.0)
 
     def _tuned(self) -> Tuned:
         more = self._smaller_windows()

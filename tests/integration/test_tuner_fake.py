@@ -140,7 +140,7 @@ async def test_the_fastest_plan_is_found_and_looked_at_longer(socket_path: Path,
     assert tuned.measurements == tuple(bench.done)
     assert [m.key for m in bench.done] == bench.started
     assert len({tuple(point.depth for point in m.points[:2]) for m in bench.done}) == 1, "all at the same depths"
-    (looked, *_) = [m for m in bench.done if m.key == tuned.plan.key and m.is_long]
+    (*_, looked) = [m for m in bench.done if m.key == tuned.plan.key and m.is_long]
     assert [point.depth for point in looked.points] == sorted(point.depth for point in bench.done[0].points)
     assert looked.points[0].decode_ms == pytest.approx(10 * (1 + looked.points[0].depth / 2048))
     assert {plan.key for plan in tuned.plans} >= set(bench.started)
