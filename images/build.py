@@ -7,17 +7,15 @@ rewrite-timestamp on the containerd store, and so what runs is what was compared
 from __future__ import annotations
 
 import hashlib
-import json
-import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from images import docker, render
+from images import docker, oci, render
 from images.drift import drift
-from images.errors import BuildError, MatrixError, UsageError
+from images.errors import BuildError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell
 
 ARCHIVES = Path(".make/images")
@@ -351,18 +349,13 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
 
 
 def manifest_digest(archive: Path) -> str:
-    """The digest of the one manifest that an OCI archive's index names. BuildError when it is not such an archive."""
+    """The digest of the image that buildx wrote. BuildError when what it left is not one image."""
     try:
-        with tarfile.open(archive) as tar:
-            index = tar.extractfile("index.json")
-            manifests = json.load(index)["manifests"] if index else []
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
-        message = f"buildx left no readable OCI archive: {archive}: {error}"
-        raise BuildError(message) from error
-    if len(manifests) != 1:
-        message = f"the OCI archive holds {len(manifests)} manifests where one is expected: {archive}"
-        raise BuildError(message)
-    return str(manifests[0]["digest"])
+        with oci.opened(archive) as tar:
+            return oci.read(tar).manifest
+    except VerificationError as error:
+        message = f"buildx left something else than one image: {error.message}"
+        raise BuildError(message, hint="is the disk full? what buildx itself said stands above") from error
 
 
 def check_ca_bundle(path: Path | None) -> Path | None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from images import docker, oci
 from images.build import Job, buildx_argv, explain_failure, manifest_digest
 from images.errors import BuildError, UsageError
+from images.tree import members
 
 CHUNK_BYTES = 1 << 20
 ABSENT = "absent"
@@ -151,11 +152,12 @@ def _refuse_platform(job: Job, engine: docker.Engine) -> None:
 
 def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
     """An image's own digest, or in an index that of the one for `platform`."""
-    asked = docker.capture(("docker", "buildx", "imagetools", "inspect", "--raw", reference), cwd=cwd)
+    argv = ("docker", "buildx", "imagetools", "inspect", "--raw", reference)
+    text, asked = docker.feed(argv, "\n".join, cwd=cwd)
     if asked.code != 0:
         message = f"no registry answers for what was published: {reference}: {' '.join(asked.lines)}"
         raise BuildError(message, hint="docker login, or give the digest of its manifest alone: sha256:…")
-    document = json.loads("\n".join(asked.lines))
+    document = json.loads(text)
     if "manifests" not in document:
         return reference.rpartition("@")[2]
     images = oci.platform_manifests(document["manifests"], platform)
@@ -201,9 +203,8 @@ def _what(one: _Member, two: _Member) -> str:
 
 
 def _members(tar: tarfile.TarFile, digest: str) -> Iterator[_Member]:
-    with tarfile.open(fileobj=oci.member(tar, oci.blob(digest)), mode="r:*") as layer:
-        for member in layer:
-            yield _Member(path=member.name, header=_header(member), content=_content_hash(layer, member))
+    for member, reader in members(oci.member(tar, oci.blob(digest))):
+        yield _Member(path=member.name, header=_header(member), content=_content_hash(reader))
 
 
 def _header(member: tarfile.TarInfo) -> dict[str, object]:
@@ -220,9 +221,8 @@ def _header(member: tarfile.TarInfo) -> dict[str, object]:
     }
 
 
-def _content_hash(layer: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+def _content_hash(file: IO[bytes] | None) -> str:
     total = hashlib.sha256()
-    file = layer.extractfile(member) if member.isreg() else None
     while file and (chunk := file.read(CHUNK_BYTES)):
         total.update(chunk)
     return total.hexdigest()
