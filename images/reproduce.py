@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from images import docker, oci
-from images.build import Job, buildx_argv, explain_failure, manifest_digest
+from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_platform
 from images.errors import BuildError, UsageError
 from images.tree import members
 
@@ -66,7 +66,7 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
 
     Nothing is loaded into the engine, and both archives are gone when this returns.
     """
-    _refuse_platform(job, engine)
+    refuse_platform((job.cell,), engine.platform, done="reproduced")
     archives = [job.archive.with_name(f"{job.cell.id}.{number}.oci.tar") for number in (1, 2)]
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -106,7 +106,7 @@ def published(what: str, platform: str, *, cwd: Path) -> Published:
 
 def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Reproduction:
     """Builds once, each step again, and compares. Without the other's archive a difference has no place."""
-    _refuse_platform(job, engine)
+    refuse_platform((job.cell,), engine.platform, done="reproduced")
     archive = job.archive.with_name(f"{job.cell.id}.1.oci.tar")
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -142,12 +142,6 @@ def compare(first: Path, second: Path, platform: str | None = None) -> Differenc
             oci.json_blob(tar, str(found["config"]["digest"])) for tar, found in zip((one, two), manifests, strict=True)
         ]
         return _value_difference(*configs) or _value_difference(*manifests)
-
-
-def _refuse_platform(job: Job, engine: docker.Engine) -> None:
-    if engine.platform not in job.cell.platforms:
-        message = f"cell {job.cell.id} cannot be reproduced here: the engine is {engine.platform}"
-        raise BuildError(message, hint=f"it is for {', '.join(job.cell.platforms)}")
 
 
 def _query_manifest(reference: str, platform: str, cwd: Path) -> str:

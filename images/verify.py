@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -143,13 +143,28 @@ def verify(
     return [check(evidence) for check in CHECKS]
 
 
+def refuse_absent(cells: Iterable[Cell], engine: docker.Engine, *, image: str | None) -> None:
+    """VerificationError that names every cell without an image here, before minutes are spent on the others."""
+    absent = [cell for cell in cells if engine.image(image or cell.tag) is None]
+    if absent:
+        raise _absent(absent, image)
+
+
+def _absent(cells: Sequence[Cell], image: str | None) -> VerificationError:
+    names = ", ".join(cell.id for cell in cells)
+    if len(cells) == 1:
+        message = f"cell {names} has no image here: {image or cells[0].tag}"
+        return VerificationError(message, hint=f"python -m images build --only {names}")
+    message = f"{len(cells)} cells have no image here: {names}"
+    return VerificationError(message, hint="build them, or name one that is here: --only CELL")
+
+
 def gather(
     root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None, cuobjdump: Path | None
 ) -> Evidence:
     found = engine.image(image)
     if found is None:
-        message = f"cell {cell.id} has no image here: {image}"
-        raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+        raise _absent((cell,), image)
     platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=_gpu_files(cell))

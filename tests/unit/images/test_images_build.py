@@ -92,7 +92,7 @@ def test_another_toolkit_image_is_another_build(project: Path) -> None:
 
 def test_a_toolkit_from_elsewhere_has_no_image_to_replace(cell: Cell) -> None:
     assert build.choose_toolkit(cell, None, docker.Engine()) is None
-    with pytest.raises(UsageError, match="fits no cell whose CUDA toolkit is from elsewhere: llama-cpu"):
+    with pytest.raises(UsageError, match="fits no cell whose CUDA toolkit comes from no image: llama-cpu: it has none"):
         build.choose_toolkit(cell, "cuda:mine", docker.Engine())
 
 
@@ -157,6 +157,8 @@ def test_a_strange_git_answer_is_no_answer(line: str) -> None:
     [
         ("ERROR: failed to solve: write /var/lib/x: no space left on device", "the disk is full"),
         ("ERROR: failed to solve: x: failed to resolve source metadata for docker.io/library/debian", "base cannot be"),
+        ("unknown flag: --progress", "this docker has no buildx"),
+        ("docker: unknown command: docker buildx", "this docker has no buildx"),
         ("#9 ERROR: SSL: CERTIFICATE_VERIFY_FAILED certificate verify failed", "a certificate was refused"),
         ("ERROR: failed to solve: process did not complete successfully: exit code: 1", "exit code: 1"),
     ],
@@ -170,6 +172,18 @@ def test_a_failed_build_is_explained(cell: Cell, line: str, said: str) -> None:
 
 def test_a_failed_build_that_said_nothing_is_explained_too(cell: Cell) -> None:
     assert "it said nothing" in build.explain_failure(cell, []).message
+
+
+def test_cells_for_other_machines_are_all_named_before_one_is_built(project: Path, cell: Cell) -> None:
+    cells = matrix.select(matrix.load(project).cells, "llama-cu130-*")
+    build.refuse_platform([cell], "linux/amd64")
+    with pytest.raises(BuildError) as caught:
+        build.refuse_platform([cell, *cells], "linux/amd64")
+    assert caught.value.exit_code == 60
+    assert caught.value.message.endswith("llama-cu130-sm87, llama-cu130-sm110, llama-cu130-sm121")
+    assert caught.value.hint == "they are for linux/arm64; name the others with --only, or go to such a machine"
+    with pytest.raises(BuildError, match="cell llama-cpu cannot be verified here: the engine is linux/arm64"):
+        build.refuse_platform([cell], "linux/arm64", done="verified")
 
 
 def test_the_digest_is_read_from_the_archive(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
 from images import debian, docker, gate, matrix, render, verify
-from images.errors import BuildError
+from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
 from images.verify import Check, Evidence
@@ -96,6 +96,24 @@ def test_a_foreign_platform_is_refused_in_words(cell: Cell) -> None:
     with pytest.raises(BuildError) as caught:
         verify.own_platform(cell, "x", engine_platform="linux/amd64", image_platform="linux/arm64")
     assert caught.value.hint == "the image x is for linux/arm64"
+
+
+class Holding(docker.Engine):
+    """An engine with the image of one cell, and without a program behind it."""
+
+    def image(self, reference: str) -> docker.Image | None:
+        here = reference == "appliance:llama-cpu"
+        return docker.Image(id="sha256:1", tags=(reference,), digests=(), config={}) if here else None
+
+
+def test_images_that_are_not_here_are_all_named_first(project: Path, cell: Cell) -> None:
+    cells = matrix.select(matrix.load(project).cells, "llama-cu129-*")
+    verify.refuse_absent([cell], Holding(), image=None)
+    with pytest.raises(VerificationError, match="2 cells have no image here: llama-cu129-sm103, llama-cu129-sm121"):
+        verify.refuse_absent([cell, *cells], Holding(), image=None)
+    with pytest.raises(VerificationError, match="cell llama-cpu has no image here: x:1") as caught:
+        verify.refuse_absent([cell], Holding(), image="x:1")
+    assert caught.value.hint == "python -m images build --only llama-cpu"
 
 
 Fault = Callable[[Evidence], Evidence]
