@@ -69,6 +69,8 @@ def test_a_vllm_image_is_held_to_its_own_engine(sound: Evidence) -> None:
     assert verify.check_engine_version(evidence).ok
     assert verify.check_engine_facts(evidence).ok
     assert verify.check_licenses(evidence).ok
+    silent = _file("opt/vllm/lib/loguru-0.7.3.dist-info/METADATA")(evidence)
+    assert verify.check_licenses(silent).detail == "engine and 4 wheels; none is to be had of loguru (MIT)"
     assert verify.check_byte_code(evidence).ok
     variants = [path for path in evidence.tree.files if verify.VARIANT.match(path)]
     for path in variants:
@@ -294,6 +296,12 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_licenses, _without(f"{WHEEL}/licenses/LICENSE"), "missing: h11-0.16.0.dist-info"),
     (verify.check_licenses, _without(PYNVML), "missing: nvidia_ml_py-13.615.71.dist-info"),
     (verify.check_licenses, _cuda, "missing: CUDA's libraries"),
+    (verify.check_licenses, _vllm_with("opt/vllm/lib/new-1.0.dist-info/METADATA"), "missing: new-1.0.dist-info"),
+    (
+        verify.check_licenses,
+        _vllm_with("opt/vllm/lib/loguru-0.7.3.dist-info/LICENSE"),
+        "has a text by now, and is listed as without: loguru (MIT)",
+    ),
     (verify.check_gpu_environment, lambda e: _config_with(_cuda(e), Env=[]), "NVIDIA_DRIVER_CAPABILITIES=None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_DRIVER_CAPABILITIES=all"]), "expected None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_VISIBLE_DEVICES=all"]), "DEVICES=all"),
