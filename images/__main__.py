@@ -402,6 +402,10 @@ def _gate(arguments: argparse.Namespace) -> int:
     """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
     known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
     sm = int(select.parse_sm(arguments.sm).sm)
+    for file in arguments.files:
+        if not file.is_file():
+            message = f"no such file: {file}"
+            raise UsageError(message, hint="a shared library, an object or a .fatbin file")
     if arguments.dry_run:
         _say(arguments, [str(file) for file in arguments.files], [str(file) for file in arguments.files])
         return 0
@@ -414,7 +418,9 @@ def _gate(arguments: argparse.Namespace) -> int:
         message = f"SM {report.sm} does not run all of it natively: {report.faults[0]}" + (
             f" and {more} more" * (more > 0)
         )
-        raise VerificationError(message, hint="compile it with -gencode arch=compute_XX,code=sm_XX for that SM")
+        compiled = "compile it with -gencode arch=compute_XX,code=sm_XX for that SM"
+        has_kernels = any(library.kernels for library in report.libraries)
+        raise VerificationError(message, hint=compiled if has_kernels else "is it a library with code for a GPU?")
     return 0
 
 
@@ -512,6 +518,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _select(arguments: argparse.Namespace) -> int:
     choice = select.choose(_load_all(), _machine(arguments), engine=arguments.engine)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
+    tag = choice.tag
     if arguments.alias:
         recipe.load(ROOT, arguments.alias)
         tag = model.tag_of(arguments.alias, choice.cell)
@@ -520,9 +527,9 @@ def _select(arguments: argparse.Namespace) -> int:
             model.set_alias(arguments.alias, choice.cell, docker.Engine())
         _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
     else:
-        _say(arguments, asdict(choice), [choice.tag])
+        _say(arguments, asdict(choice), [tag])
     if not arguments.json:
-        print(f"{choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
+        print(f"{tag}: {choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
     return 0
 
 
@@ -767,11 +774,12 @@ def _add_select_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="locks, or bases, to write; all without it")
-    parser.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
-    parser.add_argument("--debian", action="store_true", help=about)
+    one.add_argument("--debian", action="store_true", help=about)
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
-    parser.add_argument("--bases", action="store_true", help=about)
+    one.add_argument("--bases", action="store_true", help=about)
     parser.set_defaults(verb=_lock)
 
 

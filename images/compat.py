@@ -189,9 +189,7 @@ def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
     # The numbers behind the branch are those of another product where drivers are numbered apart.
     own = release.driver if sm.first_driver else release.driver.partition(".")[0]
     unpacks = (is_compressed and release.compressed_floor) or release.minor_floor
-    return Floors(
-        sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(own, known, unpacks, key=numbers)
-    )
+    return Floors(sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(own, known, unpacks, key=numbers))
 
 
 def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:

@@ -185,7 +185,20 @@ def test_one_image_for_several_cells_is_exit_2(verb: str, capsys: pytest.Capture
 
 def test_an_unknown_chip_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gate", "x.so", "--sm", "33", "--dry-run"]) == 2
-    assert "error: no such SM: 33" in capsys.readouterr().err
+    assert "error: no SM of images/facts/nvidia.yaml is called that: 33" in capsys.readouterr().err
+
+
+def test_a_library_that_is_not_there_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["gate", str(tmp_path / "x.so"), "--sm", "90"]) == 2
+    assert f"error: no such file: {tmp_path / 'x.so'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--bases", "--debian"), ("--upgrade", "--bases"), ("--debian", "--upgrade")])
+def test_one_thing_is_locked_at_a_time(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["lock", *flags, "--dry-run"])
+    assert ended.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
