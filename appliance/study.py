@@ -269,6 +269,7 @@ class Study:
             plan=plan,
             plans=tuned.plans,
             like=tuned.like,
+            judged=tuned.judged,
             measurements=tuned.measurements,
             verdicts=tuple(verdicts),
             notes=notes,
