@@ -201,16 +201,30 @@ class House:
         return self._found.predicted(self._settings) if profile is None else self._use(profile)
 
     async def tune_alone(self) -> None:
-        """Raises ConfigError for a model that makes no text, and while another container measures for the same key: two
-        would spoil each other's."""
+        """Raises ConfigError for a model that makes no text, for a profile that would stay as it is since it is pinned,
+        and while another container measures for the same key: two would spoil each other's."""
         if self._found.model.is_embedding_model:
             message = f"nothing can be measured: {self._found.model.path.name} gives vectors, not text"
             raise ConfigError(message, hint="serve it: its plan is the prediction")
+        self._refuse_pinned()
         with self._store.tuning(self._key) as is_ours:
             if not is_ours:
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
             await self._new_study().run()
+
+    def _refuse_pinned(self) -> None:
+        """Before the budget is spent. A pin of another build's profile is none of ours: what is measured is kept."""
+        pinned = self._store.pinned(self._key)
+        if self._store.stays(self._key):
+            message = f"profile is pinned, and what is measured would not be kept: {self._key.id}"
+            raise ConfigError(message, hint=f"`appliance profiles unpin {self._key.id}` lets it be measured again")
+        if pinned is not None:
+            words = (
+                f"profile {pinned.key.id} of build {pinned.key.parts.get('build')} is pinned: what is measured is kept "
+                "beside it, and used when `appliance profiles unpin` has ended that"
+            )
+            self._report.warning("profile_pinned", words, profile=pinned.key.id)
 
     def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
         from appliance.study import Bench, Study  # here: a start from a profile never needs it

@@ -93,6 +93,10 @@ class ProfileStore:
     def is_pinned(self, key_id: str) -> bool:
         return f"{key_id}.pin" in self._names()
 
+    def stays(self, key: Key) -> bool:
+        """Whether the profile of exactly this key is pinned: then none is saved in its place."""
+        return self.is_pinned(key.id) and self._exact(key) is not None
+
     def save(self, profile: Profile) -> bool:
         """False, and nothing is written, where the profile for this key is pinned, or where something disturbed the new
         one's figures and not the old one's. Measurements that were kept for it are gone either way: it has ended.
