@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
-from appliance.profile.at_start import Act, Found, Start, at_start
+from appliance.profile.at_start import Act, Found, Start, at_start, is_due
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from appliance.tune.measurement import Measurement
     from appliance.vouching import Vouching
 
+GLANCE_S = 1.0  # at the machine, to see whether something else is at work: less than half of it tells nothing
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -116,12 +118,27 @@ class House:
             self._say(start)
             self.launch(self._use(profile))
 
-    def _at_start(self, profile: Profile | None, *, may_measure: bool) -> Start:
+    def _at_start(self, profile: Profile | None, *, may_measure: bool, busy: str | None = None) -> Start:
         found = None
         if profile is not None:
             id_ = profile.key.id
-            found = Found(id=id_, stale=self._store.why_stale(profile), is_pinned=self._store.is_pinned(id_))
+            due = is_due(profile.created, disturbed_times=profile.disturbed_times, now=datetime.now(UTC))
+            found = Found(
+                id=id_,
+                stale=self._store.why_stale(profile),
+                provisional=profile.disturbance if due else None,
+                busy=busy,
+                is_pinned=self._store.is_pinned(id_),
+            )
         return at_start(found, tune=self._settings.tune, may_measure=may_measure)
+
+    async def _at_work(self) -> str:
+        """What else uses the machine now, in words; empty where nothing does."""
+        from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
+
+        async with Watch(self.hardware, self._environment) as watching:
+            await asyncio.sleep(GLANCE_S)
+        return watching.conditions.disturbance or ""
 
     def _say(self, start: Start) -> None:
         if start.words:
@@ -194,6 +211,8 @@ class House:
         with self._store.tuning(self._key) as is_ours:
             profile = self._store.load(self._key)
             start = self._at_start(profile, may_measure=is_ours)
+            if start.act is Act.LOOK:
+                start = self._at_start(profile, may_measure=is_ours, busy=await self._at_work())
             self._say(start)
             if start.act is Act.MEASURE:
                 self._profile = await self._new_study().run()
@@ -517,8 +536,18 @@ class House:
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and self._study is None,
             "profile_holds": str(vouching.verdict) if vouching else None,
+            "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }
+
+    def _standing(self) -> dict[str, Any] | None:
+        """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""
+        if self._profile is None:
+            return None
+        try:
+            return self._store.standing(self._profile).as_document()
+        except VolumeError as error:  # serving goes on without its volume, and so does what is told of it
+            return {"problem": error.message}
 
     def _profile_document(self) -> dict[str, Any]:
         if self._profile is None:
@@ -526,5 +555,6 @@ class House:
         error = self._profile.prediction_error
         return {**asdict(self._profile), "key": {"id": self._profile.key.id, "parts": self._profile.key.parts}} | {
             "memory_prediction_error": error,
+            "standing": self._standing(),
             "allocated_now": asdict(self._allocated) if self._allocated else None,
         }

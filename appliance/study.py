@@ -298,8 +298,14 @@ class Study:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             allocated=tuned.allocated,
             disturbance=tuned.disturbance,
+            disturbed_times=self._disturbed_times() if tuned.disturbance else 0,
             gpu_uuids=gpu_uuids(self._hardware),
         )
+
+    def _disturbed_times(self) -> int:
+        """This one, and those before it."""
+        before = self._store.peek(self._key)
+        return 1 + (before.disturbed_times if before is not None and before.key == self._key else 0)
 
     def _save(self, profile: Profile) -> None:
         is_kept = self._store.save(profile)

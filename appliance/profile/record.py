@@ -87,6 +87,7 @@ class Profile:
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
     disturbance: str | None = None
+    disturbed_times: int = 0  # tunings in a row that it came of
     judged: tuple[Judged, ...] = ()
     gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
 

@@ -55,6 +55,25 @@ class Forgotten:
     was_pinned: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What is to be said of a profile beside what was measured; `stale` and `provisional` say why."""
+
+    stale: str | None
+    provisional: str | None
+    is_pinned: bool
+
+    def as_document(self) -> dict[str, str | bool | None]:
+        return {"stale": self.stale, "provisional": self.provisional, "pinned": self.is_pinned}
+
+    def in_words(self) -> tuple[str, ...]:
+        return (
+            *([f"stale: {self.stale}"] if self.stale else []),
+            *([f"provisional: {self.provisional}, while it was measured"] if self.provisional else []),
+            *(["pinned: not measured again, and not replaced"] if self.is_pinned else []),
+        )
+
+
 class ProfileStore:
     """`warn` is told about a file that was set aside; `disk` is what a test lets fail."""
 
@@ -165,6 +184,13 @@ class ProfileStore:
         with self._refusing(f"mark of a stale profile cannot be read: {mark}"), suppress(FileNotFoundError):
             return _parse_mark(self._disk.read(mark, MAX_BYTES + 1), self._disk.read(path, MAX_BYTES + 1))
         return None
+
+    def standing(self, profile: Profile) -> Standing:
+        return Standing(
+            stale=self.why_stale(profile),
+            provisional=profile.disturbance,
+            is_pinned=self.is_pinned(profile.key.id),
+        )
 
     def pin(self, key_id: str) -> Profile:
         """From now on it is not replaced, and used whatever the build. Pinning twice is pinning once."""
