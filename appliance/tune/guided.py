@@ -171,7 +171,10 @@ class Search:
         return self.effort.tokens_each * (LONGER if is_long else 1)
 
     def decode_ms(self, candidate: Candidate, fitted: Fit, depth: float) -> float:
-        return fitted.predict_ms(decode_terms(candidate, self._effects, depth))
+        return fitted.predict_ms(self.decoding(candidate, depth))
+
+    def decoding(self, candidate: Candidate, depth: float) -> tuple[Term, ...]:
+        return decode_terms(candidate, self._effects, depth)
 
     def read_ms(self, candidate: Candidate, fitted: Fit, first: int, last: int) -> float:
         return fitted.predict_ms(prefill_terms(candidate, self._effects, first, last))
