@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from images import licenses
+from images.errors import MatrixError
 from images.tree import Tree, read_tree
 
 ENGINE = "opt/appliance/licenses/llama.cpp/LICENSE"
 LIBRARY = "opt/appliance/lib/"
+APACHE = "usr/share/common-licenses/Apache-2.0"
 
 
 def test_every_wheel_of_an_image_brings_its_text(tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_wheels_that_are_known_to_bring_none_are_named_and_not_missing(tmp_path:
 def test_a_text_in_the_package_or_of_the_base_counts_where_it_is_listed(tmp_path: Path) -> None:
     tree = _image(tmp_path, {"tokenizers": [], "nvidia-ml-py": [], "nvidia-cusparselt-cu13": []})
     assert len(licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY]).missing) == 3
-    texts = (licenses.APACHE, f"{LIBRARY}pynvml.py", f"{LIBRARY}nvidia/cusparselt/LICENSE.txt")
+    texts = (APACHE, f"{LIBRARY}pynvml.py", f"{LIBRARY}nvidia/cusparselt/LICENSE.txt")
     entry = replace(tree.files[ENGINE], layer=0)
     files = {**tree.files, **{path: replace(entry, path=path) for path in texts}}
     assert licenses.look(files, engine="llama.cpp", folders=[LIBRARY]).missing == ()
@@ -55,10 +58,28 @@ def test_the_engines_own_text_is_missing_first(tmp_path: Path) -> None:
     assert licenses.look(tree.files, engine="vLLM", folders=[LIBRARY]).missing == ("opt/appliance/licenses/vLLM/",)
 
 
-@pytest.mark.parametrize("listed", [licenses.IN_PACKAGE, licenses.COMMON, licenses.NOWHERE])
-def test_what_is_listed_is_in_a_lock(listed: dict[str, str], lock_texts: dict[str, str]) -> None:
+def test_what_is_listed_is_in_a_lock(lock_texts: dict[str, str]) -> None:
     locked = {line.partition("==")[0] for text in lock_texts.values() for line in text.splitlines() if "==" in line}
-    assert {name.replace("_", "-") for name in listed} <= locked
+    assert {name.replace("_", "-") for name in licenses.facts()} <= locked
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"says": "MIT"}, "needs one of in_package, in_base and says"),
+        ({"in_package": None}, "needs one of in_package, in_base and says"),
+        ({"sources": ["rumour"]}, "cited and not there"),
+        ({"sources": []}, "wheels.0.sources"),
+        ({"in_pakage": "LICENSE"}, "wheels.0.in_pakage"),
+    ],
+)
+def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> None:
+    source = {"kind": "measured", "what": "looked at", "date": "2026-11-21"}
+    row = {"name": "small", "in_package": "LICENSE", "sources": ["looked-at"]}
+    sound = {"sources": {"looked-at": source}, "wheels": [row]}
+    assert list(licenses.parse_facts(sound)) == ["small"]
+    with pytest.raises(MatrixError, match=re.escape(said)):
+        licenses.parse_facts({**sound, "wheels": [row | fault]})
 
 
 def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
