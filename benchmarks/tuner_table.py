@@ -24,7 +24,7 @@ from benchmarks.tuner_machines import Missing
 
 KNOBS = ("kv_type", "load_mode", "threads", "ubatch")
 PLANNED_GB_S = DRAM_GB_S.value * DRAM_SHARE.value  # where memory was not measured: the search has to live with it
-PREFERRED: tuple[Value, ...] = ("f16", "mmap", 512)  # by a plan of this machine: these before others, cores before fewer
+PREFERRED: tuple[Value, ...] = ("f16", "mmap", 512)  # a start has plans with these before others
 LEAST_NOISE = 0.01
 
 
@@ -83,7 +83,7 @@ class Recorded:
 
 
 def _preference(cell: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The order in which a real start has its plans."""
+    """The order in which a real start has its plans, every core first."""
     unlike = (cell[name] not in PREFERRED for name in ("kv_type", "ubatch", "load_mode"))
     return (*unlike, -cell["threads"], key_of(cell))
 
