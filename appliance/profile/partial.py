@@ -20,8 +20,8 @@ from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import Workload
 
-SCHEMA = 3
-ONLY_MEASUREMENTS = 2  # the schema before: nothing else was kept
+SCHEMA = 4
+ONLY_MEASUREMENTS = 3  # the schema before: nothing else was kept
 _Part = TypeVar("_Part")
 
 

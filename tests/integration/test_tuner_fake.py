@@ -23,7 +23,7 @@ from appliance.settings import resolve_settings
 from appliance.tune.measure import Step
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
-from appliance.tune.tuner import Goal, Tuned, Tuner
+from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
 from appliance.tune.workload import parse_mix
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
@@ -240,6 +240,18 @@ async def test_interrupted_it_goes_on_and_repeats_nothing(socket_path: Path) -> 
     assert (at_once.plan.key, at_once.job_s) == (tuned.plan.key, tuned.job_s)
 
 
+async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_path: Path) -> None:
+    """Else one that is broken off again and again would look on as long as there are plans."""
+    whole = Bench(socket_path)
+    await whole.tune(on_cpu(), few())
+    (first, *_) = whole.done
+    rest = Bench(socket_path)
+    tuned = await rest.tune(on_cpu(), few(), budget_s=100.0, kept=[replace(first, seconds=99.9)])
+    assert rest.started == []
+    assert tuned.stopped_by == "budget"
+    assert tuned.plan.key == first.key
+
+
 async def test_of_an_interrupted_tuning_in_which_all_failed_nothing_is_kept(socket_path: Path) -> None:
     kept = [Measurement(key=plan.key, error="engine exited with code 1") for plan in few()]
     unknown = Measurement(key="of another start", error="engine exited with code 1")
@@ -288,12 +300,70 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
     # 10 ms and 10 more with every 2,048 tokens: 15 tok/s are 66.7 ms, reached at 11,600.
     bench = Bench(socket_path, lambda plan: 10.0)
     tuned = await bench.tune(on_cpu(), [best], mode="context")
-    assert tuned.plan.context == 8192
+    assert tuned.plan.context == 11520
     assert tuned.like[tuned.plan.key] == best.key
     assert set(bench.started) == {best.key}
-    assert {plan.context for plan in tuned.plans} == {8192, 16384}
+    assert {plan.context for plan in tuned.plans} == {11520, 16384}
+    words = {c.name: c for c in tuned.plan.choices}
+    assert words["context"].value == "11,520"
+    assert f"it was not measured itself, but judged by {best.key}" in words["context"].reason
     assert tuned.allocated == bench.done[0].allocated
     assert on_cpu().now(tuned.plan) == tuned.plan
+
+
+def few_experts_are_fast(plan: Plan) -> float:
+    """As a larger window has less of the model on the card, it is slower; never so slow that it cannot be read."""
+    return 0.02 * plan.placement.cpu_expert_layers
+
+
+async def test_another_mode_may_take_a_window_that_nobody_measured_and_says_so(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    tuned = await bench.tune(on_laptop(), plans, mode="speed", budget_s=0.001, kept=first.measurements)
+    largest = max(plan.context for plan in plans)
+    assert set(bench.started) == {plans[0].key}
+    context = next(each for each in tuned.judged if each.mode == "context")
+    assert context.by in bench.started
+    plan = next(plan for plan in tuned.plans if plan.key == context.key)
+    assert plan.context == largest
+    rated = context.rated(plan)
+    assert rated.curve.spread > 1
+    assert rated.curve.decode(32).in_words().count("extrapolated") == 1
+    by = next(plan for plan in plans if plan.key == context.by)
+    assert rated.curve.points[0].decode_ms > few_experts_are_fast(by), "fewer layers on the card are predicted slower"
+    assert tuned.plan.key in bench.started, "what speed itself takes was measured"
+    assert "judged" not in next(c.reason for c in tuned.plan.choices if c.name == "threads")
+
+
+async def test_where_the_time_was_up_context_takes_the_largest_window_that_is_likely_to_hold(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    again = Bench(socket_path, few_experts_are_fast)
+    tuned = await again.tune(on_laptop(), plans, mode="context", budget_s=0.001, kept=first.measurements)
+    assert again.started == []
+    assert tuned.plan.context == max(plan.context for plan in plans)
+    reason = next(c.reason for c in tuned.plan.choices if c.name == "context")
+    assert "15 tok/s when full" in reason
+    assert f"it was not measured itself, but judged by {plans[0].key}" in reason
+    assert speed_in_words(tuned).startswith(f"not measured itself, judged by {plans[0].key}: decodes ")
+    assert "(extrapolated)" in speed_in_words(tuned)
+    held = Bench(socket_path, few_experts_are_fast)
+    balanced = await held.tune(on_laptop(), plans, mode="balanced", budget_s=0.001, kept=first.measurements)
+    assert balanced.plan.key == plans[0].key, "what nobody measured is for modes that ask for its window"
+
+
+async def test_a_window_that_memory_was_seen_not_to_hold_is_not_judged_to_be_good(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    by_window = sorted(plans, key=lambda plan: plan.context)
+    failed = Measurement(key=by_window[1].key, error="out of memory", lacking_device="CUDA0", lacking_mib=1.0)
+    tuned = await bench.tune(on_laptop(), plans, mode="context", budget_s=0.001, kept=(*first.measurements, failed))
+    need = {plan.key: plan.placement.shares[0].memory.total for plan in plans}
+    assert need[tuned.plan.key] < need[failed.key]
+    assert failed.key not in {each.key for each in tuned.judged}
 
 
 async def test_what_was_disturbed_is_measured_once_more_and_a_calm_look_counts(socket_path: Path) -> None:
