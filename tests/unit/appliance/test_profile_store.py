@@ -573,15 +573,9 @@ def test_what_an_appliance_kept_before_there_was_more_than_measurements_is_read(
     ("data", "why"),
     [
         (dump_partial(key("b2"), PARTIAL).encode(), "it is for another key"),
-        (
-            dump_partial(key(), PARTIAL).replace('"schema": 3', '"schema": 4').encode(),
-            "it has another schema than 3: 4",
-        ),
-        (
-            dump_partial(key(), PARTIAL).replace('"ngram"', '"magic"').encode(),
-            "Tried.kind is none of draft, mtp, ngram",
-        ),
-        (dump_partial(key(), PARTIAL).replace("510.5", "-510.5").encode(), "no measuring gives this: Answer("),
+        (KEPT.replace(b'"schema": 4', b'"schema": 5'), "it has another schema than 4: 5"),
+        (KEPT.replace(b'"ngram"', b'"magic"'), "Tried.kind is none of draft, mtp, ngram"),
+        (KEPT.replace(b"510.5", b"-510.5"), "no measuring gives this: Answer("),
         (b"\xff\xfe", "can't decode"),
         (b"[" * 100_000, "something is lacking or odd: RecursionError"),
     ],
