@@ -54,6 +54,7 @@ class Bench:
     engine_dir: Path
     cache_dir: Path
     stall_timeout_s: float
+    driver_dir: Path | None = None  # what the dynamic loader has to be told
 
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
@@ -66,6 +67,7 @@ class Bench:
             engine_dir=self.engine_dir,
             cache_dir=self.cache_dir,
             stall_timeout_s=self.stall_timeout_s,
+            driver_dir=self.driver_dir,
             oom_kills=count_oom_kills,
         )
         facts = self.engine
@@ -81,6 +83,7 @@ class Bench:
             engine_dir=self.engine_dir,
             cache_dir=self.cache_dir,
             stall_timeout_s=self.stall_timeout_s,
+            driver_dir=self.driver_dir,
             oom_kills=count_oom_kills,
         )
 
@@ -313,6 +316,7 @@ class Study:
                 self._bench.engine,
                 cache_dir=self._bench.cache_dir,
                 budget_s=self._settings.budget_s / 10,
+                driver_dir=self._bench.driver_dir,
                 is_wanted=lambda: not given_up.is_set(),
             )
         finally:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from appliance.probe.conditions import Conditions, conditions
+from appliance.probe.driver import reaching
 from appliance.probe.hardware import Hardware
 from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer, query_load
 from appliance.run import Running, RunTimeout
@@ -38,7 +39,7 @@ class Watch:
         """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. `own_pid`
         heads the tree of processes that is our own work, by default this process."""
         self._known = hardware.gpus
-        self._environment = environment
+        self._environment = reaching(environment, hardware.gpus.driver_dir)
         self._root = root
         self._own_pid = own_pid
         self._child = tuple(child)

@@ -152,12 +152,19 @@ def test_half_a_placement_is_refused(flag: str) -> None:
 
 
 def test_gpus_are_named_by_what_they_are_in_the_plans_order() -> None:
-    found = environment(placed(20, 11), Path("/data/cache/b1"))
-    assert found == environment(chosen(), Path("/data/cache/b1")) | {
+    found = environment(placed(20, 11), Path("/opt/llama"), Path("/data/cache/b1"))
+    assert found == environment(chosen(), Path("/opt/llama"), Path("/data/cache/b1")) | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1",
         "CUDA_CACHE_PATH": "/data/cache/b1/cuda",
     }
+
+
+def test_a_library_path_is_only_for_the_driver_and_begins_with_the_engines_own_folder() -> None:
+    folders = Path("/opt/llama"), Path("/data/cache/b1"), Path("/usr/local/nvidia/lib64")
+    found = environment(placed(20, 11), *folders)
+    assert found["LD_LIBRARY_PATH"] == "/opt/llama:/usr/local/nvidia/lib64"
+    assert "LD_LIBRARY_PATH" not in environment(chosen(), *folders)  # no GPU, and no driver to be found
 
 
 def test_context_checkpoints_are_said_only_where_a_model_needs_them() -> None:
