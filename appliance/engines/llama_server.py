@@ -219,8 +219,17 @@ class Allocated:
         return self.model + self.kv + self.compute + self.output + self.recurrent
 
 
-# True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
-_NOT_OURS = "security: no API key is set"
+# What the engine warns of and is as it should be, each with its reason; in the words of build 11312.
+_AS_IT_SHOULD = (
+    # True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
+    r"srv +llama_server: security: no API key is set",
+    # A prompt that is in the cache as a whole, as when the same is asked again: its last token is read once more.
+    r"slot +\S+: id +\d+ \| task \d+ \| need to evaluate at least 1 token for each active slot",
+    r"slot +\S+: id +\d+ \| task \d+ \| n_past was set to \d+$",
+    # A client that left, or that had its answer: whoever stops a generation does so.
+    r"srv +stop: cancel task, id_task = \d+$",
+)
+_SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
 _KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
@@ -248,8 +257,9 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
 
 
 def is_worth_showing(line: str) -> bool:
-    """Warnings and errors of the engine; the rest is kept for a crash and not repeated in our log."""
-    return (bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")) and _NOT_OURS not in line
+    """Warnings and errors of the engine, but for what is as it should be; the rest is kept for a crash and not repeated
+    in our log."""
+    return _SHOWN.match(line) is not None
 
 
 def _health(socket_path: Path) -> Readiness:

@@ -294,6 +294,21 @@ def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
         ("0.00.085.607 D anything", False),
         ("E", False),
         ("", False),
+        # As build 11312 printed them: the same prompt twice, and a client that left while it was answered.
+        (
+            "0.00.626.984 W slot   operator(): id  0 | task 5 | need to evaluate at least 1 token for each active slot "
+            "(n_past = 45, task.n_tokens() = 45)",
+            False,
+        ),
+        ("0.00.626.985 W slot   operator(): id  0 | task 5 | n_past was set to 44", False),
+        ("0.01.991.196 W srv          stop: cancel task, id_task = 28", False),
+        ("0.00.016.289 W srv  llama_server: security: no API key is set and CORS allows all origins (see …)", False),
+        # A prompt that is too long is refused and cancelled: the refusal stays.
+        ("0.50.899.328 E srv    send_error: task id = 131, error: request (30001 tokens) exceeds …", True),
+        ("0.50.899.408 W srv          stop: cancel task, id_task = 131", False),
+        # Of others that read alike nothing is kept back.
+        ("0.01.991.196 E srv          stop: cancel task, id_task = 28", True),
+        ("0.01.991.196 W srv          stop: cancel task, id_task = 28, which is not there", True),
     ],
 )
 def test_warnings_and_errors_are_worth_showing(line: str, shown: bool) -> None:
