@@ -220,7 +220,8 @@ def _measurement(data: dict[str, Any]) -> Measurement:
 
 def _point(data: dict[str, Any]) -> Point:
     point = Point(**_only(Point, data))
-    if not (0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf and point.depth >= 0):
+    is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
+    if not (is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf):
         message = f"Point has times that no engine takes: {point}"
         raise TypeError(message)
     return point
@@ -237,7 +238,9 @@ _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "s
 _SIMPLE["int | None"] = (int, type(None))
 _SIMPLE["float | None"] = (int, float, type(None))
 _SIMPLE["str | None"] = (str, type(None))
-_LATER: dict[str, tuple[str, ...]] = {}  # fields that the first records of this schema lack, by class
+_LATER: dict[str, tuple[str, ...]] = {
+    "Point": ("noisier",)
+}  # fields that the first records of this schema lack, by class
 
 
 def _only(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:

@@ -309,6 +309,7 @@ class Tuner:
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
+                end=self._began + self._budget_s,
             )
         wanted = depths if is_long else depths[:2]
         return Look(depths=within(wanted, plan.context, DECODE_TOKENS * LONGER) or depths[:1], is_long=is_long)
@@ -401,7 +402,7 @@ def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
 def speed_in_words(tuned: Tuned) -> str:
     """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 at 2,048; a chat job takes 3.1 s"."""
     curve = tuned.chosen.rated.curve
-    first, *rest = (f"{1000 / point.decode_ms:.1f} tok/s at {point.depth:,}" for point in curve.ordered)
+    first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
     speeds = ", ".join((f"{first} tokens of context", *rest))
     jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
     return f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")

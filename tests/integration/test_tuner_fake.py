@@ -158,6 +158,23 @@ async def test_the_first_look_is_at_the_prediction_at_three_depths(socket_path: 
     assert deep > 2 * work
 
 
+@pytest.mark.parametrize(("budget_s", "fewest", "most"), [(40.0, 3, 19), (2.0, 3, 3)])
+async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_has_room_for(
+    socket_path: Path, budget_s: float, fewest: int, most: int
+) -> None:
+    """At the least what warming up took: a figure there always is. The engine of this test does not wait, so that how
+    fast this machine is matters little."""
+    bench = Bench(socket_path, lambda plan: 2000.0, prefill_ms=lambda plan: 100.0)
+    tuned = await bench.tune(on_cpu(), [on_cpu().best], budget_s=budget_s)
+    (point,) = bench.done[0].points
+    assert point.depth == 32
+    assert point.decode_ms == pytest.approx(2000 * (1 + 32 / 2048))
+    tokens = 1 + 23 / point.noisier**2
+    assert fewest - 0.01 <= tokens <= most + 0.01
+    assert "few tokens) at 32" in bench.done[0].in_words()
+    assert tuned.plan.key == on_cpu().best.key
+
+
 async def test_out_of_memory_rules_out_what_needs_as_much(socket_path: Path) -> None:
     plans = [p for p in laptop_plans() if p.context == on_laptop().best.context]
     (room,) = {round(p.placement.shares[0].memory.total) - 400 for p in plans if p.key == on_laptop().best.key}
