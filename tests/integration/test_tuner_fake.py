@@ -23,7 +23,7 @@ from appliance.settings import resolve_settings
 from appliance.tune.measure import Step
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
-from appliance.tune.tuner import Goal, Tuned, Tuner
+from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
 from appliance.tune.workload import parse_mix
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
@@ -100,10 +100,11 @@ class Bench:
         plans: Sequence[Plan],
         *,
         mode: Mode = "balanced",
+        workload: str = "chat",
         budget_s: float = 1000.0,
         kept: Sequence[Measurement] = (),
     ) -> Tuned:
-        goal = Goal(mix=parse_mix("chat"), mode=mode, native=here.native)
+        goal = Goal(mix=parse_mix(workload), mode=mode, native=here.native)
         tuner = Tuner(
             here,
             plans,
@@ -173,6 +174,14 @@ async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_h
     assert fewest - 0.01 <= tokens <= most + 0.01
     assert "few tokens) at 32" in bench.done[0].in_words()
     assert tuned.plan.key == on_cpu().best.key
+
+
+async def test_a_workload_longer_than_the_window_is_scaled_and_the_profiles_words_say_so(socket_path: Path) -> None:
+    best = on_cpu().best
+    tuned = await Bench(socket_path).tune(on_cpu(), [best], workload="document")
+    scaled = f"long document (scaled to {best.context})"
+    assert f"a {scaled} job takes " in speed_in_words(tuned)
+    assert scaled in next(c.reason for c in tuned.plan.choices if c.name == "threads")
 
 
 async def test_out_of_memory_rules_out_what_needs_as_much(socket_path: Path) -> None:
