@@ -103,7 +103,7 @@ prune: venv ## give back what builds left behind; the builder's cache with: imag
 	@$(PY) -m images prune
 
 reproduce: venv ## build CELL twice without a cache and compare the manifest digests
-	@$(PY) -m images verify --reproduce $(CELL) --base $(BASE) $(CA)
+	@$(PY) -m images verify --reproduce $(CELL) --base $(BASE) $(MIRROR) $(CA)
 
 drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check

@@ -212,12 +212,14 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     from appliance.engines.llama_server import BINARY, arguments
     from appliance.plan import as_document, explain, explain_settings
 
-    plans, engine, profile = foretell(settings, environment)
+    found = foretell(settings, environment)
+    plans, profile, standing = found.plans, found.profile, found.standing
     chosen = plans[0]
-    argv = [str(settings.engine_dir / BINARY), *arguments(chosen, engine, settings.runtime_dir / "appliance.sock")]
+    socket_path = settings.runtime_dir / "appliance.sock"
+    argv = [str(settings.engine_dir / BINARY), *arguments(chosen, found.engine, socket_path)]
     if options.json:
-        found = profile.key.id if profile else None
-        document = {"plan": as_document(chosen), "profile": found, "plans": [as_document(plan) for plan in plans]}
+        of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
+        document = {"plan": as_document(chosen), **of, "plans": [as_document(plan) for plan in plans]}
         print(json.dumps({**document, "argv": argv}, indent=1))
     elif options.dry_run:
         import shlex
@@ -230,6 +232,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
             if profile
             else f"a prediction; measuring decides between it and others, such as its {len(plans) - 1} neighbours"
         )
+        if standing and standing.in_words():
+            print(_indented("\n".join(standing.in_words())))
         if profile and profile.prediction_error is not None and profile.allocated:
             print(
                 f"when it was measured the engine allocated {profile.allocated.total:,.0f} MiB; "

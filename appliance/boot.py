@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
 from appliance.engines.llama_devices import query_devices_once
@@ -13,7 +14,7 @@ from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, p
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import Plan
 from appliance.probe import Hardware, probe
-from appliance.profile import Key, Picked, Profile, ProfileStore, make_key, pick
+from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
@@ -62,17 +63,29 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     return Prepared(image=image, engine=engine, hardware=hardware, model=model, key=key, draft=draft)
 
 
-def foretell(settings: Settings, environment: Mapping[str, str]) -> tuple[list[Plan], EngineFacts, Profile | None]:
-    """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if any.
-    Writes nothing and starts nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Foretold:
+    """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if
+    any, with how it stands."""
+
+    plans: list[Plan]
+    engine: EngineFacts
+    profile: Profile | None = None
+    standing: Standing | None = None
+
+
+def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
+    """Writes nothing and starts nothing."""
     found = prepare(settings, environment)
-    profile = ProfileStore(settings.profiles_dir, lambda _: None).peek(found.key)
+    store = ProfileStore(settings.profiles_dir, lambda _: None)
+    profile = store.peek(found.key)
     verdicts = profile.verdicts if profile else ()
     space = found.space(settings, verdicts)
     picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
-    if isinstance(picked, Picked):
-        return [picked.plan], found.engine, profile
-    return [found.predicted(settings, verdicts), *space.neighbours()], found.engine, None
+    if profile is not None and isinstance(picked, Picked):
+        standing = store.standing(profile)
+        return Foretold(plans=[picked.plan], engine=found.engine, profile=profile, standing=standing)
+    return Foretold(plans=[found.predicted(settings, verdicts), *space.neighbours()], engine=found.engine)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:

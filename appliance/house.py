@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
-from appliance.profile.at_start import Act, Found, Start, at_start
+from appliance.profile.at_start import Act, Found, Start, at_start, is_due
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from appliance.tune.measurement import Measurement
     from appliance.vouching import Vouching
 
+GLANCE_S = 1.0  # at the machine, to see whether something else is at work: less than half of it tells nothing
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -116,12 +118,27 @@ class House:
             self._say(start)
             self.launch(self._use(profile))
 
-    def _at_start(self, profile: Profile | None, *, may_measure: bool) -> Start:
+    def _at_start(self, profile: Profile | None, *, may_measure: bool, busy: str | None = None) -> Start:
         found = None
         if profile is not None:
             id_ = profile.key.id
-            found = Found(id=id_, stale=self._store.why_stale(profile), is_pinned=self._store.is_pinned(id_))
+            due = is_due(profile.created, disturbed_times=profile.disturbed_times, now=datetime.now(UTC))
+            found = Found(
+                id=id_,
+                stale=self._store.why_stale(profile),
+                provisional=profile.disturbance if due else None,
+                busy=busy,
+                is_pinned=self._store.is_pinned(id_),
+            )
         return at_start(found, tune=self._settings.tune, may_measure=may_measure)
+
+    async def _at_work(self) -> str:
+        """What else uses the machine now, in words; empty where nothing does."""
+        from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
+
+        async with Watch(self.hardware, self._environment) as watching:
+            await asyncio.sleep(GLANCE_S)
+        return watching.conditions.disturbance or ""
 
     def _say(self, start: Start) -> None:
         if start.words:
@@ -195,6 +212,8 @@ class House:
         with self._store.tuning(self._key) as is_ours:
             profile = self._store.load(self._key)
             start = self._at_start(profile, may_measure=is_ours)
+            if start.act is Act.LOOK:
+                start = self._at_start(profile, may_measure=is_ours, busy=await self._at_work())
             self._say(start)
             if start.act is Act.MEASURE:
                 self._profile = await self._new_study().run()
@@ -202,16 +221,30 @@ class House:
         return self._found.predicted(self._settings) if profile is None else self._use(profile)
 
     async def tune_alone(self) -> None:
-        """Raises ConfigError for a model that makes no text, and while another container measures for the same key: two
-        would spoil each other's."""
+        """Raises ConfigError for a model that makes no text, for a profile that would stay as it is since it is pinned,
+        and while another container measures for the same key: two would spoil each other's."""
         if self._found.model.is_embedding_model:
             message = f"nothing can be measured: {self._found.model.path.name} gives vectors, not text"
             raise ConfigError(message, hint="serve it: its plan is the prediction")
+        self._refuse_pinned()
         with self._store.tuning(self._key) as is_ours:
             if not is_ours:
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
             await self._new_study().run()
+
+    def _refuse_pinned(self) -> None:
+        """Before the budget is spent. A pin of another build's profile is none of ours: what is measured is kept."""
+        pinned = self._store.pinned(self._key)
+        if self._store.stays(self._key):
+            message = f"profile is pinned, and what is measured would not be kept: {self._key.id}"
+            raise ConfigError(message, hint=f"`appliance profiles unpin {self._key.id}` lets it be measured again")
+        if pinned is not None:
+            words = (
+                f"profile {pinned.key.id} of build {pinned.key.parts.get('build')} is pinned: what is measured is kept "
+                "beside it, and used when `appliance profiles unpin` has ended that"
+            )
+            self._report.warning("profile_pinned", words, profile=pinned.key.id)
 
     def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
         from appliance.study import Bench, Study  # here: a start from a profile never needs it
@@ -505,8 +538,18 @@ class House:
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and self._study is None,
             "profile_holds": str(vouching.verdict) if vouching else None,
+            "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }
+
+    def _standing(self) -> dict[str, Any] | None:
+        """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""
+        if self._profile is None:
+            return None
+        try:
+            return self._store.standing(self._profile).as_document()
+        except VolumeError as error:  # serving goes on without its volume, and so does what is told of it
+            return {"problem": error.message}
 
     def _profile_document(self) -> dict[str, Any]:
         if self._profile is None:
@@ -514,5 +557,6 @@ class House:
         error = self._profile.prediction_error
         return {**asdict(self._profile), "key": {"id": self._profile.key.id, "parts": self._profile.key.parts}} | {
             "memory_prediction_error": error,
+            "standing": self._standing(),
             "allocated_now": asdict(self._allocated) if self._allocated else None,
         }

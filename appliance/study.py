@@ -22,6 +22,7 @@ from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
+from appliance.plan.slots import is_asked
 from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe.watch import Watch
 from appliance.profile import Key, Profile, ProfileStore
@@ -170,7 +171,7 @@ class Study:
         if kept:
             words += f"; {len(kept)} measurements are there from a start that was interrupted"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * (settings.users > 1)
+        reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * self._has_slots
         tuner = Tuner(
             space,
             plans,
@@ -196,6 +197,11 @@ class Study:
     def _has_guesses(self) -> bool:
         offers = kinds(self._settings, self._model, self._bench.engine, self._draft)
         return any(offer.is_tried for offer in offers)
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether their number is to be found out: one that was asked for is not in question."""
+        return self._settings.users > 1 and not is_asked(self._settings)
 
     async def _guess(self, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
         """With tokens guessed ahead where that was seen to be faster. An engine that fails at it is served without."""
@@ -233,15 +239,17 @@ class Study:
     async def _share(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         """With as many slots as several users at once were seen to be served best with."""
         settings = self._settings
-        if settings.users == 1:
+        wanted = counts(plan, settings.users)
+        if not self._has_slots or len(wanted) == 1:  # one alone has nothing to be compared with
             return plan, ()
-        is_asked = settings.sources.get("parallel", "default") != "default"
         mix = parse_mix(settings.workload)
         workload = scaled(max(mix.parts, key=lambda part: part[1])[0], plan.context)
         seen: list[Concurrency] = []
-        for count in counts(plan, settings.users, is_asked=is_asked):
+        why_not = ""
+        for count in wanted:
             left_s = min(self._left_s, settings.budget_s * SHARE_FOR_SLOTS)
             if left_s <= 0 or (seen and left_s < seen[-1].worst_s + seen[-1].load_s):
+                why_not = "the time was up"
                 break
             each = replace(plan, parallel=count)
             try:
@@ -257,12 +265,19 @@ class Study:
             except EngineError as error:
                 self._report.warning("slots_failed", f"{count} slots for {settings.users} users: {error.message}")
                 continue
+            if isinstance(found, str):
+                why_not = found
+                break  # fewer slots take longer
             seen.append(found)
+        unmeasured = f"{count} slots for {settings.users} users were not measured: {why_not}"
+        if why_not:
+            self._report.warning("slots_not_measured", unmeasured)
         if not seen:
-            return plan, ()
+            return plan, (unmeasured,) if why_not else ()
         chosen = choose(seen)
         self._report.info("slots", f"{chosen.slots} slots for {settings.users} users: {chosen.why}")
-        return with_slots(plan, chosen), (f"{settings.users} users: {chosen.why}",)
+        notes = (f"{settings.users} users: {chosen.why}", *([unmeasured] if why_not else []))
+        return with_slots(plan, chosen), notes
 
     def _profile(
         self, space: Space, tuned: Tuned, plan: Plan, verdicts: Sequence[Verdict], notes: tuple[str, ...]
@@ -272,6 +287,7 @@ class Study:
             plan=plan,
             plans=tuned.plans,
             like=tuned.like,
+            judged=tuned.judged,
             measurements=tuned.measurements,
             verdicts=tuple(verdicts),
             notes=notes,
@@ -285,8 +301,14 @@ class Study:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             allocated=tuned.allocated,
             disturbance=tuned.disturbance,
+            disturbed_times=self._disturbed_times() if tuned.disturbance else 0,
             gpu_uuids=gpu_uuids(self._hardware),
         )
+
+    def _disturbed_times(self) -> int:
+        """This one, and those before it."""
+        before = self._store.peek(self._key)
+        return 1 + (before.disturbed_times if before is not None and before.key == self._key else 0)
 
     def _save(self, profile: Profile) -> None:
         is_kept = self._store.save(profile)

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from appliance.plan import Costs
+from appliance.plan.assumptions import DRAM_GB_S, DRAM_SHARE
+from appliance.plan.costs import CPU_FIXED_MS, cpu_costs, with_threads
 from appliance.tune.curve import Curve, Point
 from appliance.tune.terms import Candidate, Value
 from appliance.tune.workload import CHAT, Workload, job_s, scaled
-from benchmarks.tuner_machines import KV_BYTES, Missing
+from benchmarks.tuner_machines import Missing
 
 KNOBS = ("kv_type", "load_mode", "threads", "ubatch")
-PLANNED_GB_S = 20.0  # one channel of DDR4 and a half: a guess as a planner's is, and the search has to live with it
-PREFILL_GAIN = 8.0  # tokens of a batch that cost what one does: as plan/assumptions.py has it for a CPU
+PLANNED_GB_S = DRAM_GB_S.value * DRAM_SHARE.value  # where memory was not measured: the search has to live with it
+PREFERRED: tuple[Value, ...] = ("f16", "mmap", 512)  # a start has plans with these before others
 LEAST_NOISE = 0.01
 
 
@@ -34,7 +36,8 @@ class Recorded:
         self._facts = facts
         self._cells = {key_of(cell): cell for cell in reversed(cells) if not cell["repeat"]}
         self.noise = noise_floor(cells)
-        self.candidates = tuple(self._candidate(key, cell) for key, cell in sorted(self._cells.items()))
+        in_order = sorted(self._cells.items(), key=lambda pair: _preference(pair[1]))
+        self.candidates = tuple(self._candidate(key, cell) for key, cell in in_order)
         good = [cell for cell in self._cells.values() if cell["points"]]
         self.depths = tuple(point["depth"] for point in good[0]["points"])
         self.workload: Workload = scaled(CHAT, self.depths[-1])
@@ -66,11 +69,10 @@ class Recorded:
         return tuple(points), seconds
 
     def _candidate(self, key: str, cell: Mapping[str, Any]) -> Candidate:
-        """Bytes over a bandwidth, as for any machine without a GPU."""
-        threads = cell["threads"] / min(cell["threads"], self._facts["cores"]) ** 0.9 / cell["threads"]
-        read_ms = self._facts["read_mb"] / PLANNED_GB_S * threads
-        kv_us = self._facts["kv_values"] * KV_BYTES[cell["kv_type"]] / 1e3 / PLANNED_GB_S * threads
-        work = Costs(cpu_ms=read_ms, cpu_depth_us=kv_us, cpu_prefill_ms=read_ms / PREFILL_GAIN, fixed_ms=0.2)
+        """With the costs that a real start has for it."""
+        weights = self._facts["read_mb"] * 1e6
+        whole = cpu_costs(weights, self._facts["kv_values"], cell["kv_type"], PLANNED_GB_S)
+        work = with_threads(whole + Costs(fixed_ms=CPU_FIXED_MS), cell["threads"], self._facts["cores"])
         # "window" and "cpu_layers" are one value each: rivals ask every machine for them.
         knobs: tuple[tuple[str, Value], ...] = (
             *((name, cell[name]) for name in KNOBS),
@@ -78,6 +80,12 @@ class Recorded:
             ("window", 1),
         )
         return Candidate(key=key, knobs=knobs, window=1, work=work)
+
+
+def _preference(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The order in which a real start has its plans, every core first."""
+    unlike = (cell[name] not in PREFERRED for name in ("kv_type", "ubatch", "load_mode"))
+    return (*unlike, -cell["threads"], key_of(cell))
 
 
 def load(path: Path) -> list[Recorded]:

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +48,7 @@ from images.matrix import Cell, Matrix
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
+EVERYTHING = "*"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
@@ -114,6 +115,8 @@ def _build(arguments: argparse.Namespace) -> int:
         cache_to=tuple(arguments.cache_to),
     )
     engine = docker.Engine()
+    if not arguments.dry_run:
+        build.refuse_platform(cells, engine.platform)
     results = [_build_cell(cell, options, engine, archive, name, is_dry=arguments.dry_run) for cell in cells]
     if model_of and not arguments.dry_run:
         results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
@@ -130,14 +133,7 @@ def _build_cell(
     *,
     is_dry: bool,
 ) -> dict[str, object]:
-    if options.toolkit_image is None:
-        compat.refuse_unresolved(cell)
-    base = build.choose_base(cell, options.base, engine)
-    toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
-    _progress(cell, base.describe(cell))
-    job = build.plan_job(ROOT, cell, options, base, toolkit)
-    if archive:
-        job = mirror.plan(job)
+    job = _plan(cell, options, engine, archive)
     if is_dry:
         return {"cell": cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))}
     reused = None if options.force else build.find_built(job, engine)
@@ -157,10 +153,26 @@ def _build_cell(
     return asdict(built) | (_push(job, built, engine, archive, name) if name else {})
 
 
+def _plan(cell: Cell, options: build.Options, engine: docker.Engine, archive: mirror.Mirror | None) -> build.Job:
+    """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
+    if options.toolkit_image is None:
+        compat.refuse_unresolved(cell)
+    base = build.choose_base(cell, options.base, engine)
+    toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
+    _progress(cell, base.describe(cell))
+    job = build.plan_job(ROOT, cell, options, base, toolkit)
+    return mirror.plan(job) if archive else job
+
+
+def _through(job: build.Job, archive: mirror.Mirror | None) -> AbstractContextManager[None]:
+    """What the job needs beside the project's own files, as long as it is built."""
+    return mirror.written(ROOT, job, archive) if archive else nullcontext()
+
+
 def _push(
     job: build.Job, built: build.Built, engine: docker.Engine, archive: mirror.Mirror | None, name: str
 ) -> dict[str, object]:
-    with mirror.written(ROOT, job, archive) if archive else nullcontext():
+    with _through(job, archive):
         pushed = push.push(ROOT, job, built, engine, name=name)
     others = [each for each in job.cell.platforms if each != engine.platform]
     if others:
@@ -196,7 +208,7 @@ def _build_model(
 def _build_locked(job: build.Job, engine: docker.Engine, archive: mirror.Mirror | None) -> build.Built:
     """Of the packages that the Debian lock names, or not at all."""
     build.refuse_engine(job, engine)
-    with mirror.written(ROOT, job, archive) if archive else nullcontext():
+    with _through(job, archive):
         held = installed.hold_to_lock(ROOT, job, engine)
         if held.no_cache and not job.no_cache:
             _progress(job.cell, "what the builder had kept is of other packages than the lock's: every step runs again")
@@ -221,6 +233,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         _say(arguments, names, names)
         return 0
     engine = docker.Engine()
+    build.refuse_platform(cells, engine.platform, done="verified")
+    verify.refuse_absent(cells, engine, image=arguments.image)
     checks = {
         cell.id: verify.verify(
             ROOT,
@@ -247,11 +261,20 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    given = {"--against": arguments.against, "--base": arguments.base, "--epoch": arguments.epoch}
-    for flag, value in given.items():
+    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror"):
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
             message = f"{flag} belongs to --reproduce, which is not there: {value}"
             raise UsageError(message, hint=f"verify --reproduce CELL {flag} {value}")
+
+
+def _refuse_with_reproduce(arguments: argparse.Namespace) -> None:
+    """The other way round: no image is looked at that is here already."""
+    only = None if arguments.only == EVERYTHING else arguments.only
+    for flag, value in {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump}.items():
+        if value is not None:
+            message = f"{flag} does not go with --reproduce {arguments.reproduce}, which builds for itself: {value}"
+            raise UsageError(message, hint="--reproduce names the cells, as a glob where you like; else leave it out")
 
 
 def _refuse_one_image(arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
@@ -262,19 +285,27 @@ def _refuse_one_image(arguments: argparse.Namespace, cells: Sequence[Cell]) -> N
 
 def _reproduce(arguments: argparse.Namespace) -> int:
     """Two whole builds of each cell, minutes or hours: asked for by name and never part of plain `verify`."""
-    arguments.only = arguments.reproduce
-    _, cells = _load(arguments)
-    ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
-    options = build.Options(base=arguments.base, ca_bundle=ca_bundle, epoch_s=arguments.epoch, no_cache=True)
+    _refuse_with_reproduce(arguments)
+    cells = matrix.select(_load_all().cells, arguments.reproduce)
+    archive = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    options = build.Options(
+        base=arguments.base,
+        toolkit_image=arguments.toolkit_image,
+        ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
+        epoch_s=arguments.epoch,
+        no_cache=True,
+    )
     engine = docker.Engine()
-    jobs = [build.plan_job(ROOT, cell, options, build.choose_base(cell, options.base, engine)) for cell in cells]
+    if not arguments.dry_run:
+        build.refuse_platform(cells, engine.platform, done="reproduced")
+    jobs = [_plan(cell, options, engine, archive) for cell in cells]
     if arguments.dry_run:
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
     if arguments.against:
-        return _reproduce_against(arguments, jobs, engine)
-    found = [reproduce.reproduce(ROOT, job, engine) for job in jobs]
+        return _reproduce_against(arguments, jobs, engine, archive)
+    found = [_reproduce_one(job, engine, archive) for job in jobs]
     _say(arguments, [asdict(each) for each in found], [f"{each.cell}  {each.first}  {each.second}" for each in found])
     differing = [f"{each.cell}: {each.difference}" for each in found if not each.is_same]
     if differing:
@@ -283,18 +314,26 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reproduce_against(arguments: argparse.Namespace, jobs: Sequence[build.Job], engine: docker.Engine) -> int:
+def _reproduce_one(job: build.Job, engine: docker.Engine, archive: mirror.Mirror | None) -> reproduce.Reproduction:
+    with _through(job, archive):
+        return reproduce.reproduce(ROOT, job, engine)
+
+
+def _reproduce_against(
+    arguments: argparse.Namespace, jobs: Sequence[build.Job], engine: docker.Engine, archive: mirror.Mirror | None
+) -> int:
     if len(jobs) != 1:
-        message = f"--against names one image, but {len(jobs)} cells match: {arguments.only}"
+        message = f"--against names one image, but {len(jobs)} cells match: {arguments.reproduce}"
         raise UsageError(message, hint="choose one with --reproduce")
     published = reproduce.published(arguments.against, engine.platform, cwd=ROOT)
-    found = reproduce.against(ROOT, jobs[0], engine, published)
+    with _through(jobs[0], archive):
+        found = reproduce.against(ROOT, jobs[0], engine, published)
     _say(arguments, asdict(found), [f"{found.cell}  {found.first}  {found.second}"])
     if not found.is_same:
         what = found.difference or f"{found.first} here, {found.second} there"
         message = f"this commit does not build what was published: {found.cell}: {what}"
-        archive = f"docker save --output IMAGE.oci.tar {arguments.against}, and --against IMAGE.oci.tar names the file"
-        raise VerificationError(message, hint=None if found.difference else archive)
+        save = f"docker save --output IMAGE.oci.tar {arguments.against}, and --against IMAGE.oci.tar names the file"
+        raise VerificationError(message, hint=None if found.difference else save)
     return 0
 
 
@@ -363,6 +402,10 @@ def _gate(arguments: argparse.Namespace) -> int:
     """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
     known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
     sm = int(select.parse_sm(arguments.sm).sm)
+    for file in arguments.files:
+        if not file.is_file():
+            message = f"no such file: {file}"
+            raise UsageError(message, hint="a shared library, an object or a .fatbin file")
     if arguments.dry_run:
         _say(arguments, [str(file) for file in arguments.files], [str(file) for file in arguments.files])
         return 0
@@ -375,7 +418,9 @@ def _gate(arguments: argparse.Namespace) -> int:
         message = f"SM {report.sm} does not run all of it natively: {report.faults[0]}" + (
             f" and {more} more" * (more > 0)
         )
-        raise VerificationError(message, hint="compile it with -gencode arch=compute_XX,code=sm_XX for that SM")
+        compiled = "compile it with -gencode arch=compute_XX,code=sm_XX for that SM"
+        has_kernels = any(library.kernels for library in report.libraries)
+        raise VerificationError(message, hint=compiled if has_kernels else "is it a library with code for a GPU?")
     return 0
 
 
@@ -473,6 +518,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _select(arguments: argparse.Namespace) -> int:
     choice = select.choose(_load_all(), _machine(arguments), engine=arguments.engine)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
+    tag = choice.tag
     if arguments.alias:
         recipe.load(ROOT, arguments.alias)
         tag = model.tag_of(arguments.alias, choice.cell)
@@ -481,9 +527,9 @@ def _select(arguments: argparse.Namespace) -> int:
             model.set_alias(arguments.alias, choice.cell, docker.Engine())
         _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
     else:
-        _say(arguments, asdict(choice), [choice.tag])
+        _say(arguments, asdict(choice), [tag])
     if not arguments.json:
-        print(f"{choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
+        print(f"{tag}: {choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
     return 0
 
 
@@ -592,7 +638,7 @@ def _common() -> argparse.ArgumentParser:
 def _only() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(add_help=False)
     flags.add_argument(
-        "--only", metavar="GLOB", default="*", help="cells by id: llama-cpu or 'llama-*'; all without it"
+        "--only", metavar="GLOB", default=EVERYTHING, help="cells by id: llama-cpu or 'llama-*'; all without it"
     )
     return flags
 
@@ -610,14 +656,8 @@ def _add_render_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_build_flags(parser: argparse.ArgumentParser) -> None:
-    about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
-    parser.add_argument("--base", metavar="IMAGE", help=about)
-    about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
-    parser.add_argument("--toolkit-image", metavar="IMAGE", help=about)
+    _add_source_flags(parser)
     parser.add_argument("--tag", metavar="IMAGE", help="name of the image; appliance:<cell> without it")
-    parser.add_argument(
-        "--epoch", metavar="SECONDS", type=_epoch, help="date of the image; without it the last commit's"
-    )
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
@@ -631,9 +671,19 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=about)
     _add_memory_flag(parser)
     parser.add_argument("--no-space-check", action="store_true", help="build even if the disks seem too full for it")
-    about = "Debian's packages from ROOT/debian; of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z)"
-    parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=about)
     parser.set_defaults(verb=_build)
+
+
+def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
+    """What a build is made of, where that is not what the matrix pins; `of`: the flag that these belong to."""
+    about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
+    parser.add_argument("--base", metavar="IMAGE", help=of + about)
+    about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
+    parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
+    about = "date of the image; without it the last commit's"
+    parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
+    about = "Debian's packages from ROOT/debian; of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z)"
+    parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=of + about)
 
 
 def _epoch(text: str) -> int:
@@ -675,8 +725,7 @@ def _add_verify_flags(parser: argparse.ArgumentParser) -> None:
         "of --reproduce: build once and compare with this: IMAGE@DIGEST, sha256:DIGEST of a manifest, or FILE.oci.tar"
     )
     parser.add_argument("--against", metavar="WHAT", help=about)
-    parser.add_argument("--base", metavar="IMAGE", help="of --reproduce, as in build")
-    parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help="of --reproduce, as in build")
+    _add_source_flags(parser, of="of --reproduce: ")
     _add_cuobjdump_flag(parser)
     parser.set_defaults(verb=_verify)
 
@@ -725,11 +774,12 @@ def _add_select_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help="locks, or bases, to write; all without it")
-    parser.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
-    parser.add_argument("--debian", action="store_true", help=about)
+    one.add_argument("--debian", action="store_true", help=about)
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
-    parser.add_argument("--bases", action="store_true", help=about)
+    one.add_argument("--bases", action="store_true", help=about)
     parser.set_defaults(verb=_lock)
 
 

@@ -7,17 +7,15 @@ rewrite-timestamp on the containerd store, and so what runs is what was compared
 from __future__ import annotations
 
 import hashlib
-import json
-import tarfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from images import docker, render
+from images import docker, oci, render
 from images.drift import drift
-from images.errors import BuildError, MatrixError, UsageError
+from images.errors import BuildError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell
 
 ARCHIVES = Path(".make/images")
@@ -31,6 +29,8 @@ BASE_OVERRIDE_LABEL = "io.appliance.base-override"
 NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
 TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
 DISK_FULL = ("no space left on device", "disk quota exceeded")
+# What docker says to `buildx build --progress` when it has no such plugin.
+NO_BUILDX = ("unknown flag: --progress", "unknown command: docker buildx", "'buildx' is not a docker command")
 NO_BASE = ("failed to resolve source metadata", "pull access denied", "failed to do request", "failed to authorize")
 
 
@@ -187,13 +187,23 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
 
 
+def refuse_platform(cells: Iterable[Cell], platform: str, *, done: str = "built") -> None:
+    """BuildError that names every cell for other machines, before the first of them is begun and not hours later."""
+    foreign = [cell for cell in cells if platform not in cell.platforms]
+    if not foreign:
+        return
+    names = ", ".join(cell.id for cell in foreign)
+    others = ", ".join(sorted({each for cell in foreign for each in cell.platforms}))
+    if len(foreign) == 1:
+        message = f"cell {names} cannot be {done} here: the engine is {platform}"
+        raise BuildError(message, hint=f"it is for {others}; BuildKit would only relabel files of this machine")
+    message = f"{len(foreign)} cells cannot be {done} here, where the engine is {platform}: {names}"
+    raise BuildError(message, hint=f"they are for {others}; name the others with --only, or go to such a machine")
+
+
 def refuse_engine(job: Job, engine: docker.Engine) -> None:
     """BuildError for an engine that cannot build this cell, or cannot keep what it built."""
-    if engine.platform not in job.cell.platforms:
-        message = f"cell {job.cell.id} cannot be built here: the engine is {engine.platform}"
-        raise BuildError(
-            message, hint=f"it is for {', '.join(job.cell.platforms)}; BuildKit would only relabel the files"
-        )
+    refuse_platform((job.cell,), engine.platform)
     refuse_store(engine.image_store)
 
 
@@ -264,8 +274,8 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
     if wanted is None:
         return None
     if cell.toolkit is None or cell.toolkit.image is None:
-        source = cell.toolkit.source if cell.toolkit else "nowhere"
-        message = f"--toolkit-image fits no cell whose CUDA toolkit is from elsewhere: {cell.id}: {source}"
+        source = cell.toolkit.source if cell.toolkit else "it has none"
+        message = f"--toolkit-image fits no cell whose CUDA toolkit comes from no image: {cell.id}: {source}"
         raise UsageError(message, hint="choose cells of CUDA 12.8 or 12.9 with --only")
     image = engine.image(wanted)
     if image is None:
@@ -341,6 +351,9 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
         return BuildError(
             message, hint="python -m images prune [--cache] gives space back; docker system df says how much"
         )
+    if any(sign in text for sign in NO_BUILDX):
+        message = f"cell {cell.id} was not built: this docker has no buildx"
+        return BuildError(message, hint="install the plugin: docker buildx version must answer")
     if any(sign in text for sign in NO_BASE):
         message = f"cell {cell.id} was not built: its base cannot be had: {last}"
         return BuildError(message, hint="--base auto takes an image that is here")
@@ -351,18 +364,13 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
 
 
 def manifest_digest(archive: Path) -> str:
-    """The digest of the one manifest that an OCI archive's index names. BuildError when it is not such an archive."""
+    """The digest of the image that buildx wrote. BuildError when what it left is not one image."""
     try:
-        with tarfile.open(archive) as tar:
-            index = tar.extractfile("index.json")
-            manifests = json.load(index)["manifests"] if index else []
-    except (OSError, tarfile.TarError, KeyError, ValueError) as error:
-        message = f"buildx left no readable OCI archive: {archive}: {error}"
-        raise BuildError(message) from error
-    if len(manifests) != 1:
-        message = f"the OCI archive holds {len(manifests)} manifests where one is expected: {archive}"
-        raise BuildError(message)
-    return str(manifests[0]["digest"])
+        with oci.opened(archive) as tar:
+            return oci.read(tar).manifest
+    except VerificationError as error:
+        message = f"buildx left something else than one image: {error.message}"
+        raise BuildError(message, hint="is the disk full? what buildx itself said stands above") from error
 
 
 def check_ca_bundle(path: Path | None) -> Path | None:

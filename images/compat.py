@@ -175,9 +175,9 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def plain_name(name: str) -> str:
-    """A GPU's name without the words that some write and some do not."""
-    words = name.casefold().replace("-", " ").replace("(", " ").split()
-    return " ".join(word for word in words if word not in ("nvidia", "geforce", "tesla"))
+    """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`."""
+    words = name.casefold().translate(str.maketrans("-()", "   ")).split()
+    return " ".join(word for word in words if word not in ("nvidia", "geforce", "tesla", "nvgpu"))
 
 
 def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
@@ -186,10 +186,10 @@ def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
     `is_compressed`: nvcc was told --compress-mode=size or balance, which old drivers of the same CUDA cannot unpack.
     """
     known = sm.first_driver or release.minor_floor
+    # The numbers behind the branch are those of another product where drivers are numbered apart.
+    own = release.driver if sm.first_driver else release.driver.partition(".")[0]
     unpacks = (is_compressed and release.compressed_floor) or release.minor_floor
-    return Floors(
-        sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(release.driver, known, unpacks, key=numbers)
-    )
+    return Floors(sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(own, known, unpacks, key=numbers))
 
 
 def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:

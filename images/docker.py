@@ -100,13 +100,17 @@ def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Pat
         try:
             process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
         except OSError as error:
-            message = f"program cannot be started: {argv[0]}: {error.strerror}"
-            raise BuildError(message) from error
+            raise _not_started(argv[0], error) from error
         with process:
             parsed = parse(line.rstrip("\n") for line in process.stdout or ())
             code = process.wait()
         errors.seek(0)
         return parsed, Finished(code=code, lines=tuple(errors.read().splitlines()))
+
+
+def _not_started(program: str, error: OSError) -> BuildError:
+    hint = "install Docker with its buildx plugin" if program == "docker" else "is it installed, and on the PATH?"
+    return BuildError(f"program cannot be started: {program}: {error.strerror}", hint=hint)
 
 
 @contextmanager
@@ -117,9 +121,8 @@ def _started(argv: tuple[str, ...], cwd: Path) -> Iterator[subprocess.Popen[str]
         process = subprocess.Popen(
             argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-    except FileNotFoundError as error:
-        message = f"program not found: {argv[0]}"
-        raise BuildError(message, hint="install Docker with its buildx plugin") from error
+    except OSError as error:
+        raise _not_started(argv[0], error) from error
     with process:
         try:
             yield process

@@ -16,7 +16,7 @@ from images.compat import Facts, Release, Sm
 from images.errors import UsageError
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit, near_miss
 
-CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>\d{3})-sm(?P<sm>\d{2,3}))$")
+CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})-sm(?P<sm>[1-9]\d{1,2}))$")
 NEAREST = 2
 
 Verdict = Literal["exists", "impossible", "out of scope", "not listed"]
@@ -114,7 +114,7 @@ def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...
     """Cells that do what was asked for: the same on another platform, the same chip, code that runs on it, the CPU."""
     sm = question.sm
     here = [cell for cell in matrix.cells if question.platform is None or question.platform in cell.platforms]
-    own = [cell for cell in here if cell.engine.name == question.engine] or here
+    own = [cell for cell in here if cell.engine.name == question.engine and (sm or cell.target.sm is None)] or here
     serving = [cell for cell in own if sm and cell.sm_form and compat.runs_on(cell.sm_form.form, sm, known)]
     groups = (
         [cell for cell in matrix.cells if cell.id == question.cell],
@@ -163,7 +163,12 @@ def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict,
             Reason(what=f"there is no engine {question.engine} ({hint})", sources=(str(MATRIX_FILE),)),
         )
     if question.cuda is None or question.sm is None:
-        return "not listed", (_unlisted(question),)
+        if engine.cuda is None:
+            return "not listed", (_unlisted(question),)
+        what = (
+            f"the wheels of {engine.title} {engine.version} are made with CUDA {engine.cuda}, and run on no CPU alone"
+        )
+        return "impossible", (Reason(what=what, sources=(engine.source.lock_file.as_posix(),)),)
     refused = tuple(_refusals(question, question.cuda, question.sm, matrix, known))
     if refused:
         return "impossible", refused

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from images import docker, oci
-from images.build import Job, buildx_argv, explain_failure, manifest_digest
+from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_platform
 from images.errors import BuildError, UsageError
+from images.tree import members
 
 CHUNK_BYTES = 1 << 20
 ABSENT = "absent"
@@ -65,7 +66,7 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
 
     Nothing is loaded into the engine, and both archives are gone when this returns.
     """
-    _refuse_platform(job, engine)
+    refuse_platform((job.cell,), engine.platform, done="reproduced")
     archives = [job.archive.with_name(f"{job.cell.id}.{number}.oci.tar") for number in (1, 2)]
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -105,7 +106,7 @@ def published(what: str, platform: str, *, cwd: Path) -> Published:
 
 def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Reproduction:
     """Builds once, each step again, and compares. Without the other's archive a difference has no place."""
-    _refuse_platform(job, engine)
+    refuse_platform((job.cell,), engine.platform, done="reproduced")
     archive = job.archive.with_name(f"{job.cell.id}.1.oci.tar")
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -143,19 +144,14 @@ def compare(first: Path, second: Path, platform: str | None = None) -> Differenc
         return _value_difference(*configs) or _value_difference(*manifests)
 
 
-def _refuse_platform(job: Job, engine: docker.Engine) -> None:
-    if engine.platform not in job.cell.platforms:
-        message = f"cell {job.cell.id} cannot be reproduced here: the engine is {engine.platform}"
-        raise BuildError(message, hint=f"it is for {', '.join(job.cell.platforms)}")
-
-
 def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
     """An image's own digest, or in an index that of the one for `platform`."""
-    asked = docker.capture(("docker", "buildx", "imagetools", "inspect", "--raw", reference), cwd=cwd)
+    argv = ("docker", "buildx", "imagetools", "inspect", "--raw", reference)
+    text, asked = docker.feed(argv, "\n".join, cwd=cwd)
     if asked.code != 0:
         message = f"no registry answers for what was published: {reference}: {' '.join(asked.lines)}"
         raise BuildError(message, hint="docker login, or give the digest of its manifest alone: sha256:…")
-    document = json.loads("\n".join(asked.lines))
+    document = json.loads(text)
     if "manifests" not in document:
         return reference.rpartition("@")[2]
     images = oci.platform_manifests(document["manifests"], platform)
@@ -201,9 +197,8 @@ def _what(one: _Member, two: _Member) -> str:
 
 
 def _members(tar: tarfile.TarFile, digest: str) -> Iterator[_Member]:
-    with tarfile.open(fileobj=oci.member(tar, oci.blob(digest)), mode="r:*") as layer:
-        for member in layer:
-            yield _Member(path=member.name, header=_header(member), content=_content_hash(layer, member))
+    for member, reader in members(oci.member(tar, oci.blob(digest))):
+        yield _Member(path=member.name, header=_header(member), content=_content_hash(reader))
 
 
 def _header(member: tarfile.TarInfo) -> dict[str, object]:
@@ -220,9 +215,8 @@ def _header(member: tarfile.TarInfo) -> dict[str, object]:
     }
 
 
-def _content_hash(layer: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+def _content_hash(file: IO[bytes] | None) -> str:
     total = hashlib.sha256()
-    file = layer.extractfile(member) if member.isreg() else None
     while file and (chunk := file.read(CHUNK_BYTES)):
         total.update(chunk)
     return total.hexdigest()

@@ -10,6 +10,7 @@ import difflib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from images import compat
 from images.compat import Facts
@@ -17,6 +18,7 @@ from images.errors import MatrixError, UsageError
 from images.matrix import Cell, Matrix, Platform, near_miss
 
 SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
+ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm 90"
 NO_DEVICES = "no devices were found"
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 
@@ -92,7 +94,7 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
         raise UsageError(message, hint=f"say which: {which}")
     message = f"no GPU of {compat.FACTS_NAME} is called that: {name}"
     near = ", ".join(rows[key][0] for key in difflib.get_close_matches(wanted, rows))
-    raise UsageError(message, hint=f"perhaps you meant {near}" if near else "nvidia-smi says its SM: --sm 90")
+    raise UsageError(message, hint=f"perhaps you meant {near}; else {ASK_SM}" if near else ASK_SM)
 
 
 def parse_sm(text: str, known: Facts | None = None) -> Gpu:
@@ -100,8 +102,9 @@ def parse_sm(text: str, known: Facts | None = None) -> Gpu:
     known = known or compat.facts()
     sm = text.removeprefix("sm_").replace(".", "")
     if sm not in known.sms:
-        message = f"no such SM: {text}"
-        raise UsageError(message, hint=near_miss(sm, known.sms) or f"known are {', '.join(known.sms)}")
+        message = f"no SM of {compat.FACTS_NAME} is called that: {text}"
+        names = f"known are {', '.join(known.sms)}, and no image is made for an older one"
+        raise UsageError(message, hint=near_miss(sm, known.sms) or names)
     return Gpu(name=f"SM {sm}", sm=sm)
 
 
@@ -210,10 +213,25 @@ def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError
         message = f"{where}: no machine code runs on all of them"
         also = "" if _unfit(cell, Machine(**{**vars(machine), "gpus": part}), known) is None else " with a newer driver"
         return MatrixError(message, hint=f"leave out {_names(left)}: {cell.id} runs on {_names(part)}{also}")
-    built = sorted(
-        {cell.target.sm for cell in matrix.cells if cell.target.sm and machine.platform in cell.platforms}, key=int
-    )
-    return MatrixError(where, hint=f"images for {machine.platform} are for SM {', '.join(built)}" if built else None)
+    return MatrixError(where, hint=_elsewhere(matrix, machine, known) or _built(matrix, machine))
+
+
+def _elsewhere(matrix: Matrix, machine: Machine, known: Facts) -> str | None:
+    """Somebody asks on a laptop for the board on the shelf: the same GPUs in the other kind of machine."""
+    for platform in get_args(Platform) if machine.gpus else ():
+        moved = replace(machine, platform=platform)
+        fitting = [cell for cell in matrix.cells if _unfit(cell, moved, known) is None]
+        if fitting:
+            best = max(fitting, key=lambda cell: _rank(cell, moved))
+            return f"{best.id} does in a machine of {platform}: --platform {platform}"
+    return None
+
+
+def _built(matrix: Matrix, machine: Machine) -> str | None:
+    cells = [cell for cell in matrix.cells if machine.platform in cell.platforms]
+    sms = sorted({cell.target.sm for cell in cells if cell.target.sm}, key=int)
+    need = "are for" if machine.gpus else "need a GPU of"
+    return f"images for {machine.platform} {need} SM {', '.join(sms)}" if sms else None
 
 
 def _driver(cell: Cell, known: Facts) -> str:

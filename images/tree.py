@@ -85,6 +85,13 @@ def read_tree(archive: Path, *, kept: re.Pattern[str] = KEPT, extraction: Extrac
     return tree
 
 
+def members(layer: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
+    """What a layer holds, in its order; None for what has no bytes of its own. Read each before asking for the next."""
+    with tarfile.open(fileobj=layer, mode="r:*") as tar:
+        for member in tar:
+            yield member, tar.extractfile(member) if member.isreg() else None
+
+
 def parse_certificates(data: bytes) -> set[bytes]:
     """The bodies of all PEM certificates, without line ends."""
     if b"-----BEGIN CERTIFICATE-----" not in data:  # saves the regular expression 200 MB of binaries
@@ -93,21 +100,19 @@ def parse_certificates(data: bytes) -> set[bytes]:
 
 
 def _add_layer(tree: Tree, number: int, blob: IO[bytes], kept: re.Pattern[str], extraction: Extraction | None) -> None:
-    with tarfile.open(fileobj=blob, mode="r:*") as layer:
-        for member in layer:
-            path = PurePosixPath(member.name)
-            if path.name.startswith(WHITEOUT):
-                _remove(tree, path)
-                continue
-            reader = layer.extractfile(member) if member.isreg() else None
-            data = reader.read() if reader else b""
-            entry = _entry(member, number, data, kept)
-            tree.files[entry.path] = entry
-            if number == 0:
-                tree.base[entry.path] = entry
-            _look_for_secrets(tree, entry, data)
-            if extraction:
-                _extract(tree, entry, data, extraction)
+    for member, reader in members(blob):
+        path = PurePosixPath(member.name)
+        if path.name.startswith(WHITEOUT):
+            _remove(tree, path)
+            continue
+        data = reader.read() if reader else b""
+        entry = _entry(member, number, data, kept)
+        tree.files[entry.path] = entry
+        if number == 0:
+            tree.base[entry.path] = entry
+        _look_for_secrets(tree, entry, data)
+        if extraction:
+            _extract(tree, entry, data, extraction)
 
 
 def _extract(tree: Tree, entry: Entry, data: bytes, extraction: Extraction) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +21,7 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, debian, docker, gate, render, wheel_gaps
+from images import compat, debian, docker, gate, licenses, render, wheel_gaps
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
@@ -47,15 +47,6 @@ GPU_FILES: Mapping[str, re.Pattern[str]] = {
     "vllm": re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
 }
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
-LICENSES = "opt/appliance/licenses/"
-LICENSE_NAME = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
-CUDA_LICENSE = re.compile(
-    rf"^(?:{LICENSES}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
-    r"opt/vllm/lib/nvidia_[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
-)
-# Wheels whose license text is the head of their one source file, and nowhere else.
-LICENSE_IN_SOURCE = {"nvidia_ml_py": f"{LIBRARY_FOLDER}pynvml.py"}
-DIST_INFO = re.compile(rf"^{LIBRARY_FOLDER}[^/]+\.dist-info/")
 ELF_MACHINES: Mapping[Platform, int] = {"linux/amd64": 62, "linux/arm64": 183}
 TOOL_PARTS = ("/cc1", "/cc1plus", "/dist-packages/pip/", "/site-packages/pip/", "/lib/pip/")
 LEFTOVER = re.compile(
@@ -78,6 +69,7 @@ class OwnList:
     headers: re.Pattern[str] | None = None
     needed: tuple[re.Pattern[str], ...] = ()
     code: tuple[str, ...] = (LIBRARY_FOLDER,)
+    wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
 
 
 # vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
@@ -96,6 +88,7 @@ OWN_LISTS: Mapping[str, OwnList] = {
             re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
         ),
         code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
+        wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
     ),
 }
 
@@ -143,13 +136,28 @@ def verify(
     return [check(evidence) for check in CHECKS]
 
 
+def refuse_absent(cells: Iterable[Cell], engine: docker.Engine, *, image: str | None) -> None:
+    """VerificationError that names every cell without an image here, before minutes are spent on the others."""
+    absent = [cell for cell in cells if engine.image(image or cell.tag) is None]
+    if absent:
+        raise _absent(absent, image)
+
+
+def _absent(cells: Sequence[Cell], image: str | None) -> VerificationError:
+    names = ", ".join(cell.id for cell in cells)
+    if len(cells) == 1:
+        message = f"cell {names} has no image here: {image or cells[0].tag}"
+        return VerificationError(message, hint=f"python -m images build --only {names}")
+    message = f"{len(cells)} cells have no image here: {names}"
+    return VerificationError(message, hint="build them, or name one that is here: --only CELL")
+
+
 def gather(
     root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None, cuobjdump: Path | None
 ) -> Evidence:
     found = engine.image(image)
     if found is None:
-        message = f"cell {cell.id} has no image here: {image}"
-        raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+        raise _absent((cell,), image)
     platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=_gpu_files(cell))
@@ -273,15 +281,14 @@ def check_tools(evidence: Evidence) -> Check:
 
 def check_licenses(evidence: Evidence) -> Check:
     """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
-    files = evidence.tree.files
-    engine = f"{LICENSES}{evidence.cell.engine.title}/"
-    missing = [] if any(path.startswith(engine) and LICENSE_NAME.search(path) for path in files) else [engine]
-    wheels = sorted({path.split("/")[3] for path in files if DIST_INFO.match(path)})
-    missing += [wheel for wheel in wheels if not _has_license(files, wheel)]
-    if any(gate.TOOLKIT.match(path.rpartition("/")[2]) for path in files):
-        missing += [] if any(CUDA_LICENSE.match(path) for path in files) else ["CUDA's libraries"]
-    ok = bool(wheels) and not missing
-    return Check(name="license texts", ok=ok, detail=_colon(missing, "missing") or f"engine and {len(wheels)} wheels")
+    title, folders = evidence.cell.engine.title, evidence.own_list.wheel_folders
+    found = licenses.look(evidence.tree.files, engine=title, folders=folders)
+    wrong = _difference("missing", found.missing) + _difference(
+        "has a text by now, and is listed as without", found.outdated
+    )
+    silent = f"; none is to be had of {', '.join(found.silent)}" if found.silent else ""
+    detail = "; ".join(wrong) or f"engine and {found.wheels} wheels{silent}"
+    return Check(name="license texts", ok=bool(found.wheels) and not wrong, detail=detail)
 
 
 def check_gpu_environment(evidence: Evidence) -> Check:
@@ -478,13 +485,6 @@ CHECKS: tuple[Callable[[Evidence], Check], ...] = (
 
 def _on(own: re.Pattern[str] | None, path: str) -> bool:
     return own is not None and own.search(path) is not None
-
-
-def _has_license(files: Mapping[str, Entry], wheel: str) -> bool:
-    folder = f"{LIBRARY_FOLDER}{wheel}/"
-    if any(path.startswith(folder) and LICENSE_NAME.search(path.removeprefix(folder)) for path in files):
-        return True
-    return LICENSE_IN_SOURCE.get(wheel.partition("-")[0], "") in files
 
 
 def _colon(found: list[str], what: str = "") -> str:

@@ -14,7 +14,7 @@ from appliance.plan import assumptions
 from appliance.plan.devices import Device
 from appliance.plan.memory import KV_BYTES, layers_of
 from appliance.plan.placement import Machine, Placement
-from appliance.plan.speed import TOKENS_IN, touched_bytes, used_bytes
+from appliance.plan.speed import TOKENS_IN, cache_on_cpu, touched_bytes, used_bytes
 
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
 
@@ -63,6 +63,22 @@ def with_threads(costs: Costs, threads: int, cores: int) -> Costs:
     )
 
 
+def cpu_costs(
+    weights_bytes: float, cache_values: float, kv_type: str, dram_gb_s: float, *, window: int | None = None
+) -> Costs:
+    """Of layers whose prompts are read by the CPU as well: so many bytes of weights a token, and so many values of the
+    cache for each token in it."""
+    decode_bytes, prefill_bytes = cache_on_cpu(cache_values, kv_type)
+    gain = assumptions.PREFILL_GAIN_CPU.value
+    held = window or 0
+    return Costs(
+        cpu_ms=_ms(weights_bytes + held * decode_bytes, dram_gb_s),
+        cpu_depth_us=0.0 if window else 1000 * _ms(decode_bytes, dram_gb_s),
+        cpu_prefill_ms=_ms(weights_bytes + held * prefill_bytes, dram_gb_s) / gain,
+        prefill_depth_us=0.0 if window else 1000 * _ms(prefill_bytes, dram_gb_s) / gain,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
     model: Model
@@ -93,13 +109,13 @@ class _Parts:
             yield Costs(cpu_ms=_ms(self.model.output_bytes, self.machine.dram_gb_s), fixed_ms=CPU_FIXED_MS)
 
     def _on_cpu(self, layer: Layer, upload: Device | None) -> Costs:
-        dram = self.machine.dram_gb_s
-        read = _ms(self._read(layer) + self._used(layer), dram)
-        costs = Costs(cpu_ms=read, cpu_depth_us=self._depth_us(layer, dram))
+        weights = layer.dense_bytes + 2 * layer.state_bytes + self._used(layer)
+        values = layer.k_elements + layer.v_elements
+        costs = cpu_costs(weights, values, self.kv_type, self.machine.dram_gb_s, window=layer.window)
         if upload is None:
-            gain = assumptions.PREFILL_GAIN_CPU.value
-            return costs + Costs(cpu_prefill_ms=read / gain, prefill_depth_us=costs.cpu_depth_us / gain)
-        return costs + self._copied(layer.dense_bytes + self._touched(layer), upload)
+            return costs
+        copied = self._copied(layer.dense_bytes + self._touched(layer), upload)
+        return Costs(cpu_ms=costs.cpu_ms, cpu_depth_us=costs.cpu_depth_us) + copied
 
     def _on_gpu(self, layer: Layer, device: Device, upload: Device, experts_on_cpu: bool) -> Costs:
         gb_s, gain = device.bandwidth_gb_s, assumptions.PREFILL_GAIN_GPU.value

@@ -62,11 +62,12 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
         "lies behind a beginning that both share if that is more than half of it"
     )
     kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
+    asked = "asked for: " if is_asked(settings) else ""
     source = "parallel" if is_asked(settings) or count == settings.parallel else "users"
     return Choice(
         name="parallel",
         value=str(count),
-        reason=f"slots share one context, so {what}; {beside}; {lost if count > 1 else kept}",
+        reason=f"{asked}slots share one context, so {what}; {beside}; {lost if count > 1 else kept}",
         source=settings.sources.get(source, "default"),
     )
 

@@ -124,7 +124,16 @@ class Space:
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first: each type of the cache, window, ubatch, number of threads, way to load,
         and some more or fewer experts in host memory. Thousands where there are GPUs."""
-        found = [self.best, *(each for plan in self._placements() for each in self._around(plan))]
+        return self._all(self._aim)
+
+    def only_for_context(self) -> list[Plan]:
+        """What would fit beside all those if the largest window were wanted: windows that only a type of the cache
+        carries which is not worth its rounding otherwise."""
+        known = {plan.key for plan in self.all()}
+        return [plan for plan in self._all("context") if plan.key not in known]
+
+    def _all(self, aim: Aim) -> list[Plan]:
+        found = [self.best, *(each for plan in self._placements(aim) for each in self._around(plan))]
         return self._fitting(found)
 
     def _fitting(self, plans: list[Plan]) -> list[Plan]:
@@ -136,12 +145,12 @@ class Space:
                 found.setdefault(plan.key, plan)
         return list(found.values())
 
-    def _placements(self) -> Iterator[Plan]:
+    def _placements(self, aim: Aim) -> Iterator[Plan]:
         """One for each type of the cache, window, ubatch and number of experts in host memory."""
         settings, has_gpu = self._scene.settings, bool(self._scene.machine.devices)
         ubatches = ALL_UBATCHES_GPU if has_gpu else ALL_UBATCHES
         for kv_type in offered_kinds(self._scene):
-            for context in self._windows(kv_type):
+            for context in self._windows(kv_type, aim):
                 window = replace(self.window, kv_type=kv_type, context=context)
                 for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
                     if ubatch > padded(context):
@@ -157,7 +166,7 @@ class Space:
                 experts = placed.placement.cpu_expert_layers + more
                 yield _again(self._scene, window, ubatch=ubatch, experts=experts)
 
-    def _windows(self, kv_type: str) -> tuple[int, ...]:
+    def _windows(self, kv_type: str, aim: Aim) -> tuple[int, ...]:
         """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
         settings, best = self._scene.settings, self.best
         if settings.ctx_size:
@@ -167,7 +176,7 @@ class Space:
             return ()
         has_gpu = bool(self._scene.machine.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
-        if kv_type != best.kv_type and self._aim != "context":
+        if kv_type != best.kv_type and aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
         least = min(self.native, SMALLEST_WINDOW, best.context)  # no mode serves less

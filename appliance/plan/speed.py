@@ -75,10 +75,13 @@ class Rates:
         return dense + Cost(decode=experts + LAYER + HOP_PS, prefill=self._copied(self._touched(layer)))
 
     def on_cpu(self, layer: Layer) -> Cost:
-        read = _ps(self._dense(layer) + self._used(layer), self.dram_gb_s)
+        weights = layer.dense_bytes + 2 * layer.state_bytes + self._used(layer)
+        depth = min(DEPTH, layer.window or DEPTH)
+        cache = cache_on_cpu(layer.k_elements + layer.v_elements, self.kv_type)
+        decode, prefill = (_ps(weights + depth * each, self.dram_gb_s) for each in cache)
         if self.upload is None:
-            return _batched(read, assumptions.PREFILL_GAIN_CPU.value)
-        return Cost(decode=read, prefill=self._copied(layer.dense_bytes + self._touched(layer)))
+            return Cost(decode=decode, prefill=round(prefill / assumptions.PREFILL_GAIN_CPU.value))
+        return Cost(decode=decode, prefill=self._copied(layer.dense_bytes + self._touched(layer)))
 
     def output(self, gb_s: float) -> Cost:
         """Logits are made for one token of a prompt: nothing to speak of in prefill."""
@@ -113,6 +116,15 @@ def touched_bytes(model: Model, layer: Layer, batch: int) -> float:
         return 0.0
     unused = (1 - model.experts_used / model.experts) ** batch
     return layer.expert_bytes * (1 - unused)
+
+
+def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
+    """Bytes for each token in the cache, as a decoded token and as one of a prompt spend time on them. A rounded cache
+    is smaller than f16, and slower all the same."""
+    if KV_BYTES[kv_type] >= KV_BYTES["f16"]:
+        return values * KV_BYTES[kv_type], values * KV_BYTES[kv_type]
+    exact = values * KV_BYTES["f16"]
+    return exact * assumptions.ROUNDED_CACHE_DECODE.value, exact * assumptions.ROUNDED_CACHE_PREFILL.value
 
 
 def _batched(read: int, gain: float) -> Cost:

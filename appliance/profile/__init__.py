@@ -2,6 +2,6 @@
 
 from appliance.profile.pick import Picked, pick
 from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile
-from appliance.profile.store import ProfileStore
+from appliance.profile.store import ProfileStore, Standing
 
-__all__ = ["Key", "Picked", "Profile", "ProfileStore", "dump_profile", "make_key", "parse_profile", "pick"]
+__all__ = ["Key", "Picked", "Profile", "ProfileStore", "Standing", "dump_profile", "make_key", "parse_profile", "pick"]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+
+TRIES = 2  # at starts: a machine that is always busy must not be measured at each
+# Who starts again sooner wants to be served, and what was at work has hardly gone.
+AGAIN_AFTER = timedelta(hours=1)
 
 
 class Act(StrEnum):
     USE = "serve from the profile"
+    LOOK = "look whether something else is at work, and ask again"
     MEASURE = "measure first"
     PREDICT = "serve the prediction"
 
@@ -24,10 +30,14 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A profile on the volume. `stale` says why it no longer holds; None: it does as far as is known."""
+    """A profile on the volume. `stale` says why it no longer holds; None: it does as far as is known. `provisional`
+    says what spoilt its figures, where it is time to try again; `busy` what is at work now: None before anybody looked,
+    empty where nothing is."""
 
     id: str
     stale: str | None = None
+    provisional: str | None = None
+    busy: str | None = None
     is_pinned: bool = False
 
 
@@ -39,7 +49,8 @@ def at_start(found: Found | None, *, tune: str, may_measure: bool) -> Start:
     if found is None:
         return _without(tune, may_measure=may_measure)
     if found.stale is None:
-        return Start(act=Act.USE)
+        may_measure = may_measure and tune == "first" and not found.is_pinned
+        return _again(found, found.provisional) if found.provisional and may_measure else Start(act=Act.USE)
     says = f"profile {found.id} no longer holds: {found.stale}"
     if found.is_pinned:
         words = f"{says}; it is pinned and used all the same, `appliance profiles unpin` lets it be measured again"
@@ -52,6 +63,29 @@ def at_start(found: Found | None, *, tune: str, may_measure: bool) -> Start:
     }
     words = f"{says}; {then.get(tune, 'measuring is off: used all the same')}"
     return Start(act=Act.USE, event="profile_stale", words=words, is_warning=tune == "off")
+
+
+def is_due(created: str, *, disturbed_times: int, now: datetime) -> bool:
+    """Whether a start may measure a provisional profile once more. `created` as in the profile; what is no time is of
+    hand, and never due."""
+    try:
+        then = datetime.fromisoformat(created)
+    except ValueError:
+        return False
+    then = then if then.tzinfo else then.replace(tzinfo=UTC)
+    return 0 < disturbed_times < TRIES and now - then >= AGAIN_AFTER
+
+
+def _again(found: Found, provisional: str) -> Start:
+    if found.busy is None:
+        return Start(act=Act.LOOK)
+    says = f"profile {found.id} is provisional: {provisional} when it was measured"
+    if found.busy:
+        words = f"{says}; used, since the machine is busy now too: {found.busy}"
+        return Start(act=Act.USE, event="profile_provisional", words=words)
+    return Start(
+        act=Act.MEASURE, event="profile_provisional", words=f"{says}; nothing else is at work: measuring again"
+    )
 
 
 def _without(tune: str, *, may_measure: bool) -> Start:

@@ -28,10 +28,12 @@ def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = 
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
     while left := rated(plans.values(), profile.measurements, like=profile.like):
-        chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
+        judged = [each.rated(plans[each.key]) for each in profile.judged if each.mode == mode and each.key in plans]
+        chosen = choose(cast("Mode", mode), [*left, *judged], mix, native=profile.native)
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
-            plan = _with_slots(with_measured(found, chosen.why), profile.plan)
+            plan = with_measured(found, chosen.why, is_judged=bool(chosen.rated.judged_by))
+            plan = _with_slots(plan, profile.plan)
             plan = still_applied(plan, profile.plan, draft_path=draft_path)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")

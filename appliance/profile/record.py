@@ -21,11 +21,11 @@ from appliance.plan.speculation import KINDS
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
-from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
+from appliance.tune.curve import Curve, Point
+from appliance.tune.measurement import Judged, Measurement
 from appliance.tune.workload import parse_mix
 
-SCHEMA = 2
+SCHEMA = 3
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
@@ -65,8 +65,9 @@ def make_key(
 class Profile:
     """What was found: the plan that was best for `mode`, and every other that was measured or that another mode wants.
 
-    `like` names, for a plan that was not measured itself, the one whose figures are its own. `disturbance` says what
-    spoilt the figures of the best: then the profile is provisional, and never replaces one that is not.
+    `like` names, for a plan that was not measured itself, the one whose figures are its own; `judged` are those that a
+    mode takes by a guess at theirs. `disturbance` says what spoilt the figures of the best: then the profile is
+    provisional, and never replaces one that is not.
     """
 
     key: Key
@@ -86,6 +87,8 @@ class Profile:
     created: str  # ISO 8601, UTC
     allocated: Allocated | None = None
     disturbance: str | None = None
+    disturbed_times: int = 0  # tunings in a row that it came of
+    judged: tuple[Judged, ...] = ()
     gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
 
     @property
@@ -158,6 +161,7 @@ def _profile(document: dict[str, Any]) -> Profile:
             "plans": tuple(_plan(plan) for plan in document["plans"]),
             "like": {str(key): str(of) for key, of in document["like"].items()},
             "measurements": tuple(_measurement(m) for m in document["measurements"]),
+            "judged": tuple(_judged(each) for each in document["judged"]),
             "verdicts": tuple(Verdict(**_only(Verdict, verdict)) for verdict in document["verdicts"]),
             "notes": _texts("Profile.notes", document["notes"]),
             "allocated": _allocated(document["allocated"]),
@@ -218,6 +222,15 @@ def _measurement(data: dict[str, Any]) -> Measurement:
     )
 
 
+def _judged(data: dict[str, Any]) -> Judged:
+    judged = Judged(**{**_only(Judged, data), "points": tuple(_point(point) for point in data["points"])})
+    if not 1 <= judged.spread < math.inf:
+        message = f"Judged.spread is no factor of 1 or more: {judged.spread}"
+        raise TypeError(message)
+    Curve(points=judged.points)  # which refuses none, and two at one depth
+    return judged
+
+
 def _point(data: dict[str, Any]) -> Point:
     point = Point(**_only(Point, data))
     is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
@@ -239,7 +252,8 @@ _SIMPLE["int | None"] = (int, type(None))
 _SIMPLE["float | None"] = (int, float, type(None))
 _SIMPLE["str | None"] = (str, type(None))
 _LATER: dict[str, tuple[str, ...]] = {
-    "Point": ("noisier",)
+    "Point": ("noisier",),
+    "Profile": ("judged",),
 }  # fields that the first records of this schema lack, by class
 
 

@@ -55,6 +55,25 @@ class Forgotten:
     was_pinned: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What is to be said of a profile beside what was measured; `stale` and `provisional` say why."""
+
+    stale: str | None
+    provisional: str | None
+    is_pinned: bool
+
+    def as_document(self) -> dict[str, str | bool | None]:
+        return {"stale": self.stale, "provisional": self.provisional, "pinned": self.is_pinned}
+
+    def in_words(self) -> tuple[str, ...]:
+        return (
+            *([f"stale: {self.stale}"] if self.stale else []),
+            *([f"provisional: {self.provisional}, while it was measured"] if self.provisional else []),
+            *(["pinned: not measured again, and not replaced"] if self.is_pinned else []),
+        )
+
+
 class ProfileStore:
     """`warn` is told about a file that was set aside; `disk` is what a test lets fail."""
 
@@ -92,6 +111,10 @@ class ProfileStore:
 
     def is_pinned(self, key_id: str) -> bool:
         return f"{key_id}.pin" in self._names()
+
+    def stays(self, key: Key) -> bool:
+        """Whether the profile of exactly this key is pinned: then none is saved in its place."""
+        return self.is_pinned(key.id) and self._exact(key) is not None
 
     def save(self, profile: Profile) -> bool:
         """False, and nothing is written, where the profile for this key is pinned, or where something disturbed the new
@@ -161,6 +184,13 @@ class ProfileStore:
         with self._refusing(f"mark of a stale profile cannot be read: {mark}"), suppress(FileNotFoundError):
             return _parse_mark(self._disk.read(mark, MAX_BYTES + 1), self._disk.read(path, MAX_BYTES + 1))
         return None
+
+    def standing(self, profile: Profile) -> Standing:
+        return Standing(
+            stale=self.why_stale(profile),
+            provisional=profile.disturbance,
+            is_pinned=self.is_pinned(profile.key.id),
+        )
 
     def pin(self, key_id: str) -> Profile:
         """From now on it is not replaced, and used whatever the build. Pinning twice is pinning once."""

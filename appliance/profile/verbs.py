@@ -68,32 +68,29 @@ def _list(desk: Desk) -> Answer:
 
 
 def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
-    marks = {"pinned": store.is_pinned(profile.key.id), "stale": store.why_stale(profile)}
     row = {"id": profile.key.id, "created": profile.created, "speed": profile.speed, "key": profile.key.parts}
-    return {**row, **marks}
+    return {**row, **store.standing(profile).as_document()}
 
 
 def _line(profile: Profile, store: ProfileStore) -> str:
-    marks = ("  pinned" if store.is_pinned(profile.key.id) else "") + ("  stale" if store.why_stale(profile) else "")
+    marks = "".join(f"  {name}" for name, found in store.standing(profile).as_document().items() if found)
     chosen = f"{profile.plan.threads} threads, ubatch {profile.plan.ubatch}"
     return f"{profile.key.id}  {profile.created}{marks}  {profile.plan.alias}: {chosen}; {profile.speed}"
 
 
 def _show(desk: Desk, key_id: str) -> Answer:
     profile = desk.store.find(key_id)
-    stale = desk.store.why_stale(profile)
+    standing = desk.store.standing(profile)
     if desk.as_json:
-        document = json.loads(dump_profile(profile)) | ({"stale": stale} if stale else {})
+        document = json.loads(dump_profile(profile)) | ({"stale": standing.stale} if standing.stale else {})
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
     parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
-    pinned = ", pinned" if desk.store.is_pinned(profile.key.id) else ""
     measured = "\n".join(measurement.in_words() for measurement in profile.measurements)
-    if stale:
-        measured += f"\nstale: {stale}"
+    measured = "\n".join((measured, *standing.in_words()))
     if profile.gpu_uuids:
         measured += f"\non {', '.join(profile.gpu_uuids)}"
     head = f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n"
-    return Answer(text=f"{head}\nmeasured {profile.created}{pinned}\n{_indented(measured)}")
+    return Answer(text=f"{head}\nmeasured {profile.created}\n{_indented(measured)}")
 
 
 def _import(desk: Desk) -> Answer:

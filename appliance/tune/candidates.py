@@ -10,8 +10,8 @@ from appliance.tune.measurement import Measurement
 from appliance.tune.terms import Candidate, Need
 
 EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
-SHARE_FOR_DEPTH = 0.1  # of the budget, for filling the deepest context of one plan
-SHARE_FOR_WORK = 0.05  # and that of the workload, which every plan is measured at
+SHARE_FOR_WORK = 0.05  # of the budget, for filling a context to the workload's depth, where every plan is measured
+SHARE_FOR_DEPTH = 0.05  # and from there on to the deepest, where the first plan and the last few are measured
 
 
 def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:

@@ -22,7 +22,7 @@ CHANCE = 8  # tokens that two texts may share behind it
 PILOT = 96  # tokens read to learn what a job will take
 PILOT_MADE = 8
 SHARE = 0.5  # of what is left, for the jobs: they are slower at depth, and together, than the pilot
-LEAST = 96  # tokens of a job, which say something yet
+LEAST = 96  # tokens of a job: fewer say nothing
 
 
 async def measure_slots(
@@ -34,10 +34,31 @@ async def measure_slots(
     left_s: float,
     tell: Callable[[Step], None],
     is_exact: bool = False,
-) -> Concurrency:
+) -> Concurrency | str:
     """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window,
-    unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. Raises
-    what `as_error` makes of an engine that fails on the way."""
+    unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. After
+    `left_s` it is given up: why nothing was measured, in words. Raises what `as_error` makes of an engine that fails on
+    the way."""
+    limit = asyncio.timeout(left_s)
+    try:
+        async with limit:
+            return await _measured(plan, start, users, workload, left_s, tell, is_exact=is_exact)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return f"{left_s:.1f} s were not enough for {users} users with {plan.parallel} slots"
+
+
+async def _measured(
+    plan: Plan,
+    start: Callable[[Plan], Command],
+    users: int,
+    workload: Workload,
+    left_s: float,
+    tell: Callable[[Step], None],
+    *,
+    is_exact: bool,
+) -> Concurrency | str:
     began = time.monotonic()
     tell(Step(plan=plan, what="loading"))
     command = start(plan)
@@ -53,7 +74,7 @@ async def measure_slots(
             is_exact=is_exact,
         )
         found = await unless_stalled(work, supervisor, command.stall_timeout_s)
-    return replace(found, load_s=load_s)
+    return found if isinstance(found, str) else replace(found, load_s=load_s)
 
 
 async def drive(
@@ -65,13 +86,16 @@ async def drive(
     left_s: float,
     tell: Callable[[Step], None],
     is_exact: bool = False,
-) -> Concurrency:
+) -> Concurrency | str:
     """The same on an engine that is up: `plan` is what it was started with."""
     async with Probe(command) as probe:
         await probe.warm()
         job = workload
         if not is_exact:
-            job = await _within(probe, workload, users=users, context=plan.context, left_s=left_s)
+            within = await _within(probe, workload, users=users, context=plan.context, left_s=left_s)
+            if isinstance(within, str):
+                return within
+            job = within
         prompts = _prompts(probe, users, job.tokens_in)
         if job.tokens_reused:
             tell(Step(plan=plan, what=f"filling {users} contexts of {job.tokens_reused:,} tokens"))
@@ -93,14 +117,19 @@ async def _together(probe: Probe, prompts: list[list[int]], job: Workload) -> tu
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _within(probe: Probe, workload: Workload, *, users: int, context: int, left_s: float) -> Workload:
-    """As much of the job as fits the window beside the others', and as the time lets all users do."""
+async def _within(probe: Probe, workload: Workload, *, users: int, context: int, left_s: float) -> Workload | str:
+    """As much of the job as fits the window beside the others', and as the time lets all users do; where that is too
+    little to say anything, in words."""
     job = scaled(workload, context // users)
     point = await probe.run(min(PILOT, job.tokens_in), PILOT_MADE)
     each_s = (job.tokens_in * point.prefill_ms + job.tokens_out * point.decode_ms) / 1000
     whole = job.tokens_in + job.tokens_out
     fits = int(whole * max(0.0, left_s) * SHARE / (users * each_s))
-    return scaled(workload, min(whole, max(LEAST, fits)))
+    least = min(whole, LEAST)
+    if fits < least:
+        needed_s = users * each_s * least / whole
+        return f"jobs of {least} tokens for {users} users would take {needed_s:.0f} s, of {left_s:.0f} s that are left"
+    return scaled(workload, min(whole, fits))
 
 
 def _prompts(probe: Probe, users: int, tokens: int) -> list[list[int]]:

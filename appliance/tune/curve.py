@@ -35,7 +35,7 @@ class Point:
     @property
     def speed(self) -> str:
         """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
-        doubt = f" (within {NOISE * self.noisier:.0%}: few tokens)".replace("%:", " %:") if self.noisier > 1 else ""
+        doubt = f" (within {100 * NOISE * self.noisier:.0f} %: few tokens)" if self.noisier > 1 else ""
         return f"{1000 / self.decode_ms:.1f} tok/s{doubt}"
 
 
@@ -61,12 +61,14 @@ class Curve:
     """At least one point, in any order, of different depths.
 
     `window` is where sliding-window layers see no further, `past_window` the share of the slope that remains there:
-    that of the layers which see everything, 0 where there are none.
+    that of the layers which see everything, 0 where there are none. `spread` is a factor that all of it may be off by,
+    either way: 1 for what was measured, more for what was concluded from another plan's curve.
     """
 
     points: tuple[Point, ...]
     window: int | None = None
     past_window: float = 0.0
+    spread: float = 1.0
 
     def __post_init__(self) -> None:
         depths = [point.depth for point in self.points]
@@ -104,10 +106,11 @@ class Curve:
     def decode(self, depth: float) -> Figure:
         if depth <= self.deepest:
             ms = self._between(depth)
-            return Figure(ms=ms, low_ms=ms, high_ms=ms)
+            low, high = ms / self.spread, ms * self.spread
+            return Figure(ms=ms, low_ms=low, high_ms=high, is_extrapolated=self.spread > 1)
         beyond = self._steps(self.deepest, depth)
         likely, low, high = (self.ordered[-1].decode_ms + slope * beyond for slope in self._ahead)
-        return Figure(ms=likely, low_ms=low, high_ms=high, is_extrapolated=True)
+        return Figure(ms=likely, low_ms=low / self.spread, high_ms=high * self.spread, is_extrapolated=True)
 
     def decode_ms(self, depth: float) -> float:
         return self.decode(depth).ms

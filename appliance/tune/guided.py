@@ -9,6 +9,7 @@ so candidates of the engine that is up come first when they promise as much.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
 NEED_SPREAD = 0.02  # relative error of a predicted need
-WORTH_ANOTHER = 0.0002  # less of a job's time than this and a measurement is not worth its trouble
-WORTH_A_SECOND = 0.00002  # nor less than this for each second that it takes: a load of 100 s has to promise 0.2 %
+WORTH_ANOTHER = 0.0005  # less of a job's time than this and a measurement is not worth its trouble
+WORTH_A_SECOND = 0.0001  # nor less than this for each second that it takes: a load of 100 s has to promise 1 %
 AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
 PRICE = 0.5  # worth is divided by seconds to this power: 1 would never pay for a load, 0 never mind one
 SHORTEST_S = 0.1  # nothing is cheaper than its requests
@@ -164,14 +165,19 @@ class Search:
         effort = self.effort
         tokens = self.tokens(is_long=is_long)
         decode = sum(self.decode_ms(candidate, fitted, depth) for depth in effort.depths)
-        return (self.read_ms(candidate, fitted, 0, max(effort.depths)) + tokens * decode) / 1000
+        stretches = itertools.pairwise((0, *sorted(effort.depths)))
+        read = sum(self.read_ms(candidate, fitted, first, last) for first, last in stretches)
+        return (read + tokens * decode) / 1000
 
     def tokens(self, *, is_long: bool) -> int:
         """How many are decoded at each depth."""
         return self.effort.tokens_each * (LONGER if is_long else 1)
 
     def decode_ms(self, candidate: Candidate, fitted: Fit, depth: float) -> float:
-        return fitted.predict_ms(decode_terms(candidate, self._effects, depth))
+        return fitted.predict_ms(self.decoding(candidate, depth))
+
+    def decoding(self, candidate: Candidate, depth: float) -> tuple[Term, ...]:
+        return decode_terms(candidate, self._effects, depth)
 
     def read_ms(self, candidate: Candidate, fitted: Fit, first: int, last: int) -> float:
         return fitted.predict_ms(prefill_terms(candidate, self._effects, first, last))
@@ -277,7 +283,7 @@ class State:
     def worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
         """The share of a job's time that measuring one more candidate is expected to save."""
         against = self._search.job(best.candidate.key)
-        variance = self.fit.spread(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
+        variance = self.fit.reach(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
         told = variance / math.sqrt(variance + self.noise(is_long=is_long) ** 2)
         return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
 
@@ -294,7 +300,9 @@ class State:
         found = []
         for estimate in self.measured:
             other = self.measured[1] if estimate is leader else leader
-            told = estimate.spread**2 / math.sqrt(estimate.spread**2 + noise**2)
+            jobs = (self._search.job(each.candidate.key) for each in (estimate, other))
+            variance = self.fit.spread(*jobs) ** 2 + estimate.spread**2
+            told = variance / math.sqrt(variance + noise**2)
             worth = gain(told, abs(math.log(estimate.ms / other.ms)))
             if not self._was_served(estimate.candidate):
                 worth *= self.chance(estimate.candidate)

@@ -51,6 +51,22 @@ class Measurement:
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A plan that nobody measured and that `mode` takes: `points` are those of the plan `by`, as much slower as it is
+    predicted to be, which is true to a factor of `spread`."""
+
+    key: str
+    mode: str
+    by: str
+    points: tuple[Point, ...]
+    spread: float
+
+    def rated(self, plan: Plan) -> Rated:
+        curve = Curve(points=self.points, spread=self.spread)
+        return Rated(key=plan.key, window=plan.context, curve=curve, merit=merit(plan), judged_by=self.by)
+
+
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
     """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
     it decoded more; disturbed ones, and those of llama-bench, only where there is no other."""
@@ -95,7 +111,8 @@ def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: M
         looks = seen.get(like.get(plan.key, plan.key))
         if looks:
             is_long = any(look.is_long for look in looks)
-            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan))
+            by = like.get(plan.key, "")
+            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan), judged_by=by)
             found.append((is_long, each))
     looked_at = {each.window for is_long, each in found if is_long}
     return [each for is_long, each in found if is_long or each.window not in looked_at]

@@ -1,14 +1,16 @@
 """Which of the measured plans serves: speed, balanced or context. Pure, and needs no new run to change the mode.
 
-Plans are compared at the same depth and by the same job, never one plan at two depths.
+Plans are compared at the same depth and by the same job, never one plan at two depths. A plan that was not measured is
+judged by another one's curve, and whatever is said of it says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from appliance.plan.memory import CONTEXT_STEP
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 
@@ -22,12 +24,14 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan that was measured: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken."""
+    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken.
+    `judged_by` is the key of the plan that was measured in its place, empty where it was measured itself."""
 
     key: str
     window: int
     curve: Curve
     merit: int = 0
+    judged_by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chos
         below = f"; memory forbids a window of {floor:,}"
     job = scaled_mix(mix, min(plan.window for plan in usable))
     chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](usable, job)
-    return Chosen(rated=chosen.rated, at=chosen.at, speed=chosen.speed, why=chosen.why + below)
+    return replace(chosen, why=chosen.why + _judged(chosen.rated) + below)
 
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
@@ -68,7 +72,7 @@ def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
 
 
 def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
-    best = min(plan.curve.decode_ms(job.depth) for plan in usable)
+    best = best_ms(usable, job.depth)
     kept = [plan for plan in usable if best / plan.curve.decode_ms(job.depth) >= SPEED_KEPT]
     largest = max(plan.window for plan in kept)
     plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
@@ -79,9 +83,36 @@ def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
 
 
+def best_ms(rated: Sequence[Rated], depth: float) -> float:
+    """A token of the fastest at this depth, of those measured: what nobody saw sets no standard."""
+    return min(plan.curve.decode_ms(depth) for plan in [p for p in rated if not p.judged_by] or rated)
+
+
+def is_readable(curve: Curve, window: int) -> bool:
+    return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S
+
+
+def readable_window(curve: Curve, window: int, *, least: int) -> int | None:
+    """The largest smaller window that can be read along with when it is full, at the same speed."""
+    sizes = range((window - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
+    return next((size for size in sizes if is_readable(curve, size)), None)
+
+
+def _judged(plan: Rated) -> str:
+    return f"; it was not measured itself, but judged by {plan.judged_by}" if plan.judged_by else ""
+
+
+def looked_at_deepest(plans: Sequence[Rated]) -> list[Rated]:
+    """Of each window: what a full one costs nobody tells from a curve that ends long before, where another goes on."""
+    deepest: dict[int, int] = {}
+    for plan in plans:
+        deepest[plan.window] = max(plan.curve.deepest, deepest.get(plan.window, 0))
+    return [plan for plan in plans if plan.curve.deepest == deepest[plan.window]]
+
+
 def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
-    full = [(plan.curve.decode(plan.window - ROOM), plan) for plan in usable]
-    readable = [(speed, plan) for speed, plan in full if 1000 / speed.ms >= READABLE_TOKENS_PER_S]
+    full = [(plan.curve.decode(plan.window - ROOM), plan) for plan in looked_at_deepest(usable)]
+    readable = [(speed, plan) for speed, plan in full if is_readable(plan.curve, plan.window)]
     speed, plan = max(readable or full, key=lambda pair: (pair[1].window, -pair[0].ms))
     why = f"the largest window that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.in_words()}"
     if not readable:
@@ -91,8 +122,9 @@ def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
 
 def next_window(windows: Sequence[int], held: Sequence[tuple[int, bool]]) -> int | None:
     """Which window to measure next for `balanced` or `context`: bisection over `windows`, given those that were
-    measured and whether they met the mode's condition. None when the largest that does is known."""
+    measured and whether they met the mode's condition: of several plans with one window it is enough that one did. None
+    when the largest that does is known."""
     low = max((window for window, is_met in held if is_met), default=0)
-    high = min((window for window, is_met in held if not is_met), default=max(windows) + 1)
+    high = min((window for window, is_met in held if not is_met and window > low), default=max(windows) + 1)
     between = sorted(window for window in windows if low < window < high)
     return between[len(between) // 2] if between else None

@@ -68,15 +68,38 @@ class Fit:
     def spread(self, terms: Sequence[Term], against: Sequence[Term] = ()) -> float:
         """Standard deviation of ln(time), or of ln(time / that of `against`), from the corrections alone; what was
         never seen has its prior. A correction that scales both alike says nothing of which is faster."""
+        return self._along(self._difference(terms, against))[0]
+
+    def reach(self, terms: Sequence[Term], against: Sequence[Term]) -> float:
+        """The same for the luck that makes `terms` the shorter: half of what two deviations of it are worth. A part
+        can shrink to nothing and the rest remains, which the slope that `spread` is made of does not know."""
+        spread, slopes = self._along(self._difference(terms, against))
+        if not spread:
+            return 0.0
+        now = dict(zip(self.names, self.theta, strict=True))
+        lucky = {name: now.get(name, 0.0) - 2 * slope / spread for name, slope in slopes.items()}
+        before = math.log(_total(terms, now) / _total(against, now))
+        return max(0.0, (before - math.log(_total(terms, lucky) / _total(against, lucky))) / 2)
+
+    def _difference(self, terms: Sequence[Term], against: Sequence[Term]) -> dict[str, float]:
+        """d ln(time of one / time of the other) / d correction."""
         by_name = dict(zip(self.names, self.theta, strict=True))
         shares = _shares(terms, by_name)
         for name, share in _shares(against, by_name).items():
             shares[name] = shares.get(name, 0.0) - share
+        return shares
+
+    def _along(self, shares: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+        """The deviation of sum(share * correction), and each correction's covariance with that sum."""
         index = {name: at for at, name in enumerate(self.names)}
         known = [(index[name], share) for name, share in shares.items() if name in index]
-        seen = sum(a * b * self.covariance[i][j] for i, a in known for j, b in known)
-        unseen = sum((share * prior(self.priors, name)) ** 2 for name, share in shares.items() if name not in index)
-        return math.sqrt(max(0.0, seen) + unseen)
+        slopes = {
+            name: sum(self.covariance[index[name]][at] * each for at, each in known)
+            if name in index
+            else share * prior(self.priors, name) ** 2
+            for name, share in shares.items()
+        }
+        return math.sqrt(max(0.0, sum(share * slopes[name] for name, share in shares.items()))), slopes
 
 
 def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> Fit:

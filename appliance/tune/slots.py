@@ -86,13 +86,13 @@ class Chosen:
     why: str
 
 
-def counts(plan: Plan, users: int, *, is_asked: bool) -> tuple[int, ...]:
+def counts(plan: Plan, users: int) -> tuple[int, ...]:
     """The planned count first, then fewer than users by halves. As many slots as users is not among them: it is as fast
     as the planned, and has none for a side request. Fewer are none either where the prompt cache does not take what
     leaves its slot: users would evict one another, which a first job does not show."""
     found = [plan.parallel]
     fewer = (min(users, plan.parallel) + 1) // 2
-    can_queue = users > 1 and not is_asked and not plan.idle_slots_stay
+    can_queue = users > 1 and not plan.idle_slots_stay
     while can_queue and fewer < found[-1] and len(found) < COUNTS_MAX:
         found.append(fewer)
         fewer = (fewer + 1) // 2

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 from appliance.command import Command
 from appliance.engines.llama_bench import Cell, Grid, Steps, unsuitable
@@ -19,9 +20,21 @@ from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, ca
 from appliance.tune.companions import Together, companions
 from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.guided import Ask, Effort, Search, Trial
+from appliance.tune.judge import judge
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
-from appliance.tune.measurement import Measurement, curve_of, rated
-from appliance.tune.modes import READABLE_TOKENS_PER_S, ROOM, SPEED_KEPT, Chosen, Mode, Rated, choose, next_window
+from appliance.tune.measurement import Judged, Measurement, curve_of, rated
+from appliance.tune.modes import (
+    SPEED_KEPT,
+    Chosen,
+    Mode,
+    Rated,
+    best_ms,
+    choose,
+    is_readable,
+    looked_at_deepest,
+    next_window,
+    readable_window,
+)
 from appliance.tune.terms import Candidate
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
 
@@ -55,12 +68,14 @@ class SharedLoad:
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """The winner and everything that was seen on the way. `plans` hold every measured one, and what the other modes
-    would serve; `like` names, for one that was not measured itself, the one whose figures are its own."""
+    would serve; `like` names, for one that was not measured itself, the one whose figures are its own, and `judged`
+    holds what is concluded of those that only another mode takes, or this one for lack of time."""
 
     plan: Plan
     chosen: Chosen
     plans: tuple[Plan, ...]
     like: dict[str, str]
+    judged: tuple[Judged, ...]
     measurements: tuple[Measurement, ...]
     mix: Mix  # as scaled to the windows that were compared
     seconds: float
@@ -126,7 +141,8 @@ class Tuner:
         search = await self._search()
         await self._compare(search)
         await self._widen(search)
-        return self._tuned()
+        await self._confirm()
+        return await asyncio.to_thread(self._tuned)  # while something else may serve
 
     async def _search(self) -> Search:
         search = self._new_search()
@@ -228,23 +244,42 @@ class Tuner:
         """The last two or three against each other: longer, through the API, at every depth."""
         ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
         for estimate in ranked[:FINALISTS]:
-            key = estimate.candidate.key
-            is_done = any(m.key == key and m.is_long and m.points and m.via == SERVER for m in self._seen)
-            is_near = estimate.ms <= ranked[0].ms * NEAR_THE_BEST
-            if is_near and not is_done and self._expected_s(key) <= self.left_s:
-                await self._measure(self._plans[key], is_long=True)
+            if estimate.ms <= ranked[0].ms * NEAR_THE_BEST:
+                await self._look_closely(self._plans[estimate.candidate.key])
+
+    async def _look_closely(self, plan: Plan) -> bool:
+        """Longer and at every depth; False where that is done already, or there is no time."""
+        own = [m for m in self._seen if m.key == plan.key and m.is_long and m.via == SERVER]
+        is_done = any(len(m.points) >= len(self._looked_at(plan, is_deep=True)) for m in own)
+        if is_done or self._expected_s(plan, is_deep=True) > self.left_s:
+            return False
+        await self._measure(plan, is_long=True, is_deep=True)
+        return True
+
+    async def _confirm(self) -> None:
+        """The winner need not be one of the last few: of plans as fast it is the one with the larger window. A closer
+        look may make another the winner, so a few times."""
+        for _ in range(FINALISTS):
+            key = choose(self._goal.mode, self._rated(), self._mix, native=self._goal.native).rated.key
+            if not await self._look_closely(self._plans[self._like.get(key, key)]):
+                return
 
     async def _widen(self, search: Search) -> None:
         """Where a larger window is paid for with speed: which still meets the mode's condition, found by halving."""
         if self._goal.mode == "speed":
             return
         windows = sorted({plan.context for plan in self._plans.values()})
-        held = [(each.window, self._meets(each.curve, each.window)) for each in self._rated()]
+        held = self._held(self._goal.mode)
         while (window := next_window(windows, held)) is not None:
             curve = self._as_measured(search, window) or await self._measured_at(search, window)
             if curve is None:
                 return
-            held.append((window, self._meets(curve, window)))
+            held.append((window, self._meets(self._goal.mode, curve, window)))
+
+    def _held(self, mode: Mode) -> list[tuple[int, bool]]:
+        """Windows of measured plans, and whether they meet the mode's condition."""
+        seen = looked_at_deepest(self._rated()) if mode == "context" else self._rated()
+        return [(each.window, self._meets(mode, each.curve, each.window)) for each in seen]
 
     def _as_measured(self, search: Search, window: int) -> Curve | None:
         """Of a plan with this window that no prediction can tell from a measured one: its figures are that one's."""
@@ -260,31 +295,32 @@ class Tuner:
         """None where nothing with this window is likely to fit, or there is no time; an engine that failed counts as
         infinitely slow."""
         best = search.best(self._trials, window)
-        if best is None or self._expected_s(best.candidate.key) > self.left_s:
+        is_deep = self._goal.mode == "context"  # whose condition is of a full window
+        plan = self._plans[best.candidate.key] if best else None
+        if plan is None or self._expected_s(plan, is_deep=is_deep) > self.left_s:
             return None
-        seen = await self._measure(self._plans[best.candidate.key], is_long=False)
+        seen = await self._measure(plan, is_long=False, is_deep=is_deep)
         never = Point(depth=1, decode_ms=float("inf"), prefill_ms=float("inf"), prefill_tokens=1)
         return curve_of([seen]) if seen.points else Curve(points=(never,))
 
-    def _meets(self, curve: Curve, window: int) -> bool:
-        if self._goal.mode == "context":
-            return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S
-        best = min(each.curve.decode_ms(self._mix.depth) for each in self._rated())
-        return best / curve.decode_ms(self._mix.depth) >= SPEED_KEPT
+    def _meets(self, mode: Mode, curve: Curve, window: int) -> bool:
+        if mode == "context":
+            return is_readable(curve, window)
+        return best_ms(self._rated(), self._mix.depth) / curve.decode_ms(self._mix.depth) >= SPEED_KEPT
 
     def _rated(self, more: Sequence[Plan] = ()) -> list[Rated]:
         return rated([*self._plans.values(), *more], self._seen, like=self._like)
 
-    async def _measure(self, plan: Plan, *, is_long: bool) -> Measurement:
+    async def _measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
         """Once more where something else disturbed it, if there is time."""
-        seen = await self._look(plan, is_long=is_long)
-        if seen.disturbance and seen.points and self._expected_s(plan.key) <= self.left_s / 2:
-            seen = await self._look(plan, is_long=is_long)
+        seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
+        if seen.disturbance and self._expected_s(plan, is_deep=is_deep) <= self.left_s / 2:
+            seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
-    async def _look(self, plan: Plan, *, is_long: bool) -> Measurement:
+    async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
         began = time.monotonic()
-        how = self._how(plan, is_long=is_long)
+        how = self._how(plan, is_long=is_long, is_deep=is_deep)
         # The first look takes what it takes: without a figure there is nothing to choose by.
         limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
@@ -301,9 +337,8 @@ class Tuner:
         self._keep(seen)
         return seen
 
-    def _how(self, plan: Plan, *, is_long: bool) -> Look | FirstLook:
-        depths = self._depths
-        if not depths:
+    def _how(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Look | FirstLook:
+        if not self._depths:
             return FirstLook(
                 wanted=self._mix.depth,
                 work_s=self._budget_s * SHARE_FOR_WORK,
@@ -311,8 +346,7 @@ class Tuner:
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
             )
-        wanted = depths if is_long else depths[:2]
-        return Look(depths=within(wanted, plan.context, DECODE_TOKENS * LONGER) or depths[:1], is_long=is_long)
+        return Look(depths=self._looked_at(plan, is_deep=is_deep), is_long=is_long)
 
     @property
     def _depths(self) -> tuple[int, ...]:
@@ -320,40 +354,58 @@ class Tuner:
         first = next((m for m in self._seen if m.points and m.via == SERVER), None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
 
+    def _looked_at(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
+        """To fill the deepest context takes longer than all the rest of a look: the search goes without."""
+        depths = self._depths if is_deep else self._depths[:2]
+        return within(depths, plan.context, DECODE_TOKENS * LONGER) or depths[:1]
+
     @property
     def _trials(self) -> list[Trial]:
         return [trial_of(m) for m in self._seen]
 
     def _effort(self) -> Effort:
-        depths = self._depths[:2] or (32, self._mix.depth)
+        depths = self._depths[:2] or (EMPTY, self._mix.depth)
         return Effort(depths=depths, tokens_each=DECODE_TOKENS, reuses_engine=False)
 
-    def _expected_s(self, key: str) -> float:
-        """What a look at this plan may take, going by what looks took."""
-        own = [m.seconds for m in self._seen if m.key == key and m.points]
-        return 1.5 * max(own or [m.seconds for m in self._seen if m.points] or [0.0])
+    def _expected_s(self, plan: Plan, *, is_deep: bool) -> float:
+        """What a look at this plan may take, going by what looks at as many depths took."""
+        seen = [m for m in self._seen if m.points]
+        seen = [m for m in seen if len(m.points) >= len(self._looked_at(plan, is_deep=is_deep))] or seen
+        own = [m for m in seen if m.key == plan.key]
+        return 1.5 * max((m.seconds for m in own or seen), default=0.0)
 
     def _tuned(self) -> Tuned:
         more = self._smaller_windows()
-        plans = {plan.key: plan for plan in (*self._plans.values(), *more)}
         found = self._rated(more)
-        chosen = {mode: choose(mode, found, self._mix, native=self._goal.native) for mode in MODES}
+        further, judged = self._unmeasured()
+        plans = {plan.key: plan for plan in (*self._plans.values(), *more, *further)}
+        chosen = {
+            mode: choose(
+                mode,
+                [*found, *(each.rated(plans[each.key]) for each in judged if each.mode == mode)],
+                self._mix,
+                native=self._goal.native,
+            )
+            for mode in MODES
+        }
         winner = chosen[self._goal.mode]
         measured = {m.key for m in self._seen if m.points}
         kept = measured | {each.rated.key for each in chosen.values()}
-        plan = with_measured(plans[winner.rated.key], _why(winner, found, self._mix))
+        is_judged = bool(winner.rated.judged_by)
+        plan = with_measured(plans[winner.rated.key], _why(winner, found, self._mix), is_judged=is_judged)
         source = self._like.get(plan.key, plan.key)
         return Tuned(
             plan=plan,
             chosen=winner,
             plans=tuple(each for key, each in plans.items() if key in kept),
             like={key: of for key, of in self._like.items() if key in kept},
+            judged=tuple(each for each in judged if each.key == chosen[cast("Mode", each.mode)].rated.key),
             measurements=tuple(self._seen),
             mix=self._mix,
             seconds=time.monotonic() - self._began,
             stopped_by=self._stopped_by,
             allocated=next((m.allocated for m in self._seen if m.key == source and m.allocated), None),
-            disturbance=_disturbance([m for m in self._seen if m.key == source]),
+            disturbance=_disturbance([m for m in self._seen if m.key in (source, winner.rated.judged_by)]),
         )
 
     def _smaller_windows(self) -> list[Plan]:
@@ -362,17 +414,63 @@ class Tuner:
         more: list[Plan] = []
         measured = {m.key for m in self._seen if m.points}
         for each in self._rated():
-            if 1000 / each.curve.decode_ms(each.window - ROOM) >= READABLE_TOKENS_PER_S:
-                continue
-            least = min(self._goal.native, SMALLEST_WINDOW)
-            size = each.window // 2
-            while size >= least:
-                smaller = self._space.at_window(self._plans[each.key], size)
-                if smaller is not None and smaller.key not in measured:
-                    more.append(smaller)
-                    self._like[smaller.key] = self._like.get(each.key, each.key)
-                size //= 2
+            smaller = self._smaller(self._plans[each.key], each.curve)
+            if smaller is not None and smaller.key not in measured:
+                more.append(smaller)
+                self._like[smaller.key] = self._like.get(each.key, each.key)
         return more
+
+    def _smaller(self, plan: Plan, curve: Curve) -> Plan | None:
+        """The same with as much of its window as can be read along with; None where all of it can, or not the least."""
+        if is_readable(curve, plan.context):
+            return None
+        size = readable_window(curve, plan.context, least=min(self._goal.native, SMALLEST_WINDOW))
+        return None if size is None else self._space.at_window(plan, size)
+
+    def _unmeasured(self) -> tuple[list[Plan], list[Judged]]:
+        """What another mode may take of the windows that nobody measured, and `context` where there was no time for
+        them. For the others a plan that was measured goes before one that was not."""
+        further = self._space.only_for_context()
+        plans = {plan.key: plan for plan in (*self._plans.values(), *further)}
+        narrow = self._new_search()
+        judged: list[Judged] = []
+        if self._goal.mode != "balanced":
+            judged += self._judged(narrow, plans, "balanced")
+        wide = narrow
+        if further:
+            wide = Search([*self._candidates, *candidates(self._space, further)], narrow.mix, narrow.effort)
+        for each in self._judged(wide, plans, "context"):
+            judged.append(each)
+            smaller = self._smaller(plans[each.key], Curve(points=each.points))
+            if smaller is not None:
+                plans[smaller.key] = smaller
+                judged.append(replace(each, key=smaller.key))
+        return list(plans.values()), judged
+
+    def _judged(self, search: Search, plans: Mapping[str, Plan], mode: Mode) -> list[Judged]:
+        """By the same halving as those that are measured; and the largest that fits, should none be readable."""
+        curves = {m.key: curve_of([o for o in self._seen if o.key == m.key]) for m in self._seen if m.points}
+        deepest = max(curve.deepest for curve in curves.values())
+        curves = {key: curve for key, curve in curves.items() if curve.deepest == deepest}
+        windows = sorted({candidate.window for candidate in search.candidates})
+        held = self._held(mode)
+        found: list[Judged] = []
+
+        def judged(window: int) -> bool:
+            each = judge(search, self._trials, curves, window, mode)
+            if each is not None:
+                found.append(each)
+            return each is not None
+
+        while (window := next_window(windows, held)) is not None:
+            is_met = judged(window) and self._meets(mode, Curve(points=found[-1].points), window)
+            held.append((window, is_met))
+        if mode == "context" and not any(is_met for _, is_met in held):
+            known = {each.window for each in self._rated()} | {plans[each.key].context for each in found}
+            for window in reversed(windows):
+                if window in known or judged(window):
+                    break
+        return found
 
 
 def _failed(plan: Plan, error: EngineError, seconds: float) -> Measurement:
@@ -405,10 +503,12 @@ def speed_in_words(tuned: Tuned) -> str:
     first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
     speeds = ", ".join((f"{first} tokens of context", *rest))
     jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
-    return f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")
+    words = f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")
+    is_judged = any(each.key == tuned.plan.key for each in tuned.judged)
+    return f"not measured itself, judged by {tuned.chosen.rated.judged_by}: {words}" if is_judged else words
 
 
 def _is_covered(tuned: Tuned) -> bool:
-    return all(
+    return tuned.chosen.rated.curve.spread == 1 and all(
         each.tokens_in + each.tokens_out <= tuned.chosen.rated.curve.deepest * 1.2 for each, _ in tuned.mix.parts
     )

@@ -54,15 +54,28 @@ def test_a_new_image_measures_where_nothing_is_pinned_and_diff_says_why(home: Ho
         serving.terminate()
 
 
-def test_measuring_again_keeps_the_pinned_profile_and_says_so(home: Home) -> None:
+def test_measuring_again_is_refused_before_it_begins_where_the_profile_is_pinned(home: Home) -> None:
     name = only_profile(home)
     before = (home.profiles / f"{name}.json").read_bytes()
     assert home.command("profiles", "pin", name).returncode == 0
     done = home.command("tune")
-    assert done.returncode == 0, done.stderr
-    assert f"profile {name} is pinned and stays the one used" in done.stdout + done.stderr
+    assert done.returncode == 10, done.stdout
+    assert f"profile is pinned, and what is measured would not be kept: {name}" in done.stderr
+    assert f"`appliance profiles unpin {name}` lets it be measured again" in done.stderr
+    assert home.started == [], "no time was spent"
     assert (home.profiles / f"{name}.json").read_bytes() == before
+
+
+def test_with_a_new_image_measuring_keeps_what_it_finds_beside_the_pinned_one_and_says_so_first(home: Home) -> None:
+    name = only_profile(home)
+    assert home.command("profiles", "pin", name).returncode == 0
     set_build(home, "b2")
     done = home.command("tune")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (done.stdout + done.stderr).splitlines() if line.startswith("{")]
+    names = [event["event"] for event in events]
+    assert names.index("profile_pinned") < names.index("tune_start")
+    first = events[names.index("profile_pinned")]["message"]
+    assert first.startswith(f"profile {name} of build b1 is pinned: what is measured is kept beside it")
     assert f"profile {name} is pinned and stays the one used" in done.stdout + done.stderr
     assert len(list(home.profiles.glob("*.json"))) == 2

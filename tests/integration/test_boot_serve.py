@@ -83,7 +83,7 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     profile = profile_of(home)
     assert (profile["plan"]["threads"], profile["plan"]["ubatch"]) == (fast, 256)
     assert len(profile["measurements"]) == measured > len({p["threads"] for p in plans})
-    chosen = next(m for m in profile["measurements"] if m["key"] == key_of(profile["plan"]) and m["is_long"])
+    (*_, chosen) = (m for m in profile["measurements"] if m["key"] == key_of(profile["plan"]) and m["is_long"])
     empty, work, deep = (p["depth"] for p in chosen["points"])
     assert (empty, work) == (32, 640)
     assert deep > 960

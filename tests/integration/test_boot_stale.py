@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -59,6 +60,33 @@ def test_a_start_that_may_measure_does_so_again_says_why_and_then_it_holds(home:
         serving.terminate()
 
 
+def test_a_provisional_one_of_yesterday_is_measured_once_more_unless_the_machine_is_busy(
+    tuned: Home, tmp_path: Path
+) -> None:
+    home = tuned.copy(tmp_path / "home")
+    (path,) = home.profiles.glob("*.json")
+    spoilt = "the hypervisor took the CPU away"
+    made_up = {"disturbance": spoilt, "disturbed_times": 1, "created": "2026-01-01T00:00:00+00:00"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **made_up}))
+    shown = home.command("plan")
+    assert f"\n  provisional: {spoilt}, while it was measured\n" in shown.stdout
+    standing = {"stale": None, "provisional": spoilt, "pinned": False}
+    assert json.loads(home.command("plan", "--json").stdout)["standing"] == standing
+    with home.serving() as serving:
+        serving.wait_ready()
+        said = serving.event("profile_provisional")["message"]
+        assert said.startswith(f"profile {path.stem} is provisional: {spoilt} when it was measured; ")
+        was_quiet = said.endswith("nothing else is at work: measuring again")
+        assert ("tune_start" in serving.names()) is was_quiet
+        assert ("profile_used" in serving.names()) is not was_quiet
+        if not was_quiet:
+            assert serving.document("status")["standing"] == serving.document("profile")["standing"] == standing
+        serving.terminate()
+    after = only_profile(home)
+    if was_quiet:  # a second time that something else was at work is the last
+        assert after.disturbed_times == (2 if after.disturbance else 0)
+
+
 def test_with_measuring_off_it_is_used_and_said(home: Home) -> None:
     with home.serving(tune="off") as serving:
         serving.wait_ready()
@@ -69,6 +97,7 @@ def test_with_measuring_off_it_is_used_and_said(home: Home) -> None:
         assert serving.document("status")["from_profile"] is True
         serving.terminate()
     assert why_stale(home) == WORDS
+    assert f"\n  stale: {WORDS}\n" in home.command("plan").stdout
 
 
 def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
@@ -80,6 +109,10 @@ def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
         assert f"{WORDS}; it is pinned and used all the same" in said["message"]
         assert said["level"] == "warning"
         assert "tune_start" not in serving.names()
+        standing = {"stale": WORDS, "provisional": only_profile(home).disturbance, "pinned": True}
+        assert serving.document("status")["standing"] == serving.document("profile")["standing"] == standing
+        assert home.command("profiles", "unpin", name).returncode == 0
+        assert serving.document("status")["standing"] == {**standing, "pinned": False}
         serving.terminate()
     assert why_stale(home) == WORDS
 

@@ -73,6 +73,7 @@ async def measured(
         tell=lambda step: told.append(step.what),
         is_exact=is_exact,
     )
+    assert isinstance(found, Concurrency), found
     assert told[0] == "loading"
     assert told[-1].startswith(f"{users} users at once in {plan.parallel} slots")
     return found
@@ -112,11 +113,34 @@ async def test_a_job_is_scaled_to_each_users_part_of_the_window_and_to_the_time(
     found = await measured(plan, folder, CHAT, users=2)
     assert found.workload.tokens_in + found.workload.tokens_out <= 256
     assert "scaled" in found.workload.name
-    hurried = await measured(plan_of(), folder, CHAT, users=2, left_s=0.0)
-    assert hurried.workload.tokens_in + hurried.workload.tokens_out == 96
-    again = await measured(plan_of(parallel="1"), folder, hurried.workload, users=2, left_s=0.0, is_exact=True)
-    assert again.workload == hurried.workload
-    assert choose([hurried, again]).slots in (1, 4)
+    again = await measured(plan_of(parallel="1"), folder, found.workload, users=2, is_exact=True)
+    assert again.workload == found.workload
+    assert choose([found, again]).slots in (1, 4)
+
+
+async def test_where_the_time_is_too_short_nothing_is_measured_and_why_is_said(
+    make_command: MakeCommand, fake_plan: Plan
+) -> None:
+    told: list[str] = []
+
+    async def slots(decode_ms: int, *knobs: str, left_s: float) -> Concurrency | str:
+        return await measure_slots(
+            fake_plan,
+            lambda _: make_command("--decode-ms", str(decode_ms), *knobs),
+            users=2,
+            workload=CHAT,
+            left_s=left_s,
+            tell=lambda step: told.append(step.what),
+        )
+
+    # The fake says that a token takes so long, and does not take it.
+    said = await slots(600_000, left_s=3600.0)
+    assert isinstance(said, str)
+    assert said.startswith("jobs of 96 tokens for 2 users would take ")
+    assert said.endswith(" s that are left")
+    assert told == ["loading"], "no job was begun"
+    never = await slots(10, "--load-seconds", "600", left_s=0.5)
+    assert never == f"0.5 s were not enough for 2 users with {fake_plan.parallel} slots"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ async def test_the_fastest_plan_is_found_and_looked_at_longer(socket_path: Path,
     assert tuned.measurements == tuple(bench.done)
     assert [m.key for m in bench.done] == bench.started
     assert len({tuple(point.depth for point in m.points[:2]) for m in bench.done}) == 1, "all at the same depths"
-    (looked, *_) = [m for m in bench.done if m.key == tuned.plan.key and m.is_long]
+    (*_, looked) = [m for m in bench.done if m.key == tuned.plan.key and m.is_long]
     assert [point.depth for point in looked.points] == sorted(point.depth for point in bench.done[0].points)
     assert looked.points[0].decode_ms == pytest.approx(10 * (1 + looked.points[0].depth / 2048))
     assert {plan.key for plan in tuned.plans} >= set(bench.started)
@@ -314,12 +314,70 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
     # 10 ms and 10 more with every 2,048 tokens: 15 tok/s are 66.7 ms, reached at 11,600.
     bench = Bench(socket_path, lambda plan: 10.0)
     tuned = await bench.tune(on_cpu(), [best], mode="context")
-    assert tuned.plan.context == 8192
+    assert tuned.plan.context == 11520
     assert tuned.like[tuned.plan.key] == best.key
     assert set(bench.started) == {best.key}
-    assert {plan.context for plan in tuned.plans} == {8192, 16384}
+    assert {plan.context for plan in tuned.plans} == {11520, 16384}
+    words = {c.name: c for c in tuned.plan.choices}
+    assert words["context"].value == "11,520"
+    assert f"it was not measured itself, but judged by {best.key}" in words["context"].reason
     assert tuned.allocated == bench.done[0].allocated
     assert on_cpu().now(tuned.plan) == tuned.plan
+
+
+def few_experts_are_fast(plan: Plan) -> float:
+    """As a larger window has less of the model on the card, it is slower; never so slow that it cannot be read."""
+    return 0.02 * plan.placement.cpu_expert_layers
+
+
+async def test_another_mode_may_take_a_window_that_nobody_measured_and_says_so(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    tuned = await bench.tune(on_laptop(), plans, mode="speed", budget_s=0.001, kept=first.measurements)
+    largest = max(plan.context for plan in plans)
+    assert set(bench.started) == {plans[0].key}
+    context = next(each for each in tuned.judged if each.mode == "context")
+    assert context.by in bench.started
+    plan = next(plan for plan in tuned.plans if plan.key == context.key)
+    assert plan.context == largest
+    rated = context.rated(plan)
+    assert rated.curve.spread > 1
+    assert rated.curve.decode(32).in_words().count("extrapolated") == 1
+    by = next(plan for plan in plans if plan.key == context.by)
+    assert rated.curve.points[0].decode_ms > few_experts_are_fast(by), "fewer layers on the card are predicted slower"
+    assert tuned.plan.key in bench.started, "what speed itself takes was measured"
+    assert "judged" not in next(c.reason for c in tuned.plan.choices if c.name == "threads")
+
+
+async def test_where_the_time_was_up_context_takes_the_largest_window_that_is_likely_to_hold(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    again = Bench(socket_path, few_experts_are_fast)
+    tuned = await again.tune(on_laptop(), plans, mode="context", budget_s=0.001, kept=first.measurements)
+    assert again.started == []
+    assert tuned.plan.context == max(plan.context for plan in plans)
+    reason = next(c.reason for c in tuned.plan.choices if c.name == "context")
+    assert "15 tok/s when full" in reason
+    assert f"it was not measured itself, but judged by {plans[0].key}" in reason
+    assert speed_in_words(tuned).startswith(f"not measured itself, judged by {plans[0].key}: decodes ")
+    assert "(extrapolated)" in speed_in_words(tuned)
+    held = Bench(socket_path, few_experts_are_fast)
+    balanced = await held.tune(on_laptop(), plans, mode="balanced", budget_s=0.001, kept=first.measurements)
+    assert balanced.plan.key == plans[0].key, "what nobody measured is for modes that ask for its window"
+
+
+async def test_a_window_that_memory_was_seen_not_to_hold_is_not_judged_to_be_good(socket_path: Path) -> None:
+    plans = list(windows().values())
+    bench = Bench(socket_path, few_experts_are_fast)
+    first = await bench.tune(on_laptop(), plans[:1], mode="speed")
+    by_window = sorted(plans, key=lambda plan: plan.context)
+    failed = Measurement(key=by_window[1].key, error="out of memory", lacking_device="CUDA0", lacking_mib=1.0)
+    tuned = await bench.tune(on_laptop(), plans, mode="context", budget_s=0.001, kept=(*first.measurements, failed))
+    need = {plan.key: plan.placement.shares[0].memory.total for plan in plans}
+    assert need[tuned.plan.key] < need[failed.key]
+    assert failed.key not in {each.key for each in tuned.judged}
 
 
 async def test_what_was_disturbed_is_measured_once_more_and_a_calm_look_counts(socket_path: Path) -> None:

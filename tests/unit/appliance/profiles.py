@@ -14,7 +14,7 @@ from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
 from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
+from appliance.tune.measurement import Judged, Measurement
 
 VERDICT = Verdict(
     kv_type="q4_0", is_accepted=False, why="it costs 3.6 %", tokens=4080, pieces=16, difference=0.035,
@@ -55,16 +55,18 @@ def profile(
 ) -> Profile:
     """The best, one that is nearly as fast, one that failed, and one whose figures are the best's."""
     best, second, failed = SPACE.best, *SPACE.neighbours()[:2]
-    smaller = SPACE.at_window(best, 4096)
+    smaller, guessed = SPACE.at_window(best, 4096), SPACE.at_window(best, 2048)
     assert smaller is not None
+    assert guessed is not None
     good = measured(best)
     words = "engine exited with code 1: „schade“"
     bad = Measurement(key=failed.key, error=words, seconds=0.1, lacking_device="CUDA0", lacking_mib=12.5)
     return Profile(
         key=of or key(),
         plan=best,
-        plans=(best, second, smaller),
+        plans=(best, second, smaller, guessed),
         like={smaller.key: best.key},
+        judged=(Judged(key=guessed.key, mode="context", by=best.key, points=good.points, spread=1.2),),
         measurements=(good, bad, measured(second, faster=0.9, conditions=BUSY)),
         verdicts=(VERDICT,),
         notes=("no guesses: 8.1 ms a token, 12 answers",),

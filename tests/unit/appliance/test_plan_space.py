@@ -91,6 +91,20 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
     assert prefill == pytest.approx([8 * prefill[3], 4 * prefill[3], 2 * prefill[3], prefill[3], prefill[3]])
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
+def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> None:
+    """Sliding windows or not: a CPU has no fast kernels for it (plan/assumptions.py), a GPU reads fewer bytes."""
+    for hardware, is_cheaper in ((MACHINES["cpu-16g"], False), (MACHINES["2x4090"], True)):
+        here = space(hardware, shape(name))
+        exact, rounded = (here.costs(replace(here.best, kv_type=kind)) for kind in ("f16", "q8_0"))
+        parts = [
+            (costs.cpu_ms + costs.gpu_ms + (costs.cpu_depth_us + costs.gpu_depth_us) * DEPTH / 1000,
+             costs.cpu_prefill_ms + costs.gpu_prefill_ms + costs.prefill_depth_us * DEPTH / 1000)
+            for costs in (exact, rounded)
+        ]  # fmt: skip
+        assert all((less < more) is is_cheaper for more, less in zip(*parts, strict=True))
+
+
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:
     asked = {"ctx_size": "4096", "kv_type": "q8_0", "ubatch": "256", "threads": "3", "n_cpu_moe": "40"}
     for each in space(LAPTOP, shape("qwen3-30b-a3b"), **asked).all():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from appliance.profile.at_start import Act, Found, at_start
+from appliance.profile.at_start import AGAIN_AFTER, TRIES, Act, Found, at_start, is_due
 
 STALE = Found(id="0123", stale="decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice")
 PINNED = Found(id="0123", stale=STALE.stale, is_pinned=True)
@@ -48,3 +52,65 @@ def test_each_case(found: Found | None, tune: str, may_measure: bool, act: Act, 
 @pytest.mark.parametrize(("found", "tune"), list(product((None, STALE, PINNED), TUNE)))
 def test_nobody_measures_while_another_does(found: Found | None, tune: str) -> None:
     assert at_start(found, tune=tune, may_measure=False).act is not Act.MEASURE
+
+
+SPOILT = "the hypervisor took 5 % of the time"
+AGAIN = Found(id="0123", provisional=SPOILT)
+NOW = datetime(2026, 7, 1, tzinfo=UTC)
+
+
+def test_a_provisional_one_that_is_due_is_measured_again_where_nothing_else_is_at_work() -> None:
+    look = at_start(AGAIN, tune="first", may_measure=True)
+    assert (look.act, look.words) == (Act.LOOK, "")
+    quiet = at_start(replace(AGAIN, busy=""), tune="first", may_measure=True)
+    assert (quiet.act, quiet.event, quiet.is_warning) == (Act.MEASURE, "profile_provisional", False)
+    assert (
+        quiet.words
+        == f"profile 0123 is provisional: {SPOILT} when it was measured; nothing else is at work: measuring again"
+    )
+    busy = at_start(replace(AGAIN, busy="others took 40 %"), tune="first", may_measure=True)
+    assert (busy.act, busy.event) == (Act.USE, "profile_provisional")
+    assert busy.words.endswith("; used, since the machine is busy now too: others took 40 %")
+
+
+@pytest.mark.parametrize(
+    ("found", "tune", "may_measure"),
+    [
+        (AGAIN, "idle", True),  # then it is measured while nobody asks
+        (AGAIN, "off", True),
+        (AGAIN, "first", False),
+        (replace(AGAIN, is_pinned=True), "first", True),
+    ],
+)
+def test_a_provisional_one_is_used_at_once_where_a_start_may_not_measure_it(
+    found: Found, tune: str, may_measure: bool
+) -> None:
+    for busy in (None, "", "others took 40 %"):
+        start = at_start(replace(found, busy=busy), tune=tune, may_measure=may_measure)
+        assert (start.act, start.words) == (Act.USE, "")
+
+
+def test_that_it_no_longer_holds_goes_before_that_it_is_provisional() -> None:
+    found = replace(STALE, provisional=SPOILT)
+    assert at_start(found, tune="first", may_measure=True) == at_start(STALE, tune="first", may_measure=True)
+
+
+@pytest.mark.parametrize(
+    ("times", "age", "expected"),
+    [
+        (1, AGAIN_AFTER, True),
+        (1, AGAIN_AFTER - timedelta(seconds=1), False),
+        (0, 10 * AGAIN_AFTER, False),
+        (TRIES, 10 * AGAIN_AFTER, False),
+        (1, -AGAIN_AFTER, False),  # a clock that jumped back
+    ],
+)
+def test_it_is_due_once_and_not_to_who_starts_again_soon(times: int, age: timedelta, expected: bool) -> None:
+    for then in (NOW - age, (NOW - age).replace(tzinfo=None)):
+        assert is_due(then.isoformat(), disturbed_times=times, now=NOW) is expected
+
+
+@given(st.text())
+def test_what_is_no_time_is_never_an_error(created: str) -> None:
+    assert is_due(created, disturbed_times=0, now=NOW) is False
+    assert is_due(created, disturbed_times=1, now=NOW) in (True, False)

@@ -16,7 +16,7 @@ from test_plan_space import LAPTOP, laptop_plans, with_host
 from appliance.plan import Plan, Space
 from appliance.profile import Picked, Profile, pick
 from appliance.tune.curve import Point
-from appliance.tune.measurement import Measurement
+from appliance.tune.measurement import Judged, Measurement
 
 MODEL = "qwen3-30b-a3b"
 MODES = ("speed", "balanced", "context")
@@ -129,6 +129,41 @@ def test_a_plan_that_was_not_measured_itself_is_served_by_the_figures_of_its_lik
     unlike = pick(replace(slow, like={}), "context", here)
     assert isinstance(unlike, Picked)
     assert unlike.plan.key == best.key
+
+
+def judged_profile() -> tuple[Profile, Plan, Plan]:
+    """Measured with a small window; a larger one is what `context` takes, by a guess."""
+    small, *_, large = windows()
+    seen = measured(small, 20.0)
+    guess = Judged(key=large.key, mode="context", by=small.key, points=measured(large, 25.0).points, spread=1.2)
+    return of((small, large), [seen], mode="speed", judged=(guess,)), small, large
+
+
+def test_a_mode_takes_a_window_that_nobody_measured_by_the_figures_of_another_and_says_so() -> None:
+    found, small, large = judged_profile()
+    here = space(LAPTOP, shape(MODEL))
+    picked = {mode: pick(found, mode, here) for mode in MODES}
+    assert {mode: each.plan.key for mode, each in picked.items() if isinstance(each, Picked)} == {
+        "speed": small.key,
+        "balanced": small.key,
+        "context": large.key,
+    }
+    context = picked["context"]
+    assert isinstance(context, Picked)
+    assert "(extrapolated: " in context.why
+    assert context.why.endswith(f"it was not measured itself, but judged by {small.key}")
+    words = {choice.name: choice for choice in context.plan.choices}
+    assert words["context"].reason == words["threads"].reason == context.why
+    assert words["context"].source == "judged by what was measured"
+
+
+def test_where_memory_no_longer_holds_what_was_guessed_what_was_measured_serves() -> None:
+    found, small, large = judged_profile()
+    assert vram_mib(small) + 1 < vram_mib(large)
+    picked = pick(found, "context", with_vram(vram_mib(small)))
+    assert isinstance(picked, Picked)
+    assert picked.plan.key == small.key
+    assert [words.split(": it needs ")[0] for words in picked.passed_over] == [large.key]
 
 
 def test_a_profile_in_which_nothing_was_measured_gives_nothing() -> None:

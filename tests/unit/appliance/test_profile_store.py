@@ -21,7 +21,7 @@ from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.at_start import Act, Found, at_start
-from appliance.profile.record import dump_partial, parse_partial
+from appliance.profile.record import SCHEMA, dump_partial, parse_partial
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
 
@@ -206,7 +206,7 @@ def test_a_deep_or_a_huge_file_is_set_aside(shelf: Shelf) -> None:
     assert "larger than" in shelf.warnings[0]
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, "2", None])
+@pytest.mark.parametrize("schema", [0, SCHEMA - 1, SCHEMA + 1, str(SCHEMA), None])
 def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_under_another(
     shelf: Shelf, schema: Any
 ) -> None:
@@ -215,13 +215,13 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other.write_text(text)
     assert shelf.store.all() == ()
     assert [(found.id, found.schema) for found in shelf.store.strangers()] == [("of-another-appliance", str(schema))]
-    words = f"schema of profiles: {schema} -> 2; of-another-appliance is kept"
+    words = f"schema of profiles: {schema} -> {SCHEMA}; of-another-appliance is kept"
     assert shelf.store.why_unused(key("b2"), "small.gguf") == words
     assert shelf.store.why_unused(key(size=1), "small.gguf") is None
     assert other.read_text() == text
     assert shelf.warnings == []
     assert shelf.load_bytes(text.encode()) is None
-    assert f"another schema than 2: {schema}" in shelf.warnings[0]
+    assert f"another schema than {SCHEMA}: {schema}" in shelf.warnings[0]
     assert shelf.path.with_suffix(".other-schema").read_text() == text
 
 

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.tune.curve import Curve, Point
-from appliance.tune.modes import SPEED_KEPT, Mode, Rated, choose, next_window
+from appliance.tune.modes import (
+    SPEED_KEPT,
+    Mode,
+    Rated,
+    choose,
+    is_readable,
+    looked_at_deepest,
+    next_window,
+    readable_window,
+)
 from appliance.tune.workload import CHAT, only, parse_mix
 
 CHATS = only(CHAT)
@@ -92,3 +103,39 @@ def test_bisection_finds_the_largest_window_that_holds_in_a_few_steps(windows: l
         assert len(held) <= len(windows).bit_length()
     kept = [window for window, is_met in held if is_met]
     assert max(kept, default=0) == max((w for w in windows if w <= threshold), default=0)
+
+
+def test_of_several_plans_with_one_window_it_is_enough_that_one_holds() -> None:
+    held = [(8192, False), (16384, True), (16384, False)]
+    assert next_window([8192, 16384, 32768, 65536], held) == 65536
+    assert next_window([8192, 16384, 32768, 65536], [*held, (65536, False)]) == 32768
+    assert next_window([8192, 16384], held) is None
+
+
+@given(st.floats(1, 66), st.floats(0.1, 50), st.integers(1, 64).map(lambda n: n * 2048), st.integers(256, 8192))
+def test_the_readable_part_of_a_window_is_the_largest(ms: float, per_1000: float, window: int, least: int) -> None:
+    curve = rated(window, ms, per_1000=per_1000).curve
+    size = readable_window(curve, window, least=least)
+    smaller = range(256, window, 256)
+    readable = [each for each in smaller if each >= least and is_readable(curve, each)]
+    assert size == max(readable, default=None)
+
+
+def test_what_nobody_measured_sets_no_standard_of_speed_and_says_that_it_was_not() -> None:
+    measured = (rated(8192, 20.0), rated(16384, 26.0))
+    guessed = replace(rated(32768, 5.0), judged_by="8192")
+    found = choose("balanced", (*measured, guessed), CHATS, native=131072)
+    assert found.rated == guessed
+    assert found.why.endswith("; it was not measured itself, but judged by 8192")
+    slow = replace(rated(4096, 5.0), judged_by="8192")
+    assert choose("balanced", (*measured, slow), CHATS, native=4096).rated.window == 16384
+
+
+def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
+    """One that was looked at twice, and was flat so far, says nothing of what lies behind."""
+    bent = rated(8192, 10.0, per_1000=20.0, key="bent")
+    flat = replace(bent, key="flat", curve=Curve(points=rated(8192, 10.0).curve.points[:2]))
+    assert looked_at_deepest([flat, bent]) == [bent]
+    found = choose("context", [flat, bent], CHATS, native=8192)
+    assert found.rated.key == "bent"
+    assert found.why.startswith("no window decodes 15 tok/s when full")

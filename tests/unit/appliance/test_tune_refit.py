@@ -20,6 +20,7 @@ def seen(gpu: float, cpu: float, *, truth: tuple[float, float], noise: float = 0
     return Observation(terms=terms(gpu, cpu), ms=(gpu * truth[0] + cpu * truth[1]) * off, noise=noise)
 
 
+times = st.floats(0.01, 1e4)
 SHAPES = [(10.0, 1.0), (1.0, 10.0), (5.0, 5.0), (8.0, 2.0), (2.0, 8.0), (3.0, 9.0)]
 
 
@@ -49,6 +50,26 @@ def test_what_scales_both_alike_does_not_tell_which_is_faster() -> None:
     assert found.spread(terms(10.0, 0.0), terms(0.0, 5.0)) == pytest.approx(0.4 * math.sqrt(2))
 
 
+def test_luck_cannot_make_a_part_less_than_nothing() -> None:
+    """Of 10 ms only 2 may shrink: twice the deviation of it is worth 1.3, and ln(10 / 8) is all that there ever is."""
+    found = fit([], {"gpu": 0.0001, "cpu": 0.5})
+    mixed, other = terms(8.0, 2.0), terms(8.0, 0.0)
+    assert found.spread(mixed, other) == pytest.approx(0.1, rel=0.01)
+    assert found.reach(mixed, other) == pytest.approx(math.log(10 / (8 + 2 * math.exp(-1))) / 2, rel=0.01)
+
+
+@given(times, times, times)
+def test_luck_is_worth_no_more_than_what_can_vanish_and_no_more_than_the_slope_says(
+    gpu: float, cpu: float, other: float
+) -> None:
+    found = fit([], {"gpu": 1e-6, "cpu": 2.0})
+    mixed, fixed = terms(gpu, cpu), terms(other, 0.0)
+    reach = found.reach(mixed, fixed)
+    assert 0.0 <= reach <= math.log((gpu + cpu) / gpu) / 2 + 1e-4
+    assert reach <= found.spread(mixed, fixed) + 1e-4
+    assert found.reach(mixed, mixed) == 0.0
+
+
 def test_residuals_larger_than_the_noise_are_believed() -> None:
     draw = random.Random(1)
     calm = fit([seen(*s, truth=(1.0, 1.0), off=math.exp(draw.gauss(0, 0.01))) for s in SHAPES * 3], PRIORS)
@@ -59,9 +80,6 @@ def test_residuals_larger_than_the_noise_are_believed() -> None:
 
 def test_a_prior_is_found_by_name_then_by_what_stands_before_the_colon() -> None:
     assert (prior(PRIORS, "gpu"), prior(PRIORS, "knob:kv=q8_0"), prior(PRIORS, "never")) == (0.4, 0.1, 0.35)
-
-
-times = st.floats(0.01, 1e4)
 
 
 @given(st.lists(st.tuples(times, times, times), min_size=1, max_size=12))

@@ -29,27 +29,23 @@ def seen(slots: int, *seconds: float, ttft_s: float = 1.0, workload: Workload = 
 
 
 @pytest.mark.parametrize(
-    ("users", "is_asked", "expected"),
-    [(1, False, (4,)), (2, False, (4, 1)), (3, False, (4, 2, 1)), (4, False, (5, 2, 1)), (16, False, (17, 8, 4))],
+    ("users", "expected"),
+    [(1, (4,)), (2, (4, 1)), (3, (4, 2, 1)), (4, (5, 2, 1)), (16, (17, 8, 4))],
 )
-def test_counts_that_tell_something(users: int, is_asked: bool, expected: tuple[int, ...]) -> None:
-    assert counts(planned(users=str(users)), users, is_asked=is_asked) == expected
-
-
-def test_an_asked_for_count_decides() -> None:
-    assert counts(planned(users="8", parallel="3"), 8, is_asked=True) == (3,)
+def test_counts_that_tell_something(users: int, expected: tuple[int, ...]) -> None:
+    assert counts(planned(users=str(users)), users) == expected
 
 
 def test_users_do_not_queue_where_the_cache_would_lose_their_conversations() -> None:
     small = planned(users="8", cache_ram_mib="16")
     assert small.idle_slots_stay
-    assert counts(small, 8, is_asked=False) == (9,)
+    assert counts(small, 8) == (9,)
 
 
 @given(st.integers(1, 256))
 def test_counts_fall_and_hold_the_planned(users: int) -> None:
     plan_of = replace(planned(), parallel=max(4, users + 1))
-    found = counts(plan_of, users, is_asked=False)
+    found = counts(plan_of, users)
     assert found[0] == plan_of.parallel
     assert list(found) == sorted(set(found), reverse=True)
     assert all(1 <= count < users for count in found[1:])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
 
 LOCAL = "sha256:" + "1" * 64
+MANIFEST = b'{"layers": []}'
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_another_toolkit_image_is_another_build(project: Path) -> None:
 
 def test_a_toolkit_from_elsewhere_has_no_image_to_replace(cell: Cell) -> None:
     assert build.choose_toolkit(cell, None, docker.Engine()) is None
-    with pytest.raises(UsageError, match="fits no cell whose CUDA toolkit is from elsewhere: llama-cpu"):
+    with pytest.raises(UsageError, match="fits no cell whose CUDA toolkit comes from no image: llama-cpu: it has none"):
         build.choose_toolkit(cell, "cuda:mine", docker.Engine())
 
 
@@ -155,6 +157,8 @@ def test_a_strange_git_answer_is_no_answer(line: str) -> None:
     [
         ("ERROR: failed to solve: write /var/lib/x: no space left on device", "the disk is full"),
         ("ERROR: failed to solve: x: failed to resolve source metadata for docker.io/library/debian", "base cannot be"),
+        ("unknown flag: --progress", "this docker has no buildx"),
+        ("docker: unknown command: docker buildx", "this docker has no buildx"),
         ("#9 ERROR: SSL: CERTIFICATE_VERIFY_FAILED certificate verify failed", "a certificate was refused"),
         ("ERROR: failed to solve: process did not complete successfully: exit code: 1", "exit code: 1"),
     ],
@@ -170,21 +174,33 @@ def test_a_failed_build_that_said_nothing_is_explained_too(cell: Cell) -> None:
     assert "it said nothing" in build.explain_failure(cell, []).message
 
 
+def test_cells_for_other_machines_are_all_named_before_one_is_built(project: Path, cell: Cell) -> None:
+    cells = matrix.select(matrix.load(project).cells, "llama-cu130-*")
+    build.refuse_platform([cell], "linux/amd64")
+    with pytest.raises(BuildError) as caught:
+        build.refuse_platform([cell, *cells], "linux/amd64")
+    assert caught.value.exit_code == 60
+    assert caught.value.message.endswith("llama-cu130-sm87, llama-cu130-sm110, llama-cu130-sm121")
+    assert caught.value.hint == "they are for linux/arm64; name the others with --only, or go to such a machine"
+    with pytest.raises(BuildError, match="cell llama-cpu cannot be verified here: the engine is linux/arm64"):
+        build.refuse_platform([cell], "linux/arm64", done="verified")
+
+
 def test_the_digest_is_read_from_the_archive(tmp_path: Path) -> None:
-    archive = _oci(tmp_path, [{"digest": LOCAL}])
-    assert build.manifest_digest(archive) == LOCAL
+    assert build.manifest_digest(_oci(tmp_path, images=1)) == f"sha256:{hashlib.sha256(MANIFEST).hexdigest()}"
 
 
-@pytest.mark.parametrize("manifests", [[], [{"digest": LOCAL}] * 2])
-def test_an_archive_of_several_images_is_refused(tmp_path: Path, manifests: list[dict[str, str]]) -> None:
-    with pytest.raises(BuildError, match="manifests where one is expected"):
-        build.manifest_digest(_oci(tmp_path, manifests))
+@pytest.mark.parametrize("images", [0, 2])
+def test_an_archive_of_several_images_is_a_failed_build(tmp_path: Path, images: int) -> None:
+    with pytest.raises(BuildError, match=f"one image expected, and the archive holds {images}") as caught:
+        build.manifest_digest(_oci(tmp_path, images=images))
+    assert caught.value.exit_code == 60
 
 
-def test_a_cut_archive_is_refused(tmp_path: Path) -> None:
-    archive = _oci(tmp_path, [{"digest": LOCAL}])
+def test_a_cut_archive_is_a_failed_build(tmp_path: Path) -> None:
+    archive = _oci(tmp_path, images=1)
     archive.write_bytes(archive.read_bytes()[:300])
-    with pytest.raises(BuildError, match="no readable OCI archive"):
+    with pytest.raises(BuildError, match=r"buildx left something else than one image: not an OCI archive: .*o\.tar"):
         build.manifest_digest(archive)
 
 
@@ -219,13 +235,15 @@ def test_a_render_that_drifted_is_not_built(tmp_path: Path, project: Path, cell:
         build.plan_job(tmp_path, cell, build.Options(), build.BaseChoice(identity=LOCAL))
 
 
-def _oci(folder: Path, manifests: list[dict[str, str]]) -> Path:
-    data = json.dumps({"manifests": manifests}).encode()
+def _oci(folder: Path, *, images: int) -> Path:
+    digest = hashlib.sha256(MANIFEST).hexdigest()
+    index = json.dumps({"manifests": [{"digest": f"sha256:{digest}"}] * images}).encode()
     archive = folder / "o.tar"
     with tarfile.open(archive, "w") as tar:
-        member = tarfile.TarInfo("index.json")
-        member.size = len(data)
-        tar.addfile(member, io.BytesIO(data))
+        for name, data in {"index.json": index, f"blobs/sha256/{digest}": MANIFEST}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     return archive
 
 

@@ -25,7 +25,7 @@ def test_only_the_last_lines_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="program not found: no-such-program"):
+    with pytest.raises(BuildError, match="program cannot be started: no-such-program: No such file or directory"):
         docker.stream(("no-such-program",), cwd=tmp_path)
     assert docker.capture(("no-such-program",), cwd=tmp_path).code == 127
 

@@ -69,6 +69,8 @@ def test_orin_is_refused_on_amd64_with_its_source(loaded: Matrix) -> None:
         ("llama-cu130-sm70", "impossible", "CUDA 13.0 has no target sm_70 (last in 12.9)", "nothing here runs on it"),
         ("lama-cu130-sm90", "impossible", "there is no engine lama (perhaps you meant llama)", "llama-cu130-sm90"),
         ("vllm-cu134-sm90", "impossible", "wheels of vLLM 0.33.0 are made with CUDA 13.0", "vllm-cu130-sm90"),
+        ("vllm-cpu", "impossible", "are made with CUDA 13.0, and run on no CPU alone", "use llama-cpu"),
+        ("llama-cu133-sm90", "out of scope", "CUDA 13.3 could make it", "llama-cu134-sm90"),
         ("vllm-cu130-sm87", "out of scope", "kernels for Orin, but torch's", "nothing here runs on it"),
     ],
 )
@@ -105,7 +107,9 @@ def test_an_existing_cell_tells_all_that_it_follows_from(loaded: Matrix) -> None
     assert told["code"].startswith("arch=compute_90,code=sm_90: ")
 
 
-@pytest.mark.parametrize("cell_id", ["llama-cp", "llama-cu1-sm90", "", "llama", "LLAMA-cpu", "llama-cu130-sm9000"])
+@pytest.mark.parametrize(
+    "cell_id", ["llama-cp", "llama-cu1-sm90", "", "llama", "LLAMA-cpu", "llama-cu130-sm9000", "llama-cu130-sm090"]
+)
 def test_something_else_is_no_id(loaded: Matrix, cell_id: str) -> None:
     with pytest.raises(UsageError, match="not a cell id"):
         explain.explain(cell_id, loaded)

@@ -165,8 +165,9 @@ def test_the_gate_judges_by_the_same_rule(form: str, sm: str) -> None:
         ("12.8", "120", True, "570.26", "570.26"),  # the chip is younger than the floor
         ("12.9", "121", True, "575.51.03", "575.51.03"),
         ("13.0", "120", True, "580", "580.65.06"),
-        ("13.0", "110", True, "580", "580.65.06"),  # drivers numbered apart: the floor alone
-        ("13.4", "75", True, "580", "615"),
+        ("13.0", "110", True, "580", "580"),  # drivers numbered apart: a Thor with CUDA 13.0 says 580.00
+        ("13.4", "87", True, "580", "615"),
+        ("13.4", "75", True, "580", "615.71.09"),
     ],
 )
 def test_two_floors(cuda: str, sm: str, is_compressed: bool, sass: str, ptx: str) -> None:

@@ -267,6 +267,16 @@ def test_the_verb_says_what_a_fake_tool_lists(tmp_path: Path, capsys: pytest.Cap
     assert command.main(argv) == 0
 
 
+def test_a_file_without_kernels_is_not_told_to_be_compiled_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tool = tmp_path / "notes.so", tmp_path / "cuobjdump"
+    file.touch()
+    _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
+    assert command.main(["gate", str(file), "--sm", "90", "--cuobjdump", str(tool)]) == 61
+    assert "hint: is it a library with code for a GPU?" in capsys.readouterr().err
+
+
 def test_a_tool_that_fails_is_quoted(tmp_path: Path) -> None:
     tool = tmp_path / "cuobjdump"
     _write_tool(tool, "echo 'cuobjdump fatal   : Invalid ELF in x' >&2; exit 1")

@@ -85,6 +85,39 @@ def test_a_mirror_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> 
     assert "--debian-mirror is no address of a mirror: mirror" in capsys.readouterr().err
 
 
+MIRROR = "http://127.0.0.1:9@20260718T020000Z"
+
+
+def test_a_reproduction_is_made_of_what_a_build_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mounts of a mirror, and the refusal of an image that does not exist, which asks no network."""
+    given = ["verify", "--reproduce", "llama-cpu", "--dry-run", "--json"]
+    assert command.main([*given, "--debian-mirror", MIRROR]) == 0
+    (argv,) = json.loads(capsys.readouterr().out)
+    assert argv[argv.index("--file") + 1].endswith("/llama-cpu.mirror/Dockerfile")
+    assert any(word.startswith("debian-mirror-address=") for word in argv)
+    assert "--no-cache" in argv
+    assert command.main([*given, "--toolkit-image", "cuda:1"]) == 2
+    assert "--toolkit-image fits no cell whose CUDA toolkit comes from no image: llama-cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--base", "auto"), ("--toolkit-image", "x:1"), ("--debian-mirror", MIRROR), ("--epoch", "5")]
+)
+def test_what_only_a_reproduction_takes_is_not_passed_over(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["verify", "--only", "llama-cpu", flag, value]) == 2
+    assert f"{flag} belongs to --reproduce, which is not there: {value}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--image", "x:1"), ("--only", "llama-*"), ("--cuobjdump", "/x")])
+def test_what_a_reproduction_has_no_use_for_is_not_passed_over(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["verify", "--reproduce", "llama-cpu", flag, value]) == 2
+    assert f"{flag} does not go with --reproduce llama-cpu" in capsys.readouterr().err
+
+
 def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "--debian", "dev"]) == 2
     assert "takes no names: dev" in capsys.readouterr().err
@@ -152,7 +185,20 @@ def test_one_image_for_several_cells_is_exit_2(verb: str, capsys: pytest.Capture
 
 def test_an_unknown_chip_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gate", "x.so", "--sm", "33", "--dry-run"]) == 2
-    assert "error: no such SM: 33" in capsys.readouterr().err
+    assert "error: no SM of images/facts/nvidia.yaml is called that: 33" in capsys.readouterr().err
+
+
+def test_a_library_that_is_not_there_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["gate", str(tmp_path / "x.so"), "--sm", "90"]) == 2
+    assert f"error: no such file: {tmp_path / 'x.so'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--bases", "--debian"), ("--upgrade", "--bases"), ("--debian", "--upgrade")])
+def test_one_thing_is_locked_at_a_time(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["lock", *flags, "--dry-run"])
+    assert ended.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ def test_a_registry_that_does_not_answer_is_exit_60(tmp_path: Path) -> None:
         reproduce.published("127.0.0.1:9/app@sha256:" + "0" * 64, "linux/amd64", cwd=tmp_path)
 
 
+def test_no_docker_is_not_a_registry_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="program cannot be started: docker: No such file") as caught:
+        reproduce.published("127.0.0.1:9/app@sha256:" + "0" * 64, "linux/amd64", cwd=tmp_path)
+    assert caught.value.hint == "install Docker with its buildx plugin"
+
+
 def test_a_comparison_without_a_build_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["verify", "--only", "llama-cpu", "--against", "sha256:" + "0" * 64]) == 2
     assert "--against belongs to --reproduce, which is not there" in capsys.readouterr().err

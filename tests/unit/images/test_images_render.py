@@ -131,6 +131,8 @@ def test_cells_from_wheels_share_every_stage_but_the_end(project: Path, wheel_ce
     for name in ("base", "engine", "wheels", "python"):
         assert own[name] == reference[name]
     heads = [stages["runtime"].partition("ARG APPLIANCE_BUILD_ID")[0] for stages in (own, reference)]
+    # A condition is no file: the layers below it are the same bytes, also where a Jetson's driver has other numbers.
+    heads = [re.sub(r'NVIDIA_REQUIRE_DRIVER="driver>=580(?:\.65\.06)?"', "", head) for head in heads]
     assert heads[0] == heads[1]
 
 

@@ -167,6 +167,29 @@ def test_a_refusal_says_what_would_help(names: tuple[str, ...], driver: str, sai
     assert hint in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("names", "platform", "hint"),
+    [
+        (("GB10",), "linux/amd64", "llama-cu134-sm121 does in a machine of linux/arm64: --platform linux/arm64"),
+        (("RTX 4090",), "linux/arm64", "llama-cu134-sm89 does in a machine of linux/amd64: --platform linux/amd64"),
+        (("V100",), "linux/arm64", "images for linux/arm64 are for SM 87, 90, 100, 103, 110, 121"),
+        ((), "linux/arm64", "images for linux/arm64 need a GPU of SM 87, 90, 100, 103, 110, 121"),
+    ],
+)
+def test_a_gpu_of_another_kind_of_machine_is_said(names: tuple[str, ...], platform: Platform, hint: str) -> None:
+    with pytest.raises(MatrixError) as caught:
+        select.choose(LOADED, _machine(*names, driver="620", platform=platform))
+    assert caught.value.hint == hint
+
+
+def test_a_thor_runs_vllm_with_the_driver_that_it_has() -> None:
+    """580.00 is what its own Linux calls it; a card's driver of that branch begins at 580.65.06."""
+    choice = select.choose(LOADED, _machine("NVIDIA Thor", driver="580.00", platform="linux/arm64"), engine="vllm")
+    assert choice.cell == "vllm-cu130-sm110"
+    with pytest.raises(MatrixError, match=r"the driver is too old: 580\.00"):
+        select.choose(LOADED, _machine("H100", driver="580.00"), engine="vllm")
+
+
 def test_a_cell_that_cannot_be_built_yet_comes_last() -> None:
     best = CELLS["llama-cu134-sm90"]
     open_cell = replace(best, base=replace(best.base, digest=None, status="unresolved"))
@@ -190,6 +213,13 @@ def test_a_cell_that_cannot_be_built_yet_comes_last() -> None:
         ("RTX PRO 6000", "120"),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "120"),
         ("NVIDIA A2", "86"),
+        ("NVIDIA A10G", "86"),
+        ("NVIDIA GeForce GTX 1660 SUPER", "75"),
+        ("Quadro T2000 with Max-Q Design", "75"),
+        ("Orin (nvgpu)", "87"),
+        ("NVIDIA Thor", "110"),
+        ("Jetson AGX Thor", "110"),
+        ("DGX Spark", "121"),
         ("NVIDIA RTX A2000 12GB", "86"),
     ],
 )
@@ -209,8 +239,9 @@ def test_every_listed_name_finds_itself(name: str) -> None:
     [
         ("RTX 4000", "several GPUs are called that", "RTX 4000 Ada (SM 89), RTX 4000 SFF Ada (SM 89), Quadro RTX 4000"),
         ("RTX 509", "no GPU of images/facts/nvidia.yaml", "perhaps you meant GeForce RTX 5090"),
-        ("Radeon", "is called that: Radeon", "nvidia-smi says its SM"),
-        ("", "is called that", "nvidia-smi says its SM"),
+        ("Radeon", "is called that: Radeon", "give its SM, which nvidia-smi --query-gpu=compute_cap"),
+        ("GTX 1080", "is called that: GTX 1080", "GeForce RTX 3080; else give its SM"),
+        ("", "is called that", "give its SM"),
     ],
 )
 def test_a_name_that_is_not_one_gpu_is_refused(name: str, said: str, hint: str) -> None:
@@ -272,6 +303,7 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
     assert command.main(["select", "--driver", "570.124", "--gpu", "RTX 5090", "--platform", "linux/amd64"]) == 0
     out, err = capsys.readouterr()
     assert out == "appliance:llama-cu128-sm120\n"
+    assert err.startswith("appliance:llama-cu128-sm120: its code for sm_120a runs on RTX 5090 (SM 120); driver 570.124")
     assert "llama-cu134-sm120    needs driver 580" in err
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
 from images import debian, docker, gate, matrix, render, verify
-from images.errors import BuildError
+from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
 from images.verify import Check, Evidence
@@ -69,6 +69,8 @@ def test_a_vllm_image_is_held_to_its_own_engine(sound: Evidence) -> None:
     assert verify.check_engine_version(evidence).ok
     assert verify.check_engine_facts(evidence).ok
     assert verify.check_licenses(evidence).ok
+    silent = _file("opt/vllm/lib/loguru-0.7.3.dist-info/METADATA")(evidence)
+    assert verify.check_licenses(silent).detail == "engine and 4 wheels; none is to be had of loguru (MIT)"
     assert verify.check_byte_code(evidence).ok
     variants = [path for path in evidence.tree.files if verify.VARIANT.match(path)]
     for path in variants:
@@ -96,6 +98,24 @@ def test_a_foreign_platform_is_refused_in_words(cell: Cell) -> None:
     with pytest.raises(BuildError) as caught:
         verify.own_platform(cell, "x", engine_platform="linux/amd64", image_platform="linux/arm64")
     assert caught.value.hint == "the image x is for linux/arm64"
+
+
+class Holding(docker.Engine):
+    """An engine with the image of one cell, and without a program behind it."""
+
+    def image(self, reference: str) -> docker.Image | None:
+        here = reference == "appliance:llama-cpu"
+        return docker.Image(id="sha256:1", tags=(reference,), digests=(), config={}) if here else None
+
+
+def test_images_that_are_not_here_are_all_named_first(project: Path, cell: Cell) -> None:
+    cells = matrix.select(matrix.load(project).cells, "llama-cu129-*")
+    verify.refuse_absent([cell], Holding(), image=None)
+    with pytest.raises(VerificationError, match="2 cells have no image here: llama-cu129-sm103, llama-cu129-sm121"):
+        verify.refuse_absent([cell, *cells], Holding(), image=None)
+    with pytest.raises(VerificationError, match="cell llama-cpu has no image here: x:1") as caught:
+        verify.refuse_absent([cell], Holding(), image="x:1")
+    assert caught.value.hint == "python -m images build --only llama-cpu"
 
 
 Fault = Callable[[Evidence], Evidence]
@@ -276,6 +296,12 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_licenses, _without(f"{WHEEL}/licenses/LICENSE"), "missing: h11-0.16.0.dist-info"),
     (verify.check_licenses, _without(PYNVML), "missing: nvidia_ml_py-13.615.71.dist-info"),
     (verify.check_licenses, _cuda, "missing: CUDA's libraries"),
+    (verify.check_licenses, _vllm_with("opt/vllm/lib/new-1.0.dist-info/METADATA"), "missing: new-1.0.dist-info"),
+    (
+        verify.check_licenses,
+        _vllm_with("opt/vllm/lib/loguru-0.7.3.dist-info/LICENSE"),
+        "has a text by now, and is listed as without: loguru (MIT)",
+    ),
     (verify.check_gpu_environment, lambda e: _config_with(_cuda(e), Env=[]), "NVIDIA_DRIVER_CAPABILITIES=None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_DRIVER_CAPABILITIES=all"]), "expected None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_VISIBLE_DEVICES=all"]), "DEVICES=all"),

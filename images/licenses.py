@@ -1,0 +1,130 @@
+"""License texts in an image: the engine's, those of CUDA's libraries, and one for each wheel. Pure.
+
+A wheel brings its text in its dist-info. Those of the locks that do not are rows of images/facts/licenses.yaml, with
+where else their text is; one more fails `verify`, and so does one that brings a text by now.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from images import gate
+from images.compat import Source
+from images.errors import MatrixError
+from images.tree import Entry
+
+FOLDER = "opt/appliance/licenses/"
+TEXT = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
+DIST_INFO = re.compile(r"^(?P<wheel>(?P<name>[^/]+)-[^/-]+\.dist-info)/")
+CUDA_TEXT = re.compile(
+    rf"^(?:{FOLDER}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
+    r"opt/vllm/lib/nvidia_[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
+)
+FACTS_FILE = Path(__file__).parent / "facts" / "licenses.yaml"
+FACTS_NAME = "images/facts/licenses.yaml"  # as a person sees it
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Wheel(_Row):
+    """A wheel without a text in its dist-info. One of: `in_package`, a file below the folder that it was installed to;
+    `in_base`, a file that the base image has; `says`, what its METADATA says of a license whose text is nowhere."""
+
+    name: Text
+    in_package: Text | None = None
+    in_base: Text | None = None
+    says: Text | None = None
+    sources: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class _FactsFile(_Row):
+    sources: Mapping[str, Source]
+    wheels: tuple[Wheel, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """`missing`: what has no text and should. `silent`: wheels of which that is known, with what they say of it."""
+
+    wheels: int
+    missing: tuple[str, ...]
+    silent: tuple[str, ...]
+    outdated: tuple[str, ...]  # listed as silent, and not silent
+
+
+@functools.cache
+def facts() -> Mapping[str, Wheel]:
+    """The committed rows by the wheel's name, as its folder spells it. MatrixError when they cannot be read."""
+    try:
+        return parse_facts(yaml.safe_load(FACTS_FILE.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
+        raise MatrixError(message, hint="it says which wheels have their license text elsewhere") from error
+
+
+def parse_facts(data: object) -> Mapping[str, Wheel]:
+    try:
+        file = _FactsFile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = f"{FACTS_NAME} is not valid: {where}: {first['msg']}"
+        raise MatrixError(message, hint="see its other rows") from error
+    cited = {name for wheel in file.wheels for name in wheel.sources}
+    if strangers := sorted(cited ^ set(file.sources)):
+        message = f"{FACTS_NAME} is not valid: sources that are cited and not there, or the reverse: {strangers}"
+        raise MatrixError(message, hint="each row names a source of the head of the file")
+    for wheel in file.wheels:
+        if sum(place is not None for place in (wheel.in_package, wheel.in_base, wheel.says)) != 1:
+            message = f"{FACTS_NAME} is not valid: wheel {wheel.name} needs one of in_package, in_base and says"
+            raise MatrixError(message, hint="see its other rows")
+    return {wheel.name: wheel for wheel in file.wheels}
+
+
+def look(files: Mapping[str, Entry], *, engine: str, folders: Iterable[str]) -> Found:
+    """`engine` is its title, `folders` are those that wheels were installed to, each with its last slash."""
+    own = f"{FOLDER}{engine}/"
+    missing = [] if any(path.startswith(own) and TEXT.search(path) for path in files) else [own]
+    silent: list[str] = []
+    outdated: list[str] = []
+    count = 0
+    for folder in folders:
+        for wheel, name in sorted(_wheels(files, folder)):
+            count += 1
+            known = facts().get(name)
+            has_text = _has_text(files, folder, wheel, known)
+            if known is not None and known.says is not None:
+                (outdated if has_text else silent).append(f"{name} ({known.says})")
+            elif not has_text:
+                missing.append(wheel)
+    is_with_cuda = any(gate.TOOLKIT.match(path.rpartition("/")[2]) for path in files)
+    if is_with_cuda and not any(CUDA_TEXT.match(path) for path in files):
+        missing.append("CUDA's libraries")
+    return Found(wheels=count, missing=tuple(missing), silent=tuple(silent), outdated=tuple(outdated))
+
+
+def _wheels(files: Iterable[str], folder: str) -> set[tuple[str, str]]:
+    inside = (DIST_INFO.match(path.removeprefix(folder)) for path in files if path.startswith(folder))
+    return {(match["wheel"], match["name"]) for match in inside if match}
+
+
+def _has_text(files: Mapping[str, Entry], folder: str, wheel: str, known: Wheel | None) -> bool:
+    own = f"{folder}{wheel}/"
+    if any(path.startswith(own) and TEXT.search(path.removeprefix(own)) for path in files):
+        return True
+    if known is None:
+        return False
+    elsewhere = (f"{folder}{known.in_package}" if known.in_package else None, known.in_base)
+    return any(path in files for path in elsewhere)

@@ -1,0 +1,122 @@
+"""License texts, on what pip really makes of small wheels: with a text, with one of the older form, and without."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from images import licenses
+from images.errors import MatrixError
+from images.tree import Tree, read_tree
+
+ENGINE = "opt/appliance/licenses/llama.cpp/LICENSE"
+LIBRARY = "opt/appliance/lib/"
+APACHE = "usr/share/common-licenses/Apache-2.0"
+
+
+def test_every_wheel_of_an_image_brings_its_text(tmp_path: Path) -> None:
+    tree = _image(
+        tmp_path,
+        {"new-form": ["licenses/LICENSE"], "older_form": ["LICENSE.txt"], "gpl": ["COPYING"], "bare": []},
+    )
+    found = licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY])
+    assert found == licenses.Found(wheels=4, missing=("bare-1.0.dist-info",), silent=(), outdated=())
+
+
+def test_wheels_that_are_known_to_bring_none_are_named_and_not_missing(tmp_path: Path) -> None:
+    tree = _image(tmp_path, {"loguru": [], "z3-solver": ["licenses/LICENSE.txt"], "cuda-toolkit": []})
+    found = licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY])
+    assert (found.missing, found.silent) == ((), ("cuda_toolkit (nothing in it)", "loguru (MIT)"))
+    assert found.outdated == ("z3_solver (MIT)",)
+
+
+def test_a_text_in_the_package_or_of_the_base_counts_where_it_is_listed(tmp_path: Path) -> None:
+    tree = _image(tmp_path, {"tokenizers": [], "nvidia-ml-py": [], "nvidia-cusparselt-cu13": []})
+    assert len(licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY]).missing) == 3
+    texts = (APACHE, f"{LIBRARY}pynvml.py", f"{LIBRARY}nvidia/cusparselt/LICENSE.txt")
+    entry = replace(tree.files[ENGINE], layer=0)
+    files = {**tree.files, **{path: replace(entry, path=path) for path in texts}}
+    assert licenses.look(files, engine="llama.cpp", folders=[LIBRARY]).missing == ()
+
+
+def test_a_folder_of_wheels_that_is_not_asked_for_is_not_looked_at(tmp_path: Path) -> None:
+    tree = _image(tmp_path, {"bare": []})
+    assert licenses.look(tree.files, engine="llama.cpp", folders=["opt/vllm/lib/"]).wheels == 0
+
+
+def test_the_engines_own_text_is_missing_first(tmp_path: Path) -> None:
+    tree = _image(tmp_path, {})
+    assert licenses.look(tree.files, engine="vLLM", folders=[LIBRARY]).missing == ("opt/appliance/licenses/vLLM/",)
+
+
+def test_what_is_listed_is_in_a_lock(lock_texts: dict[str, str]) -> None:
+    locked = {line.partition("==")[0] for text in lock_texts.values() for line in text.splitlines() if "==" in line}
+    assert {name.replace("_", "-") for name in licenses.facts()} <= locked
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"says": "MIT"}, "needs one of in_package, in_base and says"),
+        ({"in_package": None}, "needs one of in_package, in_base and says"),
+        ({"sources": ["rumour"]}, "cited and not there"),
+        ({"sources": []}, "wheels.0.sources"),
+        ({"in_pakage": "LICENSE"}, "wheels.0.in_pakage"),
+    ],
+)
+def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> None:
+    source = {"kind": "measured", "what": "looked at", "date": "2026-11-21"}
+    row = {"name": "small", "in_package": "LICENSE", "sources": ["looked-at"]}
+    sound = {"sources": {"looked-at": source}, "wheels": [row]}
+    assert list(licenses.parse_facts(sound)) == ["small"]
+    with pytest.raises(MatrixError, match=re.escape(said)):
+        licenses.parse_facts({**sound, "wheels": [row | fault]})
+
+
+def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:
+    """What `docker save` would write of an image of one layer, with these wheels installed and the engine's text."""
+    root = folder / "root"
+    (root / ENGINE).parent.mkdir(parents=True)
+    (root / ENGINE).write_text("MIT")
+    if wheels:
+        made = [str(_wheel(folder, name, texts)) for name, texts in wheels.items()]
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile")
+        subprocess.run([*pip, "--target", str(root / LIBRARY), *made], check=True, cwd=folder)
+    layer = folder / "layer.tar"
+    with tarfile.open(layer, "w") as tar:
+        tar.add(root / "opt", "opt")
+    archive = folder / "image.tar"
+    with tarfile.open(archive, "w") as tar:
+        _add(tar, "manifest.json", json.dumps([{"Layers": ["layer"]}]).encode())
+        tar.add(layer, "layer")
+    return read_tree(archive)
+
+
+def _wheel(folder: Path, name: str, texts: list[str]) -> Path:
+    stem = f"{name.replace('-', '_')}-1.0"
+    metadata = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {"METADATA": metadata, "WHEEL": tags, **dict.fromkeys(texts, "do as you like")}
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(f"{stem}.dist-info/{file}", text)
+        wheel.writestr(
+            f"{stem}.dist-info/RECORD", "".join(f"{stem}.dist-info/{file},,\n" for file in [*files, "RECORD"])
+        )
+    return path
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
