@@ -17,7 +17,7 @@ from typing import cast
 
 from appliance.command import Command
 from appliance.engines import llama_bench, llama_fit, llama_perplexity
-from appliance.errors import EngineError, ModelDoesNotFitError
+from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
@@ -26,17 +26,19 @@ from appliance.plan.slots import is_asked
 from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe.watch import Watch
 from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.partial import GuessLook, Partial, SlotsLook
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.tune import quality
 from appliance.tune.concurrency import measure_slots
 from appliance.tune.measure import Step
-from appliance.tune.measurement import Measurement
+from appliance.tune.measurement import TRIES, Measurement
 from appliance.tune.modes import Mode
+from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
-from appliance.tune.speculate import choose_speculation, least_s
+from appliance.tune.speculate import Tried, choose_speculation, least_s
 from appliance.tune.tuner import Goal, SharedLoad, Tuned, Tuner, speed_in_words
-from appliance.tune.workload import parse_mix, scaled
+from appliance.tune.workload import Workload, parse_mix, scaled
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
 SHARE_FOR_KV = 0.25
@@ -74,13 +76,13 @@ class Bench:
         facts = self.engine
         return SharedLoad(facts=facts, start=lambda plan, grid, steps: start(plan, facts, grid, steps))
 
-    def reader(self, plan: Plan, extent: llama_perplexity.Extent) -> Command:
+    def reader(self, plan: Plan, extent: llama_perplexity.Extent, text: Path) -> Command:
         """Of the program that reads a text."""
         return llama_perplexity.command(
             plan,
             self.engine,
             extent,
-            text=quality.TEXT,
+            text=text,
             engine_dir=self.engine_dir,
             cache_dir=self.cache_dir,
             stall_timeout_s=self.stall_timeout_s,
@@ -90,9 +92,13 @@ class Bench:
 
 
 class Study:
-    """`space` makes the space of plans, given what was found out of types of the KV cache. What is measured is kept on
-    the volume as it comes: a study that was broken off goes on from there. `beside` is the space in the memory that an
-    engine which serves meanwhile leaves free."""
+    """`space` makes the space of plans, given what was found out of types of the KV cache. `beside` is the space in the
+    memory that an engine which serves meanwhile leaves free.
+
+    What is found out is kept on the volume as it comes: a study that was broken off, by a stop, a request or a kill,
+    goes on from there, with a budget of its own. Lost is at most what one start of an engine was for; of a text that it
+    reads only the piece at work, but for a kill -9.
+    """
 
     def __init__(
         self,
@@ -123,12 +129,16 @@ class Study:
         self._shows_phase = shows_phase
         self._beside = beside
         self._began = time.monotonic()
+        self._partial = Partial()
         self.measurements: list[Measurement] = []
 
     async def run(self) -> Profile:
         """The profile, saved. Raises what the engine ended with when nothing could be measured."""
         self._began = time.monotonic()
         self._phase("starting")
+        self._partial = self._store.kept(self._key)
+        if words := self._partial.in_words():
+            self._report.info("tune_goes_on", f"there are {words} of a tuning that was interrupted")
         verdicts = await self._judge_kinds(self._make_space(()))
         space = self._make_space(verdicts)
         tuned = await self._choose_plan(space)
@@ -155,6 +165,8 @@ class Study:
             budget_s=self._settings.budget_s * SHARE_FOR_KV,
             prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
             tell=self._on_step,
+            kept=self._partial.passages,
+            done=self._on_read,
         )
         for verdict in found:
             what = "may be used" if verdict.is_accepted else "is not used"
@@ -165,7 +177,7 @@ class Study:
     async def _choose_plan(self, space: Space) -> Tuned:
         settings = self._settings
         plans = await self._refined(await asyncio.to_thread(self._possible, space))
-        kept = self._store.kept(self._key)
+        kept = self._partial.measurements
         self.measurements[:] = kept
         words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
         if kept:
@@ -209,7 +221,10 @@ class Study:
         if not self._has_guesses and self._draft is None:
             return plan, ()
         left_s = min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES)
-        if left_s < 2 * least_s(tuned):  # without guesses and with some: one of them alone says nothing
+        kept = [look.tried for look in self._partial.guesses if look.key == plan.key]
+        has_base = any(not tried.error for tried in kept)
+        # Without guesses and with some: one of them alone says nothing.
+        if left_s < least_s(tuned) * (1 if has_base else 2):
             left_s = 0.0
         try:
             found, why, tried = await choose_speculation(
@@ -222,6 +237,8 @@ class Study:
                 tell=self._on_step,
                 draft=self._draft,
                 isa=self._hardware.cpu.isa,
+                kept=kept,
+                done=partial(self._on_guessed, plan.key),
             )
             words = Choice(name="speculation", value="off", reason=why, source="measured")
             chosen = with_choice(plan, words)
@@ -244,9 +261,14 @@ class Study:
             return plan, ()
         mix = parse_mix(settings.workload)
         workload = scaled(max(mix.parts, key=lambda part: part[1])[0], plan.context)
+        key = plan.key + (f", {plan.speculation.in_words()}" if plan.speculation else "")
         seen: list[Concurrency] = []
         why_not = ""
         for count in wanted:
+            kept = self._kept_slots(key, count, seen[0].workload if seen else None)
+            if kept is not None:
+                seen += [kept.found] if kept.found else []
+                continue
             left_s = min(self._left_s, settings.budget_s * SHARE_FOR_SLOTS)
             if left_s <= 0 or (seen and left_s < seen[-1].worst_s + seen[-1].load_s):
                 why_not = "the time was up"
@@ -264,10 +286,12 @@ class Study:
                 )
             except EngineError as error:
                 self._report.warning("slots_failed", f"{count} slots for {settings.users} users: {error.message}")
+                self._on_slots(SlotsLook(key=key, slots=count, error=error.message))
                 continue
             if isinstance(found, str):
                 why_not = found
                 break  # fewer slots take longer
+            self._on_slots(SlotsLook(key=key, slots=count, found=found))
             seen.append(found)
         unmeasured = f"{count} slots for {settings.users} users were not measured: {why_not}"
         if why_not:
@@ -278,6 +302,14 @@ class Study:
         self._report.info("slots", f"{chosen.slots} slots for {settings.users} users: {chosen.why}")
         notes = (f"{settings.users} users: {chosen.why}", *([unmeasured] if why_not else []))
         return with_slots(plan, chosen), notes
+
+    def _kept_slots(self, key: str, count: int, workload: Workload | None) -> SlotsLook | None:
+        """Of a study that was broken off: with this workload, if one was measured with already; a failure only when it
+        was one TRIES times."""
+        looks = [look for look in self._partial.slots if (look.key, look.slots) == (key, count)]
+        good = (look for look in looks if look.found and workload in (None, look.found.workload))
+        failed = [look for look in looks if look.error]
+        return next(good, failed[-1] if len(failed) >= TRIES else None)
 
     def _profile(
         self, space: Space, tuned: Tuned, plan: Plan, verdicts: Sequence[Verdict], notes: tuple[str, ...]
@@ -362,8 +394,24 @@ class Study:
 
     def _on_measured(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        self._store.keep(self._key, self.measurements)
+        self._keep(replace(self._partial, measurements=tuple(self.measurements)))
         if measurement.error:
             self._report.warning("tune_failed", measurement.in_words())
             return
         self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
+
+    def _on_read(self, passage: Passage) -> None:
+        try:
+            self._keep(replace(self._partial, passages=(*self._partial.passages, passage)))
+        except VolumeError as error:  # it may be told while everything is being stopped, and that is to go on
+            self._report.warning("not_kept", error.message)
+
+    def _on_guessed(self, key: str, tried: Tried) -> None:
+        self._keep(replace(self._partial, guesses=(*self._partial.guesses, GuessLook(key=key, tried=tried))))
+
+    def _on_slots(self, look: SlotsLook) -> None:
+        self._keep(replace(self._partial, slots=(*self._partial.slots, look)))
+
+    def _keep(self, partial: Partial) -> None:
+        self._partial = partial
+        self._store.keep(self._key, partial)

@@ -99,17 +99,32 @@ _ROW = re.compile(rf" *(\d+) +{_NUMBER} +{_NUMBER} +{_NUMBER}")
 _PIECES = re.compile(r"calculating perplexity over (\d+) chunks, n_ctx=(\d+)")
 
 
-def parse_reading(lines: Iterable[str]) -> Reading:
-    """The mean of each piece out of the running means: six decimals, so that of 100 pieces the last is within 0.0001.
+class Table:
+    """The mean of each piece out of the running means, line by line: six decimals, so that of 100 pieces the last is
+    within 0.0001. What is no number comes as nan; a row that is out of its order ends the table."""
 
-    What is no number comes as nan; a row that is out of its order ends the table.
-    """
-    pieces: int | None = None
-    step = 0
-    sums = [0.0]
-    for line in lines:
+    def __init__(self) -> None:
+        self.pieces: int | None = None
+        self._step = 0
+        self._sums = [0.0]
+
+    def add(self, line: str) -> None:
         if found := _PIECES.search(line):
-            pieces, step = int(found[1]), int(found[2])
-        elif step and (row := _ROW.fullmatch(line.rstrip())) and int(row[1]) == step * (len(sums) - 1):
-            sums.append(float(row[3]) * len(sums))
-    return Reading(pieces=pieces, nll=tuple(after - before for before, after in pairwise(sums)))
+            self.pieces, self._step = int(found[1]), int(found[2])
+        elif self._step and (row := _ROW.fullmatch(line.rstrip())) and int(row[1]) == self._step * self.rows:
+            self._sums.append(float(row[3]) * len(self._sums))
+
+    @property
+    def rows(self) -> int:
+        return len(self._sums) - 1
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(pieces=self.pieces, nll=tuple(after - before for before, after in pairwise(self._sums)))
+
+
+def parse_reading(lines: Iterable[str]) -> Reading:
+    table = Table()
+    for line in lines:
+        table.add(line)
+    return table.reading

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -110,25 +109,6 @@ def dump_profile(profile: Profile) -> str:
     return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
-def dump_partial(key: Key, measurements: Sequence[Measurement]) -> str:
-    """What was measured for the key before it was interrupted."""
-    document = {"schema": SCHEMA, "key": {"id": key.id}, "measurements": [asdict(m) for m in measurements]}
-    return json.dumps(document, sort_keys=True) + "\n"
-
-
-def parse_partial(text: str, key: Key) -> tuple[Measurement, ...]:
-    """Raises ValueError for what `dump_partial` did not write for this key."""
-    try:
-        document = json.loads(text)
-        if (document["schema"], document["key"]["id"]) != (SCHEMA, key.id):
-            message = "measurements are of another schema or key"
-            raise ValueError(message)
-        return tuple(_measurement(m) for m in document["measurements"])
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        message = f"measurements lack something: {type(error).__name__}: {error}"
-        raise ValueError(message) from error
-
-
 class OtherSchemaError(ValueError):
     """It may be a whole profile, of an older or newer appliance on the same volume."""
 
@@ -155,14 +135,14 @@ def _profile(document: dict[str, Any]) -> Profile:
     parse_mix(document["workload"])
     return Profile(
         **{
-            **_only(Profile, document),
+            **fields_of(Profile, document),
             "key": key,
             "plan": _plan(document["plan"]),
             "plans": tuple(_plan(plan) for plan in document["plans"]),
             "like": {str(key): str(of) for key, of in document["like"].items()},
-            "measurements": tuple(_measurement(m) for m in document["measurements"]),
+            "measurements": tuple(parse_measurement(m) for m in document["measurements"]),
             "judged": tuple(_judged(each) for each in document["judged"]),
-            "verdicts": tuple(Verdict(**_only(Verdict, verdict)) for verdict in document["verdicts"]),
+            "verdicts": tuple(Verdict(**fields_of(Verdict, verdict)) for verdict in document["verdicts"]),
             "notes": _texts("Profile.notes", document["notes"]),
             "allocated": _allocated(document["allocated"]),
             "gpu_uuids": _texts("Profile.gpu_uuids", document["gpu_uuids"]),
@@ -181,12 +161,12 @@ def _plan(data: dict[str, Any]) -> Plan:
     speed = data["speed"]
     return Plan(
         **{
-            **_only(Plan, data),
+            **fields_of(Plan, data),
             "memory": _memory(data["memory"]),
             "placement": _placement(data["placement"]),
-            "speed": None if speed is None else Speed(**_only(Speed, speed)),
+            "speed": None if speed is None else Speed(**fields_of(Speed, speed)),
             "speculation": _speculation(data["speculation"]),
-            "choices": tuple(Choice(**_only(Choice, choice)) for choice in data["choices"]),
+            "choices": tuple(Choice(**fields_of(Choice, choice)) for choice in data["choices"]),
         }
     )
 
@@ -197,24 +177,24 @@ def _speculation(data: dict[str, Any] | None) -> Speculation | None:
     if data["kind"] not in KINDS:
         message = f"Speculation.kind is none of {', '.join(KINDS)}: {data['kind']!r}"
         raise TypeError(message)
-    return Speculation(**{**_only(Speculation, data), "adds": _memory(data["adds"])})
+    return Speculation(**{**fields_of(Speculation, data), "adds": _memory(data["adds"])})
 
 
 def _memory(data: dict[str, Any]) -> Memory:
-    return Memory(**_only(Memory, data))
+    return Memory(**fields_of(Memory, data))
 
 
 def _placement(data: dict[str, Any]) -> Placement:
-    shares = tuple(Share(**{**_only(Share, share), "memory": _memory(share["memory"])}) for share in data["shares"])
-    return Placement(**{**_only(Placement, data), "shares": shares})
+    shares = tuple(Share(**{**fields_of(Share, share), "memory": _memory(share["memory"])}) for share in data["shares"])
+    return Placement(**{**fields_of(Placement, data), "shares": shares})
 
 
-def _measurement(data: dict[str, Any]) -> Measurement:
+def parse_measurement(data: dict[str, Any]) -> Measurement:
     points = tuple(_point(point) for point in data["points"])
     conditions = data["conditions"]
     return Measurement(
         **{
-            **_only(Measurement, data),
+            **fields_of(Measurement, data),
             "points": points,
             "allocated": _allocated(data["allocated"]),
             "conditions": None if conditions is None else parse_conditions(conditions),
@@ -223,7 +203,7 @@ def _measurement(data: dict[str, Any]) -> Measurement:
 
 
 def _judged(data: dict[str, Any]) -> Judged:
-    judged = Judged(**{**_only(Judged, data), "points": tuple(_point(point) for point in data["points"])})
+    judged = Judged(**{**fields_of(Judged, data), "points": tuple(_point(point) for point in data["points"])})
     if not 1 <= judged.spread < math.inf:
         message = f"Judged.spread is no factor of 1 or more: {judged.spread}"
         raise TypeError(message)
@@ -232,7 +212,7 @@ def _judged(data: dict[str, Any]) -> Judged:
 
 
 def _point(data: dict[str, Any]) -> Point:
-    point = Point(**_only(Point, data))
+    point = Point(**fields_of(Point, data))
     is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
     if not (is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf):
         message = f"Point has times that no engine takes: {point}"
@@ -244,20 +224,17 @@ def _allocated(data: dict[str, Any] | None) -> Allocated | None:
     if data is None:
         return None
     devices = tuple((str(name), float(size)) for name, size in data.get("devices", ()))
-    return Allocated(**{**_only(Allocated, data), "devices": devices})
+    return Allocated(**{**fields_of(Allocated, data), "devices": devices})
 
 
 _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _SIMPLE["int | None"] = (int, type(None))
 _SIMPLE["float | None"] = (int, float, type(None))
 _SIMPLE["str | None"] = (str, type(None))
-_LATER: dict[str, tuple[str, ...]] = {
-    "Point": ("noisier",),
-    "Profile": ("judged",),
-}  # fields that the first records of this schema lack, by class
+_LATER: dict[str, tuple[str, ...]] = {}  # fields that the first records of this schema lack, by class
 
 
-def _only(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
     """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError. What came later
     than the first records has a default, and is not in the older ones."""
     if unknown := set(data) - {f.name for f in fields(kind)}:

@@ -12,11 +12,11 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import ConfigError, VolumeError
 from appliance.profile.disk import Disk, put_file, sync_folder
@@ -25,12 +25,12 @@ from appliance.profile.record import (
     Key,
     OtherSchemaError,
     Profile,
-    dump_partial,
     dump_profile,
-    parse_partial,
     parse_profile,
 )
-from appliance.tune.measurement import Measurement
+
+if TYPE_CHECKING:
+    from appliance.profile.partial import Partial
 
 MAX_BYTES = 16 * 2**20  # ours are some 100 KB; a larger file is not one of ours
 _Found = TypeVar("_Found")
@@ -143,18 +143,33 @@ class ProfileStore:
             self._disk.remove(self._mark(profile.key.id))  # left over from one that was damaged
         return not (profile.disturbance and old is not None and old.disturbance is None)
 
-    def keep(self, key: Key, measurements: Sequence[Measurement]) -> None:
-        """What was measured so far, for a tuning that goes on at the next start. Raises VolumeError."""
-        path = self._partial(key)
-        with self.locked(key), self._refusing(f"measurements cannot be kept: {path}"):
-            self._drop_leftovers(path)
-            self._put(path, dump_partial(key, measurements).encode(), time.time_ns())
+    def keep(self, key: Key, partial: Partial) -> None:
+        """What was found out so far, for a tuning that goes on later. Raises VolumeError."""
+        from appliance.profile.partial import dump_partial  # here: a start from a profile never needs it
 
-    def kept(self, key: Key) -> tuple[Measurement, ...]:
-        """Of a tuning for this key that was interrupted; none where they cannot be read: then they are made again."""
-        with suppress(OSError, ValueError):
-            return parse_partial(self._disk.read(self._partial(key), MAX_BYTES + 1).decode(), key)
-        return ()
+        path = self._partial(key)
+        with self.locked(key), self._refusing(f"what was measured cannot be kept: {path}"):
+            self._drop_leftovers(path)
+            self._put(path, dump_partial(key, partial).encode(), time.time_ns())
+
+    def kept(self, key: Key) -> Partial:
+        """Of a tuning for this key that was broken off. What cannot be read is said, set aside if it can be, and
+        measured again: no reason to fail."""
+        from appliance.profile.partial import Partial, parse_partial  # here: a start from a profile never needs it
+
+        path = self._partial(key)
+        try:
+            return parse_partial(self._disk.read(path, MAX_BYTES + 1).decode(), key)
+        except FileNotFoundError:
+            return Partial()
+        except OSError as error:
+            self._warn(f"what was measured before cannot be read, measuring again: {path}: {error.strerror}")
+        except ValueError as error:
+            aside = path.with_suffix(".partial-corrupt")
+            with suppress(OSError):  # the next that is kept takes its place
+                self._disk.rename(path, aside)
+            self._warn(f"what was measured before is set aside as {aside.name}, measuring again: {error}")
+        return Partial()
 
     def mark_stale(self, profile: Profile, words: str) -> bool:
         """Keeps why it no longer holds, until it is measured again; several marks are the last one.

@@ -16,6 +16,9 @@ from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.modes import Rated
 
 EXACT = ("f32", "f16", "bf16")
+# What failed so often is not tried again by a tuning that goes on; once may have been of what was there then. That is
+# for what can be done without; a plan's failure counts at once, as others are there to take its place.
+TRIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)

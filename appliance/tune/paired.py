@@ -14,9 +14,11 @@ the geometric mean. One per cent of the nats would be 2 to 4 % of perplexity, an
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from appliance.engines.llama_perplexity import Extent, Reading
+from appliance.engines.llama_perplexity import Extent
 from appliance.plan.kv_types import Verdict
 
 LIMIT = math.log(1.01)  # nats for each token
@@ -44,15 +46,44 @@ def extent_for(
     return Extent(piece_tokens=size, pieces=tokens // size)
 
 
-def pieces_left(extent: Extent, *, took_s: float, load_s: float, left_s: float) -> int:
-    """Of the pieces that f16 read in `took_s`, how many the other type can read in what is left: pairs need no more."""
-    each_s = max(took_s - load_s, 1e-3) / extent.pieces * SLOWER
-    return max(0, min(extent.pieces, int((left_s * BUDGET_SHARE - load_s) / each_s)))
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """What one run read: the mean nats of each piece, the first of them being piece `first` of the text.
+
+    `key` is that of the plan it was read with, the cache's type among it. Passages are of the same tokens where they
+    begin at the same piece, and pieces are as long. With `error` nothing counts: the engine ended, in these words.
+    """
+
+    key: str
+    piece_tokens: int
+    first: int
+    nll: tuple[float, ...] = ()
+    seconds: float = 0.0
+    error: str | None = None
 
 
-def judge(kv_type: str, extent: Extent, exact: Reading, other: Reading, *, seconds: float = 0.0) -> Verdict:
-    """Accepted only when all of the 95 % interval is below the limit; what cannot be told is refused."""
-    differences = [b - a for a, b in zip(exact.nll, other.nll, strict=False)]
+def paired(exact: Sequence[Passage], other: Sequence[Passage]) -> dict[int, tuple[float, float]]:
+    """Of each piece that both have read in a passage with the same beginning, by its number in the text: what f16 said
+    and what the other type did. All passages are of pieces as long."""
+    found: dict[int, tuple[float, float]] = {}
+    for one in other:
+        for base in (passage for passage in exact if passage.first == one.first):
+            for number, pair in enumerate(zip(base.nll, one.nll, strict=False), one.first):
+                found.setdefault(number, pair)
+    return found
+
+
+def next_gap(there: Collection[int], pieces: int) -> range:
+    """The first pieces in a row that are missing of so many; empty where none is."""
+    first = next((number for number in range(pieces) if number not in there), pieces)
+    end = next((number for number in range(first, pieces) if number in there), pieces)
+    return range(first, end)
+
+
+def judge(kv_type: str, extent: Extent, pairs: Iterable[tuple[float, float]], *, seconds: float = 0.0) -> Verdict:
+    """Of pieces as long as the extent's, f16's figure first. Accepted only when all of the 95 % interval is below the
+    limit; what cannot be told is refused."""
+    differences = [other - exact for exact, other in pairs]
     count = len(differences)
     if count < PIECES_MIN:
         return refused(kv_type, f"too little text was read: {count} pieces of at least {PIECES_MIN}", seconds=seconds)

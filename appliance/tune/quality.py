@@ -7,31 +7,38 @@ it costs up to 1,024 tokens deep, and nothing of deeper contexts: those would ta
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engines.endings import as_error
-from appliance.engines.llama_perplexity import BINARY, Extent, Reading, parse_reading
+from appliance.engines.llama_perplexity import BINARY, Extent, Table
 from appliance.errors import EngineError, EngineNotReadyError
 from appliance.plan import Plan, Verdict
-from appliance.supervisor import Supervisor
+from appliance.supervisor import Crash, Supervisor
 from appliance.tune.measure import Step
-from appliance.tune.paired import PIECES_MIN, extent_for, judge, pieces_left, refused
+from appliance.tune.measurement import TRIES
+from appliance.tune.paired import (
+    BYTES_PER_TOKEN,
+    PIECES_MIN,
+    Passage,
+    extent_for,
+    judge,
+    next_gap,
+    paired,
+    refused,
+)
 
 TEXT = Path(__file__).with_name("addresses.txt")  # its source is in addresses.md
 EXACT = "f16"
-LOG_LINES = 5000
-Start = Callable[[Plan, Extent], Command]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    reading: Reading
-    seconds: float
+# The program does not wait for its log at its end, so that on a busy machine the last row is lost. With one piece more
+# the last that is wanted comes before the end, and the program is stopped then.
+SPARE = 1
+Start = Callable[[Plan, Extent, Path], Command]
 
 
 async def check(
@@ -43,13 +50,21 @@ async def check(
     prefill_tokens_per_s: float,
     load_s: float = 0.0,
     tell: Callable[[Step], None],
+    kept: Sequence[Passage] = (),
+    done: Callable[[Passage], None] = lambda _: None,
 ) -> tuple[Verdict, ...]:
     """One verdict a kind, in this order, up to the first that is accepted: those after it carry less or are worse.
 
     Nothing else may use the devices meanwhile. It takes `budget_s` at most, and a moment for the engine to end. An
     ending that another type may mend is a refusal; raises FatalError for a model, a GPU or a CPU that will not do.
+
+    `done` gets what each run has read, also when it is broken off; `kept` are those of checks before, and only what is
+    missing is read. So a row of broken-off checks gets to its end as long as each holds one load and one piece; lost is
+    at most the load, the piece at work, and those pieces of f16 that the other type was broken off before. A verdict is
+    always reckoned from what was read: one for lack of time is none the next time.
     """
-    began = time.monotonic()
+    if plan.is_embedding:
+        return tuple(refused(kind, "the model gives vectors and foretells no text") for kind in kinds)
     extent = extent_for(
         seconds=budget_s,
         load_s=load_s,
@@ -57,60 +72,181 @@ async def check(
         text_bytes=TEXT.stat().st_size,
         context=plan.context,
     )
-    if plan.is_embedding:
-        return tuple(refused(kind, "the model gives vectors and foretells no text") for kind in kinds)
     if extent is None:
         why = f"{budget_s:.0f} s are too short at {prefill_tokens_per_s:,.0f} tokens a second of prefill"
         return tuple(refused(kind, why) for kind in kinds)
-    try:
-        exact = await _read(replace(plan, kv_type=EXACT), extent, start, left_s=budget_s, tell=tell)
-    except EngineError as error:
-        return tuple(refused(kind, f"with {EXACT} {error.message}") for kind in kinds)
+    checking = _Check(plan, extent, start, budget_s=budget_s, tell=tell, kept=kept, done=done)
     verdicts: list[Verdict] = []
     for kind in kinds:
-        left_s = budget_s - (time.monotonic() - began)
-        pieces = pieces_left(extent, took_s=exact.seconds, load_s=load_s, left_s=left_s)
-        other = replace(plan, kv_type=kind)
-        verdicts.append(await _against(exact, other, replace(extent, pieces=pieces), start, left_s=left_s, tell=tell))
+        verdicts.append(await checking.judged(kind))
         if verdicts[-1].is_accepted:
             break
     return tuple(verdicts)
 
 
-async def _against(
-    exact: _Run, plan: Plan, extent: Extent, start: Start, *, left_s: float, tell: Callable[[Step], None]
-) -> Verdict:
-    if extent.pieces < PIECES_MIN:
-        why = f"in the {left_s:.0f} s that are left only {extent.pieces} pieces of text can be read, of {PIECES_MIN}"
-        return refused(plan.kv_type, f"{why}: {EXACT} took {exact.seconds:.0f} s")
-    try:
-        other = await _read(plan, extent, start, left_s=left_s, tell=tell)
-    except EngineError as error:
-        return refused(plan.kv_type, error.message)
-    return judge(plan.kv_type, extent, exact.reading, other.reading, seconds=exact.seconds + other.seconds)
+class _Check:
+    """What was read so far with each type, and the time that is left."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        extent: Extent,
+        start: Start,
+        *,
+        budget_s: float,
+        tell: Callable[[Step], None],
+        kept: Sequence[Passage],
+        done: Callable[[Passage], None],
+    ) -> None:
+        self._plan = plan
+        self._extent = extent
+        self._pieces = extent.pieces
+        self._start = start
+        self._budget_s = budget_s
+        self._deadline = time.monotonic() + budget_s
+        self._tell = tell
+        self._done = done
+        alike = [passage for passage in kept if passage.piece_tokens == extent.piece_tokens]
+        self._read = [passage for passage in alike if passage.error is None]
+        errors = [(passage.key, passage.error) for passage in alike if passage.error is not None]
+        keys = [key for key, _ in errors]
+        self._failed = {key: words for key, words in errors if keys.count(key) >= TRIES}
+
+    async def judged(self, kind: str) -> Verdict:
+        try:
+            while (gap := next_gap(self._pairs(kind), self._pieces)) and self._left_s > 0:
+                await self._read_on(kind, gap)
+        except EngineError as error:
+            return refused(kind, error.message)
+        pairs = self._pairs(kind)
+        if len(pairs) < min(PIECES_MIN, self._pieces):
+            words = f"engine {BINARY} did not read the text within {self._budget_s:.0f} s"
+            return refused(kind, f"{words}: {len(pairs)} pieces of at least {PIECES_MIN}")
+        seconds = sum(passage.seconds for each in (EXACT, kind) for passage in self._of(each))
+        return judge(kind, self._extent, pairs.values(), seconds=seconds)
+
+    @property
+    def _left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def _key(self, kind: str) -> str:
+        return replace(self._plan, kv_type=kind).key
+
+    def _of(self, kind: str) -> list[Passage]:
+        return [passage for passage in self._read if passage.key == self._key(kind)]
+
+    def _pairs(self, kind: str) -> dict[int, tuple[float, float]]:
+        return paired(self._of(EXACT), self._of(kind))
+
+    async def _read_on(self, kind: str, gap: range) -> None:
+        """First with f16, where it has not read from there on; then the same with the other type."""
+        exact = max((len(passage.nll) for passage in self._of(EXACT) if passage.first == gap.start), default=0)
+        if exact:
+            await self._run(kind, gap.start, min(len(gap), exact))
+            return
+        try:
+            await self._run(EXACT, gap.start, len(gap))
+        except EngineError as error:
+            message = f"with {EXACT} {error.message}"
+            raise EngineNotReadyError(message) from error
+
+    async def _run(self, kind: str, first: int, pieces: int) -> None:
+        """One run, kept as far as it got when the time is up or somebody cancels it. Raises what `as_error` makes of an
+        ending by itself, EngineNotReadyError (43) where fewer pieces were read than announced: it ends with 0 all the
+        same."""
+        plan = replace(self._plan, kv_type=kind)
+        if plan.key in self._failed:
+            raise EngineNotReadyError(self._failed[plan.key])
+        began = time.monotonic()
+        extent = replace(self._extent, pieces=pieces)
+        self._tell(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {kind}"))
+        table, is_enough = Table(), asyncio.Event()
+
+        def on_line(line: str) -> None:
+            table.add(line)
+            if table.rows >= pieces:
+                is_enough.set()
+
+        crash: Crash | None = None
+        supervisor = Supervisor(on_line=on_line)
+        try:
+            with _text_from(int(first * extent.piece_tokens * BYTES_PER_TOKEN)) as path:
+                supervisor.start(self._start(plan, replace(extent, pieces=pieces + SPARE), path))
+                async with asyncio.timeout(max(0.0, self._left_s)):
+                    crash = await _ending(supervisor, is_enough)
+        except TimeoutError:
+            pass  # what was read until then is kept below, and no time is left to read on
+        except EngineError as error:
+            self._note_failure(plan, extent, error)
+            raise
+        finally:
+            await supervisor.stop()
+            if crash is None:
+                self._keep(plan, extent, first, table, began)
+        if crash is not None:
+            self._pass_ending(plan, extent, crash, table)
+            self._keep(plan, extent, first, table, began)
+            self._pieces = min(self._pieces, first + table.rows)  # the text has no more
+
+    def _pass_ending(self, plan: Plan, extent: Extent, crash: Crash, table: Table) -> None:
+        """Returns for a run that has read all that there is. Raises what any other ended with."""
+        if crash.exit_code != 0 or crash.stalled:
+            error = as_error(crash, name=BINARY)
+        elif table.pieces is not None and 0 < table.pieces <= table.rows:
+            return
+        else:
+            of = "an unknown number of" if table.pieces is None else min(table.pieces, extent.pieces)
+            message = f"engine {BINARY} read {table.rows} of {of} pieces of text and ended"
+            error = EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
+        if isinstance(error, EngineError):
+            self._note_failure(plan, extent, error)
+        raise error
+
+    def _keep(self, plan: Plan, extent: Extent, first: int, table: Table, began: float) -> None:
+        nll = table.reading.nll[: extent.pieces]
+        if not nll:
+            return
+        seconds = time.monotonic() - began
+        found = Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=first, nll=nll, seconds=seconds)
+        self._read.append(found)
+        self._done(found)
+
+    def _note_failure(self, plan: Plan, extent: Extent, error: EngineError) -> None:
+        self._failed[plan.key] = error.message
+        self._done(Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=0, error=error.message))
 
 
-async def _read(plan: Plan, extent: Extent, start: Start, *, left_s: float, tell: Callable[[Step], None]) -> _Run:
-    """One run to its end. Raises what `as_error` makes of any other, EngineNotReadyError (43) when the time is up or
-    fewer pieces were read than announced: the program ends with 0 all the same."""
-    began = time.monotonic()
-    tell(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {plan.kv_type}"))
-    lines: deque[str] = deque(maxlen=LOG_LINES)
-    supervisor = Supervisor(on_line=lines.append)
+async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | None:
+    """None as soon as enough was read."""
+
+    async def end() -> Crash:
+        return await supervisor.wait_ready() or await supervisor.wait_failed()  # it is never ready
+
+    reading, ending = asyncio.create_task(is_enough.wait()), asyncio.create_task(end())
     try:
-        supervisor.start(start(plan, extent))
-        async with asyncio.timeout(max(0.0, left_s)):
-            crash = await supervisor.wait_ready() or await supervisor.wait_failed()  # it is never ready
-    except TimeoutError as error:
-        message = f"engine {BINARY} did not read the text within {left_s:.0f} s"
-        raise EngineNotReadyError(message, log=supervisor.log_tail) from error
+        await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
+        return None if is_enough.is_set() else ending.result()
     finally:
-        await supervisor.stop()
-    if crash.exit_code != 0 or crash.stalled:
-        raise as_error(crash, name=BINARY)
-    reading = parse_reading(lines)
-    if reading.pieces is None or len(reading.nll) < reading.pieces:
-        of = "an unknown number of" if reading.pieces is None else f"{reading.pieces}"
-        message = f"engine {BINARY} read {len(reading.nll)} of {of} pieces of text and ended"
-        raise EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
-    return _Run(reading=reading, seconds=time.monotonic() - began)
+        for task in (reading, ending):
+            task.cancel()
+        await asyncio.gather(reading, ending, return_exceptions=True)
+
+
+@contextmanager
+def _text_from(at: int) -> Iterator[Path]:
+    """The text from the first word after this byte on, then its beginning: the program takes no text that is shorter
+    than two pieces. Raises EngineNotReadyError (43) where there is no room for it."""
+    if not at:
+        yield TEXT
+        return
+    whole = TEXT.read_bytes()
+    cut = whole.index(b" ", at) + 1
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="text-"))
+            path = Path(folder) / TEXT.name
+            path.write_bytes(whole[cut:] + whole[:cut])
+        except OSError as error:
+            message = f"a part of the text cannot be written: {tempfile.gettempdir()}: {error.strerror}"
+            raise EngineNotReadyError(message, hint="give /tmp some room") from error
+        yield path

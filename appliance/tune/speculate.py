@@ -25,6 +25,7 @@ from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
 from appliance.tune.engine import post, running, session_with, unless_stalled
 from appliance.tune.measure import Step
+from appliance.tune.measurement import TRIES
 from appliance.tune.tuner import Tuned
 
 PROMPTS = Path(__file__).with_name("prompts.txt")
@@ -107,8 +108,14 @@ async def choose_speculation(
     tell: Callable[[Step], None],
     draft: Model | None = None,
     isa: tuple[str, ...] = (),
+    kept: Sequence[Tried] = (),
+    done: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
     """None when guessing nothing is as fast. What was asked for is served in any case, with the best number measured.
+
+    `done` gets each start as it ends, failures too; `kept` are those of a choosing for the same plan that was broken
+    off: they take the place of their starts, also where no time is left. A failure does so when it is there TRIES
+    times; where a kind was asked for none is kept, since that ends the tuning.
 
     `plan` guesses nothing; `applied(plan, speculation)` is the one to serve. Raises ConfigError when a kind that was
     asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends with without guesses.
@@ -118,12 +125,11 @@ async def choose_speculation(
     if not tried:
         reasons = dict.fromkeys(offer.reason for offer in offers)
         return None, f"nothing to guess with: {'; '.join(reasons)}", []
-    run = _Run(plan, start, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s)
     asked = tried[0] if settings.speculation == tried[0] else None
-    if left_s > 0:
-        await run.measure_base()
-        for kind in tried:
-            await run.measure_kind(kind, is_asked=kind == asked)
+    run = _Run(plan, start, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s, kept=kept, done=done)
+    await run.measure_base(is_asked=asked is not None)
+    for kind in tried:
+        await run.measure_kind(kind, is_asked=kind == asked)
     if asked is not None:
         return *run.of_asked(asked), run.tried
     await run.measure_base_again()
@@ -151,8 +157,11 @@ class _Run:
         isa: tuple[str, ...],
         tell: Callable[[Step], None],
         left_s: float,
+        kept: Sequence[Tried],
+        done: Callable[[Tried], None],
     ) -> None:
-        self._plan, self._start, self._tell = plan, start, tell
+        self._plan, self._start, self._tell, self._done = plan, start, tell, done
+        self._kept = list(kept)
         self._model, self._draft, self._isa = model, draft, isa
         self._left_s = left_s
         self._deadline = time.monotonic() + left_s
@@ -167,18 +176,40 @@ class _Run:
     def _reckoned(self, kind: Kind, tokens: int) -> Speculation:
         return reckon(self._plan, kind, tokens, model=self._model, draft=self._draft, isa=self._isa)
 
-    async def measure_base(self) -> None:
-        self._base = await measure_speculation(
-            self._plan, self._start, ask_s=self._left_s / ROUNDS, like=None, tell=self._tell
-        )
-        self.tried.append(self._base)
-        self._base_ms = ms_per_token([a for a in self._base.answers if a.counts])
+    def _take(self, kind: Kind | None, tokens: int) -> Tried | None:
+        """What was kept of such a start, each once."""
+        alike = [t for t in self._kept if (t.kind, t.tokens) == (kind, tokens)]
+        found = next((t for t in alike if t.error is None), alike[-1] if len(alike) >= TRIES else None)
+        if found is not None:
+            self._kept.remove(found)
+        return found
+
+    async def measure_base(self, *, is_asked: bool) -> None:
+        self._base = await self._without(has_time=self._left_s > 0, is_asked=is_asked)
+        if self._base is not None:
+            self.tried.append(self._base)
+            self._base_ms = ms_per_token([a for a in self._base.answers if a.counts])
+
+    async def _without(self, *, has_time: bool, is_asked: bool = False) -> Tried | None:
+        found = self._take(None, 0)
+        if found is None and not has_time:
+            return None
+        if found is not None and found.error is not None:
+            raise EngineNotReadyError(found.error)
+        try:
+            return found or await self._measured(self._plan, ask_s=0.0 if self._base else self._left_s / ROUNDS)
+        except EngineError as error:
+            if not is_asked:
+                self._done(Tried(kind=None, tokens=0, error=error.message))
+            raise
 
     async def measure_base_again(self) -> None:
         """A machine that became quicker meanwhile looks like a gain: of each answer the shorter time counts."""
-        if self._base is None or self._fastest() is None or not self._has_time():
+        if self._base is None or self._fastest() is None:
             return
-        again = await measure_speculation(self._plan, self._start, ask_s=0.0, like=self._base, tell=self._tell)
+        again = await self._without(has_time=self._has_time())
+        if again is None:
+            return
         self.tried.append(again)
         times = {answer.name: answer.ms for answer in again.answers}
         answers = tuple(replace(a, ms=min(a.ms, times.get(a.name, a.ms))) for a in self._base.answers)
@@ -189,16 +220,15 @@ class _Run:
     async def measure_kind(self, kind: Kind, *, is_asked: bool) -> None:
         """One number after the other, as the law says. A start that fails ends its kind."""
         rates = self._rates.setdefault(kind, [])
-        while self._base is not None and self._base_ms and self._has_time():
+        while self._base is not None and self._base_ms:
             tokens = next_tokens(self._base_ms, rates, SIZES[kind])
             if not tokens:
                 return
-            try:
-                await self._measure(kind, tokens)
-            except (EngineError, ModelDoesNotFitError) as error:
-                if is_asked:
-                    raise
-                self.tried.append(Tried(kind=kind, tokens=tokens, error=error.message))
+            found = self._take(kind, tokens)
+            if found is None and not self._has_time():
+                return
+            self.tried.append(found or await self._measured_with(kind, tokens, is_asked=is_asked))
+            if self.tried[-1].error:
                 return
             if is_asked and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
                 message = f"engine guesses nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
@@ -208,9 +238,20 @@ class _Run:
             if len(rates) == before:
                 return
 
-    async def _measure(self, kind: Kind, tokens: int) -> None:
-        plan = applied(self._plan, self._reckoned(kind, tokens))
-        self.tried.append(await measure_speculation(plan, self._start, ask_s=0.0, like=self._base, tell=self._tell))
+    async def _measured_with(self, kind: Kind, tokens: int, *, is_asked: bool) -> Tried:
+        try:
+            return await self._measured(applied(self._plan, self._reckoned(kind, tokens)))
+        except (EngineError, ModelDoesNotFitError) as error:
+            if is_asked:
+                raise
+            failed = Tried(kind=kind, tokens=tokens, error=error.message)
+            self._done(failed)
+            return failed
+
+    async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried:
+        found = await measure_speculation(plan, self._start, ask_s=ask_s, like=self._base, tell=self._tell)
+        self._done(found)
+        return found
 
     def _compared(self, kind: Kind) -> list[Rate]:
         """Times as parts of what the same prompts took without guesses, at the mean time without."""

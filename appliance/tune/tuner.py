@@ -122,7 +122,8 @@ class Tuner:
         windows = [plan.context for plan in plans]
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
         self._candidates = candidates(space, plans)
-        self._began = time.monotonic()
+        # What they took is spent: begun anew with every short pause, the search would look on for ever.
+        self._began = time.monotonic() - sum(m.seconds for m in self._seen)
         self._stopped_by = ""
         self._like: dict[str, str] = {}
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -25,6 +26,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text-has", type=int, default=10**6, help="pieces; announced are no more")
     parser.add_argument("--stop-after", type=int, help="pieces, then exit with 0, as after a failed decode")
     parser.add_argument("--hang-after", type=int, help="pieces")
+    parser.add_argument("--mark", type=Path, help="a file that is made when it hangs")
+    parser.add_argument("--lose-last-row", action="store_true", help="as the real one does on a busy machine")
     parser.add_argument("--kill-after", type=int, help="pieces, then SIGKILL")
     parser.add_argument("--say", help="an error line, then exit with 1")
     parser.add_argument("--nan", action="store_true")
@@ -44,10 +47,14 @@ def main(argv: list[str]) -> int:
         if at == knobs.stop_after:
             return 0
         if at == knobs.hang_after:
+            if knobs.mark:
+                knobs.mark.touch()
             time.sleep(600)
         if at == knobs.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         total += 3.0 + math.sin(at) + knobs.shift + (knobs.noise if at % 2 else -knobs.noise)
+        if knobs.lose_last_row and at == pieces - 1:
+            return 0
         mean = math.nan if knobs.nan else total / (at + 1)
         print(f"{at * knobs.ctx_size:8d}  {math.exp(mean):.4f}  {mean:4f}  {0.1:4f}", flush=True)
     return 0

@@ -19,6 +19,7 @@ from appliance.engines.llama_perplexity import BINARY, Extent, arguments, comman
 from appliance.errors import ModelUnreadableError
 from appliance.plan import Plan, Verdict
 from appliance.tune.measure import Step
+from appliance.tune.paired import Passage
 from appliance.tune.quality import TEXT, check
 from benchmarks.memory import planned_for
 from tests.golden.plans import facts
@@ -28,7 +29,7 @@ FAKE = Path(__file__).parents[1] / "fakes" / "fake_perplexity.py"
 SMOLLM2 = COPIED.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _, ENGINE = facts(has_cuda=False)
 DAY_S, SLOW = 86_400.0, 0.1113  # makes twelve pieces of 256 tokens, however busy this machine is
-Start = Callable[[Plan, Extent], Command]
+Start = Callable[[Plan, Extent, Path], Command]
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
     async def never() -> bool:
         return False
 
-    def start(plan: Plan, extent: Extent) -> Command:
-        words = (*arguments(plan, ENGINE, TEXT, extent), *knobs.get(plan.kv_type, ()))
+    def start(plan: Plan, extent: Extent, text: Path) -> Command:
+        words = (*arguments(plan, ENGINE, text, extent), *knobs.get(plan.kv_type, ()))
         return Command(
             argv=(sys.executable, "-I", "-S", str(FAKE), *words), is_ready=never, stall_timeout_s=stall_timeout_s
         )
@@ -52,11 +53,25 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
 
 
 async def checked(
-    plan: Plan, start: Start, *kinds: str, budget_s: float = 120.0, prefill_tokens_per_s: float = 1e5
+    plan: Plan,
+    start: Start,
+    *kinds: str,
+    budget_s: float = 120.0,
+    prefill_tokens_per_s: float = 1e5,
+    passages: list[Passage] | None = None,
 ) -> tuple[Verdict, ...]:
+    """`passages` are those of checks before, and get those of this one."""
     said: list[Step] = []
+    passages = [] if passages is None else passages
     found = await check(
-        plan, kinds, start, budget_s=budget_s, prefill_tokens_per_s=prefill_tokens_per_s, tell=said.append
+        plan,
+        kinds,
+        start,
+        budget_s=budget_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        tell=said.append,
+        kept=tuple(passages),
+        done=passages.append,
     )
     assert all("tokens of text with a KV cache of" in step.what for step in said)
     return found
@@ -104,17 +119,130 @@ async def test_a_failure_with_f16_refuses_every_type(plan: Plan) -> None:
 async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
     (stalled,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}, stall_timeout_s=1.0), "q4_0")
     assert "made no progress" in stalled.why
-    (late,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}), "q4_0", budget_s=10.0)
-    assert "did not read the text within" in late.why
+    (late,) = await checked(plan, faked({"q4_0": ("--hang-after", "11")}), "q4_0", budget_s=10.0)
+    assert "did not read the text within 10 s: 11 pieces of at least 12" in late.why
     (never,) = await checked(plan, faked({}), "q4_0", budget_s=5.0, prefill_tokens_per_s=10.0)
     assert "5 s are too short at 10 tokens a second" in never.why
     (absent,) = await checked(
-        plan, lambda _, __: Command(argv=("/nowhere/llama-perplexity",), is_ready=asyncio.Event().wait), "q4_0"
+        plan, lambda *_: Command(argv=("/nowhere/llama-perplexity",), is_ready=asyncio.Event().wait), "q4_0"
     )
     assert "cannot be started: /nowhere/llama-perplexity" in absent.why
     (vectors,) = await checked(replace(plan, is_embedding=True), faked({}), "q4_0")
     assert "foretells no text" in vectors.why
     assert not any(verdict.is_accepted for verdict in (stalled, late, never, absent, vectors))
+
+
+HARMLESS = ("--shift", "0.002", "--noise", "0.004")
+
+
+class Counted:
+    """Starts the fake, and counts how often with which type."""
+
+    def __init__(self, knobs: Mapping[str, tuple[str, ...]]) -> None:
+        self._start = faked(knobs)
+        self.kinds: list[str] = []
+
+    def __call__(self, plan: Plan, extent: Extent, text: Path) -> Command:
+        self.kinds.append(plan.kv_type)
+        return self._start(plan, extent, text)
+
+
+async def test_what_was_read_before_is_not_read_again(plan: Plan) -> None:
+    passages: list[Passage] = []
+    first, again = Counted({"q5_1": HARMLESS}), Counted({"q5_1": HARMLESS})
+    found = await checked(plan, first, "q5_1", passages=passages)
+    assert first.kinds == ["f16", "q5_1"]
+    assert [len(passage.nll) for passage in passages] == [28, 28]
+    assert await checked(plan, again, "q5_1", passages=passages) == found
+    assert again.kinds == []
+    (verdict,) = await checked(plan, again, "q4_0", passages=passages)
+    assert verdict.is_accepted
+    assert again.kinds == ["q4_0"], "the text was read with f16 before"
+    other = Counted({})
+    await checked(replace(plan, threads=plan.threads + 1), other, "q5_1", passages=passages)
+    assert other.kinds == ["f16", "q5_1"], "of another plan"
+    await checked(replace(plan, context=600), other, "q5_1", passages=passages)
+    assert other.kinds[2:] == ["f16", "q5_1"], "of longer pieces"
+
+
+async def test_a_row_of_checks_that_are_broken_off_gets_to_its_end(plan: Plan, tmp_path: Path) -> None:
+    """In no run more than three pieces are read, five with f16: then whoever serves is asked for something."""
+    mark = tmp_path / "hangs"
+    hang = ("--mark", str(mark), "--hang-after")
+    start = Counted({"f16": (*hang, "5"), "q5_1": (*HARMLESS, *hang, "3")})
+    passages: list[Passage] = []
+    for _ in range(100):
+        mark.unlink(missing_ok=True)
+        before = len(passages)
+        task = asyncio.create_task(checked(plan, start, "q5_1", budget_s=DAY_S, passages=passages))
+        await eventually(lambda task=task: mark.exists() or task.done(), timeout_s=120)  # type: ignore[misc]
+        if task.done():
+            break
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert len(passages) > before, "what was read until then is kept"
+        mark.unlink(missing_ok=True)
+    (verdict,) = task.result()
+    assert verdict.is_accepted
+    assert verdict.pieces == 28
+    read = [(p.key, p.first, len(p.nll)) for p in passages]
+    assert len({(key, first) for key, first, _ in read}) == len(read), "nowhere was begun twice with the same type"
+    assert sum(count for key, _, count in read if "q5_1" in key) == 28, "no piece was read twice"
+    assert {count for key, _, count in read if "f16" in key} <= {1, 2, 3, 4, 5}
+
+
+async def test_what_is_read_from_a_later_piece_on_is_another_text_of_whole_words(plan: Plan) -> None:
+    texts: list[bytes] = []
+
+    def start(plan: Plan, extent: Extent, text: Path) -> Command:
+        texts.append(text.read_bytes())
+        return faked({})(plan, extent, text)
+
+    (exact, other) = (replace(plan, kv_type=kind).key for kind in ("f16", "q4_0"))
+    nll = (3.0,) * 20
+    passages = [Passage(key=key, piece_tokens=1024, first=0, nll=nll, seconds=1.0) for key in (exact, other)]
+    (verdict,) = await checked(plan, start, "q4_0", passages=passages)
+    assert verdict.pieces == 28
+    assert [(p.key, p.first, len(p.nll)) for p in passages[2:]] == [(exact, 20, 8), (other, 20, 8)]
+    whole = TEXT.read_bytes()
+    (one,) = set(texts)
+    at = whole.index(one[:100])
+    assert 20 * 1024 * 5 < at < 20 * 1024 * 5 + 40
+    assert whole[at - 1 : at] == b" "
+    assert one == whole[at:] + whole[:at]
+
+
+async def test_where_time_is_up_what_was_read_is_judged_and_read_on_next_time(plan: Plan) -> None:
+    passages: list[Passage] = []
+    await checked(plan, faked({"q4_0": ("--say", "error: not this time")}), "q4_0", passages=passages)
+    passages[:] = [p for p in passages if p.error is None]
+    hanging = faked({"q4_0": ("--noise", "0.1", "--hang-after", "14")})
+    (hurried,) = await checked(plan, hanging, "q4_0", budget_s=10.0, passages=passages)
+    assert "refused, inconclusive" in hurried.why
+    assert hurried.pieces == 14
+    (calm,) = await checked(plan, faked({}), "q4_0", passages=passages)
+    assert calm.pieces == 28
+    assert [p.first for p in passages] == [0, 0, 14, 14]
+
+
+async def test_what_failed_is_tried_once_more_and_then_believed(plan: Plan) -> None:
+    passages: list[Passage] = []
+    broken = {"q4_0": ("--kill-after", "20")}
+    for tries in (1, 2, 2):
+        start = Counted(broken)
+        (verdict,) = await checked(plan, start, "q4_0", passages=passages)
+        assert "was killed by SIGKILL" in verdict.why
+        assert sum(p.error is not None for p in passages) == tries
+    assert start.kinds == []
+    assert [len(p.nll) for p in passages if p.error is None] == [28], "what a run that failed has read does not count"
+    mended: list[Passage] = [p for p in passages if p.error is None] + [p for p in passages if p.error][:1]
+    (verdict,) = await checked(plan, faked({}), "q4_0", passages=mended)
+    assert verdict.is_accepted
+
+
+async def test_a_last_row_that_the_program_loses_is_not_missed(plan: Plan) -> None:
+    (found,) = await checked(plan, faked(dict.fromkeys(("f16", "q4_0"), ("--lose-last-row",))), "q4_0")
+    assert (found.is_accepted, found.pieces) == (True, 28)
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(plan: Plan) -> None:
@@ -142,9 +270,9 @@ def real(folder: Path) -> tuple[Plan, Start]:
     engine = query_facts(find_engine("llama-server"))
     plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096"})
 
-    def start(plan: Plan, extent: Extent) -> Command:
+    def start(plan: Plan, extent: Extent, text: Path) -> Command:
         return command(
-            plan, engine, extent, text=TEXT, engine_dir=binary.parent, cache_dir=folder, stall_timeout_s=120.0
+            plan, engine, extent, text=text, engine_dir=binary.parent, cache_dir=folder, stall_timeout_s=120.0
         )
 
     return plan, start

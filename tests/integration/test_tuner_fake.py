@@ -266,6 +266,18 @@ async def test_interrupted_it_goes_on_and_repeats_nothing(socket_path: Path) -> 
     assert (at_once.plan.key, at_once.job_s) == (tuned.plan.key, tuned.job_s)
 
 
+async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_path: Path) -> None:
+    """Else one that is broken off again and again would look on as long as there are plans."""
+    whole = Bench(socket_path)
+    await whole.tune(on_cpu(), few())
+    (first, *_) = whole.done
+    rest = Bench(socket_path)
+    tuned = await rest.tune(on_cpu(), few(), budget_s=100.0, kept=[replace(first, seconds=99.9)])
+    assert rest.started == []
+    assert tuned.stopped_by == "budget"
+    assert tuned.plan.key == first.key
+
+
 async def test_of_an_interrupted_tuning_in_which_all_failed_nothing_is_kept(socket_path: Path) -> None:
     kept = [Measurement(key=plan.key, error="engine exited with code 1") for plan in few()]
     unknown = Measurement(key="of another start", error="engine exited with code 1")

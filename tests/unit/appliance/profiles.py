@@ -12,9 +12,14 @@ from appliance.plan import Plan, Space, Verdict
 from appliance.probe import GpuHolder
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
+from appliance.profile.partial import GuessLook, Partial, SlotsLook
 from appliance.settings import resolve_settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Judged, Measurement
+from appliance.tune.paired import Passage
+from appliance.tune.slots import Concurrency, Job
+from appliance.tune.speculate import Answer, Tried
+from appliance.tune.workload import CHAT
 
 VERDICT = Verdict(
     kv_type="q4_0", is_accepted=False, why="it costs 3.6 %", tokens=4080, pieces=16, difference=0.035,
@@ -81,3 +86,29 @@ def profile(
         allocated=good.allocated,
         disturbance=disturbance,
     )
+
+
+def partial() -> Partial:
+    """Something of each kind, a failure among each."""
+    best = SPACE.best.key
+    texts = [(best, (3.1, 2.9), None), (SPACE.neighbours()[0].key, (), "engine was killed by SIGKILL")]
+    passages = (Passage(key=k, piece_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)
+    answer = Answer(name="chat: tides", made=63, ms=510.5, drafted=40, accepted=31, is_looping=False)
+    tried = (
+        Tried(kind=None, tokens=0, tokens_each=64, answers=(replace(answer, drafted=0, accepted=0),), seconds=3.5),
+        Tried(kind="ngram", tokens=8, tokens_each=64, answers=(answer,), seconds=3.1),
+        Tried(kind="mtp", tokens=1, error="engine exited with code 1: „schade“"),
+    )
+    jobs = tuple(Job(seconds=s, ttft_s=0.5, decode_ms=20.0, tokens_read=500, tokens_cached=12) for s in (6.0, 7.5))
+    return Partial(
+        measurements=profile().measurements,
+        passages=tuple(passages),
+        guesses=tuple(GuessLook(key=best, tried=each) for each in tried),
+        slots=(
+            SlotsLook(key=best, slots=3, found=Concurrency(slots=3, workload=CHAT, jobs=jobs, load_s=0.8)),
+            SlotsLook(key=best, slots=1, error="engine made no progress for 60 s while it was measured"),
+        ),
+    )
+
+
+PARTIAL = partial()

@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 from mounts import tmpfs
-from profiles import BUSY, key, measured, profile
+from profiles import BUSY, PARTIAL, key, measured, profile
 
 from appliance.errors import VolumeError
 from appliance.profile import Profile, ProfileStore, dump_profile
 from appliance.profile.disk import Disk
-from appliance.profile.record import dump_partial
+from appliance.profile.partial import Partial, dump_partial
 
 ROOT = Path(__file__).parents[3]
 OLD = profile(speed="old")
 NEW = profile(speed="new " + "x" * 5000)
 OTHER = profile(key("b2"), speed="another build")
 DATA = dump_profile(OLD).encode()
-BEGUN = OLD.measurements[:1]
-FURTHER = (*OLD.measurements, measured(OLD.plan, conditions=BUSY))
+BEGUN = Partial(measurements=OLD.measurements[:1])
+FURTHER = replace(PARTIAL, measurements=(*OLD.measurements, measured(OLD.plan, conditions=BUSY)))
 OPERATIONS = (
     *("names", "read", "modified_ns", "create", "open_lock", "open_folder", "lock"),
     *("write", "set_modified", "sync", "close", "rename", "remove"),
@@ -138,7 +138,7 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
         assert json.loads(path.read_text())["words"] in (BEFORE, WORDS)
     for path in folder.glob("[!.]*.partial"):
         assert path.read_text() in {dump_partial(OLD.key, seen) for seen in (BEGUN, FURTHER)}
-    assert store.kept(OLD.key) in (BEGUN, FURTHER, ())
+    assert store.kept(OLD.key) in (BEGUN, FURTHER, Partial())
     # And it works: a pin that is there is one that can be lifted.
     if found is not None:
         store.unpin(found.key.id)
@@ -147,7 +147,7 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
     assert store.save(NEW)
     assert store.load(NEW.key) == NEW
     assert store.why_stale(NEW) is None
-    assert store.kept(OLD.key) == ()
+    assert store.kept(OLD.key) == Partial()
     assert not list(folder.glob(f".{OLD.key.id}*.tmp"))
     assert not list(folder.glob(f"{OLD.key.id}.stale"))
 
@@ -212,7 +212,26 @@ def test_what_changes_names_ends_with_a_sync_of_the_folder(tmp_path: Path, actio
 def test_what_was_kept_and_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
     prepared(tmp_path / "a", "keep")
     assert ProfileStore(tmp_path / "a", pytest.fail).kept(OLD.key) == BEGUN
-    assert ProfileStore(tmp_path / "a", pytest.fail, Flawed(0)).kept(OLD.key) == ()
+    said: list[str] = []
+    assert ProfileStore(tmp_path / "a", said.append, Flawed(0)).kept(OLD.key) == Partial()
+    assert len(said) == 1
+    assert said[0].endswith(f"{OLD.key.id}.partial: Input/output error")
+    assert ProfileStore(tmp_path / "a", pytest.fail).kept(OLD.key) == BEGUN
+
+
+def test_what_was_kept_damaged_and_cannot_be_set_aside_is_no_reason_to_fail(tmp_path: Path) -> None:
+    prepared(tmp_path / "a", "keep")
+    path = tmp_path / f"a/{OLD.key.id}.partial"
+    path.write_text("{")
+    for number, name in enumerate(("read", "rename")):
+        said: list[str] = []
+        disk = Flawed(number)
+        assert ProfileStore(tmp_path / "a", said.append, disk).kept(OLD.key) == Partial()
+        assert disk.trace[-1] == name
+        assert len(said) == 1
+        assert path.read_text() == "{"
+    ProfileStore(tmp_path / "a", pytest.fail).keep(OLD.key, FURTHER)
+    assert ProfileStore(tmp_path / "a", pytest.fail).kept(OLD.key) == FURTHER
 
 
 def test_until_the_rename_what_was_kept_before_is_there(tmp_path: Path) -> None:
@@ -257,13 +276,13 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 from dataclasses import replace
 from pathlib import Path
-from profiles import key, profile
+from profiles import PARTIAL, key, profile
 from appliance.profile import ProfileStore
 store, number, found, other = ProfileStore(Path(sys.argv[3]), print), 0, profile(), profile(key("b2"))
 print("ready", flush=True)
 while True:
     number += 1
-    store.keep(key(), found.measurements * (number * 7 % 40))
+    store.keep(key(), replace(PARTIAL, measurements=found.measurements * (number * 7 % 40)))
     store.save(replace(found, speed=f"{number} " + "x" * (number * 997 % 50000)))
     if number % 5 == 0:
         store.mark_stale(store.load(key()), f"slow {number}")
@@ -295,13 +314,14 @@ def test_twenty_kills_of_a_process_that_saves_leave_a_whole_profile(tmp_path: Pa
         found = store.load(key())
         assert found is not None
         assert replace(found, speed="") == replace(OLD, speed="")
-        assert store.kept(key()) in {OLD.measurements * count for count in range(40)}
+        kept = [replace(PARTIAL, measurements=OLD.measurements * count) for count in range(40)]
+        assert store.kept(key()) in (Partial(), *kept)
         assert all(one.key in (key(), key("b2")) for one in store.all())
         stale = store.why_stale(found)
         assert stale is None or found.speed.split()[0] == stale.removeprefix("slow ")
     if store.is_pinned(key().id):
         store.unpin(key().id)
-    store.keep(OLD.key, OLD.measurements)
+    store.keep(OLD.key, PARTIAL)
     assert store.save(OLD)
     assert store.save(OTHER)
     assert not list(folder.glob(".*.tmp")), "leftovers of the killed are gone after the next save"

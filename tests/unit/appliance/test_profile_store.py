@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -14,16 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mounts import tmpfs
-from profiles import BUSY, CARD, QUIET, key, measured, profile
+from profiles import BUSY, CARD, PARTIAL, QUIET, key, measured, profile
 
 from appliance.errors import VolumeError
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.at_start import Act, Found, at_start
-from appliance.profile.record import SCHEMA, dump_partial, parse_partial
+from appliance.profile.partial import GuessLook, Partial, SlotsLook, dump_partial, parse_partial
+from appliance.profile.record import SCHEMA
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
+from appliance.tune.paired import Passage
+from appliance.tune.slots import Concurrency, Job
+from appliance.tune.speculate import Answer, Tried
+from appliance.tune.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
 
 ROOT = Path(__file__).parents[3]
 TEXT = dump_profile(profile())
@@ -105,12 +111,60 @@ def test_any_profile_is_read_back_as_it_was_written(
     assert parse_profile(dump_profile(written)) == written
 
 
-@given(many)
-def test_what_was_kept_of_a_tuning_is_read_back_as_it_was_written(found: list[Measurement]) -> None:
+counts = st.integers(0, 2**20)
+passages = st.builds(
+    Passage,
+    key=st.text(),
+    piece_tokens=st.integers(1, 4096),
+    first=counts,
+    nll=st.lists(st.floats(allow_nan=False), max_size=4).map(tuple),
+    seconds=finite,
+    error=st.none() | st.text(),
+)
+answers = st.builds(
+    Answer, name=st.text(), made=counts, ms=finite, drafted=counts, accepted=counts, is_looping=st.booleans()
+)
+tries = st.builds(
+    Tried,
+    kind=st.sampled_from([None, "draft", "mtp", "ngram"]),
+    tokens=counts,
+    tokens_each=counts,
+    answers=st.lists(answers, max_size=3).map(tuple),
+    seconds=finite,
+    error=st.none() | st.text(),
+)
+jobs = st.builds(Job, seconds=finite, ttft_s=finite, decode_ms=finite, tokens_read=counts, tokens_cached=counts)
+seen_together = st.builds(
+    Concurrency,
+    slots=st.integers(1, 64),
+    workload=st.sampled_from([CHAT, CODING_AGENT, LONG_DOCUMENT]),
+    jobs=st.lists(jobs, min_size=1, max_size=3).map(tuple),
+    load_s=finite,
+)
+slots_looks = st.builds(SlotsLook, key=st.text(), slots=st.integers(1, 64), found=seen_together) | st.builds(
+    SlotsLook, key=st.text(), slots=st.integers(1, 64), error=st.text()
+)
+partials = st.builds(
+    Partial,
+    measurements=many.map(tuple),
+    passages=st.lists(passages, max_size=3).map(tuple),
+    guesses=st.lists(st.builds(GuessLook, key=st.text(), tried=tries), max_size=3).map(tuple),
+    slots=st.lists(slots_looks, max_size=3).map(tuple),
+)
+
+
+@given(partials)
+def test_what_was_kept_of_a_tuning_is_read_back_as_it_was_written(found: Partial) -> None:
     text = dump_partial(key(), found)
-    assert parse_partial(text, key()) == tuple(found)
-    with pytest.raises(ValueError, match="another schema or key"):
+    assert parse_partial(text, key()) == found
+    with pytest.raises(ValueError, match="for another key"):
         parse_partial(text, key("b2"))
+
+
+def test_what_is_no_number_in_a_text_is_read_back_too() -> None:
+    nan = replace(PARTIAL.passages[0], nll=(math.nan,))
+    (found,) = parse_partial(dump_partial(key(), Partial(passages=(nan,))), key()).passages
+    assert math.isnan(found.nll[0])
 
 
 def test_how_far_the_prediction_was_off() -> None:
@@ -345,7 +399,7 @@ import os, sys
 sys.path[:0] = sys.argv[1:3]
 from dataclasses import replace
 from pathlib import Path
-from profiles import BUSY, CARD, QUIET, key, measured, profile
+from profiles import BUSY, CARD, PARTIAL, QUIET, key, measured, profile
 from appliance.profile import ProfileStore
 store = ProfileStore(Path(sys.argv[3]), print)
 print("ready", flush=True)
@@ -482,40 +536,84 @@ def kept(shelf: Shelf) -> Path:
     return shelf.path.with_suffix(".partial")
 
 
-FOUND = profile().measurements
+KEPT = dump_partial(key(), PARTIAL).encode()
 
 
-def test_measurements_are_kept_until_there_is_a_profile(shelf: Shelf) -> None:
-    assert shelf.store.kept(key()) == ()
-    shelf.store.keep(key(), FOUND[:1])
-    shelf.store.keep(key(), FOUND)
-    assert shelf.store.kept(key()) == FOUND
-    assert shelf.store.kept(key("b2")) == ()
+def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> None:
+    assert shelf.store.kept(key()) == Partial()
+    shelf.store.keep(key(), Partial(measurements=PARTIAL.measurements))
+    shelf.store.keep(key(), PARTIAL)
+    assert shelf.store.kept(key()) == PARTIAL
+    assert shelf.store.kept(key("b2")) == Partial()
     assert (shelf.store.load(key()), shelf.store.all(), shelf.store.strangers()) == (None, (), ())
     assert shelf.store.save(profile())
-    assert shelf.store.kept(key()) == ()
+    assert shelf.store.kept(key()) == Partial()
     assert not kept(shelf).exists()
-
-
-def test_what_was_kept_for_another_key_under_this_name_is_not_used(shelf: Shelf) -> None:
-    kept(shelf).write_text(dump_partial(key("b2"), FOUND))
-    assert shelf.store.kept(key()) == ()
-
-
-def test_what_was_kept_and_is_torn_is_measured_again_and_written_anew(shelf: Shelf) -> None:
-    data = dump_partial(key(), FOUND).encode()
-    for length in (*range(0, len(data) - 1, 7), len(data) - 2):
-        kept(shelf).write_bytes(data[:length])
-        assert shelf.store.kept(key()) == ()
-    shelf.store.keep(key(), FOUND)
-    assert shelf.store.kept(key()) == FOUND
     assert shelf.warnings == []
 
 
-@settings(max_examples=300)
+def test_what_is_there_is_told_in_words() -> None:
+    words = "3 measurements, 2 pieces of text, 3 looks at guessing ahead, 2 looks at slots"
+    assert (PARTIAL.in_words(), Partial().in_words()) == (words, "")
+    assert replace(PARTIAL, guesses=PARTIAL.guesses[:1], measurements=(), slots=()).in_words() == (
+        "2 pieces of text, 1 look at guessing ahead"
+    )
+
+
+def test_what_an_appliance_kept_before_there_was_more_than_measurements_is_read(shelf: Shelf) -> None:
+    document = json.loads(dump_partial(key(), PARTIAL))
+    for name in ("passages", "guesses", "slots"):
+        del document[name]
+    kept(shelf).write_text(json.dumps({**document, "schema": 3}))
+    assert shelf.store.kept(key()) == Partial(measurements=PARTIAL.measurements)
+    assert shelf.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (dump_partial(key("b2"), PARTIAL).encode(), "it is for another key"),
+        (
+            dump_partial(key(), PARTIAL).replace('"schema": 3', '"schema": 4').encode(),
+            "it has another schema than 3: 4",
+        ),
+        (
+            dump_partial(key(), PARTIAL).replace('"ngram"', '"magic"').encode(),
+            "Tried.kind is none of draft, mtp, ngram",
+        ),
+        (dump_partial(key(), PARTIAL).replace("510.5", "-510.5").encode(), "no measuring gives this: Answer("),
+        (b"\xff\xfe", "can't decode"),
+        (b"[" * 100_000, "something is lacking or odd: RecursionError"),
+    ],
+)
+def test_what_was_kept_and_is_none_of_ours_is_set_aside_with_its_reason(shelf: Shelf, data: bytes, why: str) -> None:
+    kept(shelf).write_bytes(data)
+    assert shelf.store.kept(key()) == Partial()
+    aside = shelf.path.with_suffix(".partial-corrupt")
+    (said,) = shelf.warnings
+    assert f"what was measured before is set aside as {aside.name}, measuring again: " in said
+    assert why in said
+    assert not kept(shelf).exists()
+    assert aside.read_bytes() == data
+    shelf.store.keep(key(), PARTIAL)
+    assert shelf.store.kept(key()) == PARTIAL
+
+
+def test_what_was_kept_and_is_torn_is_measured_again_and_written_anew(shelf: Shelf) -> None:
+    data = dump_partial(key(), PARTIAL).encode()
+    for length in (*range(0, len(data) - 1, 37), len(data) - 2):
+        shelf.warnings.clear()
+        kept(shelf).write_bytes(data[:length])
+        assert shelf.store.kept(key()) == Partial()
+        assert len(shelf.warnings) == 1
+    shelf.store.keep(key(), PARTIAL)
+    assert shelf.store.kept(key()) == PARTIAL
+
+
+@settings(max_examples=500)
 @given(st.data())
 def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.DataObject) -> None:
-    document = json.loads(dump_partial(key(), FOUND))
+    document = json.loads(dump_partial(key(), PARTIAL))
     place: Any = document
     while isinstance(place, dict | list) and place:
         name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
@@ -527,13 +625,16 @@ def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.Data
         found = parse_partial(json.dumps(document), key())
     except ValueError:
         return
-    assert {type(each) for each in found} <= {Measurement}
-    assert all(each.in_words() and each.disturbance != "" for each in found)
+    assert {type(each) for each in found.measurements} <= {Measurement}
+    assert all(each.in_words() and each.disturbance != "" for each in found.measurements)
+    assert all(look.tried.in_words() for look in found.guesses)
+    assert all(look.found is None or look.found.cost_s > 0 for look in found.slots)
+    assert found.in_words()
 
 
 def test_a_forgotten_profile_takes_with_it_what_was_kept(shelf: Shelf) -> None:
     shelf.store.save(profile())
-    shelf.store.keep(key(), FOUND)
+    shelf.store.keep(key(), PARTIAL)
     shelf.store.forget(key().id)
     assert not kept(shelf).exists()
 
@@ -553,10 +654,10 @@ def test_what_was_disturbed_is_saved_where_nothing_better_is(
 
 def test_what_was_disturbed_never_replaces_what_was_not(shelf: Shelf) -> None:
     shelf.store.save(profile(speed="calm"))
-    shelf.store.keep(key(), FOUND)
+    shelf.store.keep(key(), PARTIAL)
     assert shelf.store.save(profile(speed="busy", disturbance="other programs took 40% of 8 CPUs")) is False
     assert shelf.store.load(key()) == profile(speed="calm")
-    assert shelf.store.kept(key()) == (), "a tuning that has ended does not go on"
+    assert shelf.store.kept(key()) == Partial(), "a tuning that has ended does not go on"
     assert shelf.store.save(profile(speed="calm again"))
     assert shelf.store.load(key()) == profile(speed="calm again")
 
