@@ -118,7 +118,13 @@ def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Rep
         return
     uuids = tuple(gpu.uuid or "" for gpu in hardware.gpus.gpus)
     cache_dir = settings.data_dir / "cache" / image.build_id
-    devices = query_devices_once(settings.engine_dir, cache_dir, driver=hardware.gpus.driver, uuids=uuids)
+    devices = query_devices_once(
+        settings.engine_dir,
+        cache_dir,
+        driver=hardware.gpus.driver,
+        uuids=uuids,
+        driver_dir=hardware.gpus.driver_folder,
+    )
     check_devices(image, hardware, devices.names, devices.said)
     if fewer := why_fewer(hardware, devices.names):
         report.warning("hardware", fewer)

@@ -138,7 +138,10 @@ def _cuda_remedy(said: str, hardware: Hardware) -> str:
     if "insufficient" in said:
         return f"the driver is too old for this CUDA: {hardware.gpus.driver or 'unknown'}; update it on the host"
     if "cannot open shared object" in said:
-        return "start it with --gpus all; where NVIDIA_DRIVER_CAPABILITIES is set, it must hold compute,utility"
+        return (
+            "start it with --gpus all; where NVIDIA_DRIVER_CAPABILITIES is set, it must hold compute,utility; where "
+            "the host mounts the driver elsewhere, LD_LIBRARY_PATH has to name its folder"
+        )
     return "CUDA_VISIBLE_DEVICES may hide it; else run `nvidia-smi` on the host and look for Xid in its `dmesg`"
 
 

@@ -186,6 +186,7 @@ class House:
             socket_path=socket_path,
             cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
+            driver_dir=self.hardware.gpus.driver_folder,
             oom_kills=count_oom_kills,
         )
 
@@ -254,6 +255,7 @@ class House:
             engine_dir=self._settings.engine_dir,
             cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
+            driver_dir=self.hardware.gpus.driver_folder,
         )
         self._study = Study(
             self._settings,

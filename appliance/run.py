@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 OUTPUT_LIMIT_BYTES = 4 * 1024 * 1024  # of each stream; the longest `--help` of an engine is under 100 KiB
 _CHUNK_BYTES = 64 * 1024
 _EXIT_POLL_S = 0.05  # only felt when a grandchild keeps the pipes open after the child itself has gone
+# SIGKILL takes milliseconds, unless the kernel is at work for the process: a driver that hangs never gives it back.
+_END_S = 1.0
+_END_AT_ONCE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ def _collected(
     try:
         is_done = output.collect(time.monotonic() + timeout_s, is_wanted)
     finally:
-        _kill_group(process)
+        _kill_group(process, wait_s=_END_S if is_wanted() else _END_AT_ONCE_S)
         output.close()
     stdout, stderr = output.texts()
     if not is_done:
@@ -95,24 +99,26 @@ class Running:
         )
         self._output = _Output(self._process)
 
-    def wait_line(self, *, timeout_s: float) -> bool:
-        """Wait for its first line; False when it closed its output without one. Killed when RunTimeout is raised."""
+    def wait_line(self, *, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Wait for its first line; False when it closed its output without one. Killed when RunTimeout is raised, which
+        is also as soon as `is_wanted` says no, from whichever thread."""
         deadline_s = time.monotonic() + timeout_s
         while (has_line := self._output.has_line()) is None:
-            if (remaining_s := deadline_s - time.monotonic()) <= 0:
+            if (remaining_s := deadline_s - time.monotonic()) <= 0 or not is_wanted():
                 self.kill()
                 raise RunTimeout(self._argv, timeout_s, self._output.texts()[1])
-            self._output.read_ready(remaining_s)
+            self._output.read_ready(min(remaining_s, _EXIT_POLL_S))
         return has_line
 
-    def finish(self, *, timeout_s: float) -> Finished:
-        """Tell it to end and wait for what it prints. Raises RunTimeout; its process group is gone in either case."""
+    def finish(self, *, timeout_s: float, is_wanted: Callable[[], bool] = lambda: True) -> Finished:
+        """Tell it to end and wait for what it prints. Raises RunTimeout as `wait_line` does; its process group is
+        killed in either case."""
         self._close_input()
-        return _collected(self._process, self._output, self._argv, timeout_s)
+        return _collected(self._process, self._output, self._argv, timeout_s, is_wanted)
 
     def kill(self) -> None:
         """End it at once; what it would have said is of no use."""
-        _kill_group(self._process)
+        _kill_group(self._process, wait_s=_END_AT_ONCE_S)
         self._close_input()
         self._output.close()
 
@@ -182,7 +188,11 @@ class _Output:
             pipe.close()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes], *, wait_s: float) -> None:
+    """Whoever does not end within `wait_s` is waited for by a thread of its own, so that no zombie stays behind."""
     with suppress(ProcessLookupError):  # the group is empty already
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        process.wait(timeout=wait_s)
+    except subprocess.TimeoutExpired:
+        threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()

@@ -57,6 +57,7 @@ class Bench:
     engine_dir: Path
     cache_dir: Path
     stall_timeout_s: float
+    driver_dir: Path | None = None  # what the dynamic loader has to be told
 
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
@@ -69,6 +70,7 @@ class Bench:
             engine_dir=self.engine_dir,
             cache_dir=self.cache_dir,
             stall_timeout_s=self.stall_timeout_s,
+            driver_dir=self.driver_dir,
             oom_kills=count_oom_kills,
         )
         facts = self.engine
@@ -84,6 +86,7 @@ class Bench:
             engine_dir=self.engine_dir,
             cache_dir=self.cache_dir,
             stall_timeout_s=self.stall_timeout_s,
+            driver_dir=self.driver_dir,
             oom_kills=count_oom_kills,
         )
 
@@ -367,6 +370,7 @@ class Study:
                 self._bench.engine,
                 cache_dir=self._bench.cache_dir,
                 budget_s=self._settings.budget_s / 10,
+                driver_dir=self._bench.driver_dir,
                 is_wanted=lambda: not given_up.is_set(),
             )
         finally:

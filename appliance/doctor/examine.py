@@ -73,7 +73,10 @@ def _facts(settings: Settings) -> tuple[ImageFacts, EngineFacts] | Check:
 
 def _gpu_checks(settings: Settings, image: ImageFacts | None, hardware: Hardware) -> Iterator[Check]:
     cache_dir = settings.data_dir / "cache" / (image.build_id if image else "unknown")
-    return gpu_checks(settings, image, hardware, lambda: query_devices(settings.engine_dir, cache_dir))
+    driver_dir = hardware.gpus.driver_folder
+    return gpu_checks(
+        settings, image, hardware, lambda: query_devices(settings.engine_dir, cache_dir, driver_dir=driver_dir)
+    )
 
 
 def _as_usable(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:

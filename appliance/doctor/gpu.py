@@ -10,7 +10,10 @@ from appliance.engines.llama_devices import Devices
 from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
+from appliance.probe.driver import CUDA, PLACES
 from appliance.settings import Settings
+
+_HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must not be on the volume"
 
 
 def gpu_checks(
@@ -20,6 +23,8 @@ def gpu_checks(
     gpus = hardware.gpus
     if gpus.driver:
         yield _driver(image, hardware)
+        if image is None or image.cuda is not None:
+            yield _library(hardware)
     yield from _usable(settings, image, hardware, ask_engine)
     for warning in gpus.warnings:
         yield warned("gpu readings", warning, "believe the driver's own nvidia-smi on the host")
@@ -36,6 +41,18 @@ def _driver(image: ImageFacts | None, hardware: Hardware) -> Check:
     newest = f", runs CUDA up to {hardware.gpus.cuda_driver}" if hardware.gpus.cuda_driver else ""
     floor = f"; needed: {image.driver_floor_sass}" if image is not None and image.driver_floor_sass else ""
     return passed("driver", f"{hardware.gpus.driver}{newest}{floor}")
+
+
+def _library(hardware: Hardware) -> Check:
+    gpus = hardware.gpus
+    if gpus.libcuda is None:
+        remedy = f"programs that compute need it: NVIDIA_DRIVER_CAPABILITIES=compute,utility; {_HINT}"
+        return warned("driver library", f"{CUDA} is nowhere that it is looked for", remedy)
+    if gpus.driver_dir is None:
+        return passed("driver library", gpus.libcuda)
+    known = (place.used_by for place in PLACES if gpus.driver_dir == f"/{place.folder}")
+    why = next(known, "named by LD_LIBRARY_PATH")
+    return passed("driver library", f"{gpus.libcuda} ({why}); the loader does not look there: the engine is told")
 
 
 def _usable(

@@ -218,11 +218,19 @@ def command(
     engine_dir: Path,
     cache_dir: Path,
     stall_timeout_s: float,
+    driver_dir: Path | None = None,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
     """Ready for a supervisor."""
     argv = (str(engine_dir / BINARY), *arguments(plan, grid, steps, facts))
-    return command_of_job(argv, plan, cache_dir=cache_dir, stall_timeout_s=stall_timeout_s, oom_kills=oom_kills)
+    return command_of_job(
+        argv,
+        plan,
+        cache_dir=cache_dir,
+        stall_timeout_s=stall_timeout_s,
+        driver_dir=driver_dir,
+        oom_kills=oom_kills,
+    )
 
 
 def _setup(plan: Plan, grid: Grid, facts: EngineFacts) -> Setup:

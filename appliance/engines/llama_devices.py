@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.engines.llama_server import BINARY
+from appliance.engines.llama_server import BINARY, gpu_environment
 from appliance.run import RunTimeout, run
 
 BACKEND = "libggml-cuda.so"
@@ -27,16 +28,11 @@ class Devices:
     said: str = ""
 
 
-def query_devices(engine_dir: Path, cache_dir: Path, *, timeout_s: float = TIMEOUT_S) -> Devices:
+def query_devices(
+    engine_dir: Path, cache_dir: Path, *, driver_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> Devices:
     """Asks the engine, which makes a CUDA context on each GPU. Its trouble is in `said`; nothing is raised for it."""
-    # As the engine is started with later, but with every GPU to be seen.
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(cache_dir / "home"),
-        "LANG": "C.UTF-8",
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_CACHE_PATH": str(cache_dir / "cuda"),
-    }
+    environment = gpu_environment(engine_dir, cache_dir, driver_dir)
     try:
         done = run((str(engine_dir / BINARY), "--list-devices"), timeout_s=timeout_s, environment=environment)
     except RunTimeout:
@@ -46,10 +42,19 @@ def query_devices(engine_dir: Path, cache_dir: Path, *, timeout_s: float = TIMEO
     if done.returncode != 0:
         return Devices(said=_last_cause(done.stderr) or f"{BINARY} --list-devices ended with {done.returncode}")
     names = parse_devices(done.stdout)
-    return Devices(names=names, said=_last_cause(done.stderr) or ("" if names else _why_unloadable(engine_dir)))
+    return Devices(
+        names=names, said=_last_cause(done.stderr) or ("" if names else _why_unloadable(engine_dir, environment))
+    )
 
 
-def query_devices_once(engine_dir: Path, cache_dir: Path, *, driver: str | None, uuids: tuple[str, ...]) -> Devices:
+def query_devices_once(
+    engine_dir: Path,
+    cache_dir: Path,
+    *,
+    driver: str | None,
+    uuids: tuple[str, ...],
+    driver_dir: Path | None = None,
+) -> Devices:
     """As `query_devices`, but what was found is believed while driver and GPUs stay: asking delays every start.
 
     `cache_dir` is the build's own. Only a good answer is kept.
@@ -59,7 +64,7 @@ def query_devices_once(engine_dir: Path, cache_dir: Path, *, driver: str | None,
     with suppress(OSError):  # never asked
         if names := parse_kept(path.read_text(encoding="utf-8", errors="replace")):
             return Devices(names=names)
-    found = query_devices(engine_dir, cache_dir)
+    found = query_devices(engine_dir, cache_dir, driver_dir=driver_dir)
     if found.names:
         with suppress(OSError):  # a full volume: the next start asks again
             path.write_text("".join(f"{name}\n" for name in found.names), encoding="utf-8")
@@ -77,11 +82,12 @@ def parse_kept(text: str) -> tuple[str, ...]:
     return names if text.endswith("\n") and all(re.fullmatch(r"CUDA\d+", name) for name in names) else ()
 
 
-def _why_unloadable(engine_dir: Path) -> str:
+def _why_unloadable(engine_dir: Path, environment: Mapping[str, str]) -> str:
     """The dynamic loader's words about the CUDA backend, which the engine passes over in silence; "" when it loads."""
     load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
-        done = run((sys.executable, "-I", "-S", "-c", load, str(engine_dir / BACKEND)), timeout_s=TIMEOUT_S)
+        argv = (sys.executable, "-I", "-S", "-c", load, str(engine_dir / BACKEND))
+        done = run(argv, timeout_s=TIMEOUT_S, environment=environment)
     except (RunTimeout, OSError) as error:
         return str(error)
     return (done.stderr.strip().splitlines() or [""])[-1].removeprefix("OSError: ")[:300]

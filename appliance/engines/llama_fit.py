@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from appliance.engines.llama_server import environment, placement_arguments
@@ -55,6 +55,7 @@ def query_projections(
     *,
     cache_dir: Path,
     budget_s: float,
+    driver_dir: Path | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[Projection | None, ...]:
     """One a plan, None where it did not answer, is not part of this image, or the time was up. Once `is_wanted`
@@ -65,16 +66,22 @@ def query_projections(
     for plan in plans:
         left = min(TIMEOUT_S, deadline - time.monotonic())
         may_ask = left > 0 and is_wanted() and binary.exists()
-        found.append(_ask(binary, plan, facts, cache_dir, left, is_wanted) if may_ask else None)
+        around = environment(plan, engine_dir, cache_dir, driver_dir)
+        found.append(_ask(binary, plan, facts, around, left, is_wanted) if may_ask else None)
     return tuple(found)
 
 
 def _ask(
-    binary: Path, plan: Plan, facts: EngineFacts, cache_dir: Path, timeout_s: float, is_wanted: Callable[[], bool]
+    binary: Path,
+    plan: Plan,
+    facts: EngineFacts,
+    around: Mapping[str, str],
+    timeout_s: float,
+    is_wanted: Callable[[], bool],
 ) -> Projection | None:
     argv = (str(binary), *projection_arguments(plan, facts))
     try:
-        done = run(argv, timeout_s=timeout_s, environment=environment(plan, cache_dir), is_wanted=is_wanted)
+        done = run(argv, timeout_s=timeout_s, environment=around, is_wanted=is_wanted)
     except (RunTimeout, OSError):
         return None  # a second opinion that is late or absent: the plan's own figures stand
     return parse_projection(done.stdout) if done.returncode == 0 else None

@@ -78,11 +78,19 @@ def command(
     engine_dir: Path,
     cache_dir: Path,
     stall_timeout_s: float,
+    driver_dir: Path | None = None,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
     """Ready for a supervisor."""
     argv = (str(engine_dir / BINARY), *arguments(plan, facts, text, extent))
-    return command_of_job(argv, plan, cache_dir=cache_dir, stall_timeout_s=stall_timeout_s, oom_kills=oom_kills)
+    return command_of_job(
+        argv,
+        plan,
+        cache_dir=cache_dir,
+        stall_timeout_s=stall_timeout_s,
+        driver_dir=driver_dir,
+        oom_kills=oom_kills,
+    )
 
 
 # `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.

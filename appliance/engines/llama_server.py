@@ -138,12 +138,16 @@ def command(
     socket_path: Path,
     cache_dir: Path,
     stall_timeout_s: float,
+    driver_dir: Path | None = None,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
-    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
+    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it.
+
+    `driver_dir`, as the probe found it: where the GPU's driver lies when the dynamic loader does not look there.
+    """
     return Command(
         argv=(str(engine_dir / BINARY), *arguments(plan, facts, socket_path)),
-        environment=environment(plan, cache_dir),
+        environment=environment(plan, engine_dir, cache_dir, driver_dir),
         is_ready=_health(socket_path),
         socket_path=socket_path,
         stall_timeout_s=stall_timeout_s,
@@ -157,13 +161,14 @@ def command_of_job(
     *,
     cache_dir: Path,
     stall_timeout_s: float,
+    driver_dir: Path | None = None,
     oom_kills: Callable[[], int | None] | None = None,
 ) -> Command:
     """Of another of the engine's programs, which is never ready: it works until it ends, so that a supervisor's stall
     timer runs all the time."""
     return Command(
         argv=argv,
-        environment=environment(plan, cache_dir),
+        environment=environment(plan, Path(argv[0]).parent, cache_dir, driver_dir),
         is_ready=_never,
         stall_timeout_s=stall_timeout_s,
         oom_kills=oom_kills,
@@ -174,16 +179,26 @@ async def _never() -> bool:
     return False
 
 
-def environment(plan: Plan, cache_dir: Path) -> dict[str, str]:
+def environment(plan: Plan, engine_dir: Path, cache_dir: Path, driver_dir: Path | None = None) -> dict[str, str]:
     """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
-    base = {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
     if not plan.placement.shares:
-        return base
-    return base | {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(share.id for share in plan.placement.shares),
-        "CUDA_CACHE_PATH": str(cache_dir / "cuda"),
-    }
+        return _base(cache_dir)
+    ids = ",".join(share.id for share in plan.placement.shares)
+    return gpu_environment(engine_dir, cache_dir, driver_dir) | {"CUDA_VISIBLE_DEVICES": ids}
+
+
+def gpu_environment(engine_dir: Path, cache_dir: Path, driver_dir: Path | None) -> dict[str, str]:
+    """With every GPU to be seen."""
+    found = _base(cache_dir) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_CACHE_PATH": str(cache_dir / "cuda")}
+    if driver_dir is not None:
+        # The engine's own folder first: its libraries carry it as DT_RUNPATH, which comes after this variable, and a
+        # folder of drivers may hold a libcublas or a libggml of somebody else's.
+        found["LD_LIBRARY_PATH"] = f"{engine_dir}:{driver_dir}"
+    return found
+
+
+def _base(cache_dir: Path) -> dict[str, str]:
+    return {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +219,17 @@ class Allocated:
         return self.model + self.kv + self.compute + self.output + self.recurrent
 
 
-# True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
-_NOT_OURS = "security: no API key is set"
+# What the engine warns of and is as it should be, each with its reason; in the words of build 11312.
+_AS_IT_SHOULD = (
+    # True of the engine alone: it listens on a private socket, and the gateway before it asks for the key.
+    r"srv +llama_server: security: no API key is set",
+    # A prompt that is in the cache as a whole, as when the same is asked again: its last token is read once more.
+    r"slot +\S+: id +\d+ \| task \d+ \| need to evaluate at least 1 token for each active slot",
+    r"slot +\S+: id +\d+ \| task \d+ \| n_past was set to \d+$",
+    # A client that left, or that had its answer: whoever stops a generation does so.
+    r"srv +stop: cancel task, id_task = \d+$",
+)
+_SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
 _KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
@@ -233,8 +257,9 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
 
 
 def is_worth_showing(line: str) -> bool:
-    """Warnings and errors of the engine; the rest is kept for a crash and not repeated in our log."""
-    return (bool(re.match(r"\S+ [WE] ", line)) or line.startswith("error")) and _NOT_OURS not in line
+    """Warnings and errors of the engine, but for what is as it should be; the rest is kept for a crash and not repeated
+    in our log."""
+    return _SHOWN.match(line) is not None
 
 
 def _health(socket_path: Path) -> Readiness:

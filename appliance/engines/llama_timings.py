@@ -66,11 +66,12 @@ class _Task:
 class TimingsReader:
     """Of one engine process, since a new one counts tasks from 0 again. Lines that say nothing of it cost a search."""
 
+    begun: int = 0  # how many requests so far
     _tasks: dict[tuple[int, int], _Task] = field(default_factory=dict)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being worked on: a good moment for whoever watches what else the machine does."""
+        """Whether a request is being worked on."""
         return bool(self._tasks)
 
     def read(self, line: str) -> Served | None:
@@ -90,6 +91,7 @@ class TimingsReader:
 
     def _begin(self, place: tuple[int, int]) -> None:
         slot = place[0]
+        self.begun += 1
         self._tasks = {other: task for other, task in self._tasks.items() if other[0] != slot}
         for task in self._tasks.values():
             task.was_alone = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.probe.cgroup import query_oom_kills
+from appliance.probe.driver import CUDA, Found, find
 from appliance.probe.hardware import (
     Cpu,
     Gpu,
@@ -56,15 +57,25 @@ def count_oom_kills() -> int | None:
 def probe(volume: Path, environment: Mapping[str, str]) -> Hardware:
     """Ask the machine. Raises OSError where there is no /proc; a GPU's trouble is in `gpus.problem`."""
     cpu, memory, numa, space = query_host(_ROOT, volume)
+    gpus = _with_driver(query_gpus(_ROOT, environment, volume), find(CUDA, _ROOT, environment, volume))
     hardware = Hardware(
         cpu=cpu,
         memory=memory,
         numa=numa,
         volume=space,
-        gpus=_placed(_ROOT, query_gpus(_ROOT, environment)),
+        gpus=_placed(_ROOT, gpus),
         gpu_requested=is_gpu_requested(_ROOT, environment),
     )
     return replace(hardware, speeds=load_speeds(volume / SPEEDS_FOLDER, hardware))
+
+
+def _with_driver(found: GpuProbe, library: Found) -> GpuProbe:
+    return replace(
+        found,
+        libcuda=str(library.library) if library.library else None,
+        driver_dir=str(library.folder) if library.folder else None,
+        warnings=(*found.warnings, *library.refused),
+    )
 
 
 def _placed(root: Path, found: GpuProbe) -> GpuProbe:

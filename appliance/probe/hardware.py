@@ -114,6 +114,12 @@ class GpuProbe:
     cuda_driver: str | None = None  # the newest CUDA release that the driver runs: "13.0"
     problem: str | None = None
     warnings: tuple[str, ...] = ()  # two sources that disagree, with both values
+    libcuda: str | None = None  # the driver's library for programs that compute
+    driver_dir: str | None = None  # what a program's LD_LIBRARY_PATH needs for it; None: the loader finds it unasked
+
+    @property
+    def driver_folder(self) -> Path | None:
+        return None if self.driver_dir is None else Path(self.driver_dir)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from appliance.probe.dram import buffer_mib, measure_dram
+from appliance.probe.driver import reaching
 from appliance.probe.hardware import Gpu, GpuSpeed, Hardware, Speeds
 from appliance.probe.speeds import LIMIT_GB_S
 from appliance.run import Finished, RunTimeout, run
@@ -53,6 +54,7 @@ def measure(
     dram = _dram(threads, usable_mib, problems)
     speeds = []
     library = find_cudart(engine_dir)
+    around = reaching(environment, hardware.gpus.driver_dir)
     for gpu in hardware.gpus.gpus:
         name = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.uuid is None or library is None:
@@ -61,7 +63,7 @@ def measure(
             continue
         tell(f"copying to, from and within {name}")
         argv = (*child, str(library), *_options(gpu, threads, usable_mib))
-        speed, troubles = _ask_child(argv, {**environment, "CUDA_VISIBLE_DEVICES": gpu.uuid}, gpu.uuid, timeout_s)
+        speed, troubles = _ask_child(argv, around | {"CUDA_VISIBLE_DEVICES": gpu.uuid}, gpu.uuid, timeout_s)
         speeds.append(speed)
         problems += [f"{name}: {trouble}" for trouble in troubles]
     return Measured(speeds=Speeds(dram_gb_s=dram, gpus=tuple(speeds)), problems=tuple(problems))

@@ -13,51 +13,37 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from appliance.probe.driver import NVML, find, reaching
 from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
 from appliance.run import RunTimeout, run
 
 TIMEOUT_S = 15.0
-LIBRARY = "libnvidia-ml.so.1"
 CHILD = (sys.executable, "-m", "appliance.probe.nvml")
-# Where container runtimes put it: Debian and Ubuntu, Red Hat, GKE and old nvidia-docker, WSL.
-_FOLDERS = (
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/lib64",
-    "usr/lib",
-    "usr/local/nvidia/lib64",
-    "usr/local/nvidia/lib",
-    "usr/lib/wsl/lib",
-)
 _ABSURD = 1e6  # GB/s and watts beyond this are no readings
 _UUIDS = ("GPU-", "MIG-")
 _NO_DEVICE = ("", "void", "none")
 
 
 def is_gpu_requested(root: Path, environment: Mapping[str, str]) -> bool:
-    """Whether this container was given a GPU: by the NVIDIA runtime's variable, or by its device files."""
-    return environment.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_DEVICE or any((root / "dev").glob("nvidia*"))
-
-
-def has_library(root: Path, environment: Mapping[str, str]) -> bool:
-    """Whether the dynamic loader would find NVML. `ctypes.util.find_library` asks gcc and ldconfig: 100 ms and more."""
-    searched = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    if any((folder / LIBRARY).exists() for folder in [*searched, *(root / folder for folder in _FOLDERS)]):
-        return True
-    try:
-        return LIBRARY.encode() in (root / "etc/ld.so.cache").read_bytes()
-    except OSError:
-        return False
+    """Whether this container was given a GPU: by the NVIDIA runtime's variable, or by device files: dxg is WSL's."""
+    has_device = any((root / "dev").glob("nvidia*")) or (root / "dev/dxg").exists()
+    return has_device or environment.get("NVIDIA_VISIBLE_DEVICES", "") not in _NO_DEVICE
 
 
 def query_gpus(
-    root: Path, environment: Mapping[str, str], *, child: Sequence[str] = CHILD, timeout_s: float = TIMEOUT_S
+    root: Path,
+    environment: Mapping[str, str],
+    volume: Path | None = None,
+    *,
+    child: Sequence[str] = CHILD,
+    timeout_s: float = TIMEOUT_S,
 ) -> GpuProbe:
     """What NVML says. Without its library no child is started, and no GPU is known."""
-    if has_library(root, environment):
-        return only_visible(_ask_child(environment, child, timeout_s), environment)
+    found = find(NVML, root, environment, volume)
+    if found.library is not None:
+        return only_visible(_ask_child(reaching(environment, found.folder), child, timeout_s), environment)
     if (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
-        return GpuProbe(problem=f"the NVIDIA driver is here but {LIBRARY} is not: start the container with --gpus all")
+        return GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is not: start the container with --gpus all")
     return GpuProbe()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
+from appliance.probe.driver import reaching
 from appliance.probe.hardware import Gpu, GpuProbe
 from appliance.probe.nvidia import is_narrowed
 from appliance.run import OUTPUT_LIMIT_BYTES, RunTimeout, run
@@ -98,7 +99,7 @@ def cross_check(
     if not found.gpus and found.problem is None:
         return found
     try:
-        finished = run(command, timeout_s=timeout_s, environment=environment)
+        finished = run(command, timeout_s=timeout_s, environment=reaching(environment, found.driver_dir))
     except FileNotFoundError:
         return found
     except (RunTimeout, OSError) as error:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from appliance.probe.conditions import Conditions, conditions
+from appliance.probe.driver import reaching
 from appliance.probe.hardware import Hardware
 from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer, query_load
 from appliance.run import Running, RunTimeout
 
+T = TypeVar("T")
 CHILD = (sys.executable, "-m", "appliance.probe.gpu_load")
 TIMEOUT_S = 15.0
 
@@ -38,7 +41,7 @@ class Watch:
         """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. `own_pid`
         heads the tree of processes that is our own work, by default this process."""
         self._known = hardware.gpus
-        self._environment = environment
+        self._environment = reaching(environment, hardware.gpus.driver_dir)
         self._root = root
         self._own_pid = own_pid
         self._child = tuple(child)
@@ -46,6 +49,7 @@ class Watch:
         self._gpus = GpuLoads()  # what keeps them from being watched
         self._before: LoadSample
         self._running: Running | None = None
+        self._is_wanted = True
         self._seen: Conditions | None = None
 
     @property
@@ -77,25 +81,34 @@ class Watch:
         )
 
     async def __aenter__(self) -> Watch:
-        entering = asyncio.create_task(asyncio.to_thread(self.__enter__))
-        try:
-            return await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            await entering  # a thread cannot be stopped, and what it starts must not stay behind
-            self.__exit__(asyncio.CancelledError)
-            raise
+        return await self._in_thread(self.__enter__)
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:  # a thread could not be waited for by a task that is being cancelled
             self.__exit__(kind, *rest)
             return
-        await asyncio.to_thread(self.__exit__, None, None, None)
+        await self._in_thread(lambda: self.__exit__(None))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """When it is cancelled the thread is told so, which it sees within a twentieth of a second, however long the
+        driver hangs: a thread cannot be stopped, and what it started must not stay behind."""
+        self._is_wanted = True
+        working = asyncio.create_task(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            self._is_wanted = False
+            try:
+                await asyncio.gather(working, return_exceptions=True)
+            finally:
+                self.__exit__(asyncio.CancelledError)
+            raise
 
     def _watched(self) -> GpuLoads:
         """Starts the child and waits for its first look."""
         try:
             running = Running(self._child, environment=self._environment)
-            if not running.wait_line(timeout_s=self._timeout_s):
+            if not running.wait_line(timeout_s=self._timeout_s, is_wanted=lambda: self._is_wanted):
                 return self._finished(running)
         except RunTimeout:
             return GpuLoads(problem=f"NVML did not answer within {self._timeout_s:g} s: the driver hangs")
@@ -106,6 +119,7 @@ class Watch:
 
     def _finished(self, running: Running) -> GpuLoads:
         try:
-            return only_known(parse_answer(running.finish(timeout_s=self._timeout_s)), self._known)
+            finished = running.finish(timeout_s=self._timeout_s, is_wanted=lambda: self._is_wanted)
         except RunTimeout:
             return GpuLoads(problem=f"NVML did not answer within {self._timeout_s:g} s: the driver hangs")
+        return only_known(parse_answer(finished), self._known)

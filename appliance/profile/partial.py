@@ -13,15 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from appliance.plan.speculation import KINDS
-from appliance.profile.record import Key, fields_of, parse_measurement
+from appliance.profile.record import SCHEMA, Key, fields_of, parse_measurement
 from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import Workload
 
-SCHEMA = 4
-ONLY_MEASUREMENTS = 3  # the schema before: nothing else was kept
 _Part = TypeVar("_Part")
 
 
@@ -73,21 +71,18 @@ def dump_partial(key: Key, partial: Partial) -> str:
 
 
 def parse_partial(text: str, key: Key) -> Partial:
-    """Raises ValueError for what `dump_partial` did not write for this key. What an older appliance kept is read."""
+    """Raises ValueError for what `dump_partial` did not write for this key."""
     try:
         document = json.loads(text)
         schema = document["schema"]
-        if schema not in (SCHEMA, ONLY_MEASUREMENTS) or isinstance(schema, bool):
+        if schema != SCHEMA or isinstance(schema, bool):
             message = f"it has another schema than {SCHEMA}: {schema}"
             raise ValueError(message)
         if document["key"]["id"] != key.id:
             message = "it is for another key"
             raise ValueError(message)
-        measurements = _all(parse_measurement, document["measurements"])
-        if schema == ONLY_MEASUREMENTS:
-            return Partial(measurements=measurements)
         return Partial(
-            measurements=measurements,
+            measurements=_all(parse_measurement, document["measurements"]),
             passages=_all(_passage, document["passages"]),
             guesses=_all(_guess_look, document["guesses"]),
             slots=_all(_slots_look, document["slots"]),

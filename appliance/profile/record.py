@@ -24,7 +24,7 @@ from appliance.tune.curve import Curve, Point
 from appliance.tune.measurement import Judged, Measurement
 from appliance.tune.workload import parse_mix
 
-SCHEMA = 3
+SCHEMA = 2
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
@@ -213,7 +213,8 @@ def _judged(data: dict[str, Any]) -> Judged:
 
 def _point(data: dict[str, Any]) -> Point:
     point = Point(**fields_of(Point, data))
-    if not (0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf and point.depth >= 0):
+    is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
+    if not (is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf):
         message = f"Point has times that no engine takes: {point}"
         raise TypeError(message)
     return point
@@ -230,21 +231,16 @@ _SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "s
 _SIMPLE["int | None"] = (int, type(None))
 _SIMPLE["float | None"] = (int, float, type(None))
 _SIMPLE["str | None"] = (str, type(None))
-_LATER: dict[str, tuple[str, ...]] = {
-    "Profile": ("judged",)
-}  # fields that the first records of this schema lack, by class
 
 
 def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError. What came later
-    than the first records has a default, and is not in the older ones."""
+    """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
     if unknown := set(data) - {f.name for f in fields(kind)}:
         message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
         raise TypeError(message)
-    there = [f for f in fields(kind) if f.name in data or f.name not in _LATER.get(kind.__name__, ())]
-    for f in there:
+    for f in fields(kind):
         simple = _SIMPLE.get(str(f.type))
         if simple and not (isinstance(data[f.name], simple) and isinstance(data[f.name], bool) == (f.type == "bool")):
             message = f"{kind.__name__}.{f.name} is not {f.type}: {data[f.name]!r}"
             raise TypeError(message)
-    return {f.name: data[f.name] for f in there}
+    return {f.name: data[f.name] for f in fields(kind)}

@@ -14,6 +14,7 @@ from functools import cached_property
 
 SERVER = "server"  # what plans are compared on; a look by anything else has corrections of its own
 LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often
+NOISE = 0.07  # relative, of one time in a short look: 3 to 10 % is usual
 SPREAD = 1.5  # how much steeper or flatter than its last stretch a curve may go on
 
 
@@ -22,12 +23,20 @@ class Point:
     """Speed with `depth` tokens in the cache: milliseconds a token, decode at this depth and prefill up to it.
 
     `prefill_tokens` were read for this point, the rest of `depth` was in the cache: from depth - prefill_tokens on.
+    `noisier`: how many times the usual noise `decode_ms` has, where there was time for a few tokens only.
     """
 
     depth: int
     decode_ms: float
     prefill_ms: float
     prefill_tokens: int
+    noisier: float = 1.0
+
+    @property
+    def speed(self) -> str:
+        """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
+        doubt = f" (within {100 * NOISE * self.noisier:.0f} %: few tokens)" if self.noisier > 1 else ""
+        return f"{1000 / self.decode_ms:.1f} tok/s{doubt}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from appliance.tune.curve import LONGER, SERVER, Curve, Point
+from appliance.tune.curve import LONGER, NOISE, SERVER, Curve, Point
 from appliance.tune.refit import Fit, Observation, Term, fit
 from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
@@ -90,7 +90,7 @@ class Effort:
     depths: tuple[int, ...] = (32, 512)
     tokens_each: int = 24
     load_s: float = 5.0  # as predicted; what was seen replaces it
-    noise: float = 0.07  # relative, of one time in a short measurement
+    noise: float = NOISE
     reuses_engine: bool = True  # one that is up takes other threads and ubatches; a server has to be started anew
 
     def noise_of(self, trial_is_long: bool) -> float:
@@ -141,7 +141,7 @@ class Search:
         seen = []
         for p in trial.points:
             terms = _via(trial, "decode", decode_terms(candidate, self._effects, p.depth))
-            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise))
+            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noisier))
             # A few tokens fill no batch, and no prediction is of them.
             if p.prefill_tokens >= 128:
                 read = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
@@ -238,7 +238,7 @@ class State:
         the way from llama-bench to the server does not become less by more of its trials, so those count less."""
         means = []
         for via in dict.fromkeys(trial.via for trial in trials):
-            same = [(math.log(self._job_ms(t)), self.noise(is_long=t.is_long) ** -2) for t in trials if t.via == via]
+            same = [(math.log(self._job_ms(t)), self._noise_of(t) ** -2) for t in trials if t.via == via]
             precision = sum(weight for _, weight in same)
             mean = sum(seen * weight for seen, weight in same) / precision
             means.append((mean, 1 / precision + self._unknown_of(via) ** 2))
@@ -333,6 +333,9 @@ class State:
 
     def noise(self, *, is_long: bool) -> float:
         return self._search.effort.noise_of(is_long) * self.fit.noisier
+
+    def _noise_of(self, trial: Trial) -> float:
+        return self.noise(is_long=trial.is_long) * max(point.noisier for point in trial.points)
 
     def _was_served(self, candidate: Candidate) -> bool:
         return any(_on_server([trial]) for trial in self._trials if trial.key == candidate.key)

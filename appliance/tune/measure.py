@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,11 @@ from appliance.tune.measurement import Measurement
 
 TEXT = Path(__file__).with_name("text.txt")
 DECODE_TOKENS = 24
+# Of a first look at a machine so slow that these would take longer than there is time: at least so many, and where not
+# even they end in time, what warming up took is the figure. What takes a second at most is never cut.
+FEWEST_TOKENS = 4
+WARM_TOKENS = 3
+AT_LEAST_S = 1.0
 LOG_LINES = 5000  # buffer sizes are among the first few hundred
 
 
@@ -51,7 +57,8 @@ class FirstLook:
     wanted: int  # the workload's depth
     work_s: float  # what filling the context so far may take
     deep_s: float
-    until: float = float("inf")  # of time.monotonic(): nothing is begun that would end later
+    until: float = float("inf")  # of time.monotonic(): no deeper point is begun that would end later
+    end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
 
 
 async def measure(
@@ -94,12 +101,16 @@ async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callab
         points.append(await probe.run(depth, tokens))
         return points[-1]
 
-    await probe.warm()
+    warmed = await probe.warm()
     if isinstance(look, Look):
         for depth in look.depths:
             await add(depth, look.tokens)
         return tuple(points)
-    last = await add(empty_depth(plan.context, DECODE_TOKENS))
+    empty = empty_depth(plan.context, DECODE_TOKENS)
+    tokens = tokens_within(warmed, empty, look.end - time.monotonic())
+    if tokens is None:
+        return (warmed,)
+    last = await add(empty, tokens)
     room = {"context": plan.context, "tokens_each": DECODE_TOKENS * LONGER}
     work = work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s)
     if work and _ends_at(last, work) <= look.until:
@@ -108,6 +119,14 @@ async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callab
         if deep and _ends_at(last, deep) <= look.until:
             await add(deep)
     return tuple(points)
+
+
+def tokens_within(warmed: Point, depth: int, left_s: float) -> int | None:
+    """How many tokens can be read up to this depth and decoded there in the time that is left, going by what warming up
+    took; None where they would be too few to tell more than that."""
+    left_ms = 1000 * max(left_s, AT_LEAST_S) - depth * warmed.prefill_ms
+    tokens = 1 + min(DECODE_TOKENS - 1, left_ms / warmed.decode_ms)
+    return int(tokens) if tokens >= FEWEST_TOKENS else None
 
 
 def _ends_at(last: Point, depth: int) -> float:
@@ -155,12 +174,11 @@ class Probe:
         )
         return parse_timings(reply, depth, tokens)
 
-    async def warm(self) -> None:
+    async def warm(self) -> Point:
         """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
-        tokens = self._ids[EMPTY : 2 * EMPTY]
-        await post(
-            self._session, "/completion", {"prompt": tokens, "n_predict": 1, "cache_prompt": False, "id_slot": 0}
-        )
+        body = {"prompt": self._ids[EMPTY : 2 * EMPTY], "n_predict": WARM_TOKENS, "cache_prompt": False, "id_slot": 0}
+        reply = await post(self._session, "/completion", body | {"ignore_eos": True, "temperature": 0})
+        return parse_timings(reply, EMPTY, WARM_TOKENS)
 
     async def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """In whichever slot the engine chooses, as any client's request."""
@@ -196,4 +214,5 @@ def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
         decode_ms=predicted_ms / max(1, made - 1),
         prefill_ms=prompt_ms / max(1, read),
         prefill_tokens=read,
+        noisier=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, made - 1))),
     )

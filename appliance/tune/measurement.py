@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.engines.llama_server import Allocated
 from appliance.plan import Plan
@@ -50,7 +50,7 @@ class Measurement:
         """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
-        speeds = ", ".join(f"{1000 / p.decode_ms:.1f} tok/s at {p.depth:,}" for p in self.points)
+        speeds = ", ".join(f"{p.speed} at {p.depth:,}" for p in self.points)
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 
@@ -80,7 +80,7 @@ def curve_of(measurements: Iterable[Measurement]) -> Curve:
     for measurement in calm:
         weight = float(LONGER if measurement.is_long else 1)
         for point in measurement.points:
-            by_depth.setdefault(point.depth, []).append((weight, point))
+            by_depth.setdefault(point.depth, []).append((weight / point.noisier**2, point))
     return Curve(points=tuple(_mean(by_depth[depth]) for depth in sorted(by_depth)))
 
 
@@ -91,7 +91,7 @@ def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
     whole = sum(weight for weight, _ in looks)
     decode_ms = math.exp(sum(weight * math.log(point.decode_ms) for weight, point in looks) / whole)
     read = max((point for _, point in looks), key=lambda point: point.prefill_tokens)
-    return Point(depth=read.depth, decode_ms=decode_ms, prefill_ms=read.prefill_ms, prefill_tokens=read.prefill_tokens)
+    return replace(read, decode_ms=decode_ms, noisier=min(point.noisier for _, point in looks))
 
 
 def merit(plan: Plan) -> int:

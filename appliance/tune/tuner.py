@@ -345,6 +345,7 @@ class Tuner:
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
+                end=self._began + self._budget_s,
             )
         return Look(depths=self._looked_at(plan, is_deep=is_deep), is_long=is_long)
 
@@ -500,7 +501,7 @@ def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
 def speed_in_words(tuned: Tuned) -> str:
     """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 at 2,048; a chat job takes 3.1 s"."""
     curve = tuned.chosen.rated.curve
-    first, *rest = (f"{1000 / point.decode_ms:.1f} tok/s at {point.depth:,}" for point in curve.ordered)
+    first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
     speeds = ", ".join((f"{first} tokens of context", *rest))
     jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
     words = f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")

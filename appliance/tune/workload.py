@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from appliance.tune.curve import Curve
@@ -126,25 +125,3 @@ def _limited(curve: Curve, workload: Workload) -> float:
     if workload.ttft_limit_s is None:
         return seconds
     return seconds + EXCESS_WEIGHT * max(0.0, ttft_s(curve, workload) - workload.ttft_limit_s)
-
-
-def is_scaled(mix: Mix, context: int) -> bool:
-    return any(workload.tokens_in + workload.tokens_out > context for workload, _ in mix.parts)
-
-
-def depths_of(mix: Mix, *, empty: int, deepest: int) -> tuple[int, ...]:
-    """Where to measure: empty, each workload's, and the deepest that can be prefilled. Those nearer to one another than
-    half again say the same twice."""
-    wanted = sorted({empty, deepest, *(min(w.depth, deepest) for w, _ in mix.parts)})
-    return _apart(wanted)
-
-
-def _apart(wanted: Sequence[int]) -> tuple[int, ...]:
-    """The first and the last always, of those between none within half of a neighbour."""
-    if len(wanted) < 2:
-        return tuple(wanted)
-    kept = [wanted[0]]
-    for depth, _ in itertools.pairwise(wanted[1:]):
-        if depth >= 1.5 * kept[-1] and wanted[-1] >= 1.5 * depth:
-            kept.append(depth)
-    return (*kept, wanted[-1])

@@ -12,6 +12,7 @@ from boot_stage import Home, eventually
 from appliance.probe.conditions import conditions
 from appliance.probe.load import query_load
 from appliance.profile import Profile, ProfileStore, parse_profile
+from appliance.vouching import WATCHED_S
 
 PATIENCE = 8  # requests that somebody disturbed
 WORDS = "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower, twice"
@@ -147,8 +148,8 @@ def test_the_first_real_requests_decide_whether_it_holds(
         asked = 0
         while serving.document("status")["profile_holds"] != verdict:
             before = query_load(Path("/"))
-            time.sleep(1.5)  # as long as the requests say that they took, and what the machine did is looked at
             assert serving.chat()[0] == 200
+            time.sleep(1.2 * WATCHED_S)  # for so long from its begin on the machine is watched
             disturbed += [words for words in [conditions(before, query_load(Path("/"))).disturbance] if words]
             asked += 1
             assert asked < 3 * PATIENCE, serving.text

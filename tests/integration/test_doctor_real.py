@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from boot_stage import ROOT, Home
 
-from appliance.image_facts import ImageFacts, dump_facts, parse_image_facts
+from appliance.image_facts import ImageFacts, dump_facts, parse_engine_facts, parse_image_facts
 from tests.fakes.machines import build_library, describe
 
 COMPILER = shutil.which("gcc")
@@ -54,6 +54,23 @@ case "$1" in
 --list-devices) echo asked >>{shlex.quote(str(self.asked))}; printf '%s\\n' {shlex.quote(complaint)} >&2
     printf 'Available devices:\\n%s\\n' {shlex.quote(devices)} ;;
 *) exec {shlex.quote(str(serving))} "$@" ;;
+esac
+""")
+        path.chmod(0o755)
+
+    def need_library_path(self, folder: Path) -> None:
+        """The engine sees GPUs, and starts, only where its library path is its own folder and then this one."""
+        facts = self.folder / "facts/engine_facts.json"
+        engine = parse_engine_facts(facts.read_text())
+        flags = ("--device", "--gpu-layers", "--split-mode", "--tensor-split", "--main-gpu")
+        facts.write_text(dump_facts(replace(engine, flags=(*engine.flags, *flags))))
+        path = self.folder / "engine/llama-server"
+        saying = path.rename(path.with_name("saying"))
+        path.write_text(f"""#!/bin/sh
+case "$1 $LD_LIBRARY_PATH" in
+--version*|--help*|*" {path.parent}:{folder}") exec {shlex.quote(str(saying))} "$@" ;;
+--list-devices*) echo 'Available devices:' ;;
+*) echo 'error: the driver is not found' >&2; exit 1 ;;
 esac
 """)
         path.chmod(0o755)
@@ -151,6 +168,40 @@ def test_beside_a_serving_appliance_the_port_is_its_own(ward: Ward) -> None:
         assert checks["key"]["value"] == "there is one"
         assert done.returncode == 0
         assert serving.chat()[0] == 200
+
+
+def test_a_driver_where_only_the_environment_says_so_reaches_the_engine(ward: Ward, nvml: Path, tmp_path: Path) -> None:
+    """As on GKE: its folder is in LD_LIBRARY_PATH, which the engine does not inherit."""
+    folder = tmp_path / "nvidia/lib64"
+    folder.mkdir(parents=True)
+    shutil.copy(nvml, folder)
+    (folder / "libcuda.so.1").touch()
+    ward.set_cuda_image("90")
+    ward.give_gpus(folder / nvml.name, "h200")
+    ward.set_words(devices="  CUDA0: NVIDIA H200 (143167 MiB, 142566 MiB free)")
+    ward.need_library_path(folder)
+    code, checks = ward.doctor()
+    assert code == 0
+    assert checks["gpu"]["value"] == "the engine sees CUDA0"
+    assert checks["driver library"]["value"].startswith(f"{folder}/libcuda.so.1 (named by LD_LIBRARY_PATH)")
+    with ward.serving(tune="off") as serving:
+        serving.wait_ready()
+        assert serving.chat()[0] == 200
+
+
+def test_a_driver_on_the_volume_is_not_used_and_that_is_said(ward: Ward, nvml: Path) -> None:
+    folder = ward.data / "lib"
+    folder.mkdir()
+    (folder / "libcuda.so.1").touch()
+    ward.set_cuda_image("90")
+    ward.give_gpus(nvml, "h200")
+    ward.set_words(devices="  CUDA0: NVIDIA H200 (143167 MiB, 142566 MiB free)")
+    ward.need_library_path(folder)
+    ward.extra["LD_LIBRARY_PATH"] += f":{folder}"
+    code, checks = ward.doctor()
+    assert code == 23
+    assert checks["driver library"]["status"] == "warn"
+    assert f"{folder}, which holds libcuda.so.1 and is not used: it is on the volume" in checks["gpu readings"]["value"]
 
 
 def test_a_bundle_tells_no_key_no_path_and_no_uuid(ward: Ward, nvml: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from engine_stage import find_engine
 
 from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import command
+from appliance.engines.llama_server import command, is_worth_showing
 from appliance.engines.llama_timings import Served, TimingsReader
 from appliance.supervisor import Supervisor
 from benchmarks.memory import planned_for
@@ -39,9 +39,11 @@ class Stage:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
         self.reader = TimingsReader()
+        self.lines: list[str] = []
         self.served: list[Served] = []
 
     def on_line(self, line: str) -> None:
+        self.lines.append(line)
         if (served := self.reader.read(line)) is not None:
             self.served.append(served)
 
@@ -133,6 +135,23 @@ def test_of_two_at_once_neither_was_alone_and_one_that_was_given_up_is_none(mode
         for depth, timings in zip((400, 500, 60), replies, strict=True):
             assert_same(told[depth], timings)
         assert {depth for depth, served in told.items() if served.was_alone} == {60}
+
+    on_stage(model, socket_path, play)
+
+
+def test_a_prompt_that_is_cached_and_a_client_that_leaves_are_no_warnings_of_ours(
+    model: Path, socket_path: Path
+) -> None:
+    """The engine warns of both; in words that this build is known to use."""
+
+    async def play(stage: Stage) -> None:
+        for _ in range(2):
+            await stage.ask(prompt(100))
+        await stage.give_up(prompt(100))
+        await stage.until(lambda: any("cancel task" in line for line in stage.lines))
+        assert any(" W slot " in line and "need to evaluate at least 1 token" in line for line in stage.lines)
+        shown = [line for line in stage.lines if " slot " in line or " stop: " in line]
+        assert [line for line in shown if is_worth_showing(line)] == []
 
     on_stage(model, socket_path, play)
 

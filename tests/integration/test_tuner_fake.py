@@ -100,10 +100,11 @@ class Bench:
         plans: Sequence[Plan],
         *,
         mode: Mode = "balanced",
+        workload: str = "chat",
         budget_s: float = 1000.0,
         kept: Sequence[Measurement] = (),
     ) -> Tuned:
-        goal = Goal(mix=parse_mix("chat"), mode=mode, native=here.native)
+        goal = Goal(mix=parse_mix(workload), mode=mode, native=here.native)
         tuner = Tuner(
             here,
             plans,
@@ -156,6 +157,31 @@ async def test_the_first_look_is_at_the_prediction_at_three_depths(socket_path: 
     assert empty == 32
     assert work == 640  # half of a chat's answer after its prompt
     assert deep > 2 * work
+
+
+@pytest.mark.parametrize(("budget_s", "fewest", "most"), [(40.0, 3, 19), (2.0, 3, 3)])
+async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_has_room_for(
+    socket_path: Path, budget_s: float, fewest: int, most: int
+) -> None:
+    """At the least what warming up took: a figure there always is. The engine of this test does not wait, so that how
+    fast this machine is matters little."""
+    bench = Bench(socket_path, lambda plan: 2000.0, prefill_ms=lambda plan: 100.0)
+    tuned = await bench.tune(on_cpu(), [on_cpu().best], budget_s=budget_s)
+    (point,) = bench.done[0].points
+    assert point.depth == 32
+    assert point.decode_ms == pytest.approx(2000 * (1 + 32 / 2048))
+    tokens = 1 + 23 / point.noisier**2
+    assert fewest - 0.01 <= tokens <= most + 0.01
+    assert "few tokens) at 32" in bench.done[0].in_words()
+    assert tuned.plan.key == on_cpu().best.key
+
+
+async def test_a_workload_longer_than_the_window_is_scaled_and_the_profiles_words_say_so(socket_path: Path) -> None:
+    best = on_cpu().best
+    tuned = await Bench(socket_path).tune(on_cpu(), [best], workload="document")
+    scaled = f"long document (scaled to {best.context})"
+    assert f"a {scaled} job takes " in speed_in_words(tuned)
+    assert scaled in next(c.reason for c in tuned.plan.choices if c.name == "threads")
 
 
 async def test_out_of_memory_rules_out_what_needs_as_much(socket_path: Path) -> None:

@@ -57,8 +57,11 @@ def host(root: Path, hardware: Hardware, settings: Settings | None = None) -> di
     return {check.name: check for check in host_checks(root, settings or Settings(), IMAGE, hardware)}
 
 
+LIBCUDA = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+
+
 def with_gpus(*gpus: Gpu, driver: str = "580.82.07", warnings: tuple[str, ...] = ()) -> Hardware:
-    found = GpuProbe(gpus=gpus, driver=driver, cuda_driver="13.0", warnings=warnings)
+    found = GpuProbe(gpus=gpus, driver=driver, cuda_driver="13.0", warnings=warnings, libcuda=LIBCUDA)
     return replace(machine(), gpu_requested=True, gpus=found)
 
 
@@ -148,7 +151,19 @@ def test_unknown_facts_of_a_gpu_are_said_to_be_unknown() -> None:
     bare = Gpu(index=0, name=None, uuid=None, sm=None, vram_total_mib=None, vram_free_mib=None, pci_bus_id=None)
     checks = gpu(with_gpus(bare))
     assert checks["gpu 0"].value == "unnamed, SM unknown, memory unknown, bandwidth unknown"
-    assert set(checks) == {"driver", "gpu", "gpu 0"}
+    assert set(checks) == {"driver", "driver library", "gpu", "gpu 0"}
+
+
+def test_where_the_drivers_library_was_found_is_said() -> None:
+    machine = with_gpus(CARD)
+    assert gpu(machine)["driver library"].value == LIBCUDA
+    folder = "/usr/local/nvidia/lib64"
+    gke = replace(machine, gpus=replace(machine.gpus, libcuda=f"{folder}/libcuda.so.1", driver_dir=folder))
+    assert "(GKE, and other nodes with Google's device plugin)" in gpu(gke)["driver library"].value
+    none = gpu(replace(machine, gpus=replace(machine.gpus, libcuda=None)))["driver library"]
+    assert none.status == "warn"
+    assert "compute,utility" in (none.remedy or "")
+    assert "LD_LIBRARY_PATH has to name its folder" in (none.remedy or "")
 
 
 def test_an_engine_that_sees_fewer_gpus_is_warned_of() -> None:

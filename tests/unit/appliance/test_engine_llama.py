@@ -152,12 +152,19 @@ def test_half_a_placement_is_refused(flag: str) -> None:
 
 
 def test_gpus_are_named_by_what_they_are_in_the_plans_order() -> None:
-    found = environment(placed(20, 11), Path("/data/cache/b1"))
-    assert found == environment(chosen(), Path("/data/cache/b1")) | {
+    found = environment(placed(20, 11), Path("/opt/llama"), Path("/data/cache/b1"))
+    assert found == environment(chosen(), Path("/opt/llama"), Path("/data/cache/b1")) | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1",
         "CUDA_CACHE_PATH": "/data/cache/b1/cuda",
     }
+
+
+def test_a_library_path_is_only_for_the_driver_and_begins_with_the_engines_own_folder() -> None:
+    folders = Path("/opt/llama"), Path("/data/cache/b1"), Path("/usr/local/nvidia/lib64")
+    found = environment(placed(20, 11), *folders)
+    assert found["LD_LIBRARY_PATH"] == "/opt/llama:/usr/local/nvidia/lib64"
+    assert "LD_LIBRARY_PATH" not in environment(chosen(), *folders)  # no GPU, and no driver to be found
 
 
 def test_context_checkpoints_are_said_only_where_a_model_needs_them() -> None:
@@ -287,6 +294,21 @@ def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
         ("0.00.085.607 D anything", False),
         ("E", False),
         ("", False),
+        # As build 11312 printed them: the same prompt twice, and a client that left while it was answered.
+        (
+            "0.00.626.984 W slot   operator(): id  0 | task 5 | need to evaluate at least 1 token for each active slot "
+            "(n_past = 45, task.n_tokens() = 45)",
+            False,
+        ),
+        ("0.00.626.985 W slot   operator(): id  0 | task 5 | n_past was set to 44", False),
+        ("0.01.991.196 W srv          stop: cancel task, id_task = 28", False),
+        ("0.00.016.289 W srv  llama_server: security: no API key is set and CORS allows all origins (see …)", False),
+        # A prompt that is too long is refused and cancelled: the refusal stays.
+        ("0.50.899.328 E srv    send_error: task id = 131, error: request (30001 tokens) exceeds …", True),
+        ("0.50.899.408 W srv          stop: cancel task, id_task = 131", False),
+        # Of others that read alike nothing is kept back.
+        ("0.01.991.196 E srv          stop: cancel task, id_task = 28", True),
+        ("0.01.991.196 W srv          stop: cancel task, id_task = 28, which is not there", True),
     ],
 )
 def test_warnings_and_errors_are_worth_showing(line: str, shown: bool) -> None:

@@ -18,7 +18,7 @@ from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
 from appliance.tune.curve import LONGER, Point
 from appliance.tune.guided import OutOfMemory, Trial
-from appliance.tune.measure import DECODE_TOKENS, parse_timings
+from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, parse_timings, tokens_within
 from appliance.tune.measurement import Measurement, curve_of, merit, rated
 
 SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
@@ -148,6 +148,39 @@ def reply(**changes: Any) -> dict[str, Any]:
 def test_timings_become_a_point() -> None:
     found = parse_timings(reply(), 512, DECODE_TOKENS)
     assert found == Point(depth=512, decode_ms=10.0, prefill_ms=2.0, prefill_tokens=480)  # 24 tokens are 23 steps
+
+
+@given(st.floats(0.1, 1e6), st.floats(0.1, 1e6), st.floats(-10, 1000), st.integers(1, 32))
+def test_a_first_point_ends_in_time_or_in_a_second_or_is_not_begun(
+    decode_ms: float, prefill_ms: float, left_s: float, depth: int
+) -> None:
+    warmed = Point(depth=32, decode_ms=decode_ms, prefill_ms=prefill_ms, prefill_tokens=32)
+    tokens = tokens_within(warmed, depth, left_s)
+    room_ms = 1000 * max(left_s, AT_LEAST_S)
+    if tokens is None:
+        assert depth * prefill_ms + (FEWEST_TOKENS - 1) * decode_ms > room_ms * (1 - 1e-9)
+    else:
+        assert FEWEST_TOKENS <= tokens <= DECODE_TOKENS
+        assert depth * prefill_ms + (tokens - 1) * decode_ms <= room_ms * (1 + 1e-9)
+        assert tokens == DECODE_TOKENS or depth * prefill_ms + tokens * decode_ms > room_ms * (1 - 1e-9)
+
+
+def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_minute() -> None:
+    warmed = Point(depth=32, decode_ms=2000.0, prefill_ms=60.0, prefill_tokens=32)
+    assert tokens_within(warmed, 32, 15.0) == 7
+    assert tokens_within(warmed, 32, 120.0) == DECODE_TOKENS
+    assert tokens_within(warmed, 32, 5.0) is None
+
+
+def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> None:
+    few = parse_timings(reply(predicted_n=4, predicted_ms=6000.0), 512, 4)
+    assert few.noisier == pytest.approx((23 / 3) ** 0.5)
+    assert few.speed == "0.5 tok/s (within 19 %: few tokens)"
+    assert "0.5 tok/s (within 19 %: few tokens) at 512" in Measurement(key="a", points=(few,)).in_words()
+    usual = replace(few, decode_ms=1000.0, noisier=1.0)
+    (mean,) = curve_of([Measurement(key="a", points=(p,)) for p in (few, usual)]).points
+    assert mean.noisier == 1.0
+    assert mean.decode_ms == pytest.approx(2000 ** (3 / 26) * 1000 ** (23 / 26))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -13,11 +12,8 @@ from appliance.tune.workload import (
     CODING_AGENT,
     EXCESS_WEIGHT,
     LONG_DOCUMENT,
-    Mix,
     Workload,
     cost_s,
-    depths_of,
-    is_scaled,
     job_s,
     only,
     parse_mix,
@@ -59,8 +55,6 @@ def test_a_workload_longer_than_the_window_is_scaled_and_says_so() -> None:
     job = scaled(LONG_DOCUMENT, 8192)
     assert job.tokens_in + job.tokens_out == 8192
     assert job.name == "long document (scaled to 8192)"
-    assert is_scaled(only(LONG_DOCUMENT), 8192)
-    assert not is_scaled(only(CHAT), 8192)
     assert scaled_mix(only(CHAT), 8192) == only(CHAT)
 
 
@@ -74,16 +68,3 @@ def test_a_scaled_job_fits_its_window_and_keeps_what_it_reuses_below_what_it_rea
     found = scaled(replace(job, tokens_reused=int(share * job.tokens_in)), context)
     assert 0 < found.tokens_in + found.tokens_out <= context
     assert 0 <= found.tokens_reused <= found.tokens_in
-
-
-@given(st.lists(jobs, min_size=1, max_size=3), st.integers(1, 64), st.integers(65, 30_000))
-def test_depths_reach_from_empty_to_the_deepest_and_are_apart(found: list[Workload], empty: int, deepest: int) -> None:
-    depths = depths_of(Mix(parts=tuple((job, 1.0) for job in found)), empty=empty, deepest=deepest)
-    assert depths[0] == min(empty, *(job.depth for job in found))
-    assert depths[-1] == deepest
-    assert all(b >= 1.5 * a for a, b in pairwise(depths[:-1]))
-
-
-def test_three_depths_for_a_chat() -> None:
-    assert depths_of(only(CHAT), empty=32, deepest=2048) == (32, 640, 2048)
-    assert depths_of(only(CHAT), empty=32, deepest=512) == (32, 512)
