@@ -12,7 +12,7 @@ from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
-from appliance.plan import Plan
+from appliance.plan import TASTES, Plan
 from appliance.probe import Hardware, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report
@@ -102,7 +102,7 @@ def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) 
 
 def look_at_draft(settings: Settings, model: Model) -> Model | None:
     """The model that is to guess ahead, refused here when it cannot, and not in the middle of a tuning."""
-    if settings.draft_model is None or settings.speculation not in ("auto", "draft"):
+    if settings.draft_model is None or settings.speculation not in (*TASTES, "draft"):
         return None
     return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
 

@@ -148,9 +148,10 @@ class Settings:
     )
     users: int = _setting(_integer(1, 256), 1, "people who ask at the same time", "N")
     speculation: str = _setting(
-        _one_of("auto", "off", "ngram", "draft", "mtp"),
+        _one_of("auto", "stable", "fast", "off", "ngram", "draft", "mtp"),
         "auto",
-        "tokens guessed ahead and checked at once (default: what measuring shows to be faster)",
+        "tokens guessed ahead and checked at once: what measuring shows to be faster for all requests together, "
+        "stable: slower for no kind of them, fast: the fastest for some kind; or one way to guess",
         "KIND",
     )
     draft_model: str | None = _setting(

@@ -21,7 +21,7 @@ from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
 from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
+from appliance.plan import TASTES, Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
 from appliance.plan.slots import is_asked
 from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe.watch import Watch
@@ -245,7 +245,7 @@ class Study:
             if found is not None:
                 chosen = applied(plan, found, replace(words, value=found.in_words()))
         except (EngineError, ModelDoesNotFitError) as error:
-            if settings.speculation != "auto":
+            if settings.speculation not in TASTES:
                 raise
             self._report.warning("speculation_failed", f"guessing ahead is off: {error.message}")
             return plan, (f"guessing ahead failed: {error.message}",)

@@ -11,10 +11,12 @@ from appliance.plan.refine import Projection, refine
 from appliance.plan.space import SMALLEST_WINDOW, Space, plan
 from appliance.plan.speculation import (
     SIZES,
+    TASTES,
     UNMEASURED,
     Kind,
     Offer,
     Speculation,
+    Taste,
     applied,
     as_asked,
     kinds,
@@ -27,6 +29,7 @@ from appliance.plan.speed import Speed
 __all__ = [
     "SIZES",
     "SMALLEST_WINDOW",
+    "TASTES",
     "UNMEASURED",
     "Choice",
     "Costs",
@@ -40,6 +43,7 @@ __all__ = [
     "Space",
     "Speculation",
     "Speed",
+    "Taste",
     "Verdict",
     "applied",
     "as_asked",

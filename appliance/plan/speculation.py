@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of
+# request later, or some kind of request as soon as can be.
+Taste = Literal["auto", "stable", "fast"]
+TASTES: tuple[Taste, ...] = get_args(Taste)
 # How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
 SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
 UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
@@ -83,7 +87,7 @@ def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | 
 
 
 def _offer(kind: Kind, settings: Settings, model: Model, engine: EngineFacts, draft: Model | None) -> Offer:
-    if settings.speculation not in ("auto", kind):
+    if settings.speculation not in (*TASTES, kind):
         other = f"speculation is {settings.speculation} ({settings.sources['speculation']})"
         return Offer(kind=kind, is_tried=False, reason=other)
     lacking = _lacking(kind, engine, model)

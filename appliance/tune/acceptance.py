@@ -12,7 +12,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NOISE = 0.03  # as in search.py: a gain below it may be chance
+from appliance.plan import Taste
+
+NOISE = 0.03  # a gain below it may be chance
+NOISE_OF_A_KIND = 0.06  # of one kind of request: a third of the answers
 RARELY = 0.02  # guesses a token: fewer cannot gain more than noise, and say nothing of b
 _BISECTIONS = 40
 _WINDOWS = (48, 96, 192)
@@ -21,12 +24,16 @@ _GRAM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What was measured with `tokens` guessed at most: milliseconds, guesses and right guesses for each token made."""
+    """What was measured with `tokens` guessed at most: milliseconds, guesses and right guesses for each token made.
+
+    `by_kind` is, of each kind of request (chat, edit, summary), the time as a share of that without guesses.
+    """
 
     tokens: int
     ms: float
     drafted: float
     accepted: float
+    by_kind: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of_every_step(cls, tokens: int, ms: float, acceptance: float) -> Rate:
@@ -115,11 +122,19 @@ def next_tokens(base_ms: float | None, seen: Sequence[Rate], sizes: Sequence[int
     return next((tokens for tokens in (star, *beside) if tokens not in measured), None)
 
 
-def chosen(base_ms: float, seen: Sequence[Rate], noise: float = NOISE) -> Rate | None:
+def chosen(base_ms: float, seen: Sequence[Rate], taste: Taste = "auto") -> Rate | None:
     """The fastest measured; None when it is not faster than without guesses by more than the noise, or hardly guessed:
-    then something else made it faster."""
-    fastest = min((rate for rate in seen if rate.drafted >= RARELY), key=lambda rate: rate.ms, default=None)
-    return fastest if fastest is not None and fastest.ms < base_ms * (1 - noise) else None
+    then something else made it faster. `stable` leaves out what made any kind of request slower, and `fast` goes by the
+    kind that gains most."""
+    able = [rate for rate in seen if rate.drafted >= RARELY]
+    if taste == "stable":
+        able = [rate for rate in able if all(share <= 1 + NOISE for _, share in rate.by_kind)]
+    if taste == "fast":
+        most = [(min((share for _, share in rate.by_kind), default=1.0), rate) for rate in able]
+        share, fastest = min(most, key=lambda pair: pair[0], default=(1.0, None))
+        return fastest if share < 1 - NOISE_OF_A_KIND else None
+    fastest = min(able, key=lambda rate: rate.ms, default=None)
+    return fastest if fastest is not None and fastest.ms < base_ms * (1 - NOISE) else None
 
 
 def is_looping(tokens: Sequence[int]) -> bool:

@@ -215,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
         read = len(prompt) - cached
         step_ms = by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
         prefill_ms = by_number(options.prefill_ms, options.ubatch_size)
-        steps, guessed, right = guesses(options, max(1, made - 1))
+        steps, guessed, right = guesses(options, max(1, made - 1), request.get("seed", 1))
         return {
             "cache_n": cached,
             "prompt_n": read,
@@ -334,22 +334,24 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     }
 
 
-def guesses(options: argparse.Namespace, made: int) -> tuple[float, int, int]:
+def guesses(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
     """How many steps' time `made` tokens take, how many were guessed, and how many of those were right."""
-    cost, chance = next((guess[1:] for guess in options.guess if guess[0] == options.spec_type), (0.0, None))
+    cost, chances = next((guess[1:] for guess in options.guess if guess[0] == options.spec_type), (0.0, ()))
     at_most = options.spec_ngram_mod_n_max if options.spec_type == "ngram-mod" else options.spec_draft_n_max
-    if chance is None or not at_most:
+    if not chances or not at_most:
         return made, 0, 0
+    chance = chances[seed % len(chances)]
     right = sum(chance**i for i in range(1, at_most + 1))
     steps = made / (1 + right)
     return steps * (1 + cost * at_most), round(steps * at_most), round(steps * right)
 
 
-def guess(text: str) -> tuple[str, float, float]:
-    """`draft-mtp:0.5,0.8`: a guess of that kind costs half a step, and each is right with a chance of 0.8."""
+def guess(text: str) -> tuple[str, float, list[float]]:
+    """`draft-mtp:0.5,0.8`: a guess of that kind costs half a step, and each is right with a chance of 0.8;
+    `draft-mtp:0.5,0.8/0.1`: with 0.8 for even seeds and 0.1 for odd ones."""
     kind, _, numbers = text.partition(":")
-    cost, _, chance = numbers.partition(",")
-    return kind, float(cost), float(chance)
+    cost, _, chances = numbers.partition(",")
+    return kind, float(cost), [float(chance) for chance in chances.split("/")]
 
 
 def by_number(table: str, number: int) -> float:
@@ -396,7 +398,14 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--spec-type", default="none")
     add("--spec-draft-n-max", type=int, default=3)
     add("--spec-ngram-mod-n-max", type=int, default=64)
-    add("--guess", type=guess, action="append", default=[], metavar="KIND:COST,CHANCE", help="of each step, of a guess")
+    add(
+        "--guess",
+        type=guess,
+        action="append",
+        default=[],
+        metavar="KIND:COST,CHANCE[/CHANCE]",
+        help="of each step, of a guess",
+    )
     add("--loop", action="store_true", help="every answer is one token over and over")
     add("--port-taken", action="store_true", help="end as if the address were in use")
     options, _ = parser.parse_known_args(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -108,7 +109,32 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
     assert speculation is None
     assert stage.sizes == [0, 1, 8]
     assert why.startswith("guessing ahead gains nothing: mtp 1: ")
-    assert "6% longer; 79% of 0.56 guesses a token were right" in why
+    assert "6% longer (chat +6%, edit +6%, summary +6%); 79% of 0.56 guesses a token were right" in why
+
+
+@pytest.mark.parametrize(
+    ("gain", "taste", "is_served", "words"),
+    [  # by seed: summaries, chats but for the last of them, edits
+        ("0.9/0.9/0.9", "stable", True, r"% shorter \(chat -\d+%, edit -\d+%, summary -\d+%\)"),
+        ("0.9/0.0/0.9", "auto", True, r"% shorter \(chat \+\d+%, edit -\d+%, summary -\d+%\)"),
+        ("0.9/0.0/0.9", "stable", False, "without making some kind of request slower: mtp"),
+        ("0.1/0.0/0.6", "auto", False, "guessing ahead gains nothing: mtp"),
+        ("0.1/0.0/0.6", "fast", True, r"% longer \(chat \+\d+%, edit -\d+%, summary \+\d+%\)"),
+        ("0.2/0.1/0.2", "fast", False, "for any kind of request: mtp"),
+    ],
+)
+def test_kinds_of_request_that_gain_and_that_lose(
+    stage: Stage, gain: str, taste: str, is_served: bool, words: str
+) -> None:
+    speculation, why, _ = stage.choose("--guess", f"draft-mtp:0.3,{gain}", speculation=taste)
+    assert (speculation is not None) == is_served, why
+    assert re.search(words, why)
+
+
+def test_a_start_that_takes_longer_than_there_is_time_is_given_up(stage: Stage) -> None:
+    speculation, why, tried = stage.choose("--hang-on-completion", left_s=2.0)
+    assert (speculation, why, tried) == (None, "no time was left to measure what guessing ahead gains", [])
+    assert stage.sizes == [0]
 
 
 def test_what_was_asked_for_is_served_with_its_best_number_and_the_truth(stage: Stage) -> None:

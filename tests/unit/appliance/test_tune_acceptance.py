@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.plan import Taste
 from appliance.tune.acceptance import (
     NOISE,
+    NOISE_OF_A_KIND,
     Law,
     Rate,
     best_tokens,
@@ -57,6 +60,26 @@ def test_what_is_measured_in_turn() -> None:
     best = chosen(base_ms, published(3))
     assert best is not None
     assert best.tokens == 2
+
+
+def of_kinds(tokens: int, chat: float, edit: float) -> Rate:
+    """With the time of each kind of request as a share of that without guesses."""
+    rate = Rate.of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
+    return replace(rate, by_kind=(("chat", chat), ("edit", edit)))
+
+
+@pytest.mark.parametrize(("taste", "tokens"), [("auto", 2), ("stable", 1), ("fast", 4)])
+def test_what_is_wanted_of_guessing_decides(taste: Taste, tokens: int) -> None:
+    found = chosen(100.0, [of_kinds(1, 0.99, 0.9), of_kinds(2, 1.1, 0.5), of_kinds(4, 1.6, 0.4)], taste)
+    assert found is not None
+    assert found.tokens == tokens
+
+
+def test_a_gain_of_one_kind_within_its_noise_or_without_guesses_is_none() -> None:
+    within = of_kinds(2, 1.2, 1.01 - NOISE_OF_A_KIND)
+    rare = replace(of_kinds(2, 1.0, 0.5), drafted=0.0)
+    assert chosen(100.0, [within, rare], "fast") is None
+    assert chosen(100.0, [], "fast") is None
 
 
 def test_a_first_guess_that_does_not_pay_ends_it() -> None:
