@@ -133,7 +133,7 @@ def test_a_profile_whose_plan_does_not_load_stays_what_it_is(home: Home) -> None
     kept = {path.name: path.read_bytes() for path in home.profiles.iterdir() if path.is_file()}
     measured = len(home.started)
     refuse(home, 6, where="--device CUDA0 ", free_mib=20)
-    with home.serving(kv_type="f16", ctx_size="8192") as serving:
+    with home.serving(tune="off", kv_type="f16", ctx_size="8192") as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200
         assert len(steps(serving)) == 1
@@ -144,7 +144,7 @@ def test_a_profile_whose_plan_does_not_load_stays_what_it_is(home: Home) -> None
     assert {path.name: path.read_bytes() for path in home.profiles.iterdir() if path.is_file()} == kept
     assert standing
     home.set_engine()
-    with home.serving(kv_type="f16", ctx_size="8192") as serving:
+    with home.serving(tune="off", kv_type="f16", ctx_size="8192") as serving:
         serving.wait_ready()
         assert on_gpu_mib(serving.document("plan")) > 0
         assert not {"stepped_down", "tune_start", "profile_stale"} & set(serving.names())
