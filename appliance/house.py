@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
-from appliance.engines.endings import as_error
+from appliance.engines.endings import as_error, shortage_of
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
-from appliance.errors import ConfigError, FatalError, VolumeError
+from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, VolumeError
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short
+from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short, narrowed
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from appliance.vouching import Vouching
 
 GLANCE_S = 1.0  # at the machine, to see whether something else is at work: less than half of it tells nothing
+STEPS_DOWN = 3  # to smaller plans, when memory runs out as the engine loads
+# Settings that keep a plan from becoming smaller.
+SIZED_BY = ("ctx_size", "kv_type", "ubatch", "parallel", "users", "cache_ram_mib", "devices", "gpu_layers", "n_cpu_moe",
+            "draft_model")  # fmt: skip
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -68,6 +72,13 @@ class Prepared:
         """What is served where nothing was measured. Raises as `space` does."""
         best = self.space(settings, verdicts).best
         return as_asked(best, settings, model=self.model, draft=self.draft, isa=self.hardware.cpu.isa)
+
+    def best_of(self, settings: Settings, profile: Profile | None) -> Plan:
+        """The best that was measured and fits, else the prediction. Raises as `space` does."""
+        if profile is None:
+            return self.predicted(settings)
+        picked = pick(profile, settings.mode, self.space(settings), draft_path=self.draft_path)
+        return picked.plan if isinstance(picked, Picked) else self.predicted(settings, profile.verdicts)
 
 
 class House:
@@ -339,10 +350,7 @@ class House:
 
     async def serve(self, gateway: Gateway) -> None:
         """Waits until the engine answers, then until it is given up. Raises the error of its ending then."""
-        first = self._serving.supervisor
-        crash = await first.wait_ready() if first else None
-        if crash is not None:
-            raise as_error(crash)
+        await self._until_loaded()
         self._on_ready()
         failing = asyncio.create_task(self._serving.wait_failed())
         beside = [asyncio.create_task(self._follow_state()), asyncio.create_task(self._tend(gateway))]
@@ -358,6 +366,54 @@ class House:
             for task in beside:
                 task.cancel()
             await asyncio.gather(failing, *beside, return_exceptions=True)
+
+    async def _until_loaded(self) -> None:
+        """Steps down where memory runs out: it may have been taken since it was looked at, and not every plan was
+        measured. Raises the error of the last ending."""
+        found = self._found
+        for step in range(STEPS_DOWN + 1):
+            supervisor = self._serving.supervisor
+            crash = await supervisor.wait_ready() if supervisor else None
+            if crash is None:
+                return
+            error = as_error(crash)
+            if step == STEPS_DOWN:
+                raise error
+            lines = self._logs.pop(supervisor, ()) if supervisor else ()
+            found, plan = self._stepped_down(found, error, lines)
+            await self._serving.leave()
+            self.launch(plan)
+
+    def _stepped_down(self, found: Prepared, error: FatalError, lines: Iterable[str]) -> tuple[Prepared, Plan]:
+        """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept,
+        shown or measured later goes by the real machine. Raises the error where nothing smaller may be served."""
+        before, shortage = self._serving.plan, shortage_of(error, lines)
+        less = narrowed(found.hardware, before, shortage, self._settings) if before and shortage else None
+        if before is None or less is None:
+            raise error
+        found = replace(found, hardware=less.hardware)
+        try:
+            plan = found.best_of(self._settings, self._profile)
+        except ModelDoesNotFitError:  # what the engine lacked says more
+            plan = before
+        if not less.is_smaller(plan, before):
+            error.hint = f"{error.hint}; {self._why_not_smaller()}"
+            raise error
+        words = (
+            f"the engine ran out of memory as it loaded: {less.missing_mib:,.0f} MiB too few on {less.where}; "
+            f"serving {plan.key} instead of {before.key}"
+        )
+        windows = {"context_before": before.context, "context": plan.context}
+        self._report.warning("stepped_down", words, where=less.where, missing_mib=round(less.missing_mib), **windows)
+        return found, plan
+
+    def _why_not_smaller(self) -> str:
+        sources = self._settings.sources
+        asked = [name for name in SIZED_BY if sources.get(name, "default") != "default"]
+        if not asked:
+            return "no smaller plan fits either"
+        words = ", ".join(f"{name} '{getattr(self._settings, name)}' ({sources[name]})" for name in asked)
+        return f"no smaller plan keeps what was asked for: {words}"
 
     def _on_ready(self) -> None:
         """The engine that serves answers: the first one, one that was restarted, or another that took its place."""

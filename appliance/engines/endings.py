@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from appliance.errors import (
@@ -27,6 +27,7 @@ from appliance.errors import (
     ModelUnreadableError,
     NoKernelError,
 )
+from appliance.plan import Shortage
 
 _NAME = "llama-server"
 
@@ -117,6 +118,7 @@ _MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
 # The engine mends some failures by itself, and what it said of them is no cause of a later end.
 _MENDED = re.compile(r"buffer allocation failed, retrying")
 _DEVICE = re.compile(r"on device (\d+)|\bCUDA(\d+) buffer")
+_FREE = re.compile(r"using device (CUDA\d+) .* - (\d+) MiB free")
 _SIZES: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"allocating ([0-9.]+) MiB on device"), 1.0),
     (re.compile(r"allocate +([0-9.]+) Mi?B"), 1.0),  # it says MB and means 2^20 bytes
@@ -145,6 +147,21 @@ def as_error(ending: Ending, *, served: bool = False, name: str = _NAME) -> Fata
         device = _device(line, ending.log) if was_memory else None
         return kind(message, hint=hint, log=ending.log, was_memory=was_memory, needed_mib=needed_mib, device=device)
     return kind(message, hint=hint, log=ending.log)
+
+
+def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
+    """What an engine lacked that ran out of memory as it loaded; None for any other ending, and where its log tells no
+    size or no GPU. `lines` are its whole log: what was free stands at its beginning."""
+    if not isinstance(error, _MEMORY) or error.needed_mib is None:
+        return None
+    if isinstance(error, EngineHostMemoryError):
+        return Shortage(refused_mib=error.needed_mib)
+    if error.device is None:
+        return None
+    free = (found for line in lines if (found := _FREE.search(line)) and found[1] == error.device)
+    first = next(free, None)  # a draft model that is loaded after it says so again
+    free_mib = float(first[2]) if first else None
+    return Shortage(refused_mib=error.needed_mib, device=error.device, free_mib=free_mib)
 
 
 def _judge(ending: Ending) -> tuple[type[FatalError], str, str | None] | None:

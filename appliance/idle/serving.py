@@ -87,14 +87,15 @@ class Serving(Generic[P]):
         return (wanted.argv, wanted.environment) != (present.argv, present.environment)
 
     def launch(self, plan: P) -> None:
-        """The first engine: spawned at once. Its `wait_ready` and its death are those of `supervisor`."""
+        """The first engine, or after `leave` one in place of a first that never served: spawned at once. Its
+        `wait_ready` and its death are those of `supervisor`."""
         supervisor = self._supervise(plan)
         supervisor.start(self._command(plan, self._sockets[0]))
         self._set_present(_Present(plan, self._sockets[0], supervisor))
 
     async def leave(self) -> P:
-        """Stops the engine, which is then away until `load`; returns its plan. What it still works on is lost: hold
-        requests before."""
+        """Stops the engine, which is then away until `load` or `launch`; returns its plan. What it still works on is
+        lost: hold requests before."""
         present = self._in_place()
         self._load_s = self.load_s
         self._is_away = True

@@ -8,6 +8,7 @@ from appliance.plan.kv_types import Verdict
 from appliance.plan.memory import Memory
 from appliance.plan.placement import Placement, Share
 from appliance.plan.refine import Projection, refine
+from appliance.plan.shortage import Narrowed, Shortage, narrowed
 from appliance.plan.space import SMALLEST_WINDOW, Space, plan
 from appliance.plan.speculation import (
     SIZES,
@@ -35,11 +36,13 @@ __all__ = [
     "Costs",
     "Kind",
     "Memory",
+    "Narrowed",
     "Offer",
     "Placement",
     "Plan",
     "Projection",
     "Share",
+    "Shortage",
     "Space",
     "Speculation",
     "Speed",
@@ -53,6 +56,7 @@ __all__ = [
     "explain_settings",
     "in_short",
     "kinds",
+    "narrowed",
     "plan",
     "reckon",
     "refine",

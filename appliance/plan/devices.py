@@ -44,6 +44,11 @@ def usable_devices(
     return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, d.index, d.id))), tuple(refused)
 
 
+def device_id(gpu: Gpu) -> str:
+    """What a `Device` and a plan's share are known by."""
+    return gpu.uuid or str(gpu.index)
+
+
 def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
     if gpu.uuid in sliced:
         return "it is cut into slices (MIG), and those are used"
@@ -62,7 +67,7 @@ def _device(gpu: Gpu, hardware: Hardware) -> Device:
     pinned = (measured.pinned_gb_s if measured else None) or _link_gb_s(gpu)
     pageable = (measured.pageable_gb_s if measured else None) or pinned * assumptions.PAGEABLE_SHARE.value
     return Device(
-        id=gpu.uuid or str(gpu.index),
+        id=device_id(gpu),
         name=_name(gpu),
         index=gpu.index,
         free_mib=max(0.0, free - margin),

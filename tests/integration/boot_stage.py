@@ -46,6 +46,8 @@ class Home:
         self.profiles = self.data / "profiles"
         self.starts = folder / "starts"
         self.runs = 0
+        self.variables: Mapping[str, str] = {}  # of the machine that is described
+        self.devices = ""  # what the engine lists of its GPUs
 
     @classmethod
     def make(cls, folder: Path) -> Home:
@@ -83,6 +85,7 @@ class Home:
         # -I and -S: the fake starts in a third of the time.
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
         script = f"""#!/bin/sh
+test "$*" = --list-devices && printf '%s\\n' {shlex.quote(self.devices)} && exit
 printf '%s\\n' "$*" >>{shlex.quote(str(self.starts))}
 case "$* " in
 *{shlex.quote(where)}*) exec {run} {shlex.join(knobs)} "$@" ;;
@@ -111,7 +114,8 @@ esac
             **settings,
         }
         variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}
-        return {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**own, **self.variables, **variables}
 
     def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
         """A verb that ends by itself; `beside` shares what is in /tmp, as in one container."""

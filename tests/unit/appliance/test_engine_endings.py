@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.endings import as_error
+from appliance.engines.endings import as_error, shortage_of
 from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError, EngineNotReadyError, FatalError
+from appliance.plan import Shortage
 from appliance.supervisor import Crash
 from appliance.supervisor.log import Log
 
@@ -162,3 +163,30 @@ def test_no_log_makes_it_fail(lines: list[str], first: int) -> None:
     log = tuple(lines)
     first_error = log[first] if first < len(log) else None
     assert as_error(crash(first_error, log=log)).log == log
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_only_a_load_that_lacked_so_much_memory_tells_a_shortage(name: str) -> None:
+    row, crash_ = INDEX[name], read(name)
+    found = shortage_of(as_error(crash_), crash_.log)
+    if row["code"] not in (41, 42) or "needed_mib" not in row:
+        assert found is None
+        return
+    device = {"cuda-weights": "CUDA0", "cuda-compute-buffers": "CUDA1"}.get(name)
+    assert found == Shortage(refused_mib=pytest.approx(row["needed_mib"]), device=device)
+    assert (row["code"] == 41) is (device is not None)
+
+
+def test_what_was_free_on_that_gpu_when_the_engine_began() -> None:
+    """The first time that it says so: a draft model that is loaded after it finds less."""
+    using = "0.00.0{}0.001 I llama_model_load_from_file_impl: using device CUDA{} (NVIDIA H200) (0:0) - {} MiB free"
+    lines = [using.format(1, 0, 142566), using.format(1, 1, 20000), using.format(9, 1, 300), "nothing of that kind"]
+    found = shortage_of(as_error(read("cuda-compute-buffers")), lines)
+    assert found == Shortage(refused_mib=40000.0, device="CUDA1", free_mib=20000.0)
+    assert shortage_of(as_error(read("allocation-of-kv-cache")), lines) == Shortage(refused_mib=8791.88)
+
+
+def test_a_gpu_that_is_not_named_tells_no_shortage() -> None:
+    found = as_error(crash("0.01.000.000 E CUDA error: out of memory, allocating a buffer of size 1048576"))
+    assert (found.exit_code, found.needed_mib if isinstance(found, EngineError) else None) == (41, 1.0)
+    assert shortage_of(found, ()) is None

@@ -1,0 +1,130 @@
+"""The machine that is planned for after an engine ran out of memory as it loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.errors import ModelDoesNotFitError
+from appliance.plan import Plan, Shortage, Space, narrowed
+from appliance.probe import Hardware
+from appliance.settings import Settings, resolve_settings
+from tests.golden.machines import MACHINES
+from tests.golden.plans import facts, model
+
+AUTO = resolve_settings({}, {})
+CASES = {
+    "laptop-5060": ("llama-3.1-8b", "Q5_K_M"),
+    "2x4090": ("gpt-oss-120b", "MXFP4"),
+    "gb10": ("gpt-oss-120b", "MXFP4"),
+    "cpu-16g": ("llama-3.1-8b", "Q4_K_M"),
+}
+
+
+def plan_on(machine: str, hardware: Hardware, asked: Settings = AUTO) -> Plan:
+    image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
+    return Space(asked, image, engine, hardware, model(*CASES[machine])).best
+
+
+@cache
+def first(machine: str) -> Plan:
+    return plan_on(machine, MACHINES[machine])
+
+
+def loaded_mib(plan: Plan) -> float:
+    """Of the host's memory, what loading takes: caches grow with use."""
+    return plan.memory.total - plan.memory.cache - plan.memory.checkpoints
+
+
+@given(data=st.data(), machine=st.sampled_from(sorted(CASES)))
+@settings(max_examples=40, deadline=None)
+def test_the_next_plan_needs_so_much_less_there_or_none_fits(data: st.DataObject, machine: str) -> None:
+    hardware, before = MACHINES[machine], first(machine)
+    shares = before.placement.shares
+    at = data.draw(st.integers(-1, len(shares) - 1))
+    refused = data.draw(st.floats(1.0, 40_000.0))
+    shortage = Shortage(refused_mib=refused, device=None if at < 0 else f"CUDA{at}")
+    less = narrowed(hardware, before, shortage, AUTO)
+    assert less is not None
+    assert 0 < less.missing_mib <= refused + 1e-6
+    assert not less.is_smaller(before, before)
+    try:
+        after = plan_on(machine, less.hardware)
+    except ModelDoesNotFitError:
+        return
+    assert less.is_smaller(after, before)
+    if at >= 0 and machine != "gb10":
+        left = shares[at].memory.total - less.missing_mib
+        assert sum(s.memory.total for s in after.placement.shares if s.id == shares[at].id) <= left
+        assert less.hardware.memory == hardware.memory
+    else:
+        unified = [sum(s.memory.total for s in p.placement.shares) * (machine == "gb10") for p in (before, after)]
+        assert loaded_mib(after) + unified[1] <= loaded_mib(before) + unified[0] - less.missing_mib + 1280
+        assert less.hardware.gpus == hardware.gpus
+
+
+def test_of_two_cards_only_the_one_that_was_named_has_less() -> None:
+    hardware, before = MACHINES["2x4090"], first("2x4090")
+    one, other = before.placement.shares
+    less = narrowed(hardware, before, Shortage(refused_mib=500.0, device="CUDA1"), AUTO)
+    assert less is not None
+    free = {gpu.uuid: gpu.vram_free_mib for gpu in less.hardware.gpus.gpus}
+    assert free[other.id] == int(other.memory.total - 500 + other.held_back_mib)
+    assert free[one.id] == next(gpu.vram_free_mib for gpu in hardware.gpus.gpus if gpu.uuid == one.id)
+    assert less.where == f"CUDA1 ({other.name})"
+
+
+def test_a_plan_with_room_to_spare_steps_down_from_what_it_takes() -> None:
+    hardware = MACHINES["laptop-5060"]
+    (card,) = hardware.gpus.gpus
+    roomy = replace(hardware, gpus=replace(hardware.gpus, gpus=(replace(card, vram_free_mib=80_000),)))
+    before = plan_on("laptop-5060", roomy)
+    less = narrowed(roomy, before, Shortage(refused_mib=300.0, device="CUDA0"), AUTO)
+    assert less is not None
+    assert less.is_smaller(plan_on("laptop-5060", less.hardware), before)
+
+
+def test_what_was_free_counts_and_not_the_whole_buffer_that_was_refused() -> None:
+    hardware, before = MACHINES["laptop-5060"], first("laptop-5060")
+    (share,) = before.placement.shares
+    free_mib = share.memory.total - 100
+    shortage = Shortage(refused_mib=share.memory.weights, device="CUDA0", free_mib=free_mib)
+    less = narrowed(hardware, before, shortage, AUTO)
+    assert less is not None
+    assert [gpu.vram_free_mib for gpu in less.hardware.gpus.gpus] == [int(free_mib)]
+    assert less.missing_mib == pytest.approx(100 + share.held_back_mib)
+
+
+def test_where_enough_seemed_free_the_refused_buffer_counts() -> None:
+    hardware, before = MACHINES["laptop-5060"], first("laptop-5060")
+    (share,) = before.placement.shares
+    shortage = Shortage(refused_mib=300.0, device="CUDA0", free_mib=share.memory.total + 700)
+    less = narrowed(hardware, before, shortage, AUTO)
+    assert less is not None
+    assert less.missing_mib == pytest.approx(300)
+
+
+def test_a_gpu_that_the_plan_does_not_use_is_no_reason() -> None:
+    shortage = Shortage(refused_mib=300.0, device="CUDA1")
+    assert narrowed(MACHINES["laptop-5060"], first("laptop-5060"), shortage, AUTO) is None
+    assert narrowed(MACHINES["cpu-16g"], first("cpu-16g"), replace(shortage, device="CUDA0"), AUTO) is None
+
+
+def test_what_is_asked_for_stays_whatever_is_missing() -> None:
+    asked = resolve_settings({"ctx_size": "16384", "kv_type": "f16", "gpu_layers": "33"}, {})
+    roomy = replace(
+        MACHINES["laptop-5060"],
+        gpus=replace(
+            MACHINES["laptop-5060"].gpus,
+            gpus=tuple(replace(gpu, vram_free_mib=80_000) for gpu in MACHINES["laptop-5060"].gpus.gpus),
+        ),
+    )
+    before = plan_on("laptop-5060", roomy, asked)
+    less = narrowed(roomy, before, Shortage(refused_mib=300.0, device="CUDA0"), asked)
+    assert less is not None
+    with pytest.raises(ModelDoesNotFitError):
+        plan_on("laptop-5060", less.hardware, asked)
