@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 SERVER = "server"  # what plans are compared on; a look by anything else has corrections of its own
@@ -83,6 +83,11 @@ class Curve:
     @property
     def deepest(self) -> int:
         return self.ordered[-1].depth
+
+    def up_to(self, depth: float) -> Curve:
+        """As if nothing deeper had been measured; the shallowest point stays."""
+        points = tuple(point for point in self.ordered if point.depth <= depth)
+        return replace(self, points=points or self.ordered[:1])
 
     @cached_property
     def _slopes(self) -> tuple[float, ...]:

@@ -341,7 +341,9 @@ class State:
         return any(_on_server([trial]) for trial in self._trials if trial.key == candidate.key)
 
     def _job_ms(self, trial: Trial) -> float:
-        return 1000 * cost_s(Curve(points=self._as_served(trial)), self._search.mix)
+        """At the depths that all are looked at."""
+        curve = Curve(points=self._as_served(trial)).up_to(max(self._search.effort.depths))
+        return 1000 * cost_s(curve, self._search.mix)
 
     def _as_served(self, trial: Trial) -> tuple[Point, ...]:
         """Without what tells llama-bench from the server, as far as it is known."""

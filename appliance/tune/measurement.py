@@ -99,23 +99,32 @@ def merit(plan: Plan) -> int:
     return 2 * (plan.kv_type in EXACT) + (plan.load_mode == "mmap")
 
 
+def _closely(look: Measurement) -> int:
+    """How closely it was looked: a glance, longer, or longer and on the server in a deep context too."""
+    return look.is_long + (look.is_long and look.via == SERVER and len(look.points) > 2)
+
+
 def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: Mapping[str, str]) -> list[Rated]:
     """Every plan that was measured, and those that are `like` a measured one but for a smaller window: key -> key.
 
-    A plan that was only glanced at is left out where another of its window was looked at longer: the best of many
-    glances is the luckiest.
+    A plan that was only glanced at is left out where another of its window was looked at longer, and deeper: the best
+    of many glances is the luckiest. So is one that failed at the last look, unless all did.
     """
+    has_failed = {measurement.key: bool(measurement.error) for measurement in measurements}
     seen: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         if measurement.points:
             seen.setdefault(measurement.key, []).append(measurement)
+    seen = {key: looks for key, looks in seen.items() if not has_failed[key]} or seen
     found = []
     for plan in plans:
         looks = seen.get(like.get(plan.key, plan.key))
         if looks:
-            is_long = any(look.is_long for look in looks)
+            closely = max(_closely(look) for look in looks)
             by = like.get(plan.key, "")
             each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan), judged_by=by)
-            found.append((is_long, each))
-    looked_at = {each.window for is_long, each in found if is_long}
-    return [each for is_long, each in found if is_long or each.window not in looked_at]
+            found.append((closely, each))
+    closest: dict[int, int] = {}
+    for closely, each in found:
+        closest[each.window] = max(closely, closest.get(each.window, 0))
+    return [each for closely, each in found if closely == closest[each.window]]

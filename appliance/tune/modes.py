@@ -54,8 +54,11 @@ def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chos
         usable = [plan for plan in rated if plan.window == largest]
         below = f"; memory forbids a window of {floor:,}"
     job = scaled_mix(mix, min(plan.window for plan in usable))
-    chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](usable, job)
-    return replace(chosen, why=chosen.why + _judged(chosen.rated) + below)
+    compared = usable if mode == "context" else at_same_depths(usable)
+    chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](compared, job)
+    whole = usable[compared.index(chosen.rated)]
+    speed = whole.curve.decode(chosen.at)
+    return Chosen(rated=whole, at=chosen.at, speed=speed, why=chosen.why + _judged(whole) + below)
 
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
@@ -81,6 +84,13 @@ def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
     why = f"the largest window that {kept_in_words}: it keeps {share:.0%}"
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
+
+
+def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
+    """With no point that lies deeper than all were looked at: where a workload goes on beyond, one that was followed to
+    its knee would lose against one that was not."""
+    common = min(plan.curve.deepest for plan in plans)
+    return [replace(plan, curve=plan.curve.up_to(common)) for plan in plans]
 
 
 def best_ms(rated: Sequence[Rated], depth: float) -> float:

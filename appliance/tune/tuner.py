@@ -28,6 +28,7 @@ from appliance.tune.modes import (
     Chosen,
     Mode,
     Rated,
+    at_same_depths,
     best_ms,
     choose,
     is_readable,
@@ -114,6 +115,7 @@ class Tuner:
         self._tell = tell
         self._done = done
         self._watch = watch
+        self._kept = tuple(kept)
         known = [m for m in kept if m.key in self._plans]
         self._seen = known if any(m.points for m in known) else []
         self._bench = together
@@ -249,13 +251,12 @@ class Tuner:
                 await self._look_closely(self._plans[estimate.candidate.key])
 
     async def _look_closely(self, plan: Plan) -> bool:
-        """Longer and at every depth; False where that is done already, or there is no time."""
+        """Longer and at every depth; False where that is done already, there is no time, or the engine failed."""
         own = [m for m in self._seen if m.key == plan.key and m.is_long and m.via == SERVER]
         is_done = any(len(m.points) >= len(self._looked_at(plan, is_deep=True)) for m in own)
-        if is_done or self._expected_s(plan, is_deep=True) > self.left_s:
+        if is_done or self._expected_s(plan, is_long=True, is_deep=True) > self.left_s:
             return False
-        await self._measure(plan, is_long=True, is_deep=True)
-        return True
+        return bool((await self._measure(plan, is_long=True, is_deep=True)).points)
 
     async def _confirm(self) -> None:
         """The winner need not be one of the last few: of plans as fast it is the one with the larger window. A closer
@@ -298,7 +299,7 @@ class Tuner:
         best = search.best(self._trials, window)
         is_deep = self._goal.mode == "context"  # whose condition is of a full window
         plan = self._plans[best.candidate.key] if best else None
-        if plan is None or self._expected_s(plan, is_deep=is_deep) > self.left_s:
+        if plan is None or self._expected_s(plan, is_long=False, is_deep=is_deep) > self.left_s:
             return None
         seen = await self._measure(plan, is_long=False, is_deep=is_deep)
         never = Point(depth=1, decode_ms=float("inf"), prefill_ms=float("inf"), prefill_tokens=1)
@@ -307,7 +308,8 @@ class Tuner:
     def _meets(self, mode: Mode, curve: Curve, window: int) -> bool:
         if mode == "context":
             return is_readable(curve, window)
-        return best_ms(self._rated(), self._mix.depth) / curve.decode_ms(self._mix.depth) >= SPEED_KEPT
+        here, *others = at_same_depths([Rated(key="", window=window, curve=curve), *self._rated()])
+        return best_ms(others, self._mix.depth) / here.curve.decode_ms(self._mix.depth) >= SPEED_KEPT
 
     def _rated(self, more: Sequence[Plan] = ()) -> list[Rated]:
         return rated([*self._plans.values(), *more], self._seen, like=self._like)
@@ -315,7 +317,8 @@ class Tuner:
     async def _measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
         """Once more where something else disturbed it, if there is time."""
         seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
-        if seen.disturbance and self._expected_s(plan, is_deep=is_deep) <= self.left_s / 2:
+        is_deep = is_deep or len(seen.points) > 2  # the first of all is
+        if seen.disturbance and self._expected_s(plan, is_long=is_long, is_deep=is_deep) <= self.left_s / 2:
             seen = await self._look(plan, is_long=is_long, is_deep=is_deep)
         return seen
 
@@ -351,8 +354,10 @@ class Tuner:
 
     @property
     def _depths(self) -> tuple[int, ...]:
-        """Those of the first look, for all: plans are compared at the same."""
-        first = next((m for m in self._seen if m.points and m.via == SERVER), None)
+        """Those of the first look, for all: plans are compared at the same. Of one that was broken off, too, should its
+        first plan no longer be possible."""
+        looks = [m for m in (*self._kept, *self._seen) if m.points and m.via == SERVER]
+        first = max(looks, key=lambda look: len(look.points), default=None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
 
     def _looked_at(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
@@ -368,12 +373,15 @@ class Tuner:
         depths = self._depths[:2] or (EMPTY, self._mix.depth)
         return Effort(depths=depths, tokens_each=DECODE_TOKENS, reuses_engine=False)
 
-    def _expected_s(self, plan: Plan, *, is_deep: bool) -> float:
-        """What a look at this plan may take, going by what looks at as many depths took."""
+    def _expected_s(self, plan: Plan, *, is_long: bool, is_deep: bool) -> float:
+        """What a look at this plan may take, going by what looks at as many depths took, or at the next more."""
+        depths = len(self._looked_at(plan, is_deep=is_deep))
         seen = [m for m in self._seen if m.points]
-        seen = [m for m in seen if len(m.points) >= len(self._looked_at(plan, is_deep=is_deep))] or seen
-        own = [m for m in seen if m.key == plan.key]
-        return 1.5 * max((m.seconds for m in own or seen), default=0.0)
+        enough = [m for m in seen if len(m.points) >= depths]
+        fewest = min((len(m.points) for m in enough), default=0)
+        alike = [m for m in enough if len(m.points) == fewest] or seen
+        own = [m for m in alike if m.key == plan.key]
+        return 1.5 * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
     def _tuned(self) -> Tuned:
         more = self._smaller_windows()
@@ -443,7 +451,7 @@ class Tuner:
         for each in self._judged(wide, plans, "context"):
             judged.append(each)
             smaller = self._smaller(plans[each.key], Curve(points=each.points))
-            if smaller is not None:
+            if smaller is not None and not any(m.key == smaller.key and m.points for m in self._seen):
                 plans[smaller.key] = smaller
                 judged.append(replace(each, key=smaller.key))
         return list(plans.values()), judged
@@ -472,6 +480,12 @@ class Tuner:
                 if window in known or judged(window):
                     break
         return found
+
+
+def _seconds(look: Measurement, *, is_long: bool) -> float:
+    """What it took, or would have taken if it had been longer."""
+    more = LONGER - 1 if is_long and not look.is_long else 0
+    return look.seconds + more * DECODE_TOKENS * sum(point.decode_ms for point in look.points) / 1000
 
 
 def _failed(plan: Plan, error: EngineError, seconds: float) -> Measurement:

@@ -278,6 +278,20 @@ async def test_what_an_interrupted_tuning_has_spent_is_not_there_again(socket_pa
     assert tuned.plan.key == first.key
 
 
+async def test_an_interrupted_tuning_whose_first_plan_is_not_possible_any_more_keeps_its_depths(
+    socket_path: Path,
+) -> None:
+    """The largest window that fits has another size after a restart: it was the one that was looked at deeply."""
+    first = Bench(socket_path)
+    await first.tune(on_cpu(), few())
+    deepest = next(m.points[-1].depth for m in first.done if len(m.points) == 3)
+    kept = [m for m in first.done if len(m.points) == 2 or m is first.done[0]]
+    bench = Bench(socket_path)
+    tuned = await bench.tune(on_cpu(), [p for p in few() if p.key != first.done[0].key], kept=kept)
+    assert max(point.depth for m in bench.done for point in m.points) == deepest
+    assert tuned.plan.key != first.done[0].key
+
+
 async def test_of_an_interrupted_tuning_in_which_all_failed_nothing_is_kept(socket_path: Path) -> None:
     kept = [Measurement(key=plan.key, error="engine exited with code 1") for plan in few()]
     unknown = Measurement(key="of another start", error="engine exited with code 1")

@@ -95,6 +95,26 @@ def test_a_glance_does_not_compete_with_what_was_looked_at_longer_in_the_same_wi
     assert [each.key for each in rated([best, other], [lucky], like={})] == [other.key]
 
 
+def test_nor_one_that_was_looked_at_longer_with_one_that_was_looked_at_deeper_too() -> None:
+    best, other, third, *_ = PLANS
+    deep = look(point(32, 10.0), point(640, 11.0), point(2048, 20.0), key=best.key, is_long=True)
+    longer = look(point(32, 5.0), point(640, 6.0), key=other.key, is_long=True)
+    first = replace(deep, key=third.key, is_long=False)
+    plans = [best, other, third]
+    assert [each.key for each in rated(plans, [first, longer, deep], like={})] == [best.key]
+    assert [each.key for each in rated(plans, [first, longer], like={})] == [other.key]
+
+
+def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> None:
+    best, other = PLANS[:2]
+    good = look(point(32, 10.0), key=best.key)
+    failed = Measurement(key=best.key, error="out of memory in a deep context")
+    fine = look(point(32, 20.0), key=other.key)
+    assert [each.key for each in rated([best, other], [good, fine, failed], like={})] == [other.key]
+    assert [each.key for each in rated([best, other], [failed, fine, good], like={})] == [best.key, other.key]
+    assert [each.key for each in rated([best, other], [good, failed], like={})] == [best.key]
+
+
 def test_an_exact_cache_is_worth_more_than_mapped_weights() -> None:
     plan = PLANS[0]
     kinds = [(kv_type, mode) for kv_type in ("q8_0", "f16") for mode in ("none", "mmap")]

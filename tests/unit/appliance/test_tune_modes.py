@@ -131,6 +131,19 @@ def test_what_nobody_measured_sets_no_standard_of_speed_and_says_that_it_was_not
     assert choose("balanced", (*measured, slow), CHATS, native=4096).rated.window == 16384
 
 
+@pytest.mark.parametrize("mode", ["speed", "balanced"])
+@pytest.mark.parametrize("workload", ["chat", "agent", "document"])
+def test_one_that_was_not_followed_to_its_knee_does_not_win_by_that(mode: Mode, workload: str) -> None:
+    knee = ((32, 14.5), (640, 17.7), (2048, 55.5))
+    points = tuple(Point(depth=at, decode_ms=ms, prefill_ms=1.0, prefill_tokens=at) for at, ms in knee)
+    deep = Rated(key="deep", window=32768, curve=Curve(points=points))
+    slower = tuple(replace(point, decode_ms=point.decode_ms * 1.5) for point in points[:2])
+    shallow = Rated(key="shallow", window=32768, curve=Curve(points=slower), merit=3)
+    found = choose(mode, [shallow, deep], parse_mix(workload), native=32768)
+    assert found.rated is deep
+    assert found.speed == deep.curve.decode(found.at)
+
+
 def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
     """One that was looked at twice, and was flat so far, says nothing of what lies behind."""
     bent = rated(8192, 10.0, per_1000=20.0, key="bent")
