@@ -253,7 +253,7 @@ def _probe(options: argparse.Namespace, settings: Settings, environment: Mapping
     from appliance.probe.smi import cross_check
 
     hardware = probe(settings.data_dir, environment)
-    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment))
+    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
     if options.measure:
         return _measure(options, settings, hardware, environment)
     document = as_document(hardware)

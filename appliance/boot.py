@@ -134,7 +134,7 @@ async def doubt(hardware: Hardware, environment: Mapping[str, str], report: Repo
     """Says where nvidia-smi contradicts NVML; before measuring only, since it may take seconds."""
     from appliance.probe.smi import cross_check  # here, since a start from a profile never needs its XML parser
 
-    found = await asyncio.to_thread(cross_check, hardware.gpus, environment)
+    found = await asyncio.to_thread(cross_check, hardware.gpus, environment, hardware.volume.path)
     for words in found.warnings[len(hardware.gpus.warnings) :]:
         report.warning("hardware", words)
 

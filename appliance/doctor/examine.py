@@ -43,7 +43,7 @@ class Findings:
 def examine(settings: Settings, environment: Mapping[str, str]) -> Findings:
     """Raises nothing that a start would end with: it becomes a check."""
     hardware = probe(settings.data_dir, environment)
-    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment))
+    hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
     facts = _facts(settings)
     image, engine = (None, None) if isinstance(facts, Check) else facts
     checks = [

@@ -19,7 +19,8 @@ def query_facts(binary: Path) -> EngineFacts:
 
 
 def _said(binary: Path, flag: str) -> str:
-    done = run((str(binary), flag), timeout_s=TIMEOUT_S)
+    # Without our LD_LIBRARY_PATH, as when it serves: the loader would look there before it looks beside the binary.
+    done = run((str(binary), flag), timeout_s=TIMEOUT_S, environment={})
     if done.returncode != 0:
         message = f"engine does not answer {flag}: {binary}: exit code {done.returncode}: {done.stderr.strip()[-500:]}"
         raise EngineLibraryError(message, hint="run ldd on it: a library is missing, or the CPU is too old")

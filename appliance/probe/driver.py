@@ -67,28 +67,31 @@ def find(name: str, root: Path, environment: Mapping[str, str], volume: Path | N
     unasked = [*_cached(root, name), *(root / folder / name for folder in _DEFAULT)]
     for named in environment.get("LD_LIBRARY_PATH", "").split(":"):
         library = Path(named) / name
-        if not named or not library.exists():
+        if not named or not _is_there(library):
             continue
         if why := _why_untrusted(named, volume):
             refused.append(f"LD_LIBRARY_PATH names {named}, which holds {name} and is not used: {why}")
             continue
-        is_known = any(other.exists() and other.samefile(library) for other in unasked)
+        is_known = any(_is_there(other) and other.samefile(library) for other in unasked)
         return Found(library=library, folder=None if is_known else Path(named), refused=tuple(refused))
-    if (known := next((path for path in unasked if path.exists()), None)) is not None:
+    if (known := next((path for path in unasked if _is_there(path)), None)) is not None:
         return Found(library=known, refused=tuple(refused))
     for place in PLACES:
         folder = root / place.folder
-        if (folder / name).exists() and not _is_within(folder, volume):
+        if _is_there(folder / name) and not _is_within(folder, volume):
             return Found(library=folder / name, folder=folder, refused=tuple(refused))
     return Found(refused=tuple(refused))
 
 
-def reaching(environment: Mapping[str, str], folder: Path | str | None) -> dict[str, str]:
-    """With this folder in LD_LIBRARY_PATH, after what is there."""
-    before = environment.get("LD_LIBRARY_PATH", "")
-    if folder is None or str(folder) in before.split(":"):
-        return dict(environment)
-    return {**environment, "LD_LIBRARY_PATH": f"{before}:{folder}" if before else str(folder)}
+def reaching(environment: Mapping[str, str], folder: Path | str | None, volume: Path | None) -> dict[str, str]:
+    """For a child: LD_LIBRARY_PATH with this folder last, and without those that `find` would refuse, since the loader
+    does not. An empty one is the folder that a program is started in."""
+    found = {name: value for name, value in environment.items() if name != "LD_LIBRARY_PATH"}
+    before = environment.get("LD_LIBRARY_PATH", "").split(":")
+    folders = [named for named in before if _why_untrusted(named, volume) is None]
+    if folder is not None and str(folder) not in folders:
+        folders.append(str(folder))
+    return found | {"LD_LIBRARY_PATH": ":".join(folders)} if folders else found
 
 
 def _cached(root: Path, name: str) -> Iterator[Path]:
@@ -101,15 +104,28 @@ def _cached(root: Path, name: str) -> Iterator[Path]:
         yield root / path.decode("utf-8", "surrogateescape").lstrip("/")
 
 
+def _is_there(path: Path) -> bool:
+    """Not where this user may not look, and not where the name is too long: there `exists` raises."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
 def _why_untrusted(named: str, volume: Path | None) -> str | None:
     folder = Path(named)
     if not folder.is_absolute():
         return "it is relative, so it depends on where a program is started"
     if _SEPARATORS & set(named):
         return "the dynamic loader would read its name as another one"
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        return f"it cannot be looked into: {error.strerror}"
     if _is_within(folder, volume):
         return f"it is on the volume {volume}, where others may write"
-    return "everybody may write there" if folder.stat().st_mode & stat.S_IWOTH else None
+    return "everybody may write there" if mode & stat.S_IWOTH else None
 
 
 def _is_within(folder: Path, volume: Path | None) -> bool:

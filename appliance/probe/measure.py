@@ -54,7 +54,7 @@ def measure(
     dram = _dram(threads, usable_mib, problems)
     speeds = []
     library = find_cudart(engine_dir)
-    around = reaching(environment, hardware.gpus.driver_dir)
+    around = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
     for gpu in hardware.gpus.gpus:
         name = f"GPU {gpu.index}" + (f" ({gpu.name})" if gpu.name else "")
         if gpu.uuid is None or library is None:

@@ -39,12 +39,12 @@ def query_gpus(
     timeout_s: float = TIMEOUT_S,
 ) -> GpuProbe:
     """What NVML says. Without its library no child is started, and no GPU is known."""
-    found = find(NVML, root, environment, volume)
+    found, seen = find(NVML, root, environment, volume), GpuProbe()
     if found.library is not None:
-        return only_visible(_ask_child(reaching(environment, found.folder), child, timeout_s), environment)
-    if (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
-        return GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is not: start the container with --gpus all")
-    return GpuProbe()
+        seen = only_visible(_ask_child(reaching(environment, found.folder, volume), child, timeout_s), environment)
+    elif (root / "dev/nvidiactl").exists() or (root / "proc/driver/nvidia").exists():
+        seen = GpuProbe(problem=f"the NVIDIA driver is here but {NVML} is not: start the container with --gpus all")
+    return replace(seen, warnings=(*seen.warnings, *found.refused))
 
 
 def parse_nvidia_report(text: str) -> GpuProbe:

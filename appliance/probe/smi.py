@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 from appliance.probe.driver import reaching
@@ -91,6 +92,7 @@ def disagreements(found: GpuProbe, report: SmiReport, *, is_filtered: bool = Fal
 def cross_check(
     found: GpuProbe,
     environment: Mapping[str, str],
+    volume: Path | None = None,
     *,
     command: Sequence[str] = COMMAND,
     timeout_s: float = TIMEOUT_S,
@@ -99,7 +101,8 @@ def cross_check(
     if not found.gpus and found.problem is None:
         return found
     try:
-        finished = run(command, timeout_s=timeout_s, environment=reaching(environment, found.driver_dir))
+        around = reaching(environment, found.driver_dir, volume)
+        finished = run(command, timeout_s=timeout_s, environment=around)
     except FileNotFoundError:
         return found
     except (RunTimeout, OSError) as error:

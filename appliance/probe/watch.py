@@ -41,7 +41,7 @@ class Watch:
         """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. `own_pid`
         heads the tree of processes that is our own work, by default this process."""
         self._known = hardware.gpus
-        self._environment = reaching(environment, hardware.gpus.driver_dir)
+        self._environment = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
         self._root = root
         self._own_pid = own_pid
         self._child = tuple(child)

@@ -48,7 +48,8 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Speeds in tokens a second; those of the profile are an interval, where it can tell no better."""
+    """Speeds in tokens a second; those of the profile are an interval, where it can tell no better. `doubt` is the
+    share that either end may be off by, where few tokens were timed."""
 
     did: str  # "decoded" or "read"
     depth: int
@@ -56,15 +57,24 @@ class Compared:
     low: float
     high: float
     is_extrapolated: bool
+    doubt: float = 0.0
+
+    @property
+    def least(self) -> float:
+        return self.low / (1 + self.doubt)
+
+    @property
+    def most(self) -> float:
+        return self.high * (1 + self.doubt)
 
     @property
     def slower(self) -> float:
         """Than the least that was to be expected, as a share; 0.24 is 24 % slower."""
-        return max(0.0, 1 - self.speed / self.low)
+        return max(0.0, 1 - self.speed / self.least)
 
     @property
     def faster(self) -> float:
-        return max(0.0, self.speed / self.high - 1)
+        return max(0.0, self.speed / self.most - 1)
 
     @property
     def is_slow(self) -> bool:
@@ -82,10 +92,12 @@ class Compared:
     def in_words(self) -> str:
         """As in "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower"."""
         if self.is_slow:
-            bound, change = self.low, f"{100 * self.slower:.0f} % slower"
+            bound, end, change = self.least, "least", f"{100 * self.slower:.0f} % slower"
         else:
-            bound, change = self.high, f"{100 * self.faster:.0f} % faster"
-        source = "at least to be expected (extrapolated)" if self.is_extrapolated else "measured"
+            bound, end, change = self.most, "most", f"{100 * self.faster:.0f} % faster"
+        why = ["extrapolated"] if self.is_extrapolated else []
+        why += [f"measured within {100 * self.doubt:.0f} %: few tokens"] if self.doubt else []
+        source = f"at {end} to be expected ({', '.join(why)})" if why else "measured"
         return f"{self.did} {self.speed:.1f} tok/s at {self.depth:,} tokens, {bound:.1f} {source}: {change}"
 
 
@@ -174,16 +186,32 @@ def _decode(baseline: Baseline, served: Served) -> Compared | None:
         shortest_s=share * curve.decode_s(first, tokens),
         longest_s=share * _longest_decode_s(curve, first, tokens),
         is_extrapolated=first + tokens > curve.deepest,
+        doubt=curve.doubt(first, first + tokens),
     )
 
 
 def _compared(
-    did: str, depth: int, tokens: int, seconds: float, *, shortest_s: float, longest_s: float, is_extrapolated: bool
+    did: str,
+    depth: int,
+    tokens: int,
+    seconds: float,
+    *,
+    shortest_s: float,
+    longest_s: float,
+    is_extrapolated: bool,
+    doubt: float = 0.0,
 ) -> Compared | None:
     if shortest_s <= 0 or longest_s <= 0:
         return None  # a profile without times
-    low, high = tokens / longest_s, tokens / shortest_s
-    return Compared(did=did, depth=depth, speed=tokens / seconds, low=low, high=high, is_extrapolated=is_extrapolated)
+    return Compared(
+        did=did,
+        depth=depth,
+        speed=tokens / seconds,
+        low=tokens / longest_s,
+        high=tokens / shortest_s,
+        is_extrapolated=is_extrapolated,
+        doubt=doubt,
+    )
 
 
 def _longest_decode_s(curve: Curve, first: int, tokens: int) -> float:

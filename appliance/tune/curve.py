@@ -8,6 +8,7 @@ Prefill of N tokens takes p1 N + p2 N^2: every token reads the weights' share of
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,9 +34,14 @@ class Point:
     noisier: float = 1.0
 
     @property
+    def doubt(self) -> float:
+        """The share that `decode_ms` may be off by; 0 where that is no more than usual, which nobody is told of."""
+        return NOISE * self.noisier if self.noisier > 1 else 0.0
+
+    @property
     def speed(self) -> str:
         """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
-        doubt = f" (within {100 * NOISE * self.noisier:.0f} %: few tokens)" if self.noisier > 1 else ""
+        doubt = f" (within {100 * self.doubt:.0f} %: few tokens)" if self.doubt else ""
         return f"{1000 / self.decode_ms:.1f} tok/s{doubt}"
 
 
@@ -127,6 +133,13 @@ class Curve:
         corners = (first, *sorted(marks), end)
         areas = ((b - a) * (self.decode_ms(a) + self.decode_ms(b)) / 2 for a, b in itertools.pairwise(corners))
         return sum(areas) / 1000
+
+    def doubt(self, first: float, last: float) -> float:
+        """The most of the points that decoding from depth `first` to `last` is taken from: those between and the next
+        on either side; all of them beyond the deepest, where the slope counts as well."""
+        depths = [point.depth for point in self.ordered]
+        begin = max(0, bisect_right(depths, first) - 1) if last <= self.deepest else 0
+        return max(point.doubt for point in self.ordered[begin : bisect_left(depths, last) + 1])
 
     def prefill_s(self, first: float, last: float) -> float:
         """Seconds to read the tokens from depth `first` to `last`, with those before in the cache."""

@@ -59,7 +59,8 @@ esac
         path.chmod(0o755)
 
     def need_library_path(self, folder: Path) -> None:
-        """The engine sees GPUs, and starts, only where its library path is its own folder and then this one."""
+        """The engine sees GPUs, and starts, only where its library path is its own folder and then this one;
+        what it is, it says only without one."""
         facts = self.folder / "facts/engine_facts.json"
         engine = parse_engine_facts(facts.read_text())
         flags = ("--device", "--gpu-layers", "--split-mode", "--tensor-split", "--main-gpu")
@@ -68,7 +69,7 @@ esac
         saying = path.rename(path.with_name("saying"))
         path.write_text(f"""#!/bin/sh
 case "$1 $LD_LIBRARY_PATH" in
---version*|--help*|*" {path.parent}:{folder}") exec {shlex.quote(str(saying))} "$@" ;;
+"--version "|"--help "|*" {path.parent}:{folder}") exec {shlex.quote(str(saying))} "$@" ;;
 --list-devices*) echo 'Available devices:' ;;
 *) echo 'error: the driver is not found' >&2; exit 1 ;;
 esac

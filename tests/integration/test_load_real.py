@@ -29,7 +29,7 @@ SECONDS = 1.5
 
 @pytest.fixture
 def hardware() -> Hardware:
-    return probe(Path("/tmp"), {})
+    return probe(Path("/nowhere"), {})  # a volume with none of the libraries that are built here: it would be refused
 
 
 @pytest.fixture
@@ -145,6 +145,20 @@ def test_a_described_gpu_in_trouble(hardware: Hardware, machine_environment: Put
     assert gpu.reasons == ("power cap", "thermal slowdown by hardware")
     assert (gpu.foreign_mib, gpu.foreign_utilization, gpu.newcomers) == (15000, 37, ())
     assert "GPU 0 was 37 % busy with the work of others: python3 (pid 4242)" in (watch.conditions.disturbance or "")
+
+
+def test_a_library_on_the_volume_is_not_loaded_for_a_watch(
+    hardware: Hardware, machine_environment: PutMachine, tmp_path: Path
+) -> None:
+    environment = machine_environment("2x4090")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libnvidia-ml.so.1").write_text("not a library")
+    named = {**environment, "LD_LIBRARY_PATH": f"{tmp_path}/lib:{environment['LD_LIBRARY_PATH']}"}
+    known = replace(on(hardware, environment), volume=replace(hardware.volume, path=tmp_path))
+    known = replace(known, gpus=replace(known.gpus, driver_dir=environment["LD_LIBRARY_PATH"]))
+    with Watch(known, named, timeout_s=60) as watch:
+        time.sleep(0.1)
+    assert (watch.conditions.problem, len(watch.conditions.gpus)) == (None, 2)
 
 
 def test_utilization_is_waited_for_to_fall(hardware: Hardware, machine_environment: PutMachine) -> None:

@@ -115,6 +115,20 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
     assert (found.problem or "").startswith("NVML: ")
 
 
+def test_a_library_on_the_volume_is_not_loaded(machine_environment: PutMachine, tmp_path: Path) -> None:
+    """Though it comes first in what the child would inherit, as its loader would have it."""
+    described = machine_environment("2x4090")
+    (tmp_path / "data/lib").mkdir(parents=True)
+    (tmp_path / "data/lib/libnvidia-ml.so.1").write_text("not a library")
+    named = {**described, "LD_LIBRARY_PATH": f"{tmp_path}/data/lib:{described['LD_LIBRARY_PATH']}"}
+    assert (ask(named).problem or "").startswith("NVML: ")
+    found = query_gpus(Path("/"), named, tmp_path / "data", timeout_s=60)
+    assert (found.problem, found.gpus) == (None, gpus_of("2x4090"))
+    assert f"{tmp_path}/data/lib, which holds libnvidia-ml.so.1 and is not used: it is on" in found.warnings[-1]
+    nowhere = query_gpus(tmp_path, {"LD_LIBRARY_PATH": f"{tmp_path}/data/lib"}, tmp_path / "data", child=("/nowhere",))
+    assert (nowhere.problem, nowhere.warnings) == (None, found.warnings[-1:])
+
+
 def test_a_child_that_prints_garbage(nvml_library: Path) -> None:
     environment = {"LD_LIBRARY_PATH": str(nvml_library.parent)}
     found = query_gpus(Path("/"), environment, child=(sys.executable, "-c", "print('hello')"))

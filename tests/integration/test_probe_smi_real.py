@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_one_in_trouble(found: GpuProbe, tmp_path: Path, script: str, words: str
     checked = cross_check(found, put_smi(tmp_path, script), timeout_s=timeout_s)
     assert checked.gpus == found.gpus
     assert checked.warnings[-1].startswith(words)
+
+
+def test_it_loads_nothing_from_the_volume(found: GpuProbe, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    environment = put_smi(tmp_path, 'test -z "$LD_LIBRARY_PATH" && cat "$LOG"')
+    named = {**environment, "LD_LIBRARY_PATH": f"{tmp_path}/data"}
+    known = replace(found, driver_dir=None)
+    assert cross_check(known, named, tmp_path / "data") == known
+    assert cross_check(known, named).warnings[-1].startswith("nvidia-smi ended with 1")
 
 
 def test_without_it_nothing_is_said(found: GpuProbe, tmp_path: Path) -> None:

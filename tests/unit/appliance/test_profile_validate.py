@@ -147,6 +147,49 @@ def test_a_batch_that_is_not_full_may_take_as_long_as_a_full_one() -> None:
     assert after(very, very, holds=wide).verdict is Verdict.STALE
 
 
+def doubtful(depth: int) -> Holds:
+    """The same curve, where the figure at this depth is of so few tokens that it is said to be "within 24 %"."""
+    points = [replace(point, noisier=3.4 if point.depth == depth else 1.0) for point in CURVE.points]
+    return Holds(baseline=replace(BASELINE, curve=Curve(points=tuple(points))))
+
+
+def test_a_figure_of_few_tokens_is_doubted_as_much_as_is_said_of_it() -> None:
+    """600 to 664 lies between 512 and 1,024: either may be the doubtful one."""
+    for depth in (512, 1024):
+        holds = doubtful(depth)
+        slow, fast = request(slower=1 / 0.83), request(slower=1 / 1.17)
+        assert after(slow, slow).verdict is Verdict.STALE
+        assert after(fast, fast).note
+        assert after(*[slow] * 9, holds=holds) == holds  # within the doubt: neither slow nor good
+        assert after(fast, fast, holds=holds).note == ""
+        very = request(slower=1 / 0.83 * 1.24)
+        stale = after(very, very, holds=holds)
+        least = 64 / CURVE.decode_s(600, 64) / 1.238
+        expected = f"{least:.1f} at least to be expected (measured within 24 %: few tokens): 17 % slower, twice"
+        assert (stale.verdict, stale.words.split(", ", 1)[1]) == (Verdict.STALE, expected)
+        found = after(*[request(slower=1 / 1.25 / 1.238)] * 2, holds=holds)
+        assert "at most to be expected (measured within 24 %: few tokens): 25 % faster, twice" in found.note
+        assert after(*[request()] * GOOD_ENOUGH, holds=holds).verdict is Verdict.HOLDS
+
+
+def test_doubt_of_other_depths_is_none_of_its_business() -> None:
+    slow = request(slower=1 / 0.83)
+    for depth in (32, 2048):
+        assert after(slow, slow, holds=doubtful(depth)).verdict is Verdict.STALE
+    reading = request(2000, made=2, read=512, prefill=1.4)  # what is doubted is the time to decode
+    assert after(reading, reading, holds=doubtful(2048)).verdict is Verdict.STALE
+
+
+def test_beyond_the_deepest_the_doubt_comes_on_top() -> None:
+    ratio = CURVE.decode(4128).high_ms / CURVE.decode(4128).ms
+    slow = request(4096, slower=1.3 * ratio)
+    assert after(slow, slow).verdict is Verdict.STALE
+    assert after(slow, slow, holds=doubtful(2048)).verdict is Verdict.OPEN
+    slower = request(4096, slower=1.6 * ratio)
+    found = after(slower, slower, holds=doubtful(2048))
+    assert "at least to be expected (extrapolated, measured within 24 %: few tokens): 23 % slower" in found.words
+
+
 def test_beyond_the_deepest_only_worse_than_all_that_could_be_expected_counts() -> None:
     """From 2,048 on a token may cost half again what the last stretch added, or twice it less the one before."""
     (found,) = compare(BASELINE, request(4096))
@@ -228,6 +271,7 @@ curves = st.lists(
         decode_ms=st.floats(0.01, 1e4),
         prefill_ms=st.one_of(st.just(0.0), st.floats(0.001, 1e3)),
         prefill_tokens=numbers,
+        noisier=st.floats(1, 10),
     ),
     min_size=1, max_size=4, unique_by=lambda point: point.depth,
 ).map(lambda points: Curve(points=tuple(points)))  # fmt: skip

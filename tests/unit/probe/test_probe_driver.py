@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from machine import put
 from appliance.probe.driver import CUDA, NVML, PLACES, Found, find, reaching
 
 VOLUME = Path("/data")
+ROOT = Path(__file__).parents[3]
 
 
 def cache_of(*paths: str) -> str:
@@ -87,11 +92,79 @@ def test_a_known_folder_that_leads_to_the_volume_is_not_used(tmp_path: Path) -> 
     assert find(CUDA, tmp_path, {}, tmp_path / "data") == Found()
 
 
-@given(before=st.lists(st.sampled_from(["/a", "/b", ""])), folder=st.sampled_from([None, "/a", "/c"]))
-def test_a_folder_is_added_once_and_last(before: list[str], folder: str | None) -> None:
-    environment = {"LD_LIBRARY_PATH": ":".join(before), "X": "1"}
-    after = reaching(environment, folder)
-    words = after["LD_LIBRARY_PATH"].split(":")
-    assert folder is None or folder in words
-    assert words[: len(before)] == before or not any(before)
-    assert reaching(after, folder) == after
+TOO_LONG = "/" + "x" * 5000
+
+
+@given(
+    before=st.lists(st.sampled_from(["/usr", "/etc", "", ".", "/nowhere", "/proc/self", "/tmp", TOO_LONG])),
+    folder=st.sampled_from([None, "/usr", "/c"]),
+)
+def test_a_child_searches_what_is_trusted_and_then_the_folder(before: list[str], folder: str | None) -> None:
+    """/tmp is everybody's, and /proc the volume here."""
+    after = reaching({"LD_LIBRARY_PATH": ":".join(before), "X": "1"}, folder, Path("/proc"))
+    trusted = [named for named in before if named in ("/usr", "/etc")]
+    if folder and folder not in trusted:
+        trusted.append(folder)
+    assert after == {"X": "1"} | ({"LD_LIBRARY_PATH": ":".join(trusted)} if trusted else {})
+
+
+@pytest.fixture
+def untrusted(tmp_path: Path) -> list[str]:
+    """Folders, with a `data` beside them as the volume. They hold nothing."""
+    for name in ("data/lib", "open", "with;two", "x$LIB"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "data/lib")
+    (tmp_path / "open").chmod(0o777)
+    return [
+        *(str(tmp_path / name) for name in ("data/lib", "link", "open", "with;two", "x$LIB", "data/../data")),
+        "lib",
+    ]
+
+
+def test_a_child_does_not_search_what_is_refused(tmp_path: Path, untrusted: list[str]) -> None:
+    for folder in untrusted:
+        assert reaching({"LD_LIBRARY_PATH": folder}, None, tmp_path / "data") == {}
+    good = tmp_path / "good"
+    good.mkdir()
+    everywhere = {"LD_LIBRARY_PATH": ":".join([*untrusted, str(good), *untrusted])}
+    assert reaching(everywhere, "/driver", tmp_path / "data") == {"LD_LIBRARY_PATH": f"{good}:/driver"}
+    assert reaching({"A": "1"}, None, None) == {"A": "1"}
+
+
+def test_a_folder_that_cannot_be_looked_into_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    good = put(tmp_path / "good", {CUDA: ""})
+    for odd in (TOO_LONG, f"{tmp_path}/loop", f"{tmp_path}/file/lib", f"{tmp_path}/none"):
+        named = {"LD_LIBRARY_PATH": f"{odd}:{good}"}
+        assert find(CUDA, tmp_path / "root", named, VOLUME) == Found(library=good / CUDA, folder=good)
+        assert reaching(named, None, VOLUME) == {"LD_LIBRARY_PATH": str(good)}
+
+
+# Imported before the change of user: the interpreter itself may lie where only root gets to.
+AS_A_STRANGER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from appliance.probe.driver import CUDA, find, reaching
+os.setgroups([])
+os.setgid(0)
+os.setuid(65533)
+root, named = Path(sys.argv[2]), {"LD_LIBRARY_PATH": sys.argv[3]}
+print(find(CUDA, root, named, Path("/data")), reaching(named, None, Path("/data")))
+"""
+
+
+def test_a_folder_that_this_user_may_not_enter_is_passed_over() -> None:
+    """/root/lib for --user 1000:0. It may also lie behind a known place."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory(prefix="driver", dir="/tmp") as name:  # pytest's own are closed to others
+        root = Path(name)
+        root.chmod(0o755)
+        closed = put(root, {"closed/lib/libcuda.so.1": "", "usr/local/nvidia/lib64/none": ""}) / "closed"
+        closed.chmod(0o700)
+        (root / "usr/local/nvidia/lib").symlink_to(closed / "lib")
+        argv = [sys.executable, "-B", "-c", AS_A_STRANGER, str(ROOT), name, f"{closed}/lib:{closed}:{root}/usr"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"{Found()} {{'LD_LIBRARY_PATH': '{closed}:{root}/usr'}}\n", done.stderr
