@@ -114,7 +114,7 @@ def text(case: Case) -> str:
     except FatalError as error:
         return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
     argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
-    variables = environment(first, Path("/data/cache/golden"))
+    variables = environment(first, Path("/opt/llama"), Path("/data/cache/golden"))
     cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith("CUDA"))
     lines = [_wrapped(line, indent="    ") for line in explain(first).splitlines()]
     neighbours = [f"{in_short(p)}: {p.speed.job_s:.2f} s" if p.speed else in_short(p) for p in others]
