@@ -529,7 +529,10 @@ class House:
         if holds.verdict == "holds" and not (holds.note and profile.disturbance):
             self._report.info("profile_holds", f"profile {profile.key.id} holds: {holds.words}")
             return
-        then = {"first": "measured again at the next start", "idle": "measured again while nobody asks"}
+        then = {
+            "first": "measured again at the next start on a quiet machine",
+            "idle": "measured again while nobody asks",
+        }
         # What was measured while something else was at work may be too slow as well: then another plan may be the best.
         why = holds.words if holds.verdict == "stale" else f"{holds.note}; {profile.disturbance} when it was measured"
         words = f"profile {profile.key.id} no longer holds: {why}; {then.get(self._settings.tune, 'kept')}"

@@ -48,15 +48,15 @@ def at_start(found: Found | None, *, tune: str, may_measure: bool) -> Start:
     """
     if found is None:
         return _without(tune, may_measure=may_measure)
+    may_measure = may_measure and tune == "first" and not found.is_pinned
+    if may_measure and (found.stale is not None or found.provisional):
+        return _again(found)
     if found.stale is None:
-        may_measure = may_measure and tune == "first" and not found.is_pinned
-        return _again(found, found.provisional) if found.provisional and may_measure else Start(act=Act.USE)
-    says = f"profile {found.id} no longer holds: {found.stale}"
+        return Start(act=Act.USE)
+    says = _says(found)
     if found.is_pinned:
         words = f"{says}; it is pinned and used all the same, `appliance profiles unpin` lets it be measured again"
         return Start(act=Act.USE, event="profile_stale", words=words, is_warning=True)
-    if tune == "first" and may_measure:
-        return Start(act=Act.MEASURE, event="profile_stale", words=f"{says}; measuring again")
     then = {
         "first": "another container on this volume is measuring again, used until the next start",
         "idle": "used until it is measured again while nobody asks",
@@ -76,16 +76,22 @@ def is_due(created: str, *, disturbed_times: int, now: datetime) -> bool:
     return 0 < disturbed_times < TRIES and now - then >= AGAIN_AFTER
 
 
-def _again(found: Found, provisional: str) -> Start:
+def _again(found: Found) -> Start:
+    """Only where nothing else is at work: what was disturbed would not replace what was not, and each start that did
+    not look would spend the whole budget for nothing."""
     if found.busy is None:
         return Start(act=Act.LOOK)
-    says = f"profile {found.id} is provisional: {provisional} when it was measured"
+    event = "profile_provisional" if found.stale is None else "profile_stale"
     if found.busy:
-        words = f"{says}; used, since the machine is busy now too: {found.busy}"
-        return Start(act=Act.USE, event="profile_provisional", words=words)
-    return Start(
-        act=Act.MEASURE, event="profile_provisional", words=f"{says}; nothing else is at work: measuring again"
-    )
+        words = f"{_says(found)}; used all the same, since the machine is busy: {found.busy}"
+        return Start(act=Act.USE, event=event, words=words, is_warning=found.stale is not None)
+    return Start(act=Act.MEASURE, event=event, words=f"{_says(found)}; nothing else is at work: measuring again")
+
+
+def _says(found: Found) -> str:
+    if found.stale is None:
+        return f"profile {found.id} is provisional: {found.provisional} when it was measured"
+    return f"profile {found.id} no longer holds: {found.stale}"
 
 
 def _without(tune: str, *, may_measure: bool) -> Start:

@@ -98,7 +98,8 @@ class _Check:
         kept: Sequence[Passage],
         done: Callable[[Passage], None],
     ) -> None:
-        self._plan = plan
+        # As the text is read: the window that is served follows the free memory, and is another at nearly each start.
+        self._plan = replace(plan, context=extent.piece_tokens)
         self._extent = extent
         self._pieces = extent.pieces
         self._start = start

@@ -155,6 +155,9 @@ async def test_what_was_read_before_is_not_read_again(plan: Plan) -> None:
     assert [len(passage.nll) for passage in passages] == [28, 28]
     assert await checked(plan, again, "q5_1", passages=passages) == found
     assert again.kinds == []
+    smaller = replace(plan, context=plan.context - 256)
+    assert await checked(smaller, again, "q5_1", passages=passages) == found
+    assert again.kinds == [], "with less memory another window is served, and the text is read with none of it"
     (verdict,) = await checked(plan, again, "q4_0", passages=passages)
     assert verdict.is_accepted
     assert again.kinds == ["q4_0"], "the text was read with f16 before"
@@ -198,7 +201,7 @@ async def test_what_is_read_from_a_later_piece_on_is_another_text_of_whole_words
         texts.append(text.read_bytes())
         return faked({})(plan, extent, text)
 
-    (exact, other) = (replace(plan, kv_type=kind).key for kind in ("f16", "q4_0"))
+    (exact, other) = (replace(plan, kv_type=kind, context=1024).key for kind in ("f16", "q4_0"))
     nll = (3.0,) * 20
     passages = [Passage(key=key, piece_tokens=1024, first=0, nll=nll, seconds=1.0) for key in (exact, other)]
     (verdict,) = await checked(plan, start, "q4_0", passages=passages)
@@ -234,6 +237,9 @@ async def test_what_failed_is_tried_once_more_and_then_believed(plan: Plan) -> N
         assert "was killed by SIGKILL" in verdict.why
         assert sum(p.error is not None for p in passages) == tries
     assert start.kinds == []
+    (verdict,) = await checked(replace(plan, context=plan.context - 256), start, "q4_0", passages=passages)
+    assert "was killed by SIGKILL" in verdict.why
+    assert start.kinds == [], "nor with another window"
     assert [len(p.nll) for p in passages if p.error is None] == [28], "what a run that failed has read does not count"
     mended: list[Passage] = [p for p in passages if p.error is None] + [p for p in passages if p.error][:1]
     (verdict,) = await checked(plan, faked({}), "q4_0", passages=mended)

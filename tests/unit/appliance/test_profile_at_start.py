@@ -32,7 +32,7 @@ def test_one_that_holds_is_used_without_a_word(tune: str, may_measure: bool, is_
         (None, "idle", False, Act.PREDICT, "tune_elsewhere", "its profile at the next start"),
         (None, "off", True, Act.PREDICT, "tune_off", "measuring is off"),
         (None, "off", False, Act.PREDICT, "tune_off", "measuring is off"),
-        (STALE, "first", True, Act.MEASURE, "profile_stale", "24 % slower, twice; measuring again"),
+        (STALE, "first", True, Act.LOOK, "", ""),
         (STALE, "first", False, Act.USE, "profile_stale", "used until the next start"),
         (STALE, "idle", True, Act.USE, "profile_stale", "used until it is measured again while nobody asks"),
         (STALE, "off", True, Act.USE, "profile_stale", "measuring is off: used all the same"),
@@ -69,8 +69,31 @@ def test_a_provisional_one_that_is_due_is_measured_again_where_nothing_else_is_a
         == f"profile 0123 is provisional: {SPOILT} when it was measured; nothing else is at work: measuring again"
     )
     busy = at_start(replace(AGAIN, busy="others took 40 %"), tune="first", may_measure=True)
-    assert (busy.act, busy.event) == (Act.USE, "profile_provisional")
-    assert busy.words.endswith("; used, since the machine is busy now too: others took 40 %")
+    assert (busy.act, busy.event, busy.is_warning) == (Act.USE, "profile_provisional", False)
+    assert busy.words.endswith("; used all the same, since the machine is busy: others took 40 %")
+
+
+def test_a_stale_one_is_measured_again_only_where_nothing_else_is_at_work() -> None:
+    quiet = at_start(replace(STALE, busy=""), tune="first", may_measure=True)
+    assert (quiet.act, quiet.event, quiet.is_warning) == (Act.MEASURE, "profile_stale", False)
+    assert quiet.words == f"profile 0123 no longer holds: {STALE.stale}; nothing else is at work: measuring again"
+    busy = at_start(replace(STALE, busy="others took 40 %"), tune="first", may_measure=True)
+    assert (busy.act, busy.event, busy.is_warning) == (Act.USE, "profile_stale", True)
+    assert busy.words == (
+        f"profile 0123 no longer holds: {STALE.stale}; used all the same, since the machine is busy: others took 40 %"
+    )
+
+
+@given(st.text() | st.none(), st.text() | st.none(), st.text(), st.booleans(), st.sampled_from(TUNE), st.booleans())
+def test_a_profile_is_never_measured_again_on_a_busy_machine_or_before_anybody_looked(
+    stale: str | None, provisional: str | None, busy: str, is_pinned: bool, tune: str, may_measure: bool
+) -> None:
+    found = Found(id="0123", stale=stale, provisional=provisional, is_pinned=is_pinned)
+    unseen = at_start(found, tune=tune, may_measure=may_measure)
+    assert unseen.act in {Act.USE, Act.LOOK}
+    looked = at_start(replace(found, busy=busy), tune=tune, may_measure=may_measure)
+    assert looked.act is (Act.MEASURE if unseen.act is Act.LOOK and not busy else Act.USE)
+    assert bool(looked.words) == (stale is not None or unseen.act is Act.LOOK)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +114,10 @@ def test_a_provisional_one_is_used_at_once_where_a_start_may_not_measure_it(
 
 
 def test_that_it_no_longer_holds_goes_before_that_it_is_provisional() -> None:
-    found = replace(STALE, provisional=SPOILT)
-    assert at_start(found, tune="first", may_measure=True) == at_start(STALE, tune="first", may_measure=True)
+    for busy in (None, "", "others took 40 %"):
+        stale = replace(STALE, busy=busy)
+        both = replace(stale, provisional=SPOILT)
+        assert at_start(both, tune="first", may_measure=True) == at_start(stale, tune="first", may_measure=True)
 
 
 @pytest.mark.parametrize(

@@ -483,7 +483,7 @@ def start(store: ProfileStore, *, may_measure: bool) -> Act:
     if found is None:
         return at_start(None, tune="first", may_measure=may_measure).act
     stale = store.why_stale(found)
-    return at_start(Found(id=found.key.id, stale=stale), tune="first", may_measure=may_measure).act
+    return at_start(Found(id=found.key.id, stale=stale, busy=""), tune="first", may_measure=may_measure).act
 
 
 def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf) -> None:
