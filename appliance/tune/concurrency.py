@@ -11,7 +11,7 @@ from typing import Any
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
-from appliance.tune.engine import running, unless_stalled
+from appliance.tune.engine import in_time, running, unless_stalled
 from appliance.tune.measure import Probe, Step
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.workload import Workload, scaled
@@ -39,42 +39,27 @@ async def measure_slots(
     unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. After
     `left_s` it is given up: why nothing was measured, in words. Raises what `as_error` makes of an engine that fails on
     the way."""
-    limit = asyncio.timeout(left_s)
-    try:
-        async with limit:
-            return await _measured(plan, start, users, workload, left_s, tell, is_exact=is_exact)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        return f"{left_s:.1f} s were not enough for {users} users with {plan.parallel} slots"
 
+    async def measured() -> Concurrency | str:
+        began = time.monotonic()
+        tell(Step(plan=plan, what="loading"))
+        command = start(plan)
+        async with running(command) as supervisor:
+            load_s = time.monotonic() - began
+            work = drive(
+                command,
+                plan,
+                users=users,
+                workload=workload,
+                left_s=left_s - load_s,
+                tell=tell,
+                is_exact=is_exact,
+            )
+            found = await unless_stalled(work, supervisor, command.stall_timeout_s)
+        return found if isinstance(found, str) else replace(found, load_s=load_s)
 
-async def _measured(
-    plan: Plan,
-    start: Callable[[Plan], Command],
-    users: int,
-    workload: Workload,
-    left_s: float,
-    tell: Callable[[Step], None],
-    *,
-    is_exact: bool,
-) -> Concurrency | str:
-    began = time.monotonic()
-    tell(Step(plan=plan, what="loading"))
-    command = start(plan)
-    async with running(command) as supervisor:
-        load_s = time.monotonic() - began
-        work = drive(
-            command,
-            plan,
-            users=users,
-            workload=workload,
-            left_s=left_s - load_s,
-            tell=tell,
-            is_exact=is_exact,
-        )
-        found = await unless_stalled(work, supervisor, command.stall_timeout_s)
-    return found if isinstance(found, str) else replace(found, load_s=load_s)
+    late = f"{left_s:.1f} s were not enough for {users} users with {plan.parallel} slots"
+    return await in_time(left_s, measured()) or late
 
 
 async def drive(

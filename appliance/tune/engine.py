@@ -53,6 +53,18 @@ async def unless_stalled(
         await asyncio.gather(working, stalling, return_exceptions=True)
 
 
+async def in_time(seconds: float, work: Coroutine[Any, Any, T]) -> T | None:
+    """None when the time is up before it has ended; a TimeoutError of its own is raised."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
+
+
 def session_with(command: Command) -> aiohttp.ClientSession:
     """On the engine's socket, for any number of requests at once, however long they take."""
     connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)

@@ -8,7 +8,6 @@ each prompt once, since n-grams keep what they have seen, and a second time woul
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from appliance.model import Model
 from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste, applied, kinds, reckon
 from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
-from appliance.tune.engine import post, running, session_with, unless_stalled
+from appliance.tune.engine import in_time, post, running, session_with, unless_stalled
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
 from appliance.tune.tuner import Tuned
@@ -272,15 +271,10 @@ class _Run:
 
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
         """None when the time is up before it has ended."""
-        limit = asyncio.timeout(self._deadline - time.monotonic())
-        try:
-            async with limit:
-                found = await measure_speculation(plan, self._start, ask_s=ask_s, like=self._base, tell=self._tell)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return None
-        self._done(found)
+        work = measure_speculation(plan, self._start, ask_s=ask_s, like=self._base, tell=self._tell)
+        found = await in_time(self._deadline - time.monotonic(), work)
+        if found is not None:
+            self._done(found)
         return found
 
     def _compared(self, kind: Kind) -> list[Rate]:
