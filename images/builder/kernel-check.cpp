@@ -1,8 +1,7 @@
 // Do the kernels of a CPU variant compute what they should, on this very machine?
 //
 // A variant is one libggml-cpu-NAME.so. Each runs in a process of its own, since two cannot be loaded into one and a
-// wrong one may die; all get the same weights and activations, which are made once, before the first fork. Their
-// results are compared with those of a reference variant by the normalized mean squared error, with the limit that
+// wrong one may die; all get the same weights and activations. Their results are compared with those of a reference variant by the normalized mean squared error, with the limit that
 // llama.cpp's test-backend-ops has for these operations (5e-4). That program cannot do this: it compares a CPU variant
 // with itself and never puts weights into the buffer types that a variant adds (AMX, CPU_REPACK).
 //
@@ -71,10 +70,11 @@ struct Options {
     int                                          threads = 2;
 };
 
+// Quantized, in memory that all processes share; null where a type is not used that way.
 struct Weights {
-    ggml_type            type;
-    std::vector<uint8_t> rows;    // ROWS * K * EXPERTS, quantized; the first matrix serves MUL_MAT
-    std::vector<uint8_t> cached;  // HEAD * CACHED * KV_HEADS
+    ggml_type type;
+    uint8_t * rows;    // ROWS * K * EXPERTS; the first matrix serves MUL_MAT
+    uint8_t * cached;  // HEAD * CACHED * KV_HEADS
 };
 
 const char * op_name(Op op) {
@@ -114,18 +114,64 @@ bool is_of_files(ggml_type type) {
     }
 }
 
-std::vector<uint8_t> quantized(ggml_type type, const std::vector<float> & from, int64_t row) {
-    const int64_t        rows = int64_t(from.size()) / row;
-    std::vector<uint8_t> found(ggml_row_size(type, row) * rows);
+template <typename T> T * shared(size_t count) {
+    void * found = mmap(nullptr, std::max<size_t>(count, 1) * sizeof(T), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+        perror("kernel-check: mmap");
+        exit(3);
+    }
+    return static_cast<T *>(found);
+}
+
+void quantize(ggml_type type, const std::vector<float> & from, int64_t row, uint8_t * to) {
+    const int64_t rows = int64_t(from.size()) / row;
     if (type == GGML_TYPE_F32) {
-        memcpy(found.data(), from.data(), found.size());
+        memcpy(to, from.data(), from.size() * sizeof(float));
     } else if (type == GGML_TYPE_F16) {
-        ggml_fp32_to_fp16_row(from.data(), (ggml_fp16_t *) found.data(), int64_t(from.size()));
+        ggml_fp32_to_fp16_row(from.data(), (ggml_fp16_t *) to, int64_t(from.size()));
     } else if (type == GGML_TYPE_BF16) {
-        ggml_fp32_to_bf16_row_ref(from.data(), (ggml_bf16_t *) found.data(), int64_t(from.size()));
+        ggml_fp32_to_bf16_row_ref(from.data(), (ggml_bf16_t *) to, int64_t(from.size()));
     } else {
         const std::vector<float> importance(row, 1.0f);
-        ggml_quantize_chunk(type, from.data(), found.data(), 0, rows, row, importance.data());
+        ggml_quantize_chunk(type, from.data(), to, 0, rows, row, importance.data());
+    }
+}
+
+// Made once, by a process of its own: quantizing starts OpenMP's threads, and a process that forked after that hangs.
+std::vector<Weights> make_weights(const Options & options) {
+    std::vector<ggml_type> types = options.types, kv;
+    for (const auto & [k, v] : options.kv) {
+        kv.insert(kv.end(), { k, v });
+    }
+    types.insert(types.end(), kv.begin(), kv.end());
+    std::vector<Weights> found;
+    for (const ggml_type type : types) {
+        if (std::any_of(found.begin(), found.end(), [&](const Weights & each) { return each.type == type; })) {
+            continue;
+        }
+        const auto is_among = [&](const auto & list) { return std::find(list.begin(), list.end(), type) != list.end(); };
+        found.push_back({ type,
+                          is_among(options.types) ? shared<uint8_t>(ggml_row_size(type, K) * ROWS * EXPERTS) : nullptr,
+                          is_among(kv) ? shared<uint8_t>(ggml_row_size(type, HEAD) * CACHED * KV_HEADS) : nullptr });
+    }
+    const pid_t pid = fork();
+    if (pid == 0) {
+        const auto rows = numbers(K * ROWS * EXPERTS, 1), cached = numbers(HEAD * CACHED * KV_HEADS, 5);
+        for (const Weights & each : found) {
+            if (each.rows) {
+                quantize(each.type, rows, K, each.rows);
+            }
+            if (each.cached) {
+                quantize(each.type, cached, HEAD, each.cached);
+            }
+        }
+        _exit(0);
+    }
+    int status = 1;
+    if (pid < 0 || waitpid(pid, &status, 0) != pid || status != 0) {
+        fprintf(stderr, "kernel-check: the weights could not be made\n");
+        exit(3);
     }
     return found;
 }
@@ -171,8 +217,8 @@ std::vector<float> run(const Case & c, const std::vector<Weights> & all, ggml_ba
     } else {
         const auto query = numbers(HEAD * n * HEADS, 4);
         auto *     q     = give(ggml_new_tensor_3d(o, GGML_TYPE_F32, HEAD, n, HEADS), query.data());
-        auto *     k     = give(ggml_new_tensor_3d(o, c.type, HEAD, CACHED, KV_HEADS), weights_of(c.type).cached.data());
-        auto *     v     = give(ggml_new_tensor_3d(o, c.type_v, HEAD, CACHED, KV_HEADS), weights_of(c.type_v).cached.data());
+        auto *     k     = give(ggml_new_tensor_3d(o, c.type, HEAD, CACHED, KV_HEADS), weights_of(c.type).cached);
+        auto *     v     = give(ggml_new_tensor_3d(o, c.type_v, HEAD, CACHED, KV_HEADS), weights_of(c.type_v).cached);
         std::vector<ggml_fp16_t> mask(CACHED * n);
         for (int64_t row = 0; row < n; row++) {  // causal, as in a prompt: the last row sees all
             for (int64_t key = 0; key < CACHED; key++) {
@@ -199,7 +245,7 @@ std::vector<float> run(const Case & c, const std::vector<Weights> & all, ggml_ba
     ggml_build_forward_expand(graph, result);
     Buffer buffer(ggml_backend_alloc_ctx_tensors(o, backend), ggml_backend_buffer_free);
     if (weights) {
-        ggml_backend_tensor_set(weights, weights_of(c.type).rows.data(), 0, ggml_nbytes(weights));
+        ggml_backend_tensor_set(weights, weights_of(c.type).rows, 0, ggml_nbytes(weights));
     }
     for (auto & [tensor, bytes] : inputs) {
         ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
@@ -290,13 +336,7 @@ struct Ending {
 
 Ending run_child(const Options & options, const std::string & variant, const std::vector<Case> & cases,
                  const std::vector<Weights> & weights, float * reference, bool is_reference, bool is_compared) {
-    auto * shared = static_cast<Outcome *>(
-        mmap(nullptr, sizeof(Outcome), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    if (shared == MAP_FAILED) {
-        perror("kernel-check: mmap");
-        exit(3);
-    }
-    *shared = {};
+    auto * outcome = shared<Outcome>(1);  // zeros, as the kernel gives them
     const auto  began = std::chrono::steady_clock::now();
     const pid_t pid   = fork();
     if (pid < 0) {
@@ -304,13 +344,13 @@ Ending run_child(const Options & options, const std::string & variant, const std
         exit(3);
     }
     if (pid == 0) {
-        child(options, variant, cases, weights, reference, is_reference, is_compared, shared);
+        child(options, variant, cases, weights, reference, is_reference, is_compared, outcome);
     }
     int status = 0;
     waitpid(pid, &status, 0);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-    Ending ending{ *shared, status, took.count() };
-    munmap(shared, sizeof(Outcome));
+    Ending ending{ *outcome, status, took.count() };
+    munmap(outcome, sizeof(Outcome));
     return ending;
 }
 
@@ -351,7 +391,7 @@ bool report(const std::string & variant, const Ending & ending, bool is_compared
 
 [[noreturn]] void usage(const std::string & what) {
     fprintf(stderr, "error: %s\n\nhint: kernel-check --dir /opt/llama --variant haswell,x64 [--reference x64] "
-                    "[--types q4_0,f16|all] [--kv f16,q8_0,q8_0/q4_0|all] [--columns 1,8,512] [--threads 2]\n", what.c_str());
+                    "[--types q4_0,f16|simple|all] [--kv f16,q8_0,q8_0/q4_0|all] [--columns 1,8,512] [--threads 2]\n", what.c_str());
     exit(2);
 }
 
@@ -364,6 +404,22 @@ std::vector<std::string> split(const std::string & text, char at) {
         }
     }
     return parts;
+}
+
+// Types on a lattice: the tables for making weights of them take seconds, in an emulated CPU minutes.
+bool is_on_lattice(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_IQ1_S:
+        case GGML_TYPE_IQ1_M:
+        case GGML_TYPE_IQ2_XXS:
+        case GGML_TYPE_IQ2_XS:
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ3_S:
+            return true;
+        default:
+            return false;
+    }
 }
 
 std::vector<ggml_type> known_types() {
@@ -429,8 +485,12 @@ Options parse(int argc, char ** argv) {
     if (options.threads < 1 || options.threads > 1024) {
         usage("--threads is no number of threads");
     }
-    if (types == "all") {
+    if (types == "all" || types == "simple") {
         options.types = known_types();
+        if (types == "simple") {
+            options.types.erase(std::remove_if(options.types.begin(), options.types.end(), is_on_lattice),
+                                options.types.end());
+        }
     } else {
         for (const auto & name : split(types, ',')) {
             options.types.push_back(type_called(name));
@@ -450,6 +510,11 @@ Options parse(int argc, char ** argv) {
 
 int main(int argc, char ** argv) {
     const Options options = parse(argc, argv);
+    ggml_log_set([](ggml_log_level level, const char * text, void *) {  // not a line for each matrix that is repacked
+        if (level >= GGML_LOG_LEVEL_WARN) {
+            fputs(text, stderr);
+        }
+    }, nullptr);
 
     std::vector<Case> cases;
     size_t            total = 0;
@@ -467,30 +532,8 @@ int main(int argc, char ** argv) {
         }
     }
 
-    // Once, before any fork: ggml-base has no variants, and some types take a second to quantize.
-    std::vector<Weights>   weights;
-    std::vector<ggml_type> wanted = options.types;
-    for (const auto & [k, v] : options.kv) {
-        wanted.insert(wanted.end(), { k, v });
-    }
-    const auto rows = numbers(K * ROWS * EXPERTS, 1), cached = numbers(HEAD * CACHED * KV_HEADS, 5);
-    for (const ggml_type type : wanted) {
-        if (std::any_of(weights.begin(), weights.end(), [&](const Weights & each) { return each.type == type; })) {
-            continue;
-        }
-        const bool is_kv = std::any_of(options.kv.begin(), options.kv.end(),
-                                       [&](const auto & pair) { return pair.first == type || pair.second == type; });
-        const bool is_weight = std::find(options.types.begin(), options.types.end(), type) != options.types.end();
-        weights.push_back({ type, is_weight ? quantized(type, rows, K) : std::vector<uint8_t>(),
-                            is_kv ? quantized(type, cached, HEAD) : std::vector<uint8_t>() });
-    }
-
-    auto * reference = static_cast<float *>(mmap(nullptr, std::max<size_t>(total, 1) * sizeof(float),
-                                                 PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    if (reference == MAP_FAILED) {
-        perror("kernel-check: mmap");
-        return 3;
-    }
+    const std::vector<Weights> weights   = make_weights(options);
+    auto *                     reference = shared<float>(total);
     const Ending first       = run_child(options, options.reference, cases, weights, reference, true, false);
     const bool   is_compared = first.outcome.is_done != 0;
     if (!is_compared) {
