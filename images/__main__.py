@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from images import (
     bake,
@@ -26,11 +28,13 @@ from images import (
     explain,
     fetch,
     gate,
+    gpus,
     installed,
     lock,
     matrix,
     mirror,
     model,
+    proofs,
     prune,
     push,
     recipe,
@@ -52,19 +56,33 @@ EVERYTHING = "*"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
+BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    is_json = "--json" in words
     try:
-        return int(arguments.verb(arguments))
+        arguments = _parser().parse_args(words)
+        code = int(arguments.verb(arguments))
+        sys.stdout.flush()  # a reader that left shows here, and not when Python is on its way out
+        return code
     except FatalError as error:
-        return _fail(error)
+        return _fail(error, is_json=is_json)
+    except BrokenPipeError:  # `images list | head -1`: nobody is left to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except OSError as error:  # a full disk, or a folder that may not be written to, wherever that shows
-        return _fail(
-            BuildError(f"a file cannot be used: {error}", hint="is there room, and may this user write there?")
-        )
+        failure = BuildError(f"a file cannot be used: {error}", hint="is there room, and may this user write there?")
+        return _fail(failure, is_json=is_json)
 
 
-def _fail(error: FatalError) -> int:
+def _fail(error: FatalError, *, is_json: bool) -> int:
+    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed."""
+    if is_json:
+        said = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        print(json.dumps(said), file=sys.stderr)
+        return error.exit_code
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
@@ -72,10 +90,34 @@ def _fail(error: FatalError) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    _, cells = _load(arguments)
-    rows = [_row(cell) for cell in cells]
-    _say(arguments, rows, [f"{row['id']:<20} {row['base']:<44} {row['platforms']}  {row['status']}" for row in rows])
+    loaded, cells = _load(arguments)
+    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
+    rows = [_row(cell) | _state(cell, proven, here) for cell in cells]
+    lines = [
+        f"{row['id']:<22} {row['state']:<9} {row['base']:<20} {row['platforms']:<24} base {row['status']}"
+        f"{'; ' + str(row['needs']) if row['needs'] else ''}"
+        for row in rows
+    ]
+    _say(arguments, rows, lines)
     return 0
+
+
+def _state(cell: Cell, proven: proofs.Proofs, here: frozenset[str]) -> dict[str, object]:
+    own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
+    foreign = [each for each in cell.platforms if each != own and (cell.id, each) not in proven]
+    unlocked = " and a Debian lock made there" if any(not _is_locked(cell, each) for each in foreign) else ""
+    return {
+        "state": proofs.state(cell, proven, here),
+        "proofs": [proof.model_dump(mode="json") for each in cell.platforms if (proof := proven.get((cell.id, each)))],
+        "needs": f"{', '.join(foreign)}: needs a machine of that kind{unlocked}" if foreign else None,
+    }
+
+
+def _built_here() -> frozenset[str]:
+    """Tags of cells in this machine's engine; none where there is no engine, which is no fault of who lists cells."""
+    words = ("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
+    asked = docker.capture(words, cwd=ROOT)
+    return frozenset(asked.lines) if asked.code == 0 else frozenset()
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -84,6 +126,8 @@ def _render(arguments: argparse.Namespace) -> int:
     files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked)}
     if arguments.check:
         lines = drift.drift(ROOT, files)
+        if arguments.only == EVERYTHING:
+            lines += drift.orphans(ROOT, files)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
             raise VerificationError(message, hint=f"{render.RENDER_COMMAND}, then commit what it wrote")
@@ -99,6 +143,7 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.tag and len(cells) != 1:
         message = f"--tag names one image, but {len(cells)} cells match: {arguments.only}"
         raise UsageError(message, hint="choose one with --only")
+    _refuse_unasked(arguments, cells)
     archive = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
     name = push.check_name(arguments.push) if arguments.push else None
     model_of = _model_of(arguments)
@@ -122,6 +167,20 @@ def _build(arguments: argparse.Namespace) -> int:
         results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
+
+
+def _refuse_unasked(arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
+    """Every cell is days of compiling, and who left --only out may not have meant that."""
+    if arguments.only != EVERYTHING or arguments.all or arguments.dry_run or len(cells) == 1:
+        return
+    if sys.stdin.isatty():
+        print(f"build {len(cells)} images, about half an hour each? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().casefold() in ("y", "yes"):
+            return
+    message = f"build without --only means all {len(cells)} cells: {', '.join(cell.id for cell in cells)}"
+    raise UsageError(
+        message, hint="choose with --only CELL; `images select` names this machine's; --all builds them all"
+    )
 
 
 def _build_cell(
@@ -256,7 +315,36 @@ def _verify(arguments: argparse.Namespace) -> int:
     if failed:
         message = f"{len(failed)} checks failed: {'; '.join(failed)}"
         raise VerificationError(message, hint="each line that says FAIL tells what was seen")
+    if arguments.record:
+        for cell in cells:
+            _record(cell, checks[cell.id], engine, image=arguments.image or cell.tag)
     return 0
+
+
+def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *, image: str) -> None:
+    """Into images/proven.yaml, once every check of every cell has passed."""
+    found = engine.image(image)
+    if found is None:
+        message = f"image is gone since it was verified, and was not recorded: {image}"
+        raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+    known = proofs.platform_of(cell, engine.platform)
+    proof = proofs.of_checks(
+        cell,
+        known,
+        {check.name: check.detail for check in checks},
+        digest=found.id,
+        commit=found.labels.get(proofs.REVISION_LABEL),
+        today=datetime.now(UTC).date(),
+        machine=_machine_words(_machine_here(known)),
+    )
+    proofs.record(ROOT, matrix.load(ROOT).cells, proof)
+    _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
+
+
+def _machine_words(here: select.Machine) -> str:
+    """Where something was proven, in words: no name of a host, which is nobody's business."""
+    cards = f"{gpus.describe(here.gpus)}, driver {here.driver}" if here.gpus else "no GPU"
+    return f"{here.platform}, {os.cpu_count()} CPUs, {cards}"
 
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
@@ -271,7 +359,9 @@ def _refuse_alone(arguments: argparse.Namespace) -> None:
 def _refuse_with_reproduce(arguments: argparse.Namespace) -> None:
     """The other way round: no image is looked at that is here already."""
     only = None if arguments.only == EVERYTHING else arguments.only
-    for flag, value in {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump}.items():
+    record = "images/proven.yaml" if arguments.record else None
+    given = {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump, "--record": record}
+    for flag, value in given.items():
         if value is not None:
             message = f"{flag} does not go with --reproduce {arguments.reproduce}, which builds for itself: {value}"
             raise UsageError(message, hint="--reproduce names the cells, as a glob where you like; else leave it out")
@@ -401,7 +491,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 def _gate(arguments: argparse.Namespace) -> int:
     """Kernels against one GPU; the same judgement that `verify` makes of a CUDA cell's image."""
     known = arguments.known_gaps and gate.load_known_gaps(arguments.known_gaps)
-    sm = int(select.parse_sm(arguments.sm).sm)
+    sm = int(gpus.parse_sm(arguments.sm).sm)
     for file in arguments.files:
         if not file.is_file():
             message = f"no such file: {file}"
@@ -432,12 +522,16 @@ def _gaps(arguments: argparse.Namespace) -> int:
         message = f"no cell that matches is of an engine from wheels: {arguments.only}"
         raise UsageError(message, hint="such as --only 'vllm-*'")
     if arguments.dry_run:
-        paths = [wheel_gaps.path_for(cell).as_posix() for cell in cells]
+        paths = [wheel_gaps.path_for(cell, sm).as_posix() for cell in cells for sm in cell.sms]
         _say(arguments, paths, paths)
         return 0
     lock_text = (ROOT / cells[0].engine.source.lock_file).read_text("utf-8")
     wheels = wheel_gaps.read_wheels(gate.find_tool(arguments.cuobjdump), arguments.files, cells[0].engine, lock_text)
-    texts = {wheel_gaps.path_for(cell): wheel_gaps.report(cell, wheels) for cell in cells}
+    texts = {
+        wheel_gaps.path_for(cell, form.sm): wheel_gaps.report(cell, form, wheels)
+        for cell in cells
+        for form in cell.sm_forms
+    }
     found = wheel_gaps.faults(ROOT, texts)
     if arguments.check and found:
         message = f"the reports on the wheels are not what these wheels say: {'; '.join(found)}"
@@ -508,7 +602,9 @@ def _fate(each: prune.Leftover, arguments: argparse.Namespace) -> str:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    found = explain.explain(arguments.cell, _load_all(), platform=arguments.platform)
+    loaded = _load_all()
+    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
+    found = explain.explain(arguments.cell, loaded, platform=arguments.platform, proven=proven, here=here)
     _say(arguments, {**asdict(found), "message": found.message, "hint": found.hint}, explain.lines(found))
     if found.verdict != "exists":
         raise MatrixError(found.message, hint=found.hint)
@@ -516,33 +612,43 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> int:
-    choice = select.choose(_load_all(), _machine(arguments), engine=arguments.engine)
+    loaded = _load_all()
+    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
+    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, proofs=proven)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
-    tag = choice.tag
+    tag, is_here = choice.tag, choice.tag in here
+    get = f"{tag} is here" if is_here else f"get it: {choice.command}"
+    left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
         recipe.load(ROOT, arguments.alias)
         tag = model.tag_of(arguments.alias, choice.cell)
         name = model.alias_of(arguments.alias)
         if not arguments.dry_run:
             model.set_alias(arguments.alias, choice.cell, docker.Engine())
-        _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
+        _say(arguments, {**asdict(choice), "tag": tag, "alias": name, "is_here": is_here}, [name])
     else:
-        _say(arguments, asdict(choice), [tag])
+        _say(arguments, {**asdict(choice), "is_here": is_here}, [tag])
     if not arguments.json:
-        print(f"{tag}: {choice.why}\nnot chosen:\n{rest}", file=sys.stderr)
+        said = f"{tag}: {choice.why}\n{left}{choice.proof}\n{get}"
+        print(f"{said}\nnot chosen:\n{rest}", file=sys.stderr)
     return 0
 
 
 def _machine(arguments: argparse.Namespace) -> select.Machine:
     """The one that is described, else this one."""
     here = arguments.platform or _platform_here()
-    gpus = (*map(select.parse_gpu, arguments.gpu), *map(select.parse_sm, arguments.sm))
-    if gpus:
-        driver = select.parse_driver(arguments.driver) if arguments.driver else None
-        return select.Machine(platform=here, gpus=gpus, driver=driver)
-    if arguments.driver:
-        message = f"--driver needs a GPU to go with it: {arguments.driver}"
+    # An empty --driver is a script's empty variable, and not the same as no driver told.
+    driver = None if arguments.driver is None else select.parse_driver(arguments.driver)
+    named = (*map(gpus.parse_gpu, arguments.gpu), *map(gpus.parse_sm, arguments.sm))
+    if named:
+        return select.Machine(platform=here, gpus=named, driver=driver)
+    if driver is not None:
+        message = f"--driver needs a GPU to go with it: {driver}"
         raise UsageError(message, hint="--gpu 'RTX 5090' or --sm 120")
+    return _machine_here(here)
+
+
+def _machine_here(here: matrix.Platform) -> select.Machine:
     asked = docker.capture(select.SMI_QUERY, cwd=ROOT)
     return select.parse_smi(asked.code, asked.lines, here)
 
@@ -559,8 +665,20 @@ def _platform_here() -> matrix.Platform:
 def _load_all() -> Matrix:
     loaded = matrix.load(ROOT)
     compat.check(loaded.cells)
-    lock.refuse_unhashed_inputs(ROOT, sorted({path for cell in loaded.cells for path in render.inputs(cell)}))
+    inputs = sorted({path for cell in loaded.cells for path in render.inputs(cell)})
+    _refuse_missing(inputs)
+    lock.refuse_unhashed_inputs(ROOT, inputs)
     return loaded
+
+
+def _refuse_missing(inputs: Sequence[Path]) -> None:
+    """A patch that the matrix names and nobody has would show in the middle of a build."""
+    missing = [path.as_posix() for path in inputs if not (ROOT / path).exists()]
+    if missing:
+        message = f"{matrix.MATRIX_FILE} names files that are not there: {', '.join(missing)}"
+        folder = [path.as_posix() for path in (ROOT / missing[0]).parent.glob("*")]
+        near = matrix.near_miss((ROOT / missing[0]).as_posix(), folder)
+        raise MatrixError(message, hint=near and near.replace(f"{ROOT.as_posix()}/", ""))
 
 
 def _load(arguments: argparse.Namespace) -> tuple[Matrix, tuple[Cell, ...]]:
@@ -578,7 +696,7 @@ def _row(cell: Cell) -> dict[str, object]:
         "id": cell.id,
         "engine": _engine_version(cell),
         "cuda": cell.target.cuda,
-        "sm": cell.target.sm,
+        "sm": ", ".join(cell.sms) or None,
         "platforms": ",".join(cell.platforms),
         "base": cell.base.image,
         "status": "unresolved" if cell.unresolved else cell.base.status,
@@ -602,12 +720,35 @@ def _progress(cell: Cell, line: str) -> None:
     print(f"{cell.id}: {line}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m images", description=__doc__, epilog=EXIT_CODES)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+class _Parser(argparse.ArgumentParser):
+    """Says what was probably meant, and raises where argparse would end the program."""
 
-    def add(name: str, about: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=about, description=about, epilog=EXIT_CODES, parents=[*parents, _common()])
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        wrong = (found[1] or found[2]).partition("=")[0] if found else ""
+        near = matrix.near_miss(wrong, self._words())
+        message = message.partition(" (choose from")[0].removeprefix("argument VERB: ")
+        raise UsageError(message, hint=f"{near}; {self.prog} --help lists all" if near else f"{self.prog} --help")
+
+    def _words(self) -> list[str]:
+        """Verbs, flags and choices, those of the verbs too: a verb's unknown flag is reported by the outer parser."""
+        words = [*self._option_string_actions]
+        for action in self._actions:
+            for name in action.choices or ():
+                below = action.choices[name] if isinstance(action.choices, Mapping) else None
+                words += [str(name), *(below._words() if isinstance(below, _Parser) else ())]
+        return words
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m images", description=__doc__, epilog=EXIT_CODES, allow_abbrev=False)
+    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
+
+    def add(name: str, about: str, *parents: _Parser) -> _Parser:
+        every = [*parents, _common()]
+        return verbs.add_parser(
+            name, help=about, description=about, epilog=EXIT_CODES, allow_abbrev=False, parents=every
+        )
 
     add("list", "show every cell of build_matrix.yaml", _only()).set_defaults(verb=_list)
     _add_render_flags(add("render", "write images/rendered/<cell>/ from matrix and templates", _only()))
@@ -628,23 +769,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(add_help=False)
+def _common() -> _Parser:
+    flags = _Parser(add_help=False)
     flags.add_argument("--json", action="store_true", help="print data as JSON on stdout; progress stays on stderr")
     flags.add_argument("--dry-run", action="store_true", help="say what would be done and do nothing")
     return flags
 
 
-def _only() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(add_help=False)
+def _only() -> _Parser:
+    flags = _Parser(add_help=False)
     flags.add_argument(
         "--only", metavar="GLOB", default=EVERYTHING, help="cells by id: llama-cpu or 'llama-*'; all without it"
     )
     return flags
 
 
-def _certificates() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(add_help=False)
+def _certificates() -> _Parser:
+    flags = _Parser(add_help=False)
     about = "PEM file of an intercepting proxy; a secret of the build, never in a layer"
     flags.add_argument("--ca-bundle", metavar="FILE", type=Path, help=about)
     return flags
@@ -658,6 +799,7 @@ def _add_render_flags(parser: argparse.ArgumentParser) -> None:
 def _add_build_flags(parser: argparse.ArgumentParser) -> None:
     _add_source_flags(parser)
     parser.add_argument("--tag", metavar="IMAGE", help="name of the image; appliance:<cell> without it")
+    parser.add_argument("--all", action="store_true", help="without --only: yes, every cell")
     parser.add_argument("--no-cache", action="store_true", help="run every step again; recompiles the engine")
     parser.add_argument("--force", action="store_true", help="build even if an image with this build id is here")
     about = "a cache to read, as docker buildx takes it: type=local,src=DIR; may be given several times"
@@ -719,6 +861,8 @@ def _add_prune_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", metavar="IMAGE", help="verify this image; appliance:<cell> without it")
+    about = f"then write into {proofs.PROOFS_FILE} that this image was built and verified here"
+    parser.add_argument("--record", action="store_true", help=about)
     about = "instead: build this cell twice without a cache and compare the manifest digests"
     parser.add_argument("--reproduce", metavar="CELL", help=about)
     about = (

@@ -7,8 +7,9 @@ matrix, under out_of_scope.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -26,7 +27,7 @@ Text = Annotated[str, Field(min_length=1)]
 Driver = Annotated[str, Field(pattern=r"^\d{3}(?:\.\d+){0,2}$")]
 Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
-ReleaseFact = Literal["targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max"]
+ReleaseFact = Literal["targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max", "glibc_max_of"]
 SmFact = Literal["chip", "platforms", "first_driver", "tegra"]
 
 
@@ -59,6 +60,7 @@ class Release(_Row):
     minor_floor: Driver
     compressed_floor: Driver | None
     glibc_max: Version | None
+    glibc_max_of: dict[Platform, Version] = {}  # lower, and no patch of ours helps
     sources: dict[ReleaseFact, Names]
 
     @property
@@ -94,12 +96,21 @@ class GpuNames(_Row):
     names: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
+class Older(_Row):
+    """A generation that no image is for; its numbers, so that a GPU of it is refused by what it is."""
+
+    sms: Annotated[tuple[str, ...], Field(min_length=1)]
+    chip: Text
+    source: str
+
+
 class _FactsFile(_Row):
     sources: dict[str, Source]
     releases: tuple[Release, ...]
     sms: tuple[Sm, ...]
     hosts: tuple[Host, ...]
     gpus: tuple[GpuNames, ...]
+    older: tuple[Older, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +122,7 @@ class Facts:
     sms: Mapping[str, Sm]
     hosts: Mapping[str, Host]
     gpus: tuple[GpuNames, ...]
+    older: Mapping[str, str] = field(default_factory=dict)  # number -> generation, of chips that no image is for
 
     def cite(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(str(self.sources[name]) for name in names)
@@ -137,7 +149,7 @@ def facts() -> Facts:
     """The committed facts. MatrixError when they cannot be."""
     try:
         data = yaml.safe_load(FACTS_FILE.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
         raise MatrixError(message) from error
     return parse_facts(data)
@@ -156,6 +168,7 @@ def parse_facts(data: object) -> Facts:
     _refuse_twice("release", (row.cuda for row in rows.releases))
     _refuse_twice("SM", (row.sm for row in rows.sms))
     _refuse_twice("distribution", (row.distribution for row in rows.hosts))
+    _refuse_twice("SM", (sm for row in rows.older for sm in row.sms))
     _refuse_twice("GPU name", (plain_name(name) for row in rows.gpus for name in row.names))
     _check_every_fact_is_cited(rows)
     _check_sources(rows)
@@ -166,6 +179,7 @@ def parse_facts(data: object) -> Facts:
         sms={row.sm: row for row in sorted(rows.sms, key=lambda row: int(row.sm))},
         hosts={row.distribution: row for row in rows.hosts},
         gpus=rows.gpus,
+        older={sm: row.chip for row in rows.older for sm in row.sms},
     )
 
 
@@ -175,9 +189,13 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def plain_name(name: str) -> str:
-    """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`."""
-    words = name.casefold().translate(str.maketrans("-()", "   ")).split()
-    return " ".join(word for word in words if word not in ("nvidia", "geforce", "tesla", "nvgpu"))
+    """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`.
+
+    Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`.
+    """
+    words = re.findall(r"[^\W\d_]+|\d+", name.casefold())
+    plain = [word for word in words if word not in ("nvidia", "geforce", "tesla", "nvgpu")]
+    return " ".join(plain).replace("laptop gpu", "mobile")
 
 
 def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
@@ -192,22 +210,30 @@ def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:
     return Floors(sass=max(release.minor_floor, known, unpacks, key=numbers), ptx=max(own, known, unpacks, key=numbers))
 
 
-def cell_floors(cell: Cell, known: Facts | None = None) -> Floors | None:
-    """None for a cell without CUDA. MatrixError when the facts lack its release or chip."""
-    if cell.target.cuda is None or cell.target.sm is None:
+def cell_floors(cell: Cell, known: Facts | None = None, *, sm: str | None = None) -> Floors | None:
+    """Of one GPU; without `sm` the lowest of all that the cell is for, since one condition stands for all of them.
+    None for a cell without CUDA. MatrixError when the facts lack its release or chip.
+    """
+    if cell.target.cuda is None:
         return None
     known = known or facts()
-    release, sm = known.releases.get(cell.target.cuda), known.sms.get(cell.target.sm)
-    if release is None or sm is None:
-        raise _refused(cell.id, next(_target_refusals(cell.target.cuda, cell.target.sm, None, known)))
-    return floors(release, sm, is_compressed=cell.engine.fatbin_compression is not None)
+    release = known.releases.get(cell.target.cuda)
+    chips = [known.sms.get(each) for each in ((sm,) if sm else cell.sms)]
+    if release is None or not all(chips):
+        against = (refusal for each in cell.sms for refusal in _target_refusals(cell.target.cuda, each, None, known))
+        raise _refused(cell.id, next(against))
+    packed = cell.engine.fatbin_compression is not None
+    found = [floors(release, chip, is_compressed=packed) for chip in chips if chip]
+    return Floors(
+        sass=min((each.sass for each in found), key=numbers), ptx=min((each.ptx for each in found), key=numbers)
+    )
 
 
-def required_driver(cell: Cell, known: Facts | None = None) -> str | None:
-    """The oldest driver that the image asks for. An engine from wheels always has something that the driver compiles:
-    kernels that are PTX in them, or Triton's. None for a cell without CUDA.
+def required_driver(cell: Cell, known: Facts | None = None, *, sm: str | None = None) -> str | None:
+    """The oldest driver that the image asks for, of one GPU or of any. An engine from wheels always has something that
+    the driver compiles: kernels that are PTX in them, or Triton's. None for a cell without CUDA.
     """
-    found = cell_floors(cell, known)
+    found = cell_floors(cell, known, sm=sm)
     if found is None:
         return None
     return found.sass if cell.engine.is_compiled else found.ptx
@@ -255,9 +281,11 @@ def refuse_unresolved(cell: Cell) -> None:
 
 
 def cell_refusals(cell: Cell, platform: Platform, known: Facts) -> Iterator[Refusal]:
-    if cell.target.cuda is None or cell.target.sm is None:
+    if cell.target.cuda is None:
         return
-    yield from refusals(cell.target.cuda, cell.target.sm, platform, cell.sm_form, known)
+    for form in cell.sm_forms:
+        if form.is_for(platform):
+            yield from refusals(cell.target.cuda, form.sm, platform, form, known)
     if cell.toolkit:
         yield from toolkit_refusals(cell.toolkit, cell.base, platform, known)
 
@@ -287,6 +315,13 @@ def toolkit_refusals(toolkit: Toolkit, base: Base, platform: Platform, known: Fa
         limit = f"CUDA {release.cuda} takes up to {release.gcc_max}"
         what = f"its host compiler is too new: gcc {gcc} of {host.distribution}, {limit}"
         yield Refusal(what=what, sources=known.cite((*release.sources["gcc_max"], *host.sources)))
+    lower = release.glibc_max_of.get(platform)
+    if lower is not None and numbers(host.glibc) > numbers(lower):
+        what = (
+            f"CUDA {release.cuda}'s front end reads the headers of glibc up to {lower} on {platform}, "
+            f"{host.distribution} has {host.glibc}"
+        )
+        yield Refusal(what=what, sources=known.cite((*release.sources["glibc_max_of"], *host.sources)))
     is_newer = release.glibc_max is not None and numbers(host.glibc) > numbers(release.glibc_max)
     if is_newer and not toolkit.glibc_patch:
         limit = f"CUDA {release.cuda}'s headers compile on glibc up to {release.glibc_max}"
@@ -357,7 +392,8 @@ def _check_variants(cell: Cell, platform: Platform) -> None:
 def _check_sources(rows: _FactsFile) -> None:
     lists = [names for row in rows.releases for names in row.sources.values()]
     lists += [names for row in rows.sms for names in row.sources.values()] + [row.sources for row in rows.hosts]
-    cited = {name for names in lists for name in names} | {row.source for row in rows.gpus}
+    lists += [(row.source,) for row in rows.gpus] + [(row.source,) for row in rows.older]
+    cited = {name for names in lists for name in names}
     for name in sorted(cited - set(rows.sources)):
         message = f"{FACTS_NAME}: a row cites a source that is not there: {name}"
         raise MatrixError(message, hint=near_miss(name, rows.sources))
@@ -368,7 +404,12 @@ def _check_sources(rows: _FactsFile) -> None:
 
 def _check_every_fact_is_cited(rows: _FactsFile) -> None:
     """A fact without a source is somebody's memory."""
-    releases = {f"CUDA {row.cuda}": set(get_args(ReleaseFact)) - set(row.sources) for row in rows.releases}
+    releases = {
+        f"CUDA {row.cuda}": set(get_args(ReleaseFact))
+        - set(row.sources)
+        - ({"glibc_max_of"} - set(row.glibc_max_of and ("glibc_max_of",)))
+        for row in rows.releases
+    }
     sms = {f"SM {row.sm}": set(get_args(SmFact)) - set(row.sources) - {"tegra"} for row in rows.sms}
     sms |= {f"Tegra {row.sm}": {"tegra"} - set(row.sources) for row in rows.sms if row.tegra}
     for row, missing in {**releases, **sms}.items():
@@ -390,6 +431,9 @@ def _check_targets(rows: _FactsFile) -> None:
             message = f"{FACTS_NAME}: CUDA {release.cuda}'s own driver is older than its floor: {release.driver}"
             raise MatrixError(message)
     used = {sm for release in rows.releases for sm in release.targets} | {row.sm for row in rows.gpus}
+    for sm in sorted({sm for row in rows.older for sm in row.sms} & known):
+        message = f"{FACTS_NAME}: a chip is under sms and under older: {sm}"
+        raise MatrixError(message)
     for sm in sorted(used - known):
         message = f"{FACTS_NAME}: a chip has no row under sms: {sm}"
         raise MatrixError(message)
@@ -406,7 +450,14 @@ def _refuse_twice(what: str, keys: Iterable[str]) -> None:
 
 def _meant(complaint: Any) -> str | None:  # noqa: ANN401 - pydantic's own mapping
     """The key that was probably meant, when the complaint is about an unknown one."""
-    kinds: dict[str, type[_Row]] = {"sources": Source, "releases": Release, "sms": Sm, "hosts": Host, "gpus": GpuNames}
+    kinds: dict[str, type[_Row]] = {
+        "sources": Source,
+        "releases": Release,
+        "sms": Sm,
+        "hosts": Host,
+        "gpus": GpuNames,
+        "older": Older,
+    }
     *place, key = complaint["loc"] or ("",)
     kind = kinds.get(str(place[0]), _FactsFile) if place else _FactsFile
     return near_miss(str(key), kind.model_fields) if complaint["type"] == "extra_forbidden" else None

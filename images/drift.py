@@ -8,6 +8,13 @@ from pathlib import Path
 RENDERED = Path("images/rendered")  # a cell's folder there holds rendered files and nothing else
 
 
+def orphans(root: Path, files: Mapping[Path, str]) -> list[str]:
+    """A line for each folder of a cell that is none any more; `files` are those of all cells."""
+    folders = {path.parent for path in files if RENDERED in path.parents}
+    found = {path.relative_to(root) for path in (root / RENDERED).glob("*")} if (root / RENDERED).is_dir() else set()
+    return [f"{path}: no cell of the matrix is called that: git rm -r {path}" for path in sorted(found - folders)]
+
+
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
     """A line for each committed file that is missing, differs, or is not rendered any more."""
     lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]

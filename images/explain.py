@@ -1,25 +1,26 @@
 """Why a cell is there, or cannot be, or is not: a solver over facts and decisions. Pure.
 
-Three different noes: a fact speaks against it, with its source; the matrix leaves it out on purpose, with the reason;
-or nothing speaks against it and nobody listed it. Each names the nearest cells that are there.
+Four different noes: a fact speaks against it, with its source; the matrix leaves it out on purpose, with the reason;
+another cell carries its chip, as a wheel's does; or nothing speaks against it and nobody listed it. Each names the
+nearest cells that are there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from images import compat, wheel_facts
+from images import compat, proofs, wheel_facts
 from images.compat import Facts, Release, Sm
 from images.errors import UsageError
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit, near_miss
 
-CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})-sm(?P<sm>[1-9]\d{1,2}))$")
+CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})(?P<sms>(?:-sm[1-9]\d{1,2})*))$")
 NEAREST = 2
 
-Verdict = Literal["exists", "impossible", "out of scope", "not listed"]
+Verdict = Literal["exists", "impossible", "out of scope", "carried", "not listed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +81,34 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A cell id taken apart. A platform of None means any."""
+    """A cell id taken apart. A platform of None means any; CUDA without an SM is all that a wheel carries."""
 
     cell: str
     engine: str
     cuda: str | None
-    sm: str | None
+    sms: tuple[str, ...]
     platform: Platform | None
 
 
 def explain(
-    cell_id: str, matrix: Matrix, *, platform: Platform | None = None, known: Facts | None = None
+    cell_id: str,
+    matrix: Matrix,
+    *,
+    platform: Platform | None = None,
+    known: Facts | None = None,
+    proven: proofs.Proofs | None = None,
+    here: Collection[str] = (),
 ) -> Explanation:
-    """UsageError when `cell_id` has not the form of an id."""
+    """UsageError when `cell_id` has not the form of an id. `here`: tags of this machine's engine."""
     known = known or compat.facts()
     question = _parse(cell_id, matrix, platform)
     cell = next((cell for cell in matrix.cells if cell.id == cell_id), None)
     if cell and (platform is None or platform in cell.platforms):
-        return Explanation(
-            cell=cell_id, platform=platform, verdict="exists", follows=tuple(_consequences(cell, matrix, known))
+        state = Consequence(
+            name="state", value=proofs.describe(cell, proven or {}, here), sources=(str(proofs.PROOFS_FILE),)
         )
+        follows = (state, *_consequences(cell, matrix, known))
+        return Explanation(cell=cell_id, platform=platform, verdict="exists", follows=follows)
     verdict, reasons = _against(question, matrix, known)
     return Explanation(
         cell=cell_id,
@@ -111,30 +120,43 @@ def explain(
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:
-    """Cells that do what was asked for: the same on another platform, the same chip, code that runs on it, the CPU."""
-    sm = question.sm
+    """Cells that do what was asked for: the same on another platform, the same chips, code that runs there, the CPU."""
+    is_gpu = question.cuda is not None
     here = [cell for cell in matrix.cells if question.platform is None or question.platform in cell.platforms]
-    own = [cell for cell in here if cell.engine.name == question.engine and (sm or cell.target.sm is None)] or here
-    serving = [cell for cell in own if sm and cell.sm_form and compat.runs_on(cell.sm_form.form, sm, known)]
+    own = [cell for cell in here if cell.engine.name == question.engine and (is_gpu or not cell.sms)] or here
+    serving = [cell for cell in own if is_gpu and _serves(cell, question, known)]
     groups = (
         [cell for cell in matrix.cells if cell.id == question.cell],
-        [cell for cell in serving if cell.target.sm == sm],
+        [cell for cell in serving if cell.sms == question.sms],
         serving,
-        [cell for cell in own if (cell.target.sm is None) == (sm is None)],
+        [cell for cell in own if bool(cell.sms) is is_gpu],
     )
     chosen = next((group for group in groups if group), [])
-    order = sorted(chosen, key=lambda cell: (_sm_distance(cell, sm), _cuda_distance(cell, question.cuda)))
+    order = sorted(chosen, key=lambda cell: (_sm_distance(cell, question), _cuda_distance(cell, question.cuda)))
     return tuple(_near(cell, question, known) for cell in order[:NEAREST])
 
 
 def _near(cell: Cell, question: Question, known: Facts) -> Near:
-    driver = compat.required_driver(cell, known)
-    serves = question.sm is None or bool(cell.sm_form and compat.runs_on(cell.sm_form.form, question.sm, known))
-    return Near(cell=cell.id, driver=driver, platforms=cell.platforms, serves=serves)
+    asked = [sm for sm in question.sms if sm in known.sms]
+    drivers = [compat.required_driver(cell, known, sm=sm) for sm in (asked if _serves(cell, question, known) else ())]
+    needed = max((driver for driver in drivers if driver), key=compat.numbers, default=None)
+    driver = needed or compat.required_driver(cell, known)
+    return Near(cell=cell.id, driver=driver, platforms=cell.platforms, serves=_serves(cell, question, known))
 
 
-def _sm_distance(cell: Cell, sm: str | None) -> int:
-    return abs(int(cell.target.sm or 0) - int(sm or 0))
+def _serves(cell: Cell, question: Question, known: Facts) -> bool:
+    """Every chip that was asked for, on a platform that was asked for."""
+    platforms = [each for each in cell.platforms if question.platform in (None, each)]
+    return all(
+        any(compat.runs_on(form.form, sm, known) for platform in platforms for form in cell.serving(sm, platform))
+        for sm in question.sms
+    )
+
+
+def _sm_distance(cell: Cell, question: Question) -> tuple[int, int]:
+    """From the nearest of its chips, and then how many it has beside those that were asked for."""
+    apart = [min((abs(int(own) - int(sm)) for own in cell.sms), default=0) for sm in question.sms]
+    return sum(apart), len(set(cell.sms) - set(question.sms)) if cell.engine.is_compiled else 0
 
 
 def _cuda_distance(cell: Cell, cuda: str | None) -> float:
@@ -151,7 +173,8 @@ def _parse(cell_id: str, matrix: Matrix, platform: Platform | None) -> Question:
         )
     digits = match["cuda"]
     cuda = f"{digits[:-1]}.{digits[-1]}" if digits else None
-    return Question(cell=cell_id, engine=match["engine"], cuda=cuda, sm=match["sm"], platform=platform)
+    sms = tuple(re.findall(r"\d+", match["sms"] or ""))
+    return Question(cell=cell_id, engine=match["engine"], cuda=cuda, sms=sms, platform=platform)
 
 
 def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict, tuple[Reason, ...]]:
@@ -162,29 +185,54 @@ def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict,
         return "impossible", (
             Reason(what=f"there is no engine {question.engine} ({hint})", sources=(str(MATRIX_FILE),)),
         )
-    if question.cuda is None or question.sm is None:
+    if question.cuda is None:
         if engine.cuda is None:
             return "not listed", (_unlisted(question),)
         what = (
             f"the wheels of {engine.title} {engine.version} are made with CUDA {engine.cuda}, and run on no CPU alone"
         )
         return "impossible", (Reason(what=what, sources=(engine.source.lock_file.as_posix(),)),)
-    refused = tuple(_refusals(question, question.cuda, question.sm, matrix, known))
+    if engine.is_compiled and not question.sms:
+        what = f"{engine.title} is compiled here, for the chips that the id names"
+        return "impossible", (Reason(what=what, sources=(f"{MATRIX_FILE}, targets",)),)
+    refused = tuple(_refusals(question, question.cuda, matrix, known))
     if refused:
         return "impossible", refused
-    scoped = tuple(_decisions(question, question.cuda, question.sm, matrix, known))
+    if carrier := _carrier(question, matrix):
+        what = f"{carrier.id} carries its chips: a wheel is for all of them, so there is one cell for a CUDA release"
+        return "carried", (Reason(what=what, sources=(f"{MATRIX_FILE}, cells",)),)
+    scoped = tuple(_decisions(question, question.cuda, matrix, known))
     return ("out of scope", scoped) if scoped else ("not listed", (_unlisted(question),))
 
 
-def _refusals(question: Question, cuda: str, sm: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
+def _carrier(question: Question, matrix: Matrix) -> Cell | None:
+    """The cell of an engine from wheels that has every chip that was asked for, where it was asked for."""
+    for cell in _toolkit_users(matrix, question.engine, question.cuda or ""):
+        forms = {form.sm: form for form in cell.sm_forms}
+        platforms = (question.platform,) if question.platform else cell.platforms
+        chips = [forms[sm] for sm in question.sms if sm in forms]
+        is_there = any(
+            platform in cell.platforms and all(form.is_for(platform) for form in chips) for platform in platforms
+        )
+        if not cell.engine.is_compiled and len(chips) == len(question.sms) and is_there:
+            return cell
+    return None
+
+
+def _refusals(question: Question, cuda: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
     engine = matrix.engines[question.engine]
     if engine.cuda and engine.cuda != cuda:
         what = f"the wheels of {engine.title} {engine.version} are made with CUDA {engine.cuda}"
         yield Reason(what=what, sources=(engine.source.lock_file.as_posix(),))
-    form = engine.sm_forms.get(sm)
-    found = list(compat.refusals(cuda, sm, question.platform, form, known))
+    found = [
+        refusal
+        for sm in question.sms
+        for refusal in compat.refusals(cuda, sm, question.platform, engine.sm_forms.get(sm), known)
+    ]
     toolkit = matrix.toolkits.get(cuda)
-    for cell in _toolkit_users(matrix, question.engine, cuda)[:1] if toolkit and not found else ():
+    for cell in (
+        _toolkit_users(matrix, question.engine, cuda)[:1] if toolkit and not found and engine.is_compiled else ()
+    ):
         # The base that this release's cells stand on is the one that a new cell would stand on.
         found += (
             compat.toolkit_refusals(toolkit, cell.base, question.platform or cell.platforms[0], known)
@@ -194,17 +242,17 @@ def _refusals(question: Question, cuda: str, sm: str, matrix: Matrix, known: Fac
     yield from (Reason(what=refusal.what, sources=refusal.sources or (compat.FACTS_NAME,)) for refusal in found)
 
 
-def _decisions(question: Question, cuda: str, sm: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
+def _decisions(question: Question, cuda: str, matrix: Matrix, known: Facts) -> Iterator[Reason]:
     where = f"{MATRIX_FILE}, out_of_scope"
     if cuda not in matrix.toolkits:
         built = ", ".join(matrix.toolkits)
         what = f"CUDA {cuda} could make it, and the matrix has no toolkit of that release, but {built}"
         yield Reason(what=what, sources=(f"{MATRIX_FILE}, toolkits",))
         return
-    platforms = (question.platform,) if question.platform else known.sms[sm].platforms
     whys = {
         scope.why: None
-        for platform in platforms
+        for sm in question.sms
+        for platform in ((question.platform,) if question.platform else known.sms[sm].platforms)
         for scope in matrix.out_of_scope
         if scope.covers(engine=question.engine, cuda=cuda, sm=sm, platform=platform)
     }
@@ -227,54 +275,70 @@ def _consequences(cell: Cell, matrix: Matrix, known: Facts) -> Iterator[Conseque
     yield Consequence(name="base", value=_describe(cell.base), sources=(where,))
     if cell.engine.is_compiled:
         yield Consequence(name="CPU variants", value=", ".join(cell.cpu_variants), sources=(where,))
-    elif cell.sm_form and cell.target.sm:
-        yield from _wheel_consequences(cell, cell.sm_form, cell.target.sm, known)
-    if cell.toolkit and cell.sm_form and cell.target.sm:
-        yield from _cuda_consequences(cell, cell.toolkit, cell.sm_form, cell.target.sm, known)
+    elif cell.sm_forms:
+        yield from _wheel_consequences(cell, known)
+    if cell.toolkit and cell.sm_forms:
+        yield from _cuda_consequences(cell, cell.toolkit, known)
     for base in cell.unresolved:
         yield Consequence(name="cannot be built yet", value=f"no digest: {base.image}", sources=(where,))
 
 
-def _cuda_consequences(cell: Cell, toolkit: Toolkit, form: SmForm, sm: str, known: Facts) -> Iterator[Consequence]:
-    release, chip, host = known.releases[toolkit.cuda], known.sms[sm], known.hosts[cell.base.distribution or ""]
-    runs = [f"{other.sm} ({other.chip})" for other in known.sms.values() if compat.runs_on(form.form, other.sm, known)]
+def _cuda_consequences(cell: Cell, toolkit: Toolkit, known: Facts) -> Iterator[Consequence]:
+    release, host = known.releases[toolkit.cuda], known.hosts[cell.base.distribution or ""]
     compiler = f"gcc {toolkit.host_compiler or host.gcc[0]}, CUDA {toolkit.cuda} takes up to {release.gcc_max}"
     limit = f"up to {release.glibc_max}" if release.glibc_max else "any that is known"
     patched = f", with {toolkit.glibc_patch}" if toolkit.glibc_patch else ""
     values: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-        ("chip", chip.chip, chip.sources["chip"]),
-        ("runs on", "; ".join(runs), ("programming-guide",)),
         ("host compiler", compiler, (*release.sources["gcc_max"], *host.sources)),
         ("glibc", f"{host.glibc}, its headers take {limit}{patched}", release.sources["glibc_max"]),
     )
     yield Consequence(name="toolkit", value=toolkit.source, sources=(f"{MATRIX_FILE}, toolkits",))
-    yield Consequence(name="code", value=f"{cell.gencode}: {form.why}", sources=(f"{MATRIX_FILE}, sm_forms",))
     yield from (Consequence(name=name, value=value, sources=known.cite(names)) for name, value, names in values)
-    yield from _drivers(cell, release, chip, known)
+    for form in cell.sm_forms:
+        chip, of_sm = known.sms[form.sm], _of_sm(cell, form)
+        code = f"arch=compute_{form.form},code=sm_{form.form}: {form.why}"
+        runs = "; ".join(
+            f"{other.sm} ({other.chip})" for other in known.sms.values() if compat.runs_on(form.form, other.sm, known)
+        )
+        yield Consequence(name=f"code{of_sm}", value=code, sources=(f"{MATRIX_FILE}, sm_forms",))
+        yield Consequence(name=f"chip{of_sm}", value=chip.chip, sources=known.cite(chip.sources["chip"]))
+        yield Consequence(name=f"runs on{of_sm}", value=runs, sources=known.cite(("programming-guide",)))
+        yield from _drivers(cell, form, release, chip, known)
 
 
-def _wheel_consequences(cell: Cell, form: SmForm, sm: str, known: Facts) -> Iterator[Consequence]:
-    """What an engine from wheels has for a chip, and what it still compiles on the user's machine."""
-    engine, chip = cell.engine, known.sms[sm]
-    told = wheel_facts.facts(engine.name)
-    forms = f"{MATRIX_FILE}, engines.{engine.name}.sm_forms"
-    gaps = f"images/gaps/{cell.id}.yaml"
+def _of_sm(cell: Cell, form: SmForm) -> str:
+    return f" of SM {form.sm}" if len(cell.sm_forms) > 1 else ""
+
+
+def _wheel_consequences(cell: Cell, known: Facts) -> Iterator[Consequence]:
+    """What an engine from wheels has for each chip, and what it still compiles on the user's machine."""
+    engine, told = cell.engine, wheel_facts.facts(cell.engine.name)
     yield Consequence(name="wheels", value=f"of CUDA {engine.cuda}", sources=(engine.source.lock_file.as_posix(),))
-    yield Consequence(name="chip", value=chip.chip, sources=known.cite(chip.sources["chip"]))
-    yield Consequence(name="code", value=f"native: partial; {form.why}", sources=(forms, gaps))
-    yield Consequence(name="compiled by the driver", value=", ".join(form.ptx) or "nothing", sources=(gaps,))
-    if row := told.attention_of(sm):
-        value = f"{', '.join(row.order)}: {row.why}"
-        yield Consequence(name="attention", value=value, sources=told.cite(row.sources))
     for jit in told.jits:
         value = f"{jit.compiles}, with {jit.tools}"
         yield Consequence(name=f"compiled by {jit.name}", value=value, sources=told.cite(jit.sources))
+    for form in cell.sm_forms:
+        yield from _wheel_chip(cell, form, known)
+
+
+def _wheel_chip(cell: Cell, form: SmForm, known: Facts) -> Iterator[Consequence]:
+    engine, chip, of_sm = cell.engine, known.sms[form.sm], _of_sm(cell, form)
+    told = wheel_facts.facts(engine.name)
+    forms, gaps = f"{MATRIX_FILE}, engines.{engine.name}.sm_forms", f"images/gaps/{cell.id}-sm{form.sm}.yaml"
+    place = f" ({', '.join(form.platforms)})" if form.platforms else ""
+    yield Consequence(name=f"chip{of_sm}", value=f"{chip.chip}{place}", sources=known.cite(chip.sources["chip"]))
+    yield Consequence(name=f"code{of_sm}", value=f"native: partial; {form.why}", sources=(forms, gaps))
+    waits = ", ".join(form.ptx) or "nothing"
+    yield Consequence(name=f"compiled by the driver{of_sm}", value=waits, sources=(gaps,))
+    if row := told.attention_of(form.sm):
+        value = f"{', '.join(row.order)}: {row.why}"
+        yield Consequence(name=f"attention{of_sm}", value=value, sources=told.cite(row.sources))
     if cell.target.cuda:
-        yield from _drivers(cell, known.releases[cell.target.cuda], chip, known)
+        yield from _drivers(cell, form, known.releases[cell.target.cuda], chip, known)
 
 
-def _drivers(cell: Cell, release: Release, chip: Sm, known: Facts) -> Iterator[Consequence]:
-    floors = compat.cell_floors(cell, known)
+def _drivers(cell: Cell, form: SmForm, release: Release, chip: Sm, known: Facts) -> Iterator[Consequence]:
+    floors = compat.cell_floors(cell, known, sm=form.sm)
     if floors is None:
         return
     is_packed = cell.engine.fatbin_compression and release.compressed_floor
@@ -283,7 +347,8 @@ def _drivers(cell: Cell, release: Release, chip: Sm, known: Facts) -> Iterator[C
         ("driver, machine code", floors.sass, release.sources["minor_floor"]),
         ("driver, with PTX", floors.ptx, release.sources["driver"]),
     ):
-        yield Consequence(name=name, value=f"{value} or newer", sources=known.cite((*own, *both)))
+        full = f"{name}{_of_sm(cell, form)}"
+        yield Consequence(name=full, value=f"{value} or newer", sources=known.cite((*own, *both)))
 
 
 def _describe(base: Base) -> str:

@@ -33,6 +33,9 @@ BaseStatus = Literal["verified", "unverified", "unresolved"]
 ToolkitForm = Literal["debian", "image", "wheels"]
 
 
+Whole = Annotated[int, Field(strict=True)]  # `true` is no number
+
+
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +63,7 @@ class _ToolkitRow(_Row):
     lock: Name | None = None
     image: Name | None = None
     base: Name | None = None
-    host_compiler: int | None = None
+    host_compiler: Whole | None = None
     glibc_patch: str | None = None
 
 
@@ -81,13 +84,14 @@ class _SmFormRow(_Row):
     form: Annotated[str, Field(pattern=r"^\d{2,3}[af]?$")]
     why: str
     ptx: tuple[str, ...] = ()
+    platforms: list[Platform] | None = None
 
 
 class _EngineRow(_Row):
     title: str
     license: str
     version: str
-    build: int | None = None
+    build: Whole | None = None
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{9,40}$")]
     source: _SourceRow
     backend_lock: Name | None = None
@@ -100,7 +104,7 @@ class _EngineRow(_Row):
 
 class _TargetRow(_Row):
     cuda: Cuda | None = None
-    sm: Sm | None = None
+    sm: Sm | Annotated[list[Sm], Field(min_length=2)] | None = None
 
 
 class _CellRow(_Row):
@@ -109,7 +113,7 @@ class _CellRow(_Row):
     template: Name
     base: Name
     platforms: Annotated[list[Platform], Field(min_length=1)]
-    size_budget_mib: Annotated[int, Field(gt=0)]
+    size_budget_mib: Annotated[int, Field(gt=0, strict=True)]
 
 
 class _ScopeRow(_Row):
@@ -202,9 +206,14 @@ class Toolkit:
 class SmForm:
     """What the compiler is asked for on behalf of one chip: `90`, `120a`, `100f`. Of wheels: what they carry for it."""
 
+    sm: str
     form: str
     why: str
     ptx: tuple[str, ...] = ()  # libraries of the engine's wheel with kernels that the driver must compile for this chip
+    platforms: tuple[Platform, ...] | None = None  # of a wheel: where the chip is served; None: wherever the cell is
+
+    def is_for(self, platform: Platform) -> bool:
+        return self.platforms is None or platform in self.platforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +265,11 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The second half of a cell id. `cuda` and `sm` are both given or both None (a machine without a GPU)."""
+    """The second half of a cell id. Without CUDA: a machine without a GPU. CUDA and no SM: all that a wheel carries."""
 
     name: str
     cuda: str | None
-    sm: str | None
+    sms: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +283,7 @@ class Cell:
     platforms: tuple[Platform, ...]
     size_budget_mib: int  # files of the finished image, uncompressed
     toolkit: Toolkit | None = None  # None where nothing is compiled: without CUDA, and for an engine from wheels
-    sm_form: SmForm | None = None  # None exactly where the target has no CUDA
+    sm_forms: tuple[SmForm, ...] = ()  # one for each chip; empty exactly where the target has no CUDA
 
     @property
     def id(self) -> str:
@@ -285,11 +294,25 @@ class Cell:
         return f"appliance:{self.id}"
 
     @property
+    def sms(self) -> tuple[str, ...]:
+        return tuple(form.sm for form in self.sm_forms)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of its machine code, each once: 103 is served by the code of 100 in some wheels."""
+        return tuple(dict.fromkeys(form.form for form in self.sm_forms))
+
+    @property
     def gencode(self) -> str | None:
-        """As nvcc is told: machine code for one chip and no PTX. None where it is told nothing."""
-        if self.sm_form is None or not self.engine.is_compiled:
+        """As nvcc is told: machine code for its chips and no PTX. None where it is told nothing."""
+        if not self.sm_forms or not self.engine.is_compiled:
             return None
-        return f"arch=compute_{self.sm_form.form},code=sm_{self.sm_form.form}"
+        return " -gencode ".join(f"arch=compute_{form},code=sm_{form}" for form in self.forms)
+
+    def serving(self, sm: str, platform: Platform) -> tuple[SmForm, ...]:
+        """Its forms that may stand for a chip on a platform: the chip's own, or all of them for one that has none."""
+        here = tuple(form for form in self.sm_forms if form.is_for(platform))
+        return tuple(form for form in here if form.sm == sm) or here
 
     @property
     def unresolved(self) -> tuple[Base, ...]:
@@ -328,6 +351,9 @@ def load(root: Path) -> Matrix:
     except (OSError, yaml.YAMLError) as error:
         message = f"{MATRIX_FILE} cannot be read: {' '.join(str(error).split())}"
         raise MatrixError(message) from error
+    except RecursionError as error:
+        message = f"{MATRIX_FILE} cannot be read: its values are nested too deeply"
+        raise MatrixError(message, hint="no key of the matrix goes deeper than five levels") from error
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
@@ -447,10 +473,13 @@ def _scope(row: _ScopeRow) -> Scope:
 def _refuse_contradictions(cells: Iterable[Cell], scopes: Iterable[Scope]) -> None:
     scopes = tuple(scopes)
     for cell in cells:
-        if cell.target.cuda is None or cell.target.sm is None:
-            continue
-        place = {"engine": cell.engine.name, "cuda": cell.target.cuda, "sm": cell.target.sm}
-        for platform in cell.platforms:
+        places = [
+            ({"engine": cell.engine.name, "cuda": cell.target.cuda or "", "sm": form.sm}, platform)
+            for form in cell.sm_forms
+            for platform in cell.platforms
+            if form.is_for(platform)
+        ]
+        for place, platform in places:
             if scope := next((each for each in scopes if each.covers(**place, platform=platform)), None):
                 message = f"{MATRIX_FILE}: cell {cell.id} on {platform} is out of scope as well: {scope.why}"
                 raise MatrixError(message, hint="take it out of cells or out of out_of_scope")
@@ -470,7 +499,7 @@ def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Ma
         **row.model_dump(exclude={"source", "cpu_variants", "sm_forms"}),
         source=_wheels(name, row.source, text) if row.source.wheels else _sdist(row.source, text),
         cpu_variants=variants,
-        sm_forms={sm: SmForm(**form.model_dump()) for sm, form in row.sm_forms.items()},
+        sm_forms={sm: SmForm(sm=sm, **form.model_dump()) for sm, form in row.sm_forms.items()},
         cuda=parse_cuda(text, lock=row.source.lock) if row.source.wheels else None,
     )
 
@@ -514,11 +543,16 @@ def parse_cuda(text: str, *, lock: str) -> str:
 
 
 def _target(name: str, row: _TargetRow) -> Target:
-    expected = "cpu" if row.cuda is None else f"cu{row.cuda.replace('.', '')}-sm{row.sm}"
-    if (row.cuda is None) != (row.sm is None) or name != expected:
-        message = f"target {name}: its name does not say cuda {row.cuda}, sm {row.sm}"
-        raise MatrixError(message, hint=f"call it {expected}, and give both cuda and sm or neither")
-    return Target(name=name, cuda=row.cuda, sm=row.sm)
+    sms = (row.sm,) if isinstance(row.sm, str) else tuple(row.sm or ())
+    cuda = f"cu{row.cuda.replace('.', '')}" if row.cuda else "cpu"
+    expected = "-".join((cuda, *(f"sm{sm}" for sm in sms)))
+    if (sms and row.cuda is None) or name != expected:
+        message = f"target {name}: its name does not say cuda {row.cuda}, sm {', '.join(sms) or None}"
+        raise MatrixError(message, hint=f"call it {expected}; an SM needs the CUDA release that it is compiled with")
+    if sorted(set(sms), key=int) != list(sms):
+        message = f"target {name}: its chips are not in order, each once: {', '.join(sms)}"
+        raise MatrixError(message, hint=f"sm: [{', '.join(sorted(set(sms), key=int))}]")
+    return Target(name=name, cuda=row.cuda, sms=sms)
 
 
 def _cells(
@@ -543,10 +577,17 @@ def _cells(
             platforms=tuple(row.platforms),
             size_budget_mib=row.size_budget_mib,
             toolkit=toolkits.get(targets[target].cuda or "") if engines[row.engine].is_compiled else None,
-            sm_form=engines[row.engine].sm_forms.get(targets[target].sm or ""),
+            sm_forms=_forms(targets[target], engines[row.engine]),
         )
         for target in row.targets
     ]
+
+
+def _forms(target: Target, engine: Engine) -> tuple[SmForm, ...]:
+    """Of a wheel all that it carries: it cannot be asked for less."""
+    if target.cuda is None:
+        return ()
+    return tuple(engine.sm_forms[sm] for sm in target.sms) if engine.is_compiled else tuple(engine.sm_forms.values())
 
 
 def _refuse_untooled(target: Target, engine: Engine, toolkits: Mapping[str, Toolkit]) -> None:
@@ -556,8 +597,13 @@ def _refuse_untooled(target: Target, engine: Engine, toolkits: Mapping[str, Tool
         raise MatrixError(message, hint="take it out of cells, or lock a release of the engine with that CUDA")
     if target.cuda is not None:
         _refuse_unknown(target.cuda, toolkits, f"target {target.name}: toolkit")
-    if target.sm is not None:
-        _refuse_unknown(target.sm, engine.sm_forms, f"engine {engine.name}: sm_forms: target {target.name}")
+    if target.cuda is not None and bool(target.sms) is not engine.is_compiled:
+        how = "is compiled for chips that its target names" if engine.is_compiled else "comes in wheels, for all chips"
+        message = f"{MATRIX_FILE}: target {target.name} does not fit {engine.title}, which {how}"
+        release = f"cu{target.cuda.replace('.', '')}"
+        raise MatrixError(message, hint=f"its target is called {release}{'-smNN' if engine.is_compiled else ''}")
+    for sm in target.sms:
+        _refuse_unknown(sm, engine.sm_forms, f"engine {engine.name}: sm_forms: target {target.name}")
 
 
 def _refuse_unwheeled(row: _CellRow, engine: Engine) -> None:

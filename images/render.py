@@ -184,7 +184,7 @@ def _cache_lines(caches: Mapping[str, str]) -> str:
 def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
     """What the stages of a CUDA cell take; a value that its form of toolkit has no use for is left out."""
     floors = compat.cell_floors(cell)
-    if floors is None or cell.sm_form is None:
+    if floors is None or not cell.sm_forms:
         message = f"cell {cell.id} has a CUDA toolkit and no SM"
         raise MatrixError(message)
     own = {
@@ -199,7 +199,7 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
         **{name: value for name, value in own.items() if value is not None},
         "cuda": toolkit.cuda,
         "kv_pairs": ";".join(cell.engine.fast_kv_pairs),
-        "cuda_architectures": f"{cell.sm_form.form}-real",  # `real`: machine code and no PTX
+        "cuda_architectures": ";".join(f"{form}-real" for form in cell.forms),  # `real`: machine code and no PTX
         # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
         "require_cuda": f"cuda>={toolkit.cuda.partition('.')[0]}.0",
         "require_driver": f"driver>={compat.required_driver(cell)}",
@@ -221,7 +221,7 @@ def static_labels(cell: Cell) -> dict[str, str]:
         "io.appliance.cuda": cell.target.cuda or NONE,
         "io.appliance.cuda.gencode": cell.gencode or NONE,
         "io.appliance.cuda.toolkit": _toolkit_source(cell),
-        "io.appliance.sm": cell.target.sm or NONE,
+        "io.appliance.sm": ", ".join(cell.sms) or NONE,
         "io.appliance.driver.floor.ptx": floors.ptx if floors else NONE,
         "io.appliance.driver.floor.sass": floors.sass if floors else NONE,
         "io.appliance.engine": engine.name,
@@ -248,13 +248,17 @@ def _compiled_labels(cell: Cell) -> dict[str, str]:
 
 
 def _wheel_labels(cell: Cell) -> dict[str, str]:
-    """`partial`: some kernels have no machine code for this chip; which ones is data, and `jit` is what fills in."""
-    ptx = cell.sm_form.ptx if cell.sm_form else ()
+    """`partial`: some kernels have no machine code for a chip; which ones is data, and `jit` is what fills in."""
+    waiting: dict[str, list[str]] = {}
+    for form in cell.sm_forms:
+        if form.ptx:
+            waiting.setdefault(", ".join(form.ptx), []).append(form.sm)
+    jits = "; ".join(f"SM {', '.join(sms)}: {libraries}" for libraries, sms in waiting.items())
     return {
         "io.appliance.jit": ", ".join(jit.name for jit in wheel_facts.facts(cell.engine.name).jits),
         "io.appliance.native": "partial",
         "io.appliance.nccl": "on",
-        "io.appliance.ptx-jit": f"yes: {', '.join(ptx)}" if ptx else "no",
+        "io.appliance.ptx-jit": f"yes: {jits}" if jits else "no",
     }
 
 
@@ -275,7 +279,7 @@ def _label_lines(labels: Mapping[str, str]) -> str:
 
 
 def _machine(cell: Cell) -> str:
-    return f"CUDA {cell.target.cuda}, SM {cell.target.sm}" if cell.target.cuda else "machines without a GPU"
+    return f"CUDA {cell.target.cuda}, SM {', '.join(cell.sms)}" if cell.target.cuda else "machines without a GPU"
 
 
 def _dockerignore(cell: Cell) -> str:
@@ -301,7 +305,7 @@ def _facts(cell: Cell) -> ImageFacts:
         engine_build=engine.build or 0,  # releases without such a number
         engine_commit=engine.commit,
         cuda=cell.target.cuda,
-        sm=(cell.sm_form.form,) if cell.sm_form else (),  # the form: a 120a runs on no other chip
+        sm=cell.forms,  # the forms: a 120a runs on no other chip
         driver_floor_sass=floors.sass if floors else None,
         driver_floor_ptx=floors.ptx if floors else None,
         cpu_variants=cell.cpu_variants,

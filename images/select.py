@@ -1,32 +1,28 @@
-"""Which cell a machine should run, and why every other one lost. Pure.
+"""Which cell a machine should run, why every other one lost, and which GPUs are left out of it. Pure.
 
-A cell fits when its machine code runs on every GPU and the driver is not older than its floor. Of those that fit, the
-one compiled for the nearest chip wins, then the newest CUDA.
+A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
+cells that serve the most memory times bandwidth, one that was proven wins, then one whose toolkit is not newer than the
+driver's own CUDA, then the nearest chip, then the newest CUDA.
 """
 
 from __future__ import annotations
 
-import difflib
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from images import compat
+from images import compat, gpus
 from images.compat import Facts
 from images.errors import MatrixError, UsageError
-from images.matrix import Cell, Matrix, Platform, near_miss
+from images.gpus import Gpu
+from images.matrix import Cell, Matrix, Platform, Scope, near_miss
+from images.proofs import Proof
 
-SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
-ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm 90"
+SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
 NO_DEVICES = "no devices were found"
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    name: str
-    sm: str
+FIRST_SM = 75  # of the matrix; said to those who have an older GPU
+MIB_PER_GIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +41,63 @@ class Loser:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    gpu: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     cell: str
     tag: str
     why: str
+    proof: str  # proven or only rendered, in words
+    command: str  # what makes the tag exist on this machine
+    left_out: tuple[LeftOut, ...]
     runners_up: tuple[Loser, ...]
 
 
-def choose(matrix: Matrix, machine: Machine, known: Facts | None = None, *, engine: str = DEFAULT_ENGINE) -> Choice:
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """A cell on a machine, and the GPUs that it serves there."""
+
+    cell: Cell
+    served: tuple[Gpu, ...]
+
+
+def choose(
+    matrix: Matrix,
+    machine: Machine,
+    known: Facts | None = None,
+    *,
+    engine: str = DEFAULT_ENGINE,
+    proofs: Mapping[tuple[str, str], Proof] | None = None,
+) -> Choice:
     """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
-    known = known or compat.facts()
+    known, proofs = known or compat.facts(), proofs or {}
     matrix = of_engine(matrix, engine)
-    fitting = [cell for cell in matrix.cells if _unfit(cell, machine, known) is None]
-    if not fitting:
+    fits = [fit for fit in (_fit(cell, machine, known) for cell in matrix.cells) if fit]
+    if not fits:
         raise _nothing_fits(matrix, machine, known)
-    best = max(fitting, key=lambda cell: _rank(cell, machine))
-    losers = [
-        Loser(cell=cell.id, why=_unfit(cell, machine, known) or _beaten(cell, best))
-        for cell in sorted(matrix.cells, key=lambda cell: _rank(cell, machine), reverse=True)
-        if cell is not best
-    ]
-    return Choice(cell=best.id, tag=best.tag, why=_praise(best, machine, known), runners_up=tuple(losers))
+    ranked = sorted(fits, key=lambda fit: _rank(fit, machine, known, proofs), reverse=True)
+    best, others = ranked[0], ranked[1:]
+    unfit = [cell for cell in matrix.cells if cell.id not in {fit.cell.id for fit in fits}]
+    losers = [Loser(cell=fit.cell.id, why=_beaten(fit, best, machine, known, proofs)) for fit in others]
+    losers += [Loser(cell=cell.id, why=_unfit(cell, machine, known)) for cell in unfit]
+    proof = proofs.get((best.cell.id, machine.platform))
+    return Choice(
+        cell=best.cell.id,
+        tag=best.cell.tag,
+        why=_praise(best, machine, known),
+        proof=str(proof) if proof else "only rendered: no record says that it was built and verified",
+        command=build_command(best.cell),
+        left_out=tuple(_left_out(best, machine, known)),
+        runners_up=tuple(losers),
+    )
+
+
+def build_command(cell: Cell) -> str:
+    return f"python -m images build --only {cell.id} --base auto"
 
 
 def of_engine(matrix: Matrix, engine: str) -> Matrix:
@@ -76,42 +108,10 @@ def of_engine(matrix: Matrix, engine: str) -> Matrix:
     return replace(matrix, cells=tuple(cell for cell in matrix.cells if cell.engine.name == engine))
 
 
-def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
-    """A GPU by the name that NVIDIA, a user or nvidia-smi gives it. UsageError, with near misses, for a strange one."""
-    known = known or compat.facts()
-    wanted = compat.plain_name(name)
-    rows = {compat.plain_name(listed): (listed, row.sm) for row in known.gpus for listed in row.names}
-    # `RTX 4090 Laptop GPU` is longer than what is listed, `RTX PRO 6000` is shorter, and so is `RTX 4000` in two ways.
-    longer = [key for key in rows if _starts(wanted, key)]
-    shorter = [key for key in rows if wanted and f" {wanted} " in f" {key} "]
-    found = [max(longer, key=len)] if longer else shorter
-    sms = {rows[key][1] for key in found}
-    if len(sms) == 1:
-        return Gpu(name=name, sm=sms.pop())
-    if sms:
-        which = ", ".join(f"{rows[key][0]} (SM {rows[key][1]})" for key in found)
-        message = f"several GPUs are called that: {name}"
-        raise UsageError(message, hint=f"say which: {which}")
-    message = f"no GPU of {compat.FACTS_NAME} is called that: {name}"
-    near = ", ".join(rows[key][0] for key in difflib.get_close_matches(wanted, rows))
-    raise UsageError(message, hint=f"perhaps you meant {near}; else {ASK_SM}" if near else ASK_SM)
-
-
-def parse_sm(text: str, known: Facts | None = None) -> Gpu:
-    """`90`, or `9.0` as nvidia-smi writes it. UsageError for a chip that the facts do not have."""
-    known = known or compat.facts()
-    sm = text.removeprefix("sm_").replace(".", "")
-    if sm not in known.sms:
-        message = f"no SM of {compat.FACTS_NAME} is called that: {text}"
-        names = f"known are {', '.join(known.sms)}, and no image is made for an older one"
-        raise UsageError(message, hint=near_miss(sm, known.sms) or names)
-    return Gpu(name=f"SM {sm}", sm=sm)
-
-
 def parse_driver(text: str) -> str:
     """UsageError for something that is no driver version."""
     if not text.isascii() or not text.replace(".", "").isdecimal() or not all(text.split(".")):
-        message = f"not a driver version: {text}"
+        message = f"not a driver version: {text!r}"
         raise UsageError(message, hint="such as 570.124.06; nvidia-smi --query-gpu=driver_version --format=csv says it")
     return text
 
@@ -125,130 +125,222 @@ def parse_smi(code: int, lines: Sequence[str], platform: Platform, known: Facts 
     if code == 127 or NO_DEVICES in said.casefold():
         return Machine(platform=platform)
     rows = [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
-    if code != 0 or any(len(row) != 3 for row in rows) or not rows:
+    if code != 0 or any(len(row) != 4 for row in rows) or not rows:
         message = f"nvidia-smi failed with exit {code}: {said or 'it said nothing'}"
         raise MatrixError(message, hint="repair the driver, or say what there is: --driver 580.95.05 --gpu 'RTX 5090'")
-    gpus = (_asked(name, capability, known) for name, _, capability in rows)
-    return Machine(platform=platform, gpus=tuple(gpus), driver=parse_driver(rows[0][1]))
+    found = (_asked(name, capability, memory_mib, known) for name, _, capability, memory_mib in rows)
+    return Machine(platform=platform, gpus=tuple(found), driver=parse_driver(rows[0][1]))
 
 
-def _asked(name: str, capability: str, known: Facts | None) -> Gpu:
-    """By its number, which an unlisted GPU has too; by its name where an old driver does not tell the number."""
-    if not capability.replace(".", "").isdecimal():
-        return parse_gpu(name, known)
-    return Gpu(name=name, sm=parse_sm(capability, known).sm)
+def _asked(name: str, capability: str, memory_mib: str, known: Facts | None) -> Gpu:
+    """By its number, which an unlisted GPU has too; by its name where an old driver does not tell the number. Memory as
+    the machine says it, bandwidth as the facts say of the name.
+    """
+    sm = capability.replace(".", "") if capability.replace(".", "").isdecimal() else None
+    try:
+        listed = gpus.parse_gpu(name, known)
+    except UsageError:
+        if sm is None:
+            raise
+        listed = Gpu(name=name, sm=sm)
+    memory_gib = int(memory_mib) / MIB_PER_GIB if memory_mib.isdecimal() else listed.memory_gib
+    return replace(listed, sm=sm or listed.sm, memory_gib=memory_gib)
 
 
-def _starts(longer: str, shorter: str) -> bool:
-    return f"{longer} ".startswith(f"{shorter} ")
+def _fit(cell: Cell, machine: Machine, known: Facts) -> _Fit | None:
+    """None for a cell that serves none of the machine's GPUs, or has use for none."""
+    if machine.platform not in cell.platforms or (cell.target.cuda is None) is bool(machine.gpus):
+        return None
+    served = tuple(gpu for gpu in machine.gpus if _unserved(cell, gpu, machine, known) is None)
+    return _Fit(cell=cell, served=served) if served or not machine.gpus else None
 
 
-def _unfit(cell: Cell, machine: Machine, known: Facts) -> str | None:
-    """Why this cell cannot serve this machine; None when it can."""
-    if machine.platform not in cell.platforms:
-        return f"not for {machine.platform}"
-    form = cell.sm_form
-    if form is None:
-        return "would leave the GPU idle" if machine.gpus else None
-    if not machine.gpus:
-        return "needs a GPU"
-    strangers = [gpu for gpu in machine.gpus if not compat.runs_on(form.form, gpu.sm, known)]
-    if strangers:
-        return f"its code for sm_{form.form} does not run on {_names(strangers)}"
-    driver = compat.required_driver(cell, known)
-    if driver and machine.driver and compat.numbers(machine.driver) < compat.numbers(driver):
+def _unserved(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str | None:
+    """Why this cell cannot serve this GPU; None when it can."""
+    if not any(compat.runs_on(form.form, gpu.sm, known) for form in cell.serving(gpu.sm, machine.platform)):
+        return f"its code for sm_{', sm_'.join(cell.forms)} does not run on it"
+    driver = _driver(cell, gpu, known)
+    if machine.driver and compat.numbers(machine.driver) < compat.numbers(driver):
         return f"needs driver {driver}, here is {machine.driver}"
     return None
 
 
-def _rank(cell: Cell, machine: Machine) -> tuple[bool, bool, int, tuple[int, ...]]:
-    """One that can be built first, then the chip that is nearest from below, then the newest CUDA."""
-    sm = int(cell.target.sm or 0)
-    is_near = all(sm <= int(gpu.sm) for gpu in machine.gpus)
-    return (not cell.unresolved, is_near, sm if is_near else -sm, compat.numbers(cell.target.cuda or "0"))
+def _unfit(cell: Cell, machine: Machine, known: Facts) -> str:
+    """Why this cell serves nothing of this machine."""
+    if machine.platform not in cell.platforms:
+        return f"not for {machine.platform}"
+    if cell.target.cuda is None:
+        return "would leave the GPU idle"
+    if not machine.gpus:
+        return "needs a GPU"
+    drivers = [gpu for gpu in machine.gpus if _runs(cell, gpu, machine, known)]
+    if drivers:
+        floor = min((_driver(cell, gpu, known) for gpu in drivers), key=compat.numbers)
+        return f"needs driver {floor}, here is {machine.driver}"
+    return f"its code for sm_{', sm_'.join(cell.forms)} does not run on {gpus.describe(machine.gpus)}"
 
 
-def _beaten(cell: Cell, best: Cell) -> str:
-    if cell.unresolved and not best.unresolved:
+def _runs(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> bool:
+    return _unserved(cell, gpu, replace(machine, driver=None), known) is None
+
+
+def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
+    """What the image needs on this GPU: a chip's own first driver counts, whichever chip the code was made for."""
+    sm = gpu.sm if gpu.sm in known.sms else None
+    return compat.required_driver(cell, known, sm=sm) or "0"
+
+
+Rank = tuple[bool, float, float, int, bool, bool, int, int, tuple[int, ...]]
+
+
+def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> Rank:
+    """What can be built, then what serves most, then what was proven, then what fits the driver and the chips best."""
+    cell = fit.cell
+    memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
+    # One GPU without figures makes the product of all meaningless; memory is what a machine says of each.
+    is_told = all(gpu.worth for gpu in machine.gpus if gpu.sm not in known.older)
+    worth = sum(gpu.worth or 0.0 for gpu in fit.served) if is_told else memory_gib
+    return (
+        not cell.unresolved,
+        worth,
+        memory_gib,
+        chips,
+        (cell.id, machine.platform) in proofs,
+        _is_of_the_driver(fit, machine, known),
+        -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
+        -len(cell.sms) if cell.engine.is_compiled else 0,
+        compat.numbers(cell.target.cuda or "0"),
+    )
+
+
+def _is_of_the_driver(fit: _Fit, machine: Machine, known: Facts) -> bool:
+    """Whether the driver is CUDA's own or newer: minor version compatibility promises a limited feature set."""
+    release = known.releases.get(fit.cell.target.cuda or "")
+    if release is None or machine.driver is None:
+        return True
+    is_apart = all(gpu.sm in known.sms and known.sms[gpu.sm].tegra for gpu in fit.served)
+    own = release.driver.partition(".")[0] if is_apart else release.driver
+    return compat.numbers(machine.driver) >= compat.numbers(own)
+
+
+def _distance(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> int:
+    forms = (form.form for form in cell.serving(gpu.sm, machine.platform) if compat.runs_on(form.form, gpu.sm, known))
+    return int(gpu.sm) - max(int(form.rstrip("af")) for form in forms)
+
+
+def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> str:
+    """The first thing in which it is behind the best."""
+    cell, winner = fit.cell, best.cell
+    if cell.unresolved and not winner.unresolved:
         return f"cannot be built yet: no digest for {cell.unresolved[0].image}"
-    if cell.target.sm != best.target.sm:
-        return f"runs too, but is compiled for SM {cell.target.sm}"
+    missing = [gpu for gpu in best.served if gpu not in fit.served]
+    if missing:
+        return f"does not serve {gpus.describe(missing)}: {_unserved(cell, missing[0], machine, known)}"
+    if (cell.id, machine.platform) not in proofs and (winner.id, machine.platform) in proofs:
+        return "runs too, and was never proven"
+    if not _is_of_the_driver(fit, machine, known) and _is_of_the_driver(best, machine, known):
+        return f"runs too, with a CUDA newer than the driver's own: {cell.target.cuda}"
+    if cell.forms != winner.forms:
+        return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
     return f"runs too, with an older CUDA: {cell.target.cuda}"
 
 
-def _praise(best: Cell, machine: Machine, known: Facts) -> str:
-    required = compat.required_driver(best, known)
-    if required is None or best.sm_form is None:
+def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
+    cell = best.cell
+    if not best.served:
         return "no GPU was found; it runs on the CPU"
+    required = max((_driver(cell, gpu, known) for gpu in best.served), key=compat.numbers)
     driver = (
         f"driver {machine.driver} is not older than"
         if machine.driver
         else "the driver was not told and must not be older than"
     )
-    return f"its code for sm_{best.sm_form.form} runs on {_names(machine.gpus)}; {driver} {required}"
+    used = [form.form for form in cell.sm_forms if any(compat.runs_on(form.form, gpu.sm, known) for gpu in best.served)]
+    code = ", sm_".join(dict.fromkeys(used))
+    return f"its code for sm_{code} runs on {gpus.describe(best.served)}; {driver} {required}"
 
 
-def _names(gpus: Iterable[Gpu]) -> str:
-    return ", ".join(
-        dict.fromkeys(gpu.name if gpu.name == f"SM {gpu.sm}" else f"{gpu.name} (SM {gpu.sm})" for gpu in gpus)
-    )
+def _left_out(best: _Fit, machine: Machine, known: Facts) -> list[LeftOut]:
+    left = dict.fromkeys(gpu for gpu in machine.gpus if gpu not in best.served)
+    return [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+
+
+def _why_left_out(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str:
+    return _too_old(gpu, known) or _unserved(cell, gpu, machine, known) or ""
+
+
+def _too_old(gpu: Gpu, known: Facts) -> str | None:
+    if generation := known.older.get(gpu.sm):
+        return f"it is of {generation}, and the matrix begins at SM {FIRST_SM}"
+    return None
 
 
 def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError:
-    """The change that helps: another driver, else fewer GPUs, else nothing."""
-    where = f"no image fits {_names(machine.gpus) or 'a machine without a GPU'} on {machine.platform}"
-    with_any_driver = Machine(platform=machine.platform, gpus=machine.gpus)
-    willing = [cell for cell in matrix.cells if _unfit(cell, with_any_driver, known) is None]
+    """The change that helps: another driver, another kind of machine, else the reason and nothing."""
+    where = f"no image fits {gpus.describe(machine.gpus) or 'a machine without a GPU'} on {machine.platform}"
+    with_any_driver = replace(machine, driver=None)
+    willing = [fit for fit in (_fit(cell, with_any_driver, known) for cell in matrix.cells) if fit]
     if willing:
-        lowest = min((_driver(cell, known) for cell in willing), key=compat.numbers)
-        easiest = max(
-            (cell for cell in willing if _driver(cell, known) == lowest), key=lambda cell: _rank(cell, machine)
-        )
-        message = f"{where}: the driver is too old: {machine.driver}"
-        return MatrixError(message, hint=f"driver {lowest} or newer would do, for {easiest.id}")
-    kept = _largest_part(matrix, machine, known) or _largest_part(matrix, with_any_driver, known)
-    if kept:
-        cell, part = kept
-        left = [gpu for gpu in machine.gpus if gpu.sm not in {each.sm for each in part}]
-        message = f"{where}: no machine code runs on all of them"
-        also = "" if _unfit(cell, Machine(**{**vars(machine), "gpus": part}), known) is None else " with a newer driver"
-        return MatrixError(message, hint=f"leave out {_names(left)}: {cell.id} runs on {_names(part)}{also}")
-    return MatrixError(where, hint=_elsewhere(matrix, machine, known) or _built(matrix, machine))
+        return _driver_too_old(where, willing, machine, known)
+    whys = list(dict.fromkeys(filter(None, (_why_never(matrix, gpu, machine, known) for gpu in machine.gpus))))
+    message = f"{where}: {'; '.join(whys)}" if whys else where
+    return MatrixError(message, hint=_elsewhere(matrix, machine, known) or _built(matrix, machine))
+
+
+def _driver_too_old(where: str, willing: list[_Fit], machine: Machine, known: Facts) -> MatrixError:
+    floors = [(_driver(fit.cell, gpu, known), fit, gpu) for fit in willing for gpu in fit.served]
+    lowest = min((floor for floor, _, _ in floors), key=compat.numbers)
+    easiest = [(fit, gpu) for floor, fit, gpu in floors if floor == lowest]
+    fit, gpu = max(easiest, key=lambda pair: _rank(pair[0], replace(machine, driver=lowest), known, {}))
+    is_tegra = gpu.sm in known.sms and known.sms[gpu.sm].tegra
+    newer = f"a JetPack whose driver is {lowest} or newer" if is_tegra else f"driver {lowest} or newer"
+    message = f"{where}: the driver is too old: {machine.driver}"
+    return MatrixError(message, hint=f"{newer} would do, for {fit.cell.id}")
+
+
+def _why_never(matrix: Matrix, gpu: Gpu, machine: Machine, known: Facts) -> str | None:
+    """The generation, or the decision of the matrix that is about this chip and this kind of machine."""
+    if why := _too_old(gpu, known):
+        return f"{gpu}: {why}"
+    engines = {cell.engine.name for cell in matrix.cells}
+    for scope in matrix.out_of_scope:
+        if (
+            scope.sm
+            and gpu.sm in scope.sm
+            and _is_about(scope, machine, engines)
+            and _is_all(scope, matrix, gpu, machine)
+        ):
+            return f"{gpu}: {scope.why}"
+    return None
+
+
+def _is_about(scope: Scope, machine: Machine, engines: set[str]) -> bool:
+    return (scope.engine is None or scope.engine in engines) and (
+        scope.platforms is None or machine.platform in scope.platforms
+    )
+
+
+def _is_all(scope: Scope, matrix: Matrix, gpu: Gpu, machine: Machine) -> bool:
+    """A decision on one release alone is no reason where another release could serve the chip: the last one is."""
+    releases = {cell.target.cuda for cell in matrix.cells if cell.target.cuda}
+    return scope.cuda is None or max(releases, key=compat.numbers) in scope.cuda
 
 
 def _elsewhere(matrix: Matrix, machine: Machine, known: Facts) -> str | None:
     """Somebody asks on a laptop for the board on the shelf: the same GPUs in the other kind of machine."""
     for platform in get_args(Platform) if machine.gpus else ():
         moved = replace(machine, platform=platform)
-        fitting = [cell for cell in matrix.cells if _unfit(cell, moved, known) is None]
+        fitting = [fit for fit in (_fit(cell, moved, known) for cell in matrix.cells) if fit]
         if fitting:
-            best = max(fitting, key=lambda cell: _rank(cell, moved))
-            return f"{best.id} does in a machine of {platform}: --platform {platform}"
+            best = max(fitting, key=lambda fit: _rank(fit, moved, known, {}))
+            return f"{best.cell.id} does in a machine of {platform}: --platform {platform}"
     return None
 
 
 def _built(matrix: Matrix, machine: Machine) -> str | None:
     cells = [cell for cell in matrix.cells if machine.platform in cell.platforms]
-    sms = sorted({cell.target.sm for cell in cells if cell.target.sm}, key=int)
+    sms = sorted({form.sm for cell in cells for form in cell.sm_forms if form.is_for(machine.platform)}, key=int)
+    cpu = next((cell for cell in cells if cell.target.cuda is None), None)
     need = "are for" if machine.gpus else "need a GPU of"
-    return f"images for {machine.platform} {need} SM {', '.join(sms)}" if sms else None
-
-
-def _driver(cell: Cell, known: Facts) -> str:
-    return compat.required_driver(cell, known) or "0"
-
-
-def _largest_part(matrix: Matrix, machine: Machine, known: Facts) -> tuple[Cell, tuple[Gpu, ...]] | None:
-    """The most GPUs that one cell can serve, and that cell; chips are left out, since equal chips fit together."""
-    chips = sorted({gpu.sm for gpu in machine.gpus}, key=int)
-    parts = [
-        tuple(gpu for gpu in machine.gpus if gpu.sm in kept)
-        for count in range(1, len(chips))
-        for kept in itertools.combinations(chips, count)
-    ]
-    for part in sorted(parts, key=len, reverse=True):
-        smaller = Machine(platform=machine.platform, gpus=part, driver=machine.driver)
-        fitting = [cell for cell in matrix.cells if _unfit(cell, smaller, known) is None]
-        if fitting:
-            return max(fitting, key=lambda cell: _rank(cell, smaller)), part
-    return None
+    alone = f"; {cpu.tag} runs on the CPU alone" if cpu and machine.gpus else ""
+    return f"images for {machine.platform} {need} SM {', '.join(sms)}{alone}" if sms else None

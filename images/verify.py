@@ -109,7 +109,7 @@ class Evidence:
     version: docker.Finished  # `appliance version`
     engine_version: docker.Finished  # what the engine's binary says to --version
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
-    kernels: gate.Report | None = None  # of a CUDA cell
+    kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
     debian: debian.Lock | None = None  # of its base
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
@@ -162,7 +162,7 @@ def gather(
     platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=_gpu_files(cell))
-        kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else None
+        kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     return Evidence(
         cell=cell,
         platform=platform,
@@ -217,12 +217,18 @@ def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: r
     return tree
 
 
-def _judge_kernels(root: Path, cell: Cell, platform: Platform, tree: Tree, cuobjdump: Path | None) -> gate.Report:
+def _judge_kernels(
+    root: Path, cell: Cell, platform: Platform, tree: Tree, cuobjdump: Path | None
+) -> tuple[gate.Report, ...]:
+    """Every kernel against every chip that the cell is for on this platform."""
     tool = gate.find_tool(cuobjdump)
     libraries = [gate.query_library(tool, file, name=path) for path, file in sorted(tree.extracted.items())]
-    gaps = root / wheel_gaps.path_for(cell)
-    known = gate.load_known_gaps(gaps, platform) if gaps.exists() else None
-    return gate.judge(libraries, int(cell.target.sm or 0), known)
+    reports = []
+    for sm in (form.sm for form in cell.sm_forms if form.is_for(platform)):
+        gaps = root / wheel_gaps.path_for(cell, sm)
+        known = gate.load_known_gaps(gaps, platform) if gaps.exists() else None
+        reports.append(gate.judge(libraries, int(sm), known))
+    return tuple(reports)
 
 
 def check_start(evidence: Evidence) -> Check:
@@ -264,14 +270,21 @@ def check_cpu_kernels(evidence: Evidence) -> Check:
 
 
 def check_kernels(evidence: Evidence) -> Check:
-    """Machine code for the cell's SM in every kernel that we compile; NVIDIA's own libraries are only listed."""
-    name, report = "kernels run natively", evidence.kernels
-    if report is None:
+    """Machine code for each of the cell's chips in every kernel that we compile; NVIDIA's libraries are only listed."""
+    name, reports = "kernels run natively", evidence.kernels
+    if evidence.cell.target.cuda is None:
         backends = [path for path in evidence.tree.files if GPU_BACKEND.search(path)]
         return Check(name=name, ok=not backends, detail=f"no GPU in this cell{_colon(backends)}")
-    if report.faults:
-        return Check(name=name, ok=False, detail="; ".join(report.faults[:5]) + _more(report.faults))
-    lines = [gate.describe(library, report.sm) for library in report.libraries if library.kernels or library.targets]
+    several = len(evidence.cell.sms) > 1
+    faults = [f"SM {report.sm}: {fault}" if several else fault for report in reports for fault in report.faults]
+    if faults or not reports:
+        return Check(name=name, ok=False, detail="; ".join(faults[:5]) + _more(faults) or "no kernel was judged")
+    lines = [
+        gate.describe(library, report.sm)
+        for report in reports
+        for library in report.libraries
+        if library.kernels or library.targets
+    ]
     return Check(name=name, ok=True, detail="; ".join(lines))
 
 
@@ -401,8 +414,7 @@ def check_image_facts(evidence: Evidence) -> Check:
     label = evidence.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
     wrong += _floors(evidence, facts)
-    form = {evidence.cell.sm_form.form} if evidence.cell.sm_form else set()
-    wrong += _difference("its machine code is not of this form", form ^ set(facts.sm))
+    wrong += _difference("its machine code is not of this form", set(cell.forms) ^ set(facts.sm))
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
         "commit", {facts.engine_commit} - {cell.engine.commit}
     )
@@ -413,7 +425,7 @@ def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
     """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
     said = {
         "io.appliance.cuda": facts.cuda,
-        "io.appliance.sm": evidence.cell.target.sm,
+        "io.appliance.sm": ", ".join(evidence.cell.sms),
         "io.appliance.driver.floor.sass": facts.driver_floor_sass,
         "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
     }

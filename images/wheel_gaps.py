@@ -1,4 +1,4 @@
-"""The gate on an engine's wheels: images/gaps/<cell>.yaml, which says what of them runs on the cell's chip and how.
+"""The gate on an engine's wheels: images/gaps/<cell>-smNN.yaml, which says what of them runs on a chip and how.
 
 One wheel serves every chip, so no cell of it runs all its kernels natively. What it lacks is data: globs that match the
 gaps and nothing else, and a count of kernels by library. `verify` and `gate` hold images to it; `images gaps FILE…`
@@ -22,7 +22,7 @@ from pathlib import Path
 from images import gate
 from images.errors import UsageError, VerificationError
 from images.gate import Kernel, Library
-from images.matrix import Cell, Engine, Platform, Source
+from images.matrix import Cell, Engine, Platform, SmForm, Source
 
 FOLDER = Path("images/gaps")
 COMMAND = "python -m images gaps FILE…"
@@ -50,8 +50,9 @@ class Row:
     globs: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def path_for(cell: Cell) -> Path:
-    return FOLDER / f"{cell.id}.yaml"
+def path_for(cell: Cell, sm: str) -> Path:
+    """One file for each chip of the wheel."""
+    return FOLDER / f"{cell.id}-sm{sm}.yaml"
 
 
 def read_wheels(tool: Path, files: Sequence[Path], engine: Engine, lock: str) -> list[Wheel]:
@@ -99,19 +100,20 @@ def read_wheel(tool: Path, file: Path, identity: Identity) -> Wheel:
     )
 
 
-def report(cell: Cell, wheels: Iterable[Wheel]) -> str:
-    """The text of the cell's file. UsageError when a platform's wheel is not among them."""
-    own = [wheel for wheel in wheels if wheel.platform in cell.platforms]
-    for platform in cell.platforms:
+def report(cell: Cell, form: SmForm, wheels: Iterable[Wheel]) -> str:
+    """The text of one chip's file. UsageError when the wheel of a platform that has the chip is not among them."""
+    platforms = [platform for platform in cell.platforms if form.is_for(platform)]
+    own = [wheel for wheel in wheels if wheel.platform in platforms]
+    for platform in platforms:
         if not any(wheel.is_engine and wheel.platform == platform for wheel in own):
             message = f"cell {cell.id}: the wheel of {cell.engine.title} for {platform} was not given"
             raise UsageError(message, hint=f"its sha256 is {cell.engine.source.wheels[platform]}")
-    sm = int(cell.target.sm or 0)
+    sm = int(form.sm)
     judged = {
         wheel.platform: [library for library in wheel.libraries if library.kernels] for wheel in own if wheel.is_engine
     }
     rows = _merged({platform: [describe(each, sm) for each in found] for platform, found in judged.items()})
-    return "\n".join(_lines(cell, own, rows)) + "\n"
+    return "\n".join(_lines(cell, form.sm, own, rows)) + "\n"
 
 
 def describe(library: Library, sm: int) -> Row:
@@ -173,10 +175,12 @@ def _merged(rows: Mapping[Platform, Sequence[Row]]) -> list[tuple[tuple[Platform
     return merged
 
 
-def _lines(cell: Cell, wheels: Sequence[Wheel], rows: Sequence[tuple[tuple[Platform, ...], Row]]) -> Iterator[str]:
+def _lines(
+    cell: Cell, sm: str, wheels: Sequence[Wheel], rows: Sequence[tuple[tuple[Platform, ...], Row]]
+) -> Iterator[str]:
     files = "; ".join(f"{wheel.name}, sha256 {wheel.sha256}" for wheel in wheels)
     yield f"# DO NOT EDIT. Made by: {COMMAND}"
-    yield f"# What of {cell.engine.title} {cell.engine.version} runs on SM {cell.target.sm}, by cuobjdump."
+    yield f"# What of {cell.engine.title} {cell.engine.version} runs on SM {sm}, by cuobjdump."
     yield "# A kernel counts once for every translation unit that brought it."
     yield "native: partial"
     yield f"source: {json.dumps(f'cuobjdump -symbols -ptx and --list-elf on {files}')}"

@@ -1,0 +1,170 @@
+"""images/proven.yaml: which images were built and verified, where, when, of which commit. No input of a build id.
+
+`verify --record` writes a row; `list`, `explain` and `select` say of each cell whether it was proven, is built here, or
+is only rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from images.errors import MatrixError
+from images.matrix import Cell, Platform, near_miss
+
+PROOFS_FILE = Path("images/proven.yaml")
+REPOSITORY = "appliance"
+HEADER = """\
+# Images that were built and passed `verify`, written by: python -m images verify --only CELL --record
+# commit: what the image was built of; digest: of the image, shortened where it was written down so; null: not known.
+"""
+NOT_KNOWN = "not known"
+REVISION_LABEL = "org.opencontainers.image.revision"
+TELLING = (
+    "engine is the pinned one",
+    "kernels run natively",
+    "CPU kernels compute",
+)  # checks whose words are worth keeping
+LONGEST_DETAIL = 200
+
+State = Literal["proven", "built", "rendered"]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Proof(BaseModel):
+    """One image that was built. None: nobody wrote it down."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cell: Text
+    platform: Platform
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}(?:\+dirty)?$")] | None
+    digest: Annotated[str, Field(pattern=r"^sha256:(?:[0-9a-f]{64}|[0-9a-f]{6,}…[0-9a-f]*)$")] | None
+    date: date
+    machine: Text | None
+    size_mib: Annotated[int, Field(gt=0, strict=True)] | None
+    ran: Annotated[tuple[Text, ...], Field(min_length=1)]
+
+    def __str__(self) -> str:
+        commit = self.commit or f"a commit that is {NOT_KNOWN}"
+        return f"proven on {self.date}, built of {commit}: {'; '.join(self.ran)}"
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    proofs: tuple[Proof, ...] = ()
+
+
+Proofs = Mapping[tuple[str, str], Proof]
+
+
+def load(root: Path, cells: Iterable[Cell]) -> Proofs:
+    """By cell and platform. MatrixError for a row that is about no cell of the matrix."""
+    try:
+        text = (root / PROOFS_FILE).read_text("utf-8")
+    except OSError as error:
+        message = f"{PROOFS_FILE} cannot be read: {error.strerror}"
+        raise MatrixError(message, hint=f"git checkout {PROOFS_FILE}") from error
+    return parse(text, {cell.id: cell.platforms for cell in cells})
+
+
+def parse(text: str, platforms: Mapping[str, tuple[Platform, ...]]) -> Proofs:
+    try:
+        rows = _File.model_validate(yaml.safe_load(text))
+    except (yaml.YAMLError, RecursionError) as error:
+        message = f"{PROOFS_FILE} cannot be read: {' '.join(str(error).split())}"
+        raise MatrixError(message) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = f"{PROOFS_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}: {first['input']!r}"
+        raise MatrixError(message) from error
+    found: dict[tuple[str, str], Proof] = {}
+    for proof in rows.proofs:
+        if proof.platform not in platforms.get(proof.cell, ()):
+            message = f"{PROOFS_FILE}: no cell of the matrix is {proof.cell} on {proof.platform}"
+            raise MatrixError(message, hint=near_miss(proof.cell, platforms) or "take the row out")
+        if (proof.cell, proof.platform) in found:
+            message = f"{PROOFS_FILE}: a cell is there twice: {proof.cell} on {proof.platform}"
+            raise MatrixError(message, hint="the newest is enough; git has the others")
+        found[proof.cell, proof.platform] = proof
+    return found
+
+
+def dump(proofs: Iterable[Proof]) -> str:
+    """In the order of the cells' names; parse(dump(x)) is x."""
+    rows = [proof.model_dump(mode="python") | {"ran": list(proof.ran)} for proof in sorted(proofs, key=_key)]
+    return HEADER + yaml.safe_dump({"proofs": rows}, sort_keys=False, width=120, allow_unicode=True)
+
+
+def record(root: Path, cells: Iterable[Cell], proof: Proof) -> None:
+    """In the place of an earlier row about the same cell and platform."""
+    known = dict(load(root, cells))
+    known[proof.cell, proof.platform] = proof
+    (root / PROOFS_FILE).write_text(dump(known.values()), "utf-8", newline="\n")
+
+
+def of_checks(
+    cell: Cell,
+    platform: Platform,
+    said: Mapping[str, str],
+    *,
+    digest: str,
+    commit: str | None,
+    today: date,
+    machine: str,
+) -> Proof:
+    """What `verify` saw of an image, check by check, all of which passed."""
+    size = re.match(r"(\d+) MiB", said.get("size", ""))
+    others = [f"{name}: {_short(said[name])}" for name in TELLING if name in said]
+    return Proof(
+        cell=cell.id,
+        platform=platform,
+        commit=commit,
+        digest=digest,
+        date=today,
+        machine=machine,
+        size_mib=int(size[1]) if size else None,
+        ran=(f"verify, {len(said)} checks", *others),
+    )
+
+
+def platform_of(cell: Cell, name: str) -> Platform:
+    """The cell's platform of that name. MatrixError when it is for another kind of machine."""
+    for platform in cell.platforms:
+        if platform == name:
+            return platform
+    message = f"cell {cell.id} is not for {name}"
+    raise MatrixError(message, hint=f"it is for {', '.join(cell.platforms)}")
+
+
+def state(cell: Cell, proofs: Proofs, here: Collection[str]) -> State:
+    """`here`: tags of this machine's engine."""
+    if any((cell.id, platform) in proofs for platform in cell.platforms):
+        return "proven"
+    return "built" if cell.tag in here else "rendered"
+
+
+def describe(cell: Cell, proofs: Proofs, here: Collection[str]) -> str:
+    """In a sentence, by platform where there are two."""
+    found = [proof for platform in cell.platforms if (proof := proofs.get((cell.id, platform)))]
+    here_too = f"{cell.tag} is here" if cell.tag in here else ""
+    if not found:
+        return f"built, and no record says that it was verified: {here_too}" if here_too else "rendered, never built"
+    several = len(cell.platforms) > 1
+    said = [f"{proof.platform} {proof}" if several else str(proof) for proof in found]
+    return "; ".join([*said, *filter(None, [here_too])])
+
+
+def _short(detail: str) -> str:
+    return detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 1]}…"
+
+
+def _key(proof: Proof) -> tuple[str, str]:
+    return (proof.cell, proof.platform)
