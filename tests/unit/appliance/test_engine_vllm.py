@@ -52,7 +52,7 @@ def test_a_launcher_without_its_wheel_is_44(tmp_path: Path) -> None:
 
 
 def test_an_image_whose_engine_is_not_served_says_so_with_10() -> None:
-    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130-sm90")
+    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
     with pytest.raises(ConfigError, match=r"cannot be served yet: vllm 0\.33\.0 \(vllm-cu130-sm90\)") as caught:
         check_engine(image)
     assert caught.value.exit_code == 10
@@ -63,7 +63,7 @@ def test_an_image_whose_engine_is_not_served_says_so_with_10() -> None:
 def test_serve_and_plan_end_with_10_before_they_look_for_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130-sm90")
+    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
     (tmp_path / "image_facts.json").write_text(dump_facts(image))
     (tmp_path / "engine_facts.json").write_text(dump_facts(FACTS))
     folders = ("--facts-dir", str(tmp_path), "--data-dir", str(tmp_path / "data"))

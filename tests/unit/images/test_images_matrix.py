@@ -91,18 +91,73 @@ def test_an_unknown_target_and_an_unknown_lock_are_refused(
 def test_a_cuda_cell_is_data(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
     loaded = matrix.parse_matrix(matrix_data, lock_texts)
     cell = matrix.select(loaded.cells, "llama-cu128-sm120")[0]
-    assert (cell.target.cuda, cell.target.sm, cell.gencode) == ("12.8", "120", "arch=compute_120a,code=sm_120a")
+    assert (cell.target.cuda, cell.sms, cell.gencode) == ("12.8", ("120",), "arch=compute_120a,code=sm_120a")
     assert cell.toolkit is loaded.toolkits["12.8"]
     assert cell.toolkit.image is not None
     assert cell.toolkit.image.image == "nvidia/cuda:12.8.1-devel-ubuntu24.04"
     assert matrix.select(loaded.cells, "llama-cpu")[0].toolkit is None
 
 
+def test_a_cell_may_carry_two_chips(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    (cell,) = matrix.select(matrix.parse_matrix(matrix_data, lock_texts).cells, "llama-cu130-sm86-sm120")
+    assert (cell.sms, cell.forms) == (("86", "120"), ("86", "120a"))
+    assert cell.gencode == "arch=compute_86,code=sm_86 -gencode arch=compute_120a,code=sm_120a"
+    matrix_data["targets"]["cu130-sm86-sm120"]["sm"] = ["120", "86"]
+    error = _refused(matrix_data, lock_texts, "its name does not say cuda 13.0, sm 120, 86")
+    assert "cu130-sm120-sm86" in str(error.hint)
+    matrix_data["targets"]["cu130-sm120-sm86"] = matrix_data["targets"].pop("cu130-sm86-sm120")
+    error = _refused(matrix_data, lock_texts, "its chips are not in order, each once: 120, 86")
+    assert error.hint == "sm: [86, 120]"
+
+
+@pytest.mark.parametrize(
+    ("engine", "target", "said"),
+    [
+        ("llama", "cu130", "llama.cpp, which is compiled for chips that its target names"),
+        ("vllm", "cu130-sm90", "vLLM, which comes in wheels, for all chips"),
+    ],
+)
+def test_a_target_fits_what_the_engine_is_made_of(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], engine: str, target: str, said: str
+) -> None:
+    next(row for row in matrix_data["cells"] if row["engine"] == engine)["targets"] = [target]
+    _refused(matrix_data, lock_texts, f"target {target} does not fit {said}")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (("cells", 0, "size_budget_mib"), "cells.0.size_budget_mib: Input should be a valid integer: True"),
+        (("toolkits", "12.4", "host_compiler"), "toolkits.12.4.host_compiler: Input should be a valid integer: True"),
+        (("engines", "llama", "build"), "engines.llama.build: Input should be a valid integer: True"),
+    ],
+)
+def test_a_boolean_is_no_number(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], place: tuple[Any, ...], said: str
+) -> None:
+    *folder, key = place
+    row = matrix_data
+    for part in folder:
+        row = row[part]
+    row[key] = True
+    _refused(matrix_data, lock_texts, said)
+
+
+def test_values_nested_too_deeply_are_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "build_matrix.yaml").write_text("bases: " + "[" * 3000 + "]" * 3000, "utf-8")
+    with pytest.raises(MatrixError, match="nested too deeply"):
+        matrix.load(tmp_path)
+
+
 def test_a_chip_is_built_for_the_machines_that_have_it(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
     amd64, arm64 = {"linux/amd64"}, {"linux/arm64"}
     for cell in matrix.parse_matrix(matrix_data, lock_texts).cells:
-        expected = arm64 if cell.target.sm in ("87", "110", "121") else amd64
-        assert set(cell.platforms) == (amd64 | arm64 if cell.target.sm in ("90", "100", "103") else expected)
+        if not cell.engine.is_compiled:
+            assert set(cell.platforms) == amd64 | arm64
+            continue
+        expected = arm64 if set(cell.sms) & {"110", "121"} else amd64
+        is_both = set(cell.sms) & {"90", "100", "103"} and cell.target.cuda != "12.4"
+        assert set(cell.platforms) == (amd64 | arm64 if is_both else expected)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +230,13 @@ def test_no_matrix_at_all_is_said(tmp_path: Path) -> None:
 
 def test_an_engine_from_wheels_is_data(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
     loaded = matrix.parse_matrix(matrix_data, lock_texts)
-    cell = matrix.select(loaded.cells, "vllm-cu130-sm121")[0]
+    cell = matrix.select(loaded.cells, "vllm-cu130")[0]
     assert (cell.engine.is_compiled, cell.engine.cuda, cell.engine.build) == (False, "13.0", None)
     assert (cell.toolkit, cell.gencode, cell.cpu_variants) == (None, None, ())
-    assert cell.sm_form is not None
-    assert cell.sm_form.form == "120"
+    assert cell.sms == ("75", "80", "86", "89", "90", "100", "103", "110", "120", "121")
+    assert cell.forms == ("75", "80", "86", "89", "90", "100", "110", "120")
+    assert [form.form for form in cell.serving("121", "linux/arm64") if form.sm == "121"] == ["120"]
+    assert {form.sm for form in cell.serving("89", "linux/arm64")} == {"90", "100", "103", "110", "121"}
     assert loaded.engines["llama"].is_compiled
 
 

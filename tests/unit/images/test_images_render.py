@@ -46,6 +46,16 @@ def test_every_folder_of_rendered_files_is_a_cell(project: Path) -> None:
     assert folders == {cell.id for cell in matrix.load(project).cells}
 
 
+def test_a_folder_of_no_cell_is_an_orphan(tmp_path: Path) -> None:
+    files = {Path("images/rendered/x/Dockerfile"): "text", Path("docker-bake.json"): "{}"}
+    assert drift.orphans(tmp_path, files) == []
+    drift.write(tmp_path, files)
+    drift.write(tmp_path, {Path("images/rendered/gone/Dockerfile"): "text"})
+    assert drift.orphans(tmp_path, files) == [
+        "images/rendered/gone: no cell of the matrix is called that: git rm -r images/rendered/gone"
+    ]
+
+
 def test_drift_names_missing_different_and_stray_files(tmp_path: Path) -> None:
     folder = Path("images/rendered/x")
     drift.write(tmp_path, {folder / "Dockerfile": "old", folder / "stray": ""})
@@ -119,21 +129,25 @@ def test_the_cuda_stages_differ_by_chip_alone(project: Path) -> None:
 def test_a_cuda_cell_compiles_machine_code_alone(project: Path, any_cell: Cell) -> None:
     dockerfile = _rendered(project, any_cell)["Dockerfile"]
     asked = re.findall(r"CMAKE_CUDA_ARCHITECTURES='([^']+)'", dockerfile)
-    is_told = any_cell.sm_form and any_cell.engine.is_compiled
-    assert asked == ([f"{any_cell.sm_form.form}-real"] if any_cell.sm_form and is_told else [])
+    told = ";".join(f"{form}-real" for form in any_cell.forms) if any_cell.engine.is_compiled else ""
+    assert asked == ([told] if told else [])
 
 
-def test_cells_from_wheels_share_every_stage_but_the_end(project: Path, wheel_cell: Cell) -> None:
-    """Or a registry would hold ten gigabytes for each chip."""
-    reference = _stages(_rendered(project, FROM_WHEELS[0])["Dockerfile"])
-    own = _stages(_rendered(project, wheel_cell)["Dockerfile"])
-    assert set(own) == {"base", "engine", "wheels", "python", "runtime"}
-    for name in ("base", "engine", "wheels", "python"):
-        assert own[name] == reference[name]
-    heads = [stages["runtime"].partition("ARG APPLIANCE_BUILD_ID")[0] for stages in (own, reference)]
-    # A condition is no file: the layers below it are the same bytes, also where a Jetson's driver has other numbers.
-    heads = [re.sub(r'NVIDIA_REQUIRE_DRIVER="driver>=580(?:\.65\.06)?"', "", head) for head in heads]
-    assert heads[0] == heads[1]
+def test_a_cell_of_two_chips_is_compiled_for_both() -> None:
+    labels = render.static_labels(_cell("llama-cu130-sm86-sm120"))
+    assert labels["io.appliance.sm"] == "86, 120"
+    assert labels["io.appliance.cuda.gencode"].count("-gencode ") == 1
+    assert labels["org.opencontainers.image.description"].endswith("for CUDA 13.0, SM 86, 120")
+
+
+def test_a_cell_from_wheels_has_no_stage_that_compiles(project: Path, wheel_cell: Cell) -> None:
+    assert set(_stages(_rendered(project, wheel_cell)["Dockerfile"])) == {
+        "base",
+        "engine",
+        "wheels",
+        "python",
+        "runtime",
+    }
 
 
 def test_a_cell_from_wheels_installs_its_lock_and_can_compile_at_run_time(project: Path, wheel_cell: Cell) -> None:
@@ -171,12 +185,12 @@ def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell
         assert "NVIDIA_" not in files["Dockerfile"]
         return
     assert (facts.driver_floor_sass, facts.driver_floor_ptx) == (floors.sass, floors.ptx)
-    assert any_cell.sm_form
-    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, (any_cell.sm_form.form,))
+    assert facts.sm
+    assert (facts.cuda, facts.sm) == (any_cell.target.cuda, any_cell.forms)
     assert labels["io.appliance.driver.floor.sass"] == floors.sass
     assert labels["io.appliance.driver.floor.ptx"] == floors.ptx
-    ptx = any_cell.sm_form.ptx if any_cell.sm_form else ()
-    assert labels["io.appliance.ptx-jit"] == (f"yes: {', '.join(ptx)}" if ptx else "no")
+    waits = [form.sm for form in any_cell.sm_forms if form.ptx]
+    assert labels["io.appliance.ptx-jit"].startswith(f"yes: SM {', '.join(waits)}: _C_" if waits else "no")
     floor = floors.sass if any_cell.engine.is_compiled else floors.ptx
     assert f'NVIDIA_REQUIRE_DRIVER="driver>={floor}"' in files["Dockerfile"]
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in files["Dockerfile"]

@@ -95,7 +95,7 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
 def test_an_engine_from_wheels_has_its_own_versions_beside_the_appliances(
     project: Path, tree: Tree, image: docker.Image
 ) -> None:
-    cell = matrix.select(matrix.load(project).cells, "vllm-cu130-sm90")[0]
+    cell = matrix.select(matrix.load(project).cells, "vllm-cu130")[0]
     own = {
         "opt/vllm/lib/typing_extensions-4.16.0.dist-info/METADATA": METADATA,
         "opt/vllm/lib/nvidia_ml_py-14.0.dist-info/METADATA": VAGUE.replace("13.0", "14.0"),

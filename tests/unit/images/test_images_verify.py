@@ -180,17 +180,29 @@ def _start_fails(evidence: Evidence) -> Evidence:
 
 def _cuda(evidence: Evidence, *kernels: gate.Kernel, path: str = "opt/llama/libggml-cuda.so") -> Evidence:
     """The same image as a cell for SM 90, with one kernel that runs there unless others are given."""
-    target = replace(evidence.cell.target, name="cu130-sm90", cuda="13.0", sm="90")
+    target = replace(evidence.cell.target, name="cu130-sm90", cuda="13.0", sms=("90",))
+    forms = (matrix.SmForm(sm="90", form="90", why="a test's"),)
     good = gate.Kernel(name="good", sass=("90",), ptx=())
     toolkit = gate.Library(path="opt/llama/libcublas.so.13", targets={"90": 1})
     report = gate.judge([gate.Library(path=path, kernels=kernels or (good,)), toolkit], 90)
     environment = ["PATH=/usr/bin", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
-    cuda = replace(evidence, cell=replace(evidence.cell, target=target), kernels=report)
+    cuda = replace(evidence, cell=replace(evidence.cell, target=target, sm_forms=forms), kernels=(report,))
     return _config_with(_file("opt/llama/libcublas.so.13", machine=62)(cuda), Env=environment)
 
 
 def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
     return lambda evidence: _cuda(evidence, gate.Kernel(name="mul_mat", sass=sass, ptx=ptx))
+
+
+def _for_two(evidence: Evidence) -> Evidence:
+    """A cell of two chips, and a kernel that was compiled for the first alone."""
+    library = gate.Library(
+        path="opt/llama/libggml-cuda.so", kernels=(gate.Kernel(name="mul_mat", sass=("86",), ptx=()),)
+    )
+    cell = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "llama-cu130-sm86-sm120")[0]
+    reports = tuple(gate.judge([library], int(sm)) for sm in cell.sms)
+    assert not reports[0].faults
+    return replace(_cuda(evidence), cell=cell, kernels=reports)
 
 
 def _vllm(evidence: Evidence) -> Evidence:
@@ -253,7 +265,7 @@ def _status(tini: str) -> bytes:
 
 
 VLLM = "opt/vllm/lib/vllm"
-VLLM_CELL = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "vllm-cu130-sm75")[0]
+VLLM_CELL = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "vllm-cu130")[0]
 LIBRARY = "opt/appliance/lib/appliance"
 PYNVML = "opt/appliance/lib/pynvml.py"
 WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
@@ -278,7 +290,9 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_cpu_kernels, lambda sound: replace(sound, cpu_kernels=None), "nothing was executed"),
     (verify.check_kernels, _kernel(sass=("80",)), "opt/llama/libggml-cuda.so: mul_mat has only sm_80"),
     (verify.check_kernels, _kernel(ptx=("90",)), "mul_mat has only PTX of compute_90"),
-    (verify.check_kernels, lambda e: replace(_cuda(e), kernels=gate.judge([], 90)), "no kernel in any of 0 files"),
+    (verify.check_kernels, lambda e: replace(_cuda(e), kernels=(gate.judge([], 90),)), "no kernel in any of 0 files"),
+    (verify.check_kernels, lambda e: replace(_cuda(e), kernels=()), "no kernel was judged"),
+    (verify.check_kernels, lambda e: _for_two(e), "SM 120: opt/llama/libggml-cuda.so: mul_mat has only sm_86"),
     (verify.check_kernels, _file("opt/llama/libggml-cuda.so"), "no GPU in this cell: opt/llama/libggml-cuda.so"),
     (verify.check_platform, _file("opt/llama/libllama.so", machine=183), "opt/llama/libllama.so (ELF machine 183)"),
     (verify.check_platform, _without("opt/llama/llama-server"), "0 ELF files"),

@@ -19,10 +19,11 @@ from images import __main__ as command
 from images import gate, matrix, wheel_gaps
 from images.errors import UsageError, VerificationError
 from images.gate import Kernel, Library
-from images.matrix import Cell, Platform
+from images.matrix import Cell, Platform, SmForm
 from images.wheel_gaps import Wheel
 
 CELLS = [cell for cell in matrix.load(Path(__file__).parents[3]).cells if not cell.engine.is_compiled]
+CHIPS = [(cell, form) for cell in CELLS for form in cell.sm_forms]
 NAMES = st.sets(st.text(alphabet="_Zab1", min_size=1, max_size=6), max_size=12)
 
 # Of SM 90: one kernel runs, one is compiled by the driver, one is for another chip.
@@ -35,7 +36,12 @@ KERNELS = (
 
 @pytest.fixture
 def hopper() -> Cell:
-    return next(cell for cell in CELLS if cell.id == "vllm-cu130-sm90")
+    return next(cell for cell in CELLS if cell.id == "vllm-cu130")
+
+
+@pytest.fixture
+def sm90(hopper: Cell) -> SmForm:
+    return next(form for form in hopper.sm_forms if form.sm == "90")
 
 
 def _wheel(platform: Platform, kernels: tuple[Kernel, ...] = KERNELS) -> Wheel:
@@ -49,26 +55,28 @@ def _torch() -> Wheel:
     return Wheel(name=name, sha256="1" * 64, platform="linux/amd64", is_engine=False, libraries=(library,))
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_every_cell_from_wheels_has_its_report(project: Path, cell: Cell) -> None:
-    data = yaml.safe_load((project / wheel_gaps.path_for(cell)).read_text("utf-8"))
-    assert all(sha256 in data["source"] for sha256 in (cell.engine.source.wheels[each] for each in cell.platforms))
-    for platform in cell.platforms:
-        known = gate.load_known_gaps(project / wheel_gaps.path_for(cell), platform)
+@pytest.mark.parametrize(("cell", "form"), CHIPS)
+def test_every_chip_of_a_wheel_has_its_report(project: Path, cell: Cell, form: SmForm) -> None:
+    path = project / wheel_gaps.path_for(cell, form.sm)
+    platforms = [platform for platform in cell.platforms if form.is_for(platform)]
+    data = yaml.safe_load(path.read_text("utf-8"))
+    assert all(sha256 in data["source"] for sha256 in (cell.engine.source.wheels[each] for each in platforms))
+    for platform in platforms:
+        known = gate.load_known_gaps(path, platform)
         assert sum(count.kernels for count in known.counts) > 10_000
         assert all(count.native + count.ptx <= count.kernels for count in known.counts)
         assert any(count.native for count in known.counts)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_the_matrix_names_the_libraries_that_a_driver_compiles(project: Path, cell: Cell) -> None:
-    known = gate.load_known_gaps(project / wheel_gaps.path_for(cell))
-    assert cell.sm_form is not None
-    assert set(cell.sm_form.ptx) == {count.library.partition(".")[0] for count in known.counts if count.ptx}
+@pytest.mark.parametrize(("cell", "form"), CHIPS)
+def test_the_matrix_names_the_libraries_that_a_driver_compiles(project: Path, cell: Cell, form: SmForm) -> None:
+    known = gate.load_known_gaps(project / wheel_gaps.path_for(cell, form.sm))
+    assert set(form.ptx) == {count.library.partition(".")[0] for count in known.counts if count.ptx}
 
 
-def test_every_report_is_a_cells(project: Path) -> None:
-    assert {path.name for path in (project / wheel_gaps.FOLDER).iterdir()} == {f"{cell.id}.yaml" for cell in CELLS}
+def test_every_report_is_a_chips(project: Path) -> None:
+    expected = {wheel_gaps.path_for(cell, form.sm).name for cell, form in CHIPS}
+    assert {path.name for path in (project / wheel_gaps.FOLDER).iterdir()} == expected
 
 
 def test_no_attention_kernel_of_the_wheel_runs_below_sm_80(project: Path) -> None:
@@ -102,9 +110,9 @@ def test_globs_match_the_gaps_and_nothing_else(names: set[str], others: set[str]
     assert not any(known.admits("a/x.so", name) for name in others - names)
 
 
-def test_a_report_declares_what_it_saw_and_nothing_else(hopper: Cell) -> None:
+def test_a_report_declares_what_it_saw_and_nothing_else(hopper: Cell, sm90: SmForm) -> None:
     wheels = [_wheel("linux/amd64"), _wheel("linux/arm64", KERNELS[:2]), _torch()]
-    text = wheel_gaps.report(hopper, wheels)
+    text = wheel_gaps.report(hopper, sm90, wheels)
     assert "listed:  #" in text
     assert '{"80": 2, "90a": 1}' in text
     for wheel in wheels[:2]:
@@ -119,8 +127,8 @@ def test_a_cell_that_claims_native_fails_on_the_first_kernel() -> None:
     assert faults[0] == "vllm/_C.abi3.so: _Z3made has only sm_80, PTX of compute_80"
 
 
-def test_planted_changes_of_a_wheel_are_caught(hopper: Cell) -> None:
-    text = wheel_gaps.report(replace(hopper, platforms=("linux/amd64",)), [_wheel("linux/amd64")])
+def test_planted_changes_of_a_wheel_are_caught(hopper: Cell, sm90: SmForm) -> None:
+    text = wheel_gaps.report(replace(hopper, platforms=("linux/amd64",)), sm90, [_wheel("linux/amd64")])
     known = gate.parse_known_gaps(text, where="x", platform="linux/amd64")
 
     def faults(*kernels: Kernel) -> list[str]:
@@ -141,9 +149,9 @@ def test_planted_changes_of_a_wheel_are_caught(hopper: Cell) -> None:
     assert "_C.abi3.so: is not there" in gate.judge([new], 90, known).faults[-2]
 
 
-def test_a_platform_whose_wheel_was_not_given_is_named(hopper: Cell) -> None:
+def test_a_platform_whose_wheel_was_not_given_is_named(hopper: Cell, sm90: SmForm) -> None:
     with pytest.raises(UsageError, match="the wheel of vLLM for linux/arm64 was not given") as caught:
-        wheel_gaps.report(hopper, [_wheel("linux/amd64")])
+        wheel_gaps.report(hopper, sm90, [_wheel("linux/amd64")])
     assert caught.value.hint == f"its sha256 is {hopper.engine.source.wheels['linux/arm64']}"
 
 
@@ -190,11 +198,11 @@ def test_faults_name_what_is_missing_and_what_differs(tmp_path: Path) -> None:
 def test_the_verb_wants_cells_from_wheels_and_every_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gaps", "--only", "llama-*", "--dry-run"]) == 2
     assert "is of an engine from wheels: llama-*" in capsys.readouterr().err
-    assert command.main(["gaps", "--only", "vllm-*-sm75", "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == ["images/gaps/vllm-cu130-sm75.yaml"]
+    assert command.main(["gaps", "--only", "vllm-*", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0] == "images/gaps/vllm-cu130-sm75.yaml"
     tool = tmp_path / "cuobjdump"
     _write_tool(tool, "exit 0")
-    assert command.main(["gaps", "--only", "vllm-*-sm75", "--check", "--cuobjdump", str(tool)]) == 2
+    assert command.main(["gaps", "--only", "vllm-*", "--check", "--cuobjdump", str(tool)]) == 2
     assert "the wheel of vLLM for linux/amd64 was not given" in capsys.readouterr().err
 
 
