@@ -124,7 +124,7 @@ def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...
     is_gpu = question.cuda is not None
     here = [cell for cell in matrix.cells if question.platform is None or question.platform in cell.platforms]
     own = [cell for cell in here if cell.engine.name == question.engine and (is_gpu or not cell.sms)] or here
-    serving = [cell for cell in own if is_gpu and _serves(cell, question, known)]
+    serving = [cell for cell in own if is_gpu and cell.sms and _serves(cell, question, known)]
     groups = (
         [cell for cell in matrix.cells if cell.id == question.cell],
         [cell for cell in serving if cell.sms == question.sms],
@@ -249,14 +249,19 @@ def _decisions(question: Question, cuda: str, matrix: Matrix, known: Facts) -> I
         what = f"CUDA {cuda} could make it, and the matrix has no toolkit of that release, but {built}"
         yield Reason(what=what, sources=(f"{MATRIX_FILE}, toolkits",))
         return
-    whys = {
-        scope.why: None
-        for sm in question.sms
-        for platform in ((question.platform,) if question.platform else known.sms[sm].platforms)
-        for scope in matrix.out_of_scope
-        if scope.covers(engine=question.engine, cuda=cuda, sm=sm, platform=platform)
-    }
-    yield from (Reason(what=why, sources=(where,)) for why in whys)
+    having = [set(known.sms[sm].platforms) for sm in question.sms]
+    platforms = (question.platform,) if question.platform else tuple(sorted(set.intersection(*having)))
+    whys = [
+        {
+            scope.why: None
+            for sm in question.sms
+            for scope in matrix.out_of_scope
+            if scope.covers(engine=question.engine, cuda=cuda, sm=sm, platform=platform)
+        }
+        for platform in platforms
+    ]
+    if all(whys):  # a decision on one kind of machine says nothing of the other
+        yield from (Reason(what=why, sources=(where,)) for why in dict.fromkeys(why for each in whys for why in each))
 
 
 def _unlisted(question: Question) -> Reason:

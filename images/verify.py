@@ -425,7 +425,7 @@ def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
     """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
     said = {
         "io.appliance.cuda": facts.cuda,
-        "io.appliance.sm": ", ".join(evidence.cell.sms),
+        "io.appliance.sm": ", ".join(evidence.cell.sms) or None,
         "io.appliance.driver.floor.sass": facts.driver_floor_sass,
         "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
     }

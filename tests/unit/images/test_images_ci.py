@@ -21,7 +21,7 @@ PROGRAMS = Path(sys.executable).parent
 
 
 def test_one_job_a_cell_with_a_build_for_each_platform(cell: Cell) -> None:
-    both = replace(cell, platforms=("linux/amd64", "linux/arm64"), target=Target(name="x", cuda="13.0", sm="90"))
+    both = replace(cell, platforms=("linux/amd64", "linux/arm64"), target=Target(name="x", cuda="13.0", sms=("90",)))
     assert json.loads(ci.jobs_file([both]))["cells"] == [
         {
             "cell": both.id,
@@ -43,7 +43,7 @@ def test_a_cell_that_cannot_be_built_is_left_out_with_the_reason(cell: Cell) -> 
 
 def test_a_platform_without_a_debian_lock_is_left_out_with_the_reason(cell: Cell) -> None:
     both = replace(cell, platforms=("linux/amd64", "linux/arm64"))
-    arm = replace(cell, target=Target(name="y", cuda=None, sm=None), platforms=("linux/arm64",))
+    arm = replace(cell, target=Target(name="y", cuda=None, sms=()), platforms=("linux/arm64",))
     made = json.loads(ci.jobs_file([both, arm], lambda _, platform: platform == "linux/amd64"))
     assert [(job["cell"], len(job["platforms"])) for job in made["cells"]] == [(both.id, 1)]
     assert set(made["left_out"]) == {f"{both.id} linux/arm64", f"{arm.id} linux/arm64"}

@@ -260,7 +260,7 @@ def test_the_verb_says_what_a_fake_tool_lists(tmp_path: Path, capsys: pytest.Cap
         "_ZN12_GLOBAL__N_15applyEPfi",
         "sum",
     ]
-    assert "error: SM 121 does not run all of it natively" in captured.err
+    assert json.loads(captured.err)["error"].startswith("SM 121 does not run all of it natively")
     gaps = tmp_path / "gaps.yaml"
     gaps.write_text("native: partial\nsource: here\ngaps: [{library: x.fatbin, kernels: ['_Z5scale*']}]\n")
     argv = ["gate", str(file), "--sm", "121", "--cuobjdump", str(tool), "--known-gaps", str(gaps)]

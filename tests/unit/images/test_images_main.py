@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,9 +173,7 @@ def test_help_explains_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("seconds", ["-5", "99999999999999", "today"])
 def test_a_date_that_no_archive_can_hold_is_exit_2(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["build", "--only", "llama-cpu", "--dry-run", "--epoch", seconds])
-    assert ended.value.code == 2
+    assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--epoch", seconds]) == 2
     assert f"not the seconds of a date since 1970: {seconds}" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_one_image_for_several_cells_is_exit_2(verb: str, capsys: pytest.Capture
 
 def test_an_unknown_chip_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gate", "x.so", "--sm", "33", "--dry-run"]) == 2
-    assert "error: no SM of images/facts/nvidia.yaml is called that: 33" in capsys.readouterr().err
+    assert "error: no chip of images/facts/nvidia.yaml has that number: 33" in capsys.readouterr().err
 
 
 def test_a_library_that_is_not_there_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,9 +195,7 @@ def test_a_library_that_is_not_there_is_exit_2(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("flags", [("--bases", "--debian"), ("--upgrade", "--bases"), ("--debian", "--upgrade")])
 def test_one_thing_is_locked_at_a_time(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(["lock", *flags, "--dry-run"])
-    assert ended.value.code == 2
+    assert command.main(["lock", *flags, "--dry-run"]) == 2
     assert "not allowed with argument" in capsys.readouterr().err
 
 
@@ -247,9 +245,81 @@ def test_a_file_that_cannot_be_written_is_exit_60(project: Path, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
+def test_a_reader_that_leaves_ends_it_in_silence(project: Path) -> None:
+    words = f"set -o pipefail; {shlex.quote(sys.executable)} -m images list --json | head -c 1"
+    done = subprocess.run(["bash", "-c", words], cwd=project, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_patch_that_is_missing_is_named_before_a_build(project: Path, tmp_path: Path) -> None:
+    _copy(project, tmp_path)
+    (tmp_path / "images/patches/llama-amx-tiles.patch").rename(tmp_path / "images/patches/llama-amx-tile.patch")
+    for verb in (["list"], ["render", "--check"]):
+        done = _run(tmp_path, *verb)
+        assert done.returncode == 10
+        assert "names files that are not there: images/patches/llama-amx-tiles.patch" in done.stderr
+        assert "hint: perhaps you meant images/patches/llama-amx-tile.patch" in done.stderr
+
+
+def test_a_folder_of_a_cell_that_is_gone_fails_the_check(project: Path, tmp_path: Path) -> None:
+    _copy(project, tmp_path)
+    shutil.copytree(tmp_path / "images/rendered/llama-cpu", tmp_path / "images/rendered/llama-cu130-sm87")
+    done = _run(tmp_path, "render", "--check")
+    assert done.returncode == 61
+    assert "images/rendered/llama-cu130-sm87: no cell of the matrix is called that" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said", "hint"),
+    [
+        (["lst"], "invalid choice: 'lst'", "perhaps you meant list"),
+        (["list", "--jsn"], "unrecognized arguments: --jsn", "perhaps you meant --json"),
+        (["select", "--drivr", "580"], "unrecognized arguments: --drivr", "perhaps you meant --driver"),
+        (["select", "--platform", "linux/amd46"], "invalid choice: 'linux/amd46'", "perhaps you meant linux/amd64"),
+        ([], "the following arguments are required: VERB", "python -m images --help"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_near_one(
+    argv: list[str], said: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(argv) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert f"hint: {hint}" in err
+
+
+def test_errors_are_data_where_data_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["list", "--only", "llama-cpx", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert json.loads(err) == {
+        "error": "no cell matches: llama-cpx", "hint": "perhaps you meant llama-cpu", "exit_code": 2
+    }  # fmt: skip
+    assert command.main(["lst", "--json"]) == 2
+    assert json.loads(capsys.readouterr().err)["hint"].startswith("perhaps you meant list")
+
+
+def test_every_cell_is_built_only_when_that_was_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert command.main(["build"]) == 2
+    err = capsys.readouterr().err
+    assert "build without --only means all 37 cells: llama-cpu, llama-cu124-sm75" in err
+    assert "--all builds them all" in err
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    assert command.main(["build"]) == 2
+    assert "build 37 images, about half an hour each? [y/N] " in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_an_engine_that_does_not_run_is_exit_60(project: Path) -> None:
     environment = ("env", "DOCKER_HOST=unix:///nonexistent/docker.sock")
-    done = _run(project, "build", "--base", "auto", before=environment)
+    done = _run(project, "build", "--all", "--base", "auto", before=environment)
     assert done.returncode == 60
     assert "the Docker engine does not answer" in done.stderr
     assert "docker info" in done.stderr

@@ -275,7 +275,7 @@ def test_wheels_are_of_one_cuda_release_and_of_some_platforms(
     row = matrix_data["cells"][-1]
     row["targets"] = ["cu134-sm121"]
     _refused(matrix_data, lock_texts, "target cu134-sm121: vLLM's wheels are made with CUDA 13.0")
-    row["targets"] = ["cu130-sm121"]
+    row["targets"] = ["cu130"]
     del matrix_data["engines"]["vllm"]["source"]["wheels"]["linux/arm64"]
     _refused(matrix_data, lock_texts, "cells of vllm: its source has no wheel for: linux/arm64")
     lock_texts["vllm-cu130"] = lock_texts["vllm-cu130"].replace("cuda-toolkit==", "cuda-toolbox==")

@@ -15,7 +15,7 @@ ARCHIVES, DATA = Path("/here/archives"), Path("/there/engine")
 
 def test_the_need_follows_the_size_budget_and_cuda(cell: Cell) -> None:
     cpu = space.needs(cell, archives=ARCHIVES, engine_data=DATA)
-    cuda_cell = replace(cell, target=Target(name="cu130-sm90", cuda="13.0", sm="90"))
+    cuda_cell = replace(cell, target=Target(name="cu130-sm90", cuda="13.0", sms=("90",)))
     cuda = space.needs(cuda_cell, archives=ARCHIVES, engine_data=DATA)
     assert [need.mib for need in cpu] == [cell.size_budget_mib, space.TOOLS_MIB + 2 * cell.size_budget_mib]
     assert cuda[1].mib - cpu[1].mib == space.CUDA_TOOLS_MIB

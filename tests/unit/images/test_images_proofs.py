@@ -1,0 +1,125 @@
+"""What is written down of images that were built."""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from images import __main__ as command
+from images import docker, matrix, proofs, render
+from images.errors import MatrixError
+from images.matrix import Cell
+from images.proofs import Proof
+
+PLATFORMS = {"llama-cpu": ("linux/amd64",), "llama-cu130-sm90": ("linux/amd64", "linux/arm64")}
+DIGEST = f"sha256:{'a' * 64}"
+SAID = {"size": "852 MiB of 1100 MiB", "kernels run natively": "k" * 500, "user is not root": "appliance"}
+
+
+def _proof(cell: Cell) -> Proof:
+    return proofs.of_checks(
+        cell, "linux/amd64", SAID, digest=DIGEST, commit="f" * 40, today=date(2026, 11, 22), machine="2 CPUs, no GPU"
+    )
+
+
+def test_the_committed_rows_are_about_cells_and_written_as_record_writes_them(project: Path) -> None:
+    known = proofs.load(project, matrix.load(project).cells)
+    assert {"llama-cpu", "llama-cu130-sm90"} <= {cell for cell, _ in known}
+    assert proofs.dump(known.values()) == (project / proofs.PROOFS_FILE).read_text("utf-8")
+
+
+def test_no_proof_is_an_input_of_a_build_id(project: Path) -> None:
+    for cell in matrix.load(project).cells:
+        assert proofs.PROOFS_FILE not in render.inputs(cell)
+
+
+def test_what_verify_saw_is_kept_in_short(cell: Cell) -> None:
+    proof = _proof(cell)
+    assert (proof.size_mib, proof.digest, proof.commit) == (852, DIGEST, "f" * 40)
+    assert proof.ran[0] == "verify, 3 checks"
+    assert proof.ran[1].startswith("kernels run natively: kkk")
+    assert len(proof.ran[1]) < 250
+    assert str(proof).startswith(f"proven on 2026-11-22, built of {'f' * 40}: verify, 3 checks; ")
+
+
+def test_a_new_row_takes_the_place_of_the_old_one(project: Path, tmp_path: Path, cell: Cell) -> None:
+    cells = matrix.load(project).cells
+    (tmp_path / "images").mkdir()
+    (tmp_path / proofs.PROOFS_FILE).write_text((project / proofs.PROOFS_FILE).read_text("utf-8"), "utf-8")
+    before = proofs.load(tmp_path, cells)
+    proofs.record(tmp_path, cells, _proof(cell))
+    after = proofs.load(tmp_path, cells)
+    assert after.keys() == before.keys()
+    assert after["llama-cpu", "linux/amd64"] == _proof(cell)
+
+
+def test_what_is_not_known_stays_not_known() -> None:
+    text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
+    text += "machine: null, size_mib: null, ran: [x]}]"
+    (proof,) = proofs.parse(text, PLATFORMS).values()
+    assert str(proof) == "proven on 2026-11-21, built of a commit that is not known: x"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("llama-cpu", "llama-cpx", "no cell of the matrix is llama-cpx on linux/amd64"),
+        ("linux/amd64", "linux/arm64", "no cell of the matrix is llama-cpu on linux/arm64"),
+        ("date: 2026-11-21", "day: 2026-11-21", "proofs.0.date: Field required"),
+        ("commit: null", "commit: main", "proofs.0.commit: String should match pattern"),
+        ("size_mib: null", "size_mib: true", "proofs.0.size_mib: Input should be a valid integer: True"),
+        ("ran: [x]", "ran: []", "proofs.0.ran: Tuple should have at least 1 item"),
+        ("proofs: [", "proofs: [{", "images/proven.yaml cannot be read"),
+    ],
+)
+def test_a_row_that_says_something_else_is_refused(old: str, new: str, said: str) -> None:
+    text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
+    text += "machine: null, size_mib: null, ran: [x]}]"
+    with pytest.raises(MatrixError) as caught:
+        proofs.parse(text.replace(old, new), PLATFORMS)
+    assert said in caught.value.message
+
+
+def test_a_cell_that_is_there_twice_is_refused(cell: Cell) -> None:
+    with pytest.raises(MatrixError, match="a cell is there twice: llama-cpu on linux/amd64"):
+        proofs.parse(proofs.dump([_proof(cell), _proof(cell)]), PLATFORMS)
+
+
+def test_no_file_at_all_is_said(tmp_path: Path, cell: Cell) -> None:
+    with pytest.raises(MatrixError, match=r"images/proven\.yaml cannot be read: No such file"):
+        proofs.load(tmp_path, [cell])
+
+
+def test_proven_built_or_rendered(cell: Cell) -> None:
+    known = {("llama-cpu", "linux/amd64"): _proof(cell)}
+    assert proofs.state(cell, known, ()) == "proven"
+    assert proofs.state(cell, {}, {"appliance:llama-cpu"}) == "built"
+    assert proofs.state(cell, {}, {"appliance:llama-cu130-sm90"}) == "rendered"
+    assert proofs.describe(cell, {}, ()) == "rendered, never built"
+    assert proofs.describe(cell, known, {"appliance:llama-cpu"}).endswith("; appliance:llama-cpu is here")
+
+
+def test_the_list_says_it_of_every_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(
+        docker, "capture", lambda argv, cwd: docker.Finished(code=0, lines=("appliance:llama-cu124-sm75",))
+    )
+    assert command.main(["list"]) == 0
+    rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert rows["llama-cpu"] == rows["llama-cu130-sm90"] == "proven"
+    assert rows["llama-cu124-sm75"] == "built"
+    assert rows["llama-cu134-sm120"] == "rendered"
+
+
+def test_without_an_engine_nothing_is_built_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("docker: not found",)))
+    assert command.main(["list", "--only", "llama-cu124-*"]) == 0
+    assert " built " not in capsys.readouterr().out
+
+
+def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["verify", "--reproduce", "llama-cpu", "--record", "--dry-run"]) == 2
+    assert "--record does not go with --reproduce llama-cpu" in capsys.readouterr().err
