@@ -169,7 +169,9 @@ def _with_kernels(image: ImageFacts, hardware: Hardware) -> Hardware:
     if not usable:
         tags = " or ".join(dict.fromkeys(tag_for(image, gpu.sm or "") for gpu in strangers))
         message = f"this image has no kernels for {_names(tuple(strangers))}: {has}"
-        raise NoKernelError(message, hint=f"use the image {tags}; {SELECT} says whether there is one")
+        # A cell that names no chip carries all that its engine has: no other tag of the release helps.
+        other = f"use the image {tags}; " if "-sm" in image.cell else ""
+        raise NoKernelError(message, hint=f"{other}{SELECT} says whether there is one")
     left = [f"{_names((gpu,))} is left out: {has}" for gpu in strangers]
     return _warned(replace(hardware, gpus=replace(hardware.gpus, gpus=tuple(usable))), *left)
 

@@ -355,6 +355,12 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
         message = f"cell {cell.id} was not built: this docker has no buildx"
         return BuildError(message, hint="install the plugin: docker buildx version must answer")
     if any(sign in text for sign in NO_BASE):
+        toolkit = cell.toolkit.image if cell.toolkit else None
+        if toolkit and toolkit.image in last:
+            message = f"cell {cell.id} was not built: the image of its CUDA toolkit cannot be had: {last}"
+            return BuildError(
+                message, hint="--toolkit-image takes one that is here; CUDA 12.4, 13.0 and 13.4 need none"
+            )
         message = f"cell {cell.id} was not built: its base cannot be had: {last}"
         return BuildError(message, hint="--base auto takes an image that is here")
     if "certificate" in text:

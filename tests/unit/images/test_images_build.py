@@ -170,6 +170,16 @@ def test_a_failed_build_is_explained(cell: Cell, line: str, said: str) -> None:
     assert error.hint
 
 
+def test_a_toolkit_that_cannot_be_had_is_no_missing_base(project: Path) -> None:
+    (cell,) = matrix.select(matrix.load(project).cells, "llama-cu128-sm89")
+    assert cell.toolkit is not None
+    assert cell.toolkit.image is not None
+    line = f"ERROR: failed to solve: {cell.toolkit.image.reference}: failed to resolve source metadata for it"
+    error = build.explain_failure(cell, [line])
+    assert "the image of its CUDA toolkit cannot be had" in error.message
+    assert str(error.hint).startswith("--toolkit-image")
+
+
 def test_a_failed_build_that_said_nothing_is_explained_too(cell: Cell) -> None:
     assert "it said nothing" in build.explain_failure(cell, []).message
 
