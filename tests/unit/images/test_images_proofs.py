@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import date
 from pathlib import Path
 
 import pytest
 
 from images import __main__ as command
-from images import docker, matrix, proofs, render
+from images import docker, matrix, proofs, render, verify
 from images.errors import MatrixError
 from images.matrix import Cell
 from images.proofs import Proof
@@ -118,6 +119,30 @@ def test_without_an_engine_nothing_is_built_here(
     monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("docker: not found",)))
     assert command.main(["list", "--only", "llama-cu124-*"]) == 0
     assert " built " not in capsys.readouterr().out
+
+
+class Engine:
+    platform = "linux/amd64"
+
+    def image(self, name: str) -> docker.Image | None:
+        config = {"Labels": {proofs.REVISION_LABEL: "f" * 40}}
+        return docker.Image(id=DIGEST, tags=(name,), digests=(), platform=self.platform, config=config)
+
+
+def test_what_was_verified_is_recorded(
+    project: Path, tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(project / "images/locks", tmp_path / "images/locks")
+    for name in ("build_matrix.yaml", str(proofs.PROOFS_FILE)):
+        shutil.copyfile(project / name, tmp_path / name)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("not found",)))
+    checks = [verify.Check(name=name, ok=True, detail=detail) for name, detail in SAID.items()]
+    command._record(cell, checks, Engine(), image="x:1")
+    proof = proofs.load(tmp_path, [*matrix.load(project).cells])["llama-cpu", "linux/amd64"]
+    assert (proof.digest, proof.commit, proof.size_mib) == (DIGEST, "f" * 40, 852)
+    assert str(proof.machine).endswith("CPUs, no GPU")
+    assert "recorded in images/proven.yaml: proven on " in capsys.readouterr().err
 
 
 def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
