@@ -101,7 +101,7 @@ def _hold_newest(
         say(f"{archives.reason}; the newest packages are those of the lock")
         return installed.hold_to_lock(root, job, engine, hint=hint)
     held = installed.hold_to_lock(
-        root, build.relock(root, job, fresh), engine, hint="the archive moved just now: again"
+        root, build.relock(root, job, fresh), engine, hint="the archive moved between two questions: run it again"
     )
     save(root, held)
     say(_confession(archives, moved))
