@@ -49,6 +49,7 @@ LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 22
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 EVERYTHING = "*"
+NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
@@ -325,11 +326,12 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     if arguments.against:
         return _reproduce_against(arguments, jobs, engine, archives)
     found = [_reproduce_one(job, engine, archives) for job in jobs]
-    _say(arguments, [asdict(each) for each in found], [f"{each.cell}  {each.first}  {each.second}" for each in found])
+    lines = [f"{each.cell}  {each.first}  {each.second}{'' if each.is_locked else NOT_MET}" for each in found]
+    _say(arguments, [asdict(each) for each in found], lines)
     differing = [f"{each.cell}: {each.difference}" for each in found if not each.is_same]
     if differing:
         message = f"two builds of the same commit differ: {'; '.join(differing)}"
-        unmet = "" if all(each.is_locked for each in found) else "; the Debian lock was not met, and an archive moves"
+        unmet = "" if all(each.is_locked for each in found) else ", or the archive moved between the two"
         hint = "what writes that file puts a time, a path or a random number into it"
         raise VerificationError(message, hint=hint + unmet)
     return 0
@@ -338,8 +340,6 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 def _reproduce_one(job: build.Job, engine: docker.Engine, archives: packages.Archives) -> reproduce.Reproduction:
     with mirror.workplace(ROOT, job):
         settled = packages.settle(ROOT, job, engine, archives, lambda line: _progress(job.cell, line))
-        if not settled.is_locked:
-            _progress(job.cell, "the Debian lock is not met: both builds take the newest packages")
         return reproduce.reproduce(ROOT, settled, engine)
 
 

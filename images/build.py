@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +41,7 @@ NOT_FETCHED = re.compile(
     r"\b[EW]: (?:Failed to fetch |The repository '.*' (?:does not have|no longer has) a Release file|"
     r"Unable to locate package |Package '.*' has no installation candidate)"
 )
+APT_STEPS = ("apt-get ", "/run/asked/script")  # in what BuildKit says of the step that failed
 OTHER_ARCHIVE = "--debian-mirror http://deb.debian.org takes what Debian's own hosts have now"
 
 
@@ -403,11 +404,18 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
     if any(sign in text for sign in NO_BASE):
         message = f"cell {cell.id} was not built: its base cannot be had: {last}"
         return BuildError(message, hint="--base auto takes an image that is here")
+    if any(step in last for step in APT_STEPS):
+        return _explain_apt(cell, said, last)
     if "certificate" in text:
         message = f"cell {cell.id} was not built: a certificate was refused: {last}"
         return BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
-    if any(sign in text for sign in LIES):
-        lie = next(line for line in said if any(sign in line.lower() for sign in LIES))
+    return BuildError(f"cell {cell.id} was not built: {last}", hint="the cause stands in the lines above")
+
+
+def _explain_apt(cell: Cell, said: Sequence[str], last: str) -> BuildError:
+    """Of the step that failed: elsewhere apt warns of lists that it could not get, and may go on without them."""
+    lie = next((line for line in said if any(sign in line.lower() for sign in LIES)), None)
+    if lie:
         message = f"cell {cell.id} was not built: an archive gave other bytes than its signed list names: {lie.strip()}"
         return BuildError(message, hint=f"a damaged mirror, or a proxy before it? {OTHER_ARCHIVE}")
     unfetched = next((line for line in said if NOT_FETCHED.search(line)), None)

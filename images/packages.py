@@ -44,7 +44,7 @@ class Archives:
     def reason(self) -> str:
         """Why the packages are those of no snapshot."""
         if self.given:
-            return f"--debian-mirror {self.given} is no snapshot"
+            return f"--debian-mirror {self.given} names no moment"
         return f"no snapshot of Debian's archive can be reached ({self.trouble})"
 
     def gave_up(self, error: ArchiveError) -> bool:
@@ -93,12 +93,12 @@ def _hold_newest(
     if archives.is_strict:
         return installed.hold_to_lock(root, job, engine, hint=hint)
     if not job.no_cache and not installed.differing(root, job):
-        say(f"{archives.reason}; the packages are those of the lock all the same")
+        _reassure(archives, say)
         return job
     fresh = resolve(root, job, lock, archive)
     moved = debian.moved(_part_of(lock, root, job.cell), fresh)
     if not moved:
-        say(f"{archives.reason}; the newest packages are those of the lock")
+        _reassure(archives, say)
         return installed.hold_to_lock(root, job, engine, hint=hint)
     held = installed.hold_to_lock(
         root, build.relock(root, job, fresh), engine, hint="the archive moved between two questions: run it again"
@@ -198,6 +198,12 @@ def _part_of(lock: debian.Lock, root: Path, cell: Cell) -> debian.Lock:
     """What a cell takes from its lock."""
     wanted = build.parts_of(root, cell)
     return lock.model_copy(update={"parts": {name: part for name, part in lock.parts.items() if name in wanted}})
+
+
+def _reassure(archives: Archives, say: Say) -> None:
+    """Of an archive that the user named there is nothing to say."""
+    if not archives.given:
+        say(f"{archives.reason}; the packages are those of the lock all the same")
 
 
 def _confession(archives: Archives, moved: list[str]) -> str:

@@ -157,11 +157,18 @@ def test_what_apt_could_not_get_is_told_from_what_it_was_given_wrongly(
     cell: Cell, line: str, kind: type[BuildError], said: str
 ) -> None:
     """Another archive is tried after the first, and never after the second."""
-    error = build.explain_failure(cell, [line, "ERROR: failed to solve: exit code: 100"])
+    step = 'ERROR: failed to solve: process "/bin/sh -c apt-get update  && apt-get install -y x" did not complete: 100'
+    error = build.explain_failure(cell, ["Get:1 ca-certificates", line, step])
     assert type(error) is kind
     assert (error.exit_code, said in error.message) == (60, True)
     words = (error.hint or "").split()
     assert mirror.parse_mirror(words[words.index("--debian-mirror") + 1])
+
+
+def test_a_list_that_apt_did_without_is_not_why_a_compiler_failed(cell: Cell) -> None:
+    step = 'ERROR: failed to solve: process "/bin/sh -c cmake --build out" did not complete: 1'
+    error = build.explain_failure(cell, ["#9 W: Failed to fetch http://h/InRelease  Could not connect", step])
+    assert (type(error), "cmake --build out" in error.message) == (BuildError, True)
 
 
 def test_inputs_are_what_the_dockerignore_lets_through(project: Path, cell: Cell) -> None:
