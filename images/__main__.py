@@ -720,15 +720,15 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
-    _add_mirror_flag(parser, of=of)
+    _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 
 
-def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str) -> None:
+def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str, otherwise: str) -> None:
     about = (
         "Debian's packages from ROOT/debian, or of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z); "
-        "without it from snapshot.debian.org as of the Debian lock"
+        f"without it from snapshot.debian.org {otherwise}"
     )
     parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=of + about)
 
@@ -825,7 +825,7 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
     one.add_argument("--debian", action="store_true", help=about)
-    _add_mirror_flag(parser, of="of --debian: ")
+    _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)
     parser.set_defaults(verb=_lock)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from mirror_stage import IMPORT, TIMESTAMP, debian_mirror, snapshot_service
-from small_cell import HERE, make_job, make_root, only_runtime
+from mirror_stage import BASE, IMPORT, TIMESTAMP, debian_mirror, snapshot_service
+from small_cell import HERE, ROOT, make_job, make_root, only_runtime
 
 from images import build, debian, docker, installed, mirror, packages, render, reproduce, snapshot
 from images.errors import ArchiveError, BuildError
@@ -22,6 +26,15 @@ pytestmark = pytest.mark.container
 CELL = "llama-cu130-sm90"
 PART = "tini"
 NOWHERE = "http://127.0.0.1:9/archive"
+TEMPLATE = """\
+FROM {{ base_reference }} AS runtime
+RUN apt-get update \\
+ && apt-get install -y --no-install-recommends tini \\
+ && rm -rf /var/cache/apt/*.bin /var/cache/apt/archives/*.deb /var/cache/ldconfig/aux-cache \\
+      /var/cache/debconf/*-old /var/lib/dpkg/*-old /tmp/* \\
+ && find /var/log -type f -delete
+LABEL {{ labels }}
+"""
 
 
 @dataclass(kw_only=True)
@@ -218,3 +231,82 @@ def test_a_lock_is_made_of_a_snapshot_and_names_it(place: Place) -> None:
     assert (lock.snapshot, lock.suites) == (TIMESTAMP, ["bookworm", "bookworm-security", "bookworm-updates"])
     assert lock.parts == (place.job.lock and place.job.lock.parts)
     assert len([line for line in lines if "is written anew" in line]) == 1
+
+
+@dataclass(kw_only=True)
+class Project:
+    """A copy of what the command reads, in which cell llama-cpu is one package on the base."""
+
+    root: Path
+    tag: str
+
+    def write(self, *, service: str, lock: debian.Lock) -> None:
+        path = self.root / "build_matrix.yaml"
+        text = re.sub(r"(?m)^(snapshot:\n  root: ).*$", rf"\g<1>{service}", path.read_text("utf-8"))
+        path.write_text(text, "utf-8")
+        (self.root / "images/locks/debian-bookworm-slim-amd64.json").write_text(debian.dump(lock), "utf-8")
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "images", *words]
+        return subprocess.run(argv, cwd=self.root, capture_output=True, text=True, check=False)
+
+    def build(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run("build", "--only", "llama-cpu", "--base", BASE, "--tag", self.tag, "--no-space-check", *words)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    shutil.copytree(ROOT / "images", tmp_path / "images", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "appliance", tmp_path / "appliance", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("build_matrix.yaml", "pyproject.toml", "docker-bake.json"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "images/templates/llama-cpu.Dockerfile.j2").write_text(TEMPLATE, "utf-8")
+    made = Project(root=tmp_path, tag=f"appliance-test:{tmp_path.name}".lower().replace("_", "-"))
+    assert made.run("render").returncode == 0
+    yield made
+    docker.Engine().remove(made.tag)
+
+
+def test_the_command_builds_of_a_snapshot_and_asks_nothing_of_an_image_that_is_here(
+    project: Project, place: Place
+) -> None:
+    assert place.job.lock
+    with snapshot_service(place.copy) as service:
+        project.write(service=service.root, lock=place.job.lock)
+        done = project.build("--locked")
+        assert (done.returncode, done.stdout) == (0, f"{project.tag}\n"), done.stderr
+        asked = len(service.asked)
+        again = project.build("--locked")
+        assert (again.returncode, len(service.asked)) == (0, asked)
+    assert "no snapshot" not in done.stderr
+    assert "has this build id already" in again.stderr
+    image = docker.Engine().image(project.tag)
+    assert image
+    assert "io.appliance.reproducible" not in image.labels
+    assert "not reproducible" not in (project.root / ".make/images/llama-cpu.spdx.json").read_text("utf-8")
+    assert not list((project.root / ".make/images").glob("*.mirror"))
+
+
+def test_the_command_builds_of_an_archive_that_moved_and_says_it_everywhere(project: Project, place: Place) -> None:
+    lock = place.locked("0.0-1").lock
+    assert lock
+    project.write(service=NOWHERE, lock=lock)
+    done = project.build()
+    assert (done.returncode, done.stdout) == (0, f"{project.tag}\n"), done.stderr
+    said = [line for line in done.stderr.splitlines() if "snapshot" in line]
+    assert len(said) == 1
+    assert said[0].startswith("llama-cpu: no snapshot of Debian's archive can be reached (")
+    assert "the newest packages are taken, 1 of them not the lock's" in said[0]
+    image = docker.Engine().image(project.tag)
+    assert image
+    assert image.labels["io.appliance.reproducible"] == "no"
+    assert "not reproducible: " in (project.root / ".make/images/llama-cpu.spdx.json").read_text("utf-8")
+    again = project.build()
+    assert "of the packages that were the newest when it was built" in again.stderr
+    assert json.loads(project.build("--json").stdout)[0]["digest"] == image.id
+    locked = project.build("--locked")
+    assert locked.returncode == 60
+    assert f"error: no snapshot of Debian's archive can be reached ({NOWHERE}/debian/{TIMESTAMP}/" in locked.stderr
+    twice = project.run("verify", "--reproduce", "llama-cpu", "--base", BASE)
+    assert twice.returncode == 0, twice.stderr
+    assert twice.stdout.endswith("of the newest Debian packages: the lock was not met\n")
