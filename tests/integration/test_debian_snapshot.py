@@ -75,7 +75,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, debian.Lock]
 @pytest.fixture
 def place(copied: tuple[Path, debian.Lock], tmp_path: Path) -> Iterator[Place]:
     copy, lock = copied
-    root, job = _small(tmp_path)
+    root, job = _small(tmp_path / "place")
     with mirror.workplace(root, job):
         yield Place(root=root, job=replace(job, lock=lock), copy=copy, said=[])
 
@@ -256,12 +256,13 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Project]:
-    shutil.copytree(ROOT / "images", tmp_path / "images", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "appliance", tmp_path / "appliance", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT / "images", folder / "images", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "appliance", folder / "appliance", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("build_matrix.yaml", "pyproject.toml", "docker-bake.json"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    (tmp_path / "images/templates/llama-cpu.Dockerfile.j2").write_text(TEMPLATE, "utf-8")
-    made = Project(root=tmp_path, tag=f"appliance-test:{tmp_path.name}".lower().replace("_", "-"))
+        shutil.copyfile(ROOT / name, folder / name)
+    (folder / "images/templates/llama-cpu.Dockerfile.j2").write_text(TEMPLATE, "utf-8")
+    made = Project(root=folder, tag=f"appliance-test:{tmp_path.name}".lower().replace("_", "-"))
     assert made.run("render").returncode == 0
     yield made
     docker.Engine().remove(made.tag)
