@@ -37,7 +37,8 @@ class Archives:
             self._is_asked = True
             self.trouble = snapshot.query(snapshot.address(dated, base))
         if self.trouble and self.is_strict:
-            raise BuildError(self.reason, hint="without --locked, --push and --against the newest packages are taken")
+            hint = "name another snapshot archive (--debian-mirror); without --locked, --push and --against "
+            raise BuildError(self.reason, hint=f"{hint}the newest packages are taken")
         return None if self.trouble else dated
 
     @property
