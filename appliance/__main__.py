@@ -76,7 +76,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     parser = _Parser(prog="appliance", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     rows: tuple[tuple[str, Callable[..., int], str], ...] = (
-        ("serve", _serve, "measure on the first start, then serve"),
+        ("serve", _serve, "serve the model; measure while nobody asks"),
         ("plan", _plan, "show what would be served, and why"),
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),

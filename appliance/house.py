@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, Volu
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model
+from appliance.model import Model, plain_name
 from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short, narrowed
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
@@ -111,6 +112,7 @@ class House:
         self._logs: dict[Supervisor, deque[str]] = {}
         self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
+        self._began_s = int(time.time())
         self.hardware = found.hardware
 
     @property
@@ -313,7 +315,7 @@ class House:
     async def open_gateway(self) -> AsyncIterator[Gateway]:
         """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
         keys = self._keys()
-        # Here: FastAPI, uvicorn and aiohttp take half a second, and above they would delay the engine's start by it.
+        # Here: above, uvicorn would delay the engine's start.
         from appliance.gateway.app import create_app
         from appliance.gateway.auth import Keys
         from appliance.gateway.server import Gateway
@@ -329,6 +331,7 @@ class House:
                 "profile": self._profile_document,
                 "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},
             },
+            models=self._models,
             engine_restarts=lambda: self._serving.restarts,
         )
         gateway = await Gateway.open(app, self._settings.host, self._settings.port)
@@ -589,7 +592,7 @@ class House:
             "cell": image.cell,
             "build_id": image.build_id,
             "engine": {"name": image.engine, "version": engine.version, "build": engine.build},
-            "model": plan.alias if plan else None,
+            "model": self._alias,
             "context": plan.context if plan else None,
             "chosen": in_short(plan) if plan else None,
             "mode": self._settings.mode,
@@ -600,6 +603,15 @@ class House:
             "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }
+
+    def _models(self) -> dict[str, Any]:
+        """OpenAI's list, until the engine gives its own: the model is known before it is loaded."""
+        model = {"id": self._alias, "object": "model", "created": self._began_s, "owned_by": "appliance"}
+        return {"object": "list", "data": [{**model, "state": str(self._report.progress.phase)}]}
+
+    @property
+    def _alias(self) -> str:
+        return self._settings.alias or plain_name(self._found.model.path)
 
     def _standing(self) -> dict[str, Any] | None:
         """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""

@@ -159,8 +159,8 @@ class Settings:
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
-        "first",
-        "measure before the first serving, while nobody asks, or never: then the prediction is served",
+        "idle",
+        "idle: serve the prediction at once and measure while nobody asks; first: measure before serving; off: never",
         "WHEN",
     )
     idle_s: float = _setting(
