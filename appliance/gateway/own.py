@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,7 +21,7 @@ from appliance.gateway.refusal import Refusal, internal_error
 
 Document = Callable[[], dict[str, Any]]
 Action = Callable[[], tuple[int, dict[str, Any]]]
-"""Does at once what was asked for; status and document of the answer."""
+"""Does at once what was asked for; status and document of the answer. Raises Refusal."""
 
 
 def create_own_app(metrics: Metrics, documents: Mapping[str, Document], actions: Mapping[str, Action]) -> FastAPI:
@@ -36,7 +37,7 @@ def create_own_app(metrics: Metrics, documents: Mapping[str, Document], actions:
         openapi_url=None,
         redirect_slashes=False,
         routes=list[BaseRoute](routes),
-        exception_handlers={HTTPException: _on_http_error, Exception: _on_bug},
+        exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
         # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -58,11 +59,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
     refusal = Refusal(status, phrase.lower().replace(" ", "_"), detail)
-    headers = {**(getattr(error, "headers", None) or {}), "x-appliance-error": refusal.code}
-    return JSONResponse(refusal.document(), status_code=refusal.status, headers=headers)
+    return _refused(refusal, getattr(error, "headers", None) or {})
+
+
+async def _on_refusal(_request: Request, error: Exception) -> Response:
+    return _refused(error if isinstance(error, Refusal) else internal_error())
 
 
 async def _on_bug(_request: Request, _error: Exception) -> Response:
     """The client gets no traceback; the server logs it."""
-    bug = internal_error()
-    return JSONResponse(bug.document(), status_code=bug.status, headers={"x-appliance-error": bug.code})
+    return _refused(internal_error())
+
+
+def _refused(error: Refusal, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    headers = {**headers, "x-appliance-error": error.code}
+    return JSONResponse(error.document(), status_code=error.status, headers=headers)

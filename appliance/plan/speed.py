@@ -31,6 +31,9 @@ class Speed:
     prefill_tokens_per_s: float
     job_s: float
 
+    def in_words(self) -> str:
+        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:

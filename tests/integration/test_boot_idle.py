@@ -43,3 +43,36 @@ def test_sigterm_while_it_measures_beside_leaves_nothing(home: Home) -> None:
         serving.event("tune_step", timeout_s=WAIT_S)
         assert serving.terminate() < 9
     assert list(home.profiles.glob("*.json")) == []
+
+
+def test_measuring_begins_at_once_when_it_is_asked_for(home: Home) -> None:
+    """With what `make up WAIT=tuned` sends; measuring beside begins 3 s after the last request otherwise."""
+    with home.serving(tune="idle", idle_s="3600", speculation="off") as serving:
+        serving.wait_ready()
+        assert serving.document("status")["tuning"] in ("waiting", "measuring")
+        assert serving.document("status")["predicted_speed"].endswith("of prefill")
+        assert serving.ask("POST", "/appliance/v1/tuning")[0] == 401
+        status, answer = serving.ask("POST", "/appliance/v1/tuning", key=home.key)
+        assert (status, answer["state"] in ("waiting", "measuring")) == (202, True)
+        begin = lambda: serving.ask("POST", "/appliance/v1/tuning", key=home.key)  # noqa: E731
+        eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
+        tuning = serving.document("tuning")
+        assert (tuning["state"], bool(tuning["measurements"])) == ("measured", True)
+        assert serving.document("profile")["speed"] == serving.document("status")["speed"]
+        serving.terminate()
+
+
+def test_with_measuring_off_it_cannot_be_asked_for(home: Home) -> None:
+    with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        status, answer = serving.ask("POST", "/appliance/v1/tuning", key=home.key)
+        assert (status, answer["error"]["code"]) == (409, "tuning_off")
+        assert answer["error"]["message"] == "measuring is off: tune 'off' (variable APPLIANCE_TUNE)"
+        assert serving.document("tuning")["state"] == "off"
+
+
+def test_measuring_while_nobody_asks_is_the_default(home: Home) -> None:
+    with home.serving(tune="") as serving:  # an empty variable is as good as none
+        serving.wait_ready()
+        assert "tune_later" in serving.names()
+        assert serving.document("status")["tuning"] in ("waiting", "measuring")

@@ -94,6 +94,35 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     assert list(home.profiles.glob("*.partial")) == []
 
 
+def test_the_list_of_models_is_there_before_the_model_is(home: Home) -> None:
+    home.set_engine("--load-seconds", "4")
+    with home.serving(alias="mine") as serving:
+        serving.event("listening")
+        status, listed = serving.ask("GET", "/v1/models", key=home.key)
+        assert (status, listed["object"]) == (200, "list")
+        (model,) = listed["data"]
+        assert {**model, "created": 0} == {
+            "id": "mine", "object": "model", "created": 0, "owned_by": "appliance", "state": model["state"],
+        }  # fmt: skip
+        assert model["state"] in ("starting", "loading")
+        assert serving.ask("GET", "/models", key=home.key)[0] == 200
+        assert serving.ask("GET", "/v1/models")[0] == 401
+        assert serving.chat()[0] == 503
+        serving.wait_ready()
+        assert [model["id"] for model in serving.ask("GET", "/v1/models", key=home.key)[1]["data"]] == ["mine"]
+
+
+def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) -> None:
+    with known.serving() as serving:
+        serving.wait_ready()
+        assert serving.chat()[0] == 200
+        slow = ("fastapi", "pydantic", "aiohttp", "prometheus_client")
+        maps = Path(f"/proc/{serving.process.pid}/maps").read_text()
+        assert not [name for name in slow if f"/{name}" in maps]
+        assert serving.document("status")["phase"] == "ready"
+        assert "pydantic_core" in Path(f"/proc/{serving.process.pid}/maps").read_text()
+
+
 def test_the_second_start_serves_from_the_profile_without_measuring(known: Home, tuned: Home) -> None:
     """In another folder, too: the model's path is not the profile's."""
     with known.serving() as serving:
