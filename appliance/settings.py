@@ -11,12 +11,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from appliance.errors import ConfigError
+from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
 FILE_NAME = "appliance.yaml"
