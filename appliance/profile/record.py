@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Hashable
 from dataclasses import asdict, fields
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
@@ -237,7 +238,7 @@ _SIMPLE["str | None"] = (str, type(None))
 
 def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
     """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
-    types = _types_of(kind)
+    types = _types_of(cast(Hashable, kind))
     if unknown := data.keys() - types.keys():
         message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
         raise TypeError(message)
@@ -249,6 +250,6 @@ def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _types_of(kind: Any) -> dict[str, tuple[str, tuple[type, ...] | None]]:  # noqa: ANN401 - a class, which mypy does not count among what is hashable
+def _types_of(kind: Any) -> dict[str, tuple[str, tuple[type, ...] | None]]:  # noqa: ANN401 - a class
     """By name: the type as it is written, and what it is where it is a simple one."""
     return {field.name: (str(field.type), _SIMPLE.get(str(field.type))) for field in fields(kind)}
