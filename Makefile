@@ -132,4 +132,4 @@ verify: image ## prove what is inside the built image
 	$(PY) -m images verify --only $(CELL) --image $(IMAGE) $(CA)
 
 bench: image model ## time from docker run to the first token, against the bare engine
-	$(PY) benchmarks/start.py
+	$(PY) -m benchmarks.start

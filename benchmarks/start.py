@@ -4,8 +4,8 @@ Both run from the same image with the same engine flags, in turn, the order chan
 is what a careful user would start by hand: the profile's own command line on a TCP port. The clock starts before
 `docker run` and stops at the first streamed token; the client asks again every 10 ms until it is answered.
 
-    .venv/bin/python benchmarks/start.py [--pairs 9] [--image IMAGE] [--json]
-    .venv/bin/python benchmarks/start.py --beside-load [--runs 20]    starts in a row while a process keeps one CPU busy
+    python3 -m benchmarks.start [--pairs 9] [--image IMAGE] [--json]
+    python3 -m benchmarks.start --beside-load [--runs 20]    starts in a row while a process keeps one CPU busy
 """
 
 from __future__ import annotations
