@@ -119,6 +119,7 @@ class House:
         self._vouching: Vouching | None = None
         self._logs: dict[Supervisor, deque[str]] = {}
         self._tuner: IdleTuner[Plan] | None = None
+        self._was_measured = False  # by this process, to the end
         self._begins_now = False  # measuring, without an idle period before it: somebody waits for it
         self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
@@ -477,8 +478,9 @@ class House:
             return True
         if self._store.is_pinned(profile.key.id):
             return False
-        # A machine that is always busy must not be measured again and again.
-        is_provisional = profile.disturbance is not None and profile.disturbed_times < TRIES
+        # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
+        may_try_again = profile.disturbed_times < TRIES and not self._was_measured
+        is_provisional = profile.disturbance is not None and may_try_again
         return is_provisional or self._store.why_stale(profile) is not None
 
     async def _tune_idle(self, gateway: Gateway) -> None:
@@ -497,8 +499,9 @@ class House:
             tuner.begin_now()
         before = self._profile
         await tuner.run()
-        self._tuner = None
+        self._tuner, self._begins_now = None, False
         self._is_given_up = self._profile is before
+        self._was_measured = not self._is_given_up
         self._vouching = None
 
     def _measure_now(self) -> tuple[int, dict[str, Any]]:
@@ -520,8 +523,8 @@ class House:
             return "measuring"
         if self._is_given_up:
             return "failed"
-        if self._tuner is not None and self._tuner.is_busy:
-            return "measuring"
+        if self._tuner is not None:
+            return "measuring" if self._tuner.is_busy else "waiting"
         if self._settings.tune == "idle" and self._wants_measuring():
             return "waiting"
         return "off" if self._profile is None else "measured"
