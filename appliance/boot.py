@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
 from appliance.engines.llama_devices import query_devices_once
@@ -18,6 +17,7 @@ from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
+from appliance.values import dataclass
 from appliance.volume import open_volume
 
 

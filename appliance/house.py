@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,19 +25,21 @@ from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, Volu
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model
+from appliance.model import Model, plain_name
 from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short, narrowed
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
-from appliance.profile.at_start import Act, Found, Start, at_start, is_due
+from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
+from appliance.values import dataclass
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.gateway.server import Gateway
+    from appliance.idle.tuner import IdleTuner
     from appliance.study import Study
     from appliance.tune.measurement import Measurement
     from appliance.vouching import Vouching
@@ -46,6 +49,12 @@ STEPS_DOWN = 3  # to smaller plans, when memory runs out as the engine loads
 # Settings that keep a plan from becoming smaller.
 SIZED_BY = ("ctx_size", "kv_type", "ubatch", "parallel", "users", "cache_ram_mib", "devices", "gpu_layers", "n_cpu_moe",
             "draft_model")  # fmt: skip
+_TUNING = {
+    "waiting": "measuring begins when nobody asks",
+    "measuring": "the machine is being measured; the plan before serves meanwhile",
+    "measured": "the best of what was measured serves",
+    "failed": "measuring came to no plan, and is not tried again before the next start; the log says why",
+}
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -109,8 +118,12 @@ class House:
         self._study: Study | None = None
         self._vouching: Vouching | None = None
         self._logs: dict[Supervisor, deque[str]] = {}
+        self._tuner: IdleTuner[Plan] | None = None
+        self._was_measured = False  # by this process, to the end
+        self._begins_now = False  # measuring, without an idle period before it: somebody waits for it
         self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
+        self._began_s = int(time.time())
         self.hardware = found.hardware
 
     @property
@@ -313,7 +326,7 @@ class House:
     async def open_gateway(self) -> AsyncIterator[Gateway]:
         """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
         keys = self._keys()
-        # Here: FastAPI, uvicorn and aiohttp take half a second, and above they would delay the engine's start by it.
+        # Here: above, uvicorn would delay the engine's start.
         from appliance.gateway.app import create_app
         from appliance.gateway.auth import Keys
         from appliance.gateway.server import Gateway
@@ -327,8 +340,10 @@ class House:
                 "hardware": lambda: hardware_document(self.hardware),
                 "plan": lambda: as_document(self._serving.plan) if self._serving.plan else {},
                 "profile": self._profile_document,
-                "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},
+                "tuning": self._tuning_document,
             },
+            actions={"tuning": self._measure_now},
+            models=self._models,
             engine_restarts=lambda: self._serving.restarts,
         )
         gateway = await Gateway.open(app, self._settings.host, self._settings.port)
@@ -463,12 +478,15 @@ class House:
             return True
         if self._store.is_pinned(profile.key.id):
             return False
-        return profile.disturbance is not None or self._store.why_stale(profile) is not None
+        # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
+        may_try_again = profile.disturbed_times < TRIES and not self._was_measured
+        is_provisional = profile.disturbance is not None and may_try_again
+        return is_provisional or self._store.why_stale(profile) is not None
 
     async def _tune_idle(self, gateway: Gateway) -> None:
-        from appliance.idle.tuner import IdleTuner  # here, since most starts measure first or not at all
+        from appliance.idle.tuner import IdleTuner  # here: a start from a profile that holds never needs it
 
-        tuner = IdleTuner(
+        self._tuner = tuner = IdleTuner(
             serving=self._serving,
             traffic=gateway.traffic,
             door=gateway.engine,
@@ -477,10 +495,54 @@ class House:
             why_no_room=self._why_no_room,
             idle_s=self._settings.idle_s,
         )
+        if self._begins_now:
+            tuner.begin_now()
         before = self._profile
         await tuner.run()
+        self._tuner, self._begins_now = None, False
         self._is_given_up = self._profile is before
+        self._was_measured = not self._is_given_up
         self._vouching = None
+
+    def _measure_now(self) -> tuple[int, dict[str, Any]]:
+        """Asked for by somebody who waits for the result. Raises Refusal where nothing will be measured."""
+        state = self._tuning_state()
+        if state in ("off", "failed"):
+            from appliance.gateway.refusal import Refusal  # here: no start needs it
+
+            raise Refusal(409, f"tuning_{state}", self._tuning_words(state))
+        if state == "waiting":
+            self._begins_now = True
+            if self._tuner is not None:
+                self._tuner.begin_now()
+        return (200 if state == "measured" else 202), {"state": state, "message": self._tuning_words(state)}
+
+    def _tuning_state(self) -> str:
+        """off, waiting, measuring, measured or failed."""
+        if self._report.progress.phase is Phase.TUNING:
+            return "measuring"
+        if self._is_given_up:
+            return "failed"
+        if self._tuner is not None:
+            return "measuring" if self._tuner.is_busy else "waiting"
+        if self._settings.tune == "idle" and self._wants_measuring():
+            return "waiting"
+        return "off" if self._profile is None else "measured"
+
+    def _tuning_words(self, state: str) -> str:
+        settings = self._settings
+        if state != "off":
+            return _TUNING[state]
+        if self._found.model.is_embedding_model:
+            return "nothing is measured: the model gives vectors, not text"
+        if settings.tune == "off":
+            return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
+        return "another container on this volume measured meanwhile: its profile is used at the next start"
+
+    def _tuning_document(self) -> dict[str, Any]:
+        state = self._tuning_state()
+        measured = [asdict(m) for m in self._measurements]
+        return {"state": state, "message": self._tuning_words(state), "measurements": measured}
 
     async def _measure_idle(self, is_alone: bool) -> Plan | None:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""
@@ -589,17 +651,28 @@ class House:
             "cell": image.cell,
             "build_id": image.build_id,
             "engine": {"name": image.engine, "version": engine.version, "build": engine.build},
-            "model": plan.alias if plan else None,
+            "model": self._alias,
             "context": plan.context if plan else None,
             "chosen": in_short(plan) if plan else None,
             "mode": self._settings.mode,
             "speed": self._profile.speed if self._profile else None,
+            "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
+            "tuning": self._tuning_state(),
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and self._study is None,
             "profile_holds": str(vouching.verdict) if vouching else None,
             "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }
+
+    def _models(self) -> dict[str, Any]:
+        """OpenAI's list, until the engine gives its own: the model is known before it is loaded."""
+        model = {"id": self._alias, "object": "model", "created": self._began_s, "owned_by": "appliance"}
+        return {"object": "list", "data": [{**model, "state": str(self._report.progress.phase)}]}
+
+    @property
+    def _alias(self) -> str:
+        return self._settings.alias or plain_name(self._found.model.path)
 
     def _standing(self) -> dict[str, Any] | None:
         """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""

@@ -11,12 +11,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from appliance.errors import ConfigError
+from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
 FILE_NAME = "appliance.yaml"
@@ -159,8 +160,8 @@ class Settings:
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
-        "first",
-        "measure before the first serving, while nobody asks, or never: then the prediction is served",
+        "idle",
+        "idle: serve the prediction at once and measure while nobody asks; first: measure before serving; off: never",
         "WHEN",
     )
     idle_s: float = _setting(

@@ -1,12 +1,15 @@
 """Predicted against allocated: plans of many small models on the real engine, and what its log says it took.
 
-    python -m benchmarks.memory --engine-dir /opt/llama [--model FILE] [--only GLOB]
+    python3 -m benchmarks.memory --engine-dir /opt/llama [--model FILE] [--only GLOB]
 
 Models are made here (tests/shapes), of every kind of layer that the planner knows, and thrown away; each is loaded with
 the command line of its plan and ended as soon as its buffers are there.
 """
 
 from __future__ import annotations
+
+# First: the project's own Python takes over where this one lacks what follows.
+import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
 import fnmatch

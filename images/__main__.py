@@ -1,6 +1,9 @@
-"""python -m images list | render | build | verify | sbom | bake | lock …: the build half's command line."""
+"""python3 -m images list | render | build | verify | sbom | bake | lock …: the build half's command line."""
 
 from __future__ import annotations
+
+# First: the project's own Python takes over where this one lacks what follows.
+import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
 import json
@@ -641,7 +644,7 @@ def _progress(cell: Cell, line: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m images", description=__doc__, epilog=EXIT_CODES)
+    parser = argparse.ArgumentParser(prog="python3 -m images", description=__doc__, epilog=EXIT_CODES)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     def add(name: str, about: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:

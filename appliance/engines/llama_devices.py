@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.engines.llama_server import BINARY, gpu_environment
 from appliance.run import RunTimeout, run
+from appliance.values import dataclass
 
 BACKEND = "libggml-cuda.so"
 TIMEOUT_S = 60.0  # a cold driver wakes its GPUs one after another

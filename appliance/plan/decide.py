@@ -6,7 +6,7 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -36,6 +36,7 @@ from appliance.plan.speed import Speed
 from appliance.plan.window import Aim, Wanted, Window, choose_window
 from appliance.probe import Hardware
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 UBATCH = 512
 BATCH = 2048

@@ -8,11 +8,11 @@ llama-server's log (benchmarks/memory.py prints both).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from appliance.model import Layer, Model
 from appliance.plan.assumptions import APPLIANCE_MIB, ENGINE_MIB
+from appliance.values import dataclass
 
 MIB = 2**20
 KV_BYTES = MappingProxyType(

@@ -5,7 +5,7 @@ Pure. Which of them is faster, and how many tokens to guess, only measuring tell
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from appliance.errors import ConfigError, ModelDoesNotFitError
@@ -30,6 +30,7 @@ from appliance.plan.memory import (
     weights_mib,
 )
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.plan.decide import Plan

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,6 +16,7 @@ from appliance.errors import EngineNotReadyError
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.state import State, checked
+from appliance.values import dataclass
 
 # At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_SHARE = 0.01, 0.1, 0.05

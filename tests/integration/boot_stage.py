@@ -109,6 +109,7 @@ esac
             "runtime_dir": str(runtime_dir),
             "host": "127.0.0.1",
             "log": "json",
+            "tune": "off",  # a test of measuring says `first` or `idle`
             # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.
             "budget_s": "10",
             **settings,

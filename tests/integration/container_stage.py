@@ -23,7 +23,8 @@ IMAGE = "appliance:llama-cpu"
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PORT = 11435
-BUDGET_S = "15"
+# A test of measuring says `first` or `idle`.
+SETTINGS = {"APPLIANCE_BUDGET_S": "15", "APPLIANCE_TUNE": "off"}
 STRANGER = "12345:0"
 # What DESIGN.md section 5 promises to work with.
 HARDENED: dict[str, Any] = {
@@ -139,7 +140,7 @@ def started(
     container = DockerContainer(IMAGE, **options).with_exposed_ports(PORT)
     for path in mounts:
         container = container.with_tmpfs_mount(path)
-    for name, value in {"APPLIANCE_BUDGET_S": BUDGET_S, **(env or {})}.items():
+    for name, value in {**SETTINGS, **(env or {})}.items():
         container = container.with_env(name, value)
     if argv:
         container = container.with_command(list(argv))
@@ -155,7 +156,7 @@ def started(
 def ended(volume_name: str | None, *argv: str, **kwargs: Any) -> tuple[int, str]:
     """A start that is expected to end by itself: its code and its words. No port, since it may be gone at once."""
     client = docker.from_env()
-    env = {"APPLIANCE_BUDGET_S": BUDGET_S, **kwargs.pop("env", {})}
+    env = {**SETTINGS, **kwargs.pop("env", {})}
     mode = kwargs.pop("mode", "rw")
     volumes = {volume_name: {"bind": "/data", "mode": mode}} if volume_name else None
     container = client.containers.create(

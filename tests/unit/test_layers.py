@@ -16,11 +16,12 @@ FILES = sorted(
     if "rendered" not in path.parts
 )
 # A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
-LEAVES = {"errors", "command", "image_facts"}
+LEAVES = {"errors", "command", "image_facts", "values"}
 MAY_IMPORT = {
     "errors": set(),
     "command": set(),
     "image_facts": set(),
+    "values": set(),
     "settings": set(),
     "run": set(),
     "volume": {"model"},
@@ -36,7 +37,13 @@ MAY_IMPORT = {
     "report": {"gateway"},
     "idle": {"engines", "supervisor", "gateway", "report"},
 }
-STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
+STRICT_LEAVES = {
+    "supervisor": {"errors", "command", "values"},
+    "errors": set(),
+    "command": {"values"},
+    "image_facts": set(),
+    "values": set(),
+}
 WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
