@@ -8,30 +8,31 @@ the long count corrects the short one. All layers share both tables, so they are
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 RECENT = 16  # tokens
 REMEMBERED = 64
 HORIZONS = (4, 8, 16)  # tokens ahead
-_COUNTS = 7  # uses of the last 16 tokens: 0 to 5, 6 or more
-_AGES = 18  # 0 to 16 tokens, or more
-_AGE_ROW = (0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, 6)  # 0, 1, 2, 3-4, 5-8, 9-16, more
-_OLDER_ROW = tuple(min(6, int(1.5 * math.log2(1 + count))) for count in range(REMEMBERED + 1))
-_PRIOR_WEIGHT = 8.0  # samples
-_PRIOR_SHARE = 0.5  # of the recent count
+_AGE_ROW = (0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16, *[7] * 32, 8)  # 0, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more
+_COUNTS = RECENT + 1
+_CELLS = tuple(row * _COUNTS for row in _AGE_ROW)  # by age: where the counts of its row begin
+_OLDEST = len(_AGE_ROW) - 1
+_OLDER = tuple(min(8, count // 3) for count in range(REMEMBERED + 1))
+_OLDER_CELLS = tuple(min(8, count) * 9 for count in range(_COUNTS))  # by uses of the last 16 tokens
+_PRIOR_WEIGHT = 8.0  # samples that say: used as often as in the last 16 tokens
 _LEFT_WEIGHT = 16.0  # samples of nothing left over
 _SAMPLED = 64  # experts looked at in one snapshot
 
 
-def horizon(break_even_uses: float) -> int:
-    """Tokens to look ahead: the shortest of `HORIZONS` that is at least half the break-even.
+def horizon(break_even_uses: float, tokens_held: float) -> int:
+    """Tokens to look ahead, one of `HORIZONS`: at least half the break-even, and 8 where slots hold four tokens or more.
 
-    Four is right where links are fast. Where one upload costs many hits, an expert's uses in four tokens never repay it,
-    and nothing would be admitted; looking further ahead than that is guessing.
+    `tokens_held`: slots by experts of a token. Where one upload costs many hits, an expert's uses in four tokens never
+    repay it, and nothing would be admitted; in many slots an expert stays longer. Looking further is guessing.
     """
-    return next((tokens for tokens in HORIZONS if break_even_uses <= 2 * tokens), HORIZONS[-1])
+    least = max(break_even_uses / 2, HORIZONS[1] if tokens_held >= HORIZONS[0] else HORIZONS[0])
+    return next((tokens for tokens in HORIZONS if least <= tokens), HORIZONS[-1])
 
 
 class Uses:
@@ -39,29 +40,25 @@ class Uses:
 
     def __init__(self, tokens_ahead: int) -> None:
         self.tokens_ahead = tokens_ahead
-        cells = range(_COUNTS * (max(_AGE_ROW) + 1))
-        self._sum = [0.0 for _ in cells]
-        self._samples = [0 for _ in cells]
-        self.by_recent = [_PRIOR_SHARE * (cell % _COUNTS) for cell in cells]
-        left = range(max(_OLDER_ROW) + 1)
-        self._left_sum = [0.0 for _ in left]
-        self._left_samples = [0 for _ in left]
-        self.by_older = [0.0 for _ in left]
+        self.by_recent = [tokens_ahead * (cell % _COUNTS) / RECENT for cell in range(_COUNTS * (_AGE_ROW[-1] + 1))]
+        self._sum = [_PRIOR_WEIGHT * uses for uses in self.by_recent]
+        self._weight = [_PRIOR_WEIGHT for _ in self.by_recent]
+        self.by_older = [0.0] * (_OLDER_CELLS[-1] + _OLDER[-1] + 1)
+        self._left = [0.0 for _ in self.by_older]
+        self._left_weight = [_LEFT_WEIGHT for _ in self.by_older]
 
     def learn(self, snapshot: Sequence[tuple[int, int, int]], used_since: dict[int, int]) -> None:
         """`snapshot`: (expert, cell, older cell) as they were `tokens_ahead` ago; `used_since`: expert -> uses since."""
-        total, samples, left, left_samples = self._sum, self._samples, self._left_sum, self._left_samples
-        by_recent = self.by_recent
+        total, weight, by_recent = self._sum, self._weight, self.by_recent
+        left, left_weight, by_older = self._left, self._left_weight, self.by_older
         for expert, cell, older in snapshot:
             uses = used_since.get(expert, 0)
             left[older] += uses - by_recent[cell]
-            left_samples[older] += 1
+            left_weight[older] += 1
+            by_older[older] = left[older] / left_weight[older]
             total[cell] += uses
-            samples[cell] += 1
-        for cell, count in enumerate(samples):
-            prior = _PRIOR_SHARE * (cell % _COUNTS) * _PRIOR_WEIGHT
-            by_recent[cell] = (total[cell] + prior) / (count + _PRIOR_WEIGHT)
-        self.by_older[:] = [value / (count + _LEFT_WEIGHT) for value, count in zip(left, left_samples, strict=True)]
+            weight[cell] += 1
+            by_recent[cell] = total[cell] / weight[cell]
 
 
 class History:
@@ -123,14 +120,12 @@ class History:
         now, last, recent, older = self.tokens - 1, self._last, self._recent, self._older
         seen = self._seen
         step = -(-len(seen) // _SAMPLED)
-        return [
-            (
-                expert,
-                _AGE_ROW[min(now - last[expert], _AGES - 1)] * _COUNTS + min(recent[expert], _COUNTS - 1),
-                _OLDER_ROW[older[expert]],
-            )
-            for expert in seen[now % step :: step]
-        ]
+        found = []
+        for expert in seen[now % step :: step]:
+            age, count = now - last[expert], recent[expert]
+            cell = _CELLS[age if age < _OLDEST else _OLDEST] + count
+            found.append((expert, cell, _OLDER_CELLS[count] + _OLDER[older[expert]]))
+        return found
 
     def fork(self) -> History:
         """The same past, settled; what follows is not learned from, since the original does."""
@@ -147,20 +142,17 @@ class History:
         `is_next`: as of the token to come, for experts that it does not use; after `settle` only.
         """
         now, last, recent, older = self.tokens - 1 + is_next, self._last, self._recent, self._older
-        by_recent, by_older, rows, oldest, counts = (
-            self._uses.by_recent, self._uses.by_older, _CELLS, _OLDER_ROW, _COUNTS - 1,
-        )  # fmt: skip
+        by_recent, by_older = self._uses.by_recent, self._uses.by_older
         found = []
         for expert in experts:
             age, count = now - last[expert], recent[expert]
-            cell = rows[age if age < _AGES else _AGES - 1] + (count if count < counts else counts)
-            value = by_recent[cell] + by_older[oldest[older[expert]]]
+            value = (
+                by_recent[_CELLS[age if age < _OLDEST else _OLDEST] + count]
+                + by_older[_OLDER_CELLS[count] + _OLDER[older[expert]]]
+            )
             found.append(value if value > 0.0 else 0.0)
         return found
 
     def recency(self, expert: int) -> tuple[int, int]:
         """What LRU orders by: token of the last use, and within one token the router weight."""
         return self._last[expert], self._place[expert]
-
-
-_CELLS = tuple(row * _COUNTS for row in _AGE_ROW)
