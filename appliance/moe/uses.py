@@ -18,10 +18,12 @@ _AGE_ROW = (0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16, *[7] * 32, 8)  # 0, 1,
 _COUNTS = RECENT + 1
 _CELLS = tuple(row * _COUNTS for row in _AGE_ROW)  # by age: where the counts of its row begin
 _OLDEST = len(_AGE_ROW) - 1
-_OLDER = tuple(min(8, count // 3) for count in range(REMEMBERED + 1))
+_OLDER_FROM = (1, 2, 3, 5, 7, 10, 15, 23)  # uses: finest where most experts are
+_OLDER = tuple(sum(count >= least for least in _OLDER_FROM) for count in range(REMEMBERED + 1))
 _OLDER_CELLS = tuple(min(8, count) * 9 for count in range(_COUNTS))  # by uses of the last 16 tokens
 _PRIOR_WEIGHT = 8.0  # samples that say: used as often as in the last 16 tokens
 _LEFT_WEIGHT = 16.0  # samples of nothing left over
+_TIE = 1e-6  # a token of age: of experts in one cell, the least recently used goes first
 _SAMPLED = 64  # experts looked at in one snapshot
 
 
@@ -137,7 +139,7 @@ class History:
         return twin
 
     def values(self, experts: Iterable[int], *, is_next: bool = False) -> list[float]:
-        """Expected uses in the next `tokens_ahead` tokens, in the same order; not below 0.
+        """Expected uses in the next `tokens_ahead` tokens, in the same order; 0 or a trifle below where none is.
 
         `is_next`: as of the token to come, for experts that it does not use; after `settle` only.
         """
@@ -150,7 +152,7 @@ class History:
                 by_recent[_CELLS[age if age < _OLDEST else _OLDEST] + count]
                 + by_older[_OLDER_CELLS[count] + _OLDER[older[expert]]]
             )
-            found.append(value if value > 0.0 else 0.0)
+            found.append((value if value > 0.0 else 0.0) - age * _TIE)
         return found
 
     def recency(self, expert: int) -> tuple[int, int]:
