@@ -142,7 +142,9 @@ def rows_of(task: tuple[Path, int, tuple[Machine, ...]]) -> list[Row]:
     trace, name = _trace(path), path.name.partition(".")[0]
     if slots < max(trace.top_k.values()) or slots > trace.experts:
         why = f"{slots} slots cannot hold one token's {max(trace.top_k.values())} experts, or are more than there are"
-        return [Row(trace=name, machine=machine.name, slots=slots, tokens_per_s={}, refused=why) for machine in machines]
+        return [
+            Row(trace=name, machine=machine.name, slots=slots, tokens_per_s={}, refused=why) for machine in machines
+        ]
     layers = hybrid_rivals.layer_tokens(trace)
     steps = {
         rule: hybrid_rivals.counted(layers, lambda tokens, run=run: run(tokens, slots))
@@ -198,16 +200,17 @@ def wrong_of(task: tuple[Path, int, Machine]) -> list[Wrong]:
             believed = Cost(rates, machine.expert_mb)
             loss = 1 - replay(trace, machine.cost, slots, believed_cost=believed).tokens_per_s / right
             name = path.name.partition(".")[0]
-            found.append(
-                Wrong(trace=name, machine=machine.name, slots=slots, rate=rate, factor=factor, loss=loss)
-            )
+            found.append(Wrong(trace=name, machine=machine.name, slots=slots, rate=rate, factor=factor, loss=loss))
     return found
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Of all rows that were not refused. `over …`: ours to that rule, geometric mean."""
     kept = [row for row in rows if not row.refused]
-    found = {"cells": float(len(kept)), "least share of the best fixed rule": min(r.share_of(r.best_fixed) for r in kept)}
+    found = {
+        "cells": float(len(kept)),
+        "least share of the best fixed rule": min(r.share_of(r.best_fixed) for r in kept),
+    }
     found["least share of the time bound"] = min(row.share_of(BOUND) for row in kept)
     for rule in hybrid_rivals.NAMES:
         found[f"over {rule}"] = statistics.geometric_mean(row.share_of(rule) for row in kept)
@@ -280,7 +283,17 @@ def _print(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> None:
 
 def _table(trace: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{trace}: modelled tokens per second")
-    for column in ("machine", "slots", *hybrid_rivals.NAMES, OURS, "of best fixed", BOUND, "of bound", "hits", "at most"):
+    for column in (
+        "machine",
+        "slots",
+        *hybrid_rivals.NAMES,
+        OURS,
+        "of best fixed",
+        BOUND,
+        "of bound",
+        "hits",
+        "at most",
+    ):
         table.add_column(column, justify="left" if column == "machine" else "right")
     for row in rows:
         if row.refused:

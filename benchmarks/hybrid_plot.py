@@ -45,7 +45,9 @@ def plot(rows: Sequence[Row], folder: Path, ours: str, bound: str) -> None:
 def _panel(axes: Axes, title: str, rows: Sequence[Row], ours: str, bound: str) -> None:
     for name in rows[0].tokens_per_s if rows else ():
         style = {ours: {"linewidth": 2.5, "color": "black"}, bound: {"linestyle": "--", "color": "gray"}}.get(name, {})
-        axes.plot([row.slots for row in rows], [row.tokens_per_s[name] for row in rows], marker=".", label=name, **style)
+        axes.plot(
+            [row.slots for row in rows], [row.tokens_per_s[name] for row in rows], marker=".", label=name, **style
+        )
     axes.set_xscale("log", base=2)
     slots = [row.slots for row in rows]
     axes.set_xticks(slots, [str(count) for count in slots])

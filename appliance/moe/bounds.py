@@ -125,4 +125,3 @@ def brute_force_batch(cost: BatchCost, tokens: Sequence[int], is_resident: Seque
     """The least time of a batch over every assignment of its experts to CPU or GPU. 2^n assignments."""
     sides = itertools.product((False, True), repeat=len(tokens))
     return min(cost.batch_ms(tokens, is_resident, on_gpu) for on_gpu in sides)
-

@@ -104,7 +104,9 @@ def layer_caches(
     break_even = max((cost.break_even_uses(k) for cost, k in zip(costs, top_k, strict=True)), default=0.0)
     largest_mb = max((cost.expert_mb * k for cost, k in zip(costs, top_k, strict=True)), default=0.0)
     shared = Shared(
-        uses=Uses(horizon(break_even, slots / max(top_k, default=1))), in_flight_max_mb=_IN_FLIGHT_TOKENS * largest_mb, on_takeover=on_takeover
+        uses=Uses(horizon(break_even, slots / max(top_k, default=1))),
+        in_flight_max_mb=_IN_FLIGHT_TOKENS * largest_mb,
+        on_takeover=on_takeover,
     )
     return tuple(
         LayerCache(

@@ -68,7 +68,9 @@ def static_layers(replay: Replay, cost: Cost, cpu_layers: int, *, fixed_ms: floa
         on_cpu = min(cpu_layers, replay.layers)
         on_gpu = replay.layers - on_cpu
         whole = price.layer_ms(replay.top_k, 0, 0, 0)
-        return on_cpu * price.all_cpu_ms(replay.top_k) + on_gpu * whole + replay.layers * price.rates.other_ms + fixed_ms
+        return (
+            on_cpu * price.all_cpu_ms(replay.top_k) + on_gpu * whole + replay.layers * price.rates.other_ms + fixed_ms
+        )
 
     return _interval(token_ms, cost, off)
 

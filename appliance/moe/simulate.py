@@ -112,4 +112,3 @@ def _decode(trace: Trace, turn: Turn, caches: tuple[LayerCache, ...], true_cost:
         result.layer_tokens += count
         result.steps[k, hits, fetched + uploads] += count
     result.tokens += tokens
-

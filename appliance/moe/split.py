@@ -46,7 +46,9 @@ class BatchCost:
         """
         rates, copy_ms = self.cost.rates, self.cost.expert_mb / self.cost.rates.pcie_gb_s
         here = [n for n, resident, gpu in zip(tokens, is_resident, on_gpu, strict=True) if gpu and resident]
-        moved = sorted((n for n, r, gpu in zip(tokens, is_resident, on_gpu, strict=True) if gpu and not r), reverse=True)
+        moved = sorted(
+            (n for n, r, gpu in zip(tokens, is_resident, on_gpu, strict=True) if gpu and not r), reverse=True
+        )
         on_cpu = [n for n, gpu in zip(tokens, on_gpu, strict=True) if not gpu]
         gpu = rates.gpu_fixed_ms + sum(map(self.gpu_ms, here))
         for number, count in enumerate(moved, 1):
@@ -79,9 +81,7 @@ def split_batch(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bo
     return BatchSplit(gpu, tuple(at for at in order if not on_gpu[at]), best_ms)
 
 
-def _two_ended(
-    cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool], order: Sequence[int]
-) -> list[bool]:
+def _two_ended(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool], order: Sequence[int]) -> list[bool]:
     rates, copy_ms = cost.cost.rates, cost.cost.expert_mb / cost.cost.rates.pcie_gb_s
     on_gpu = [False] * len(tokens)
     gpu, copied, cpu = rates.gpu_fixed_ms, 0.0, rates.cpu_fixed_ms

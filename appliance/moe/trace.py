@@ -240,4 +240,3 @@ class _Reader:
             top_k={layer: self._top_k[layer] for layer in sorted(self._whole)},
             turns=tuple(self._turns),
         )
-

@@ -16,11 +16,12 @@ FILES = sorted(
     if "rendered" not in path.parts
 )
 # A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
-LEAVES = {"errors", "command", "image_facts"}
+LEAVES = {"errors", "command", "image_facts", "moe"}
 MAY_IMPORT = {
     "errors": set(),
     "command": set(),
     "image_facts": set(),
+    "moe": set(),
     "settings": set(),
     "run": set(),
     "volume": {"model"},
@@ -36,8 +37,9 @@ MAY_IMPORT = {
     "report": {"gateway"},
     "idle": {"engines", "supervisor", "gateway", "report"},
 }
-STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
-WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
+STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set(),
+                 "moe": set()}  # fmt: skip
+WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
               "appliance/profile/at_start",
