@@ -1,7 +1,7 @@
 """Fixed rules for experts on CPU and GPU: what others do, to compare with. Caches only; time is `Cost`'s.
 
 Each gives, for one layer, (hits, experts copied into slots) of every token; where a rule says what is fetched and what
-waits, as two of them do, `splits` has it. Free slots always fill. Copies land at once, and every rule but those two gets
+waits, as two of them do, `splits` has it. Free slots always fill. Copies land at once; every rule but those two gets
 the best split of each token that its cache allows.
 """
 
@@ -80,7 +80,7 @@ def static(tokens: Tokens, slots: int) -> Iterator[Step]:
 
 
 def q_star(tokens: Tokens, slots: int, fetched: Callable[[int, int], int]) -> Iterator[Step]:
-    """FreeToken: a fixed share of the misses is fetched into LRU slots, the CPU does the rest and nothing is uploaded."""
+    """FreeToken: a fixed share of the misses is fetched into LRU slots, the CPU does the rest, no uploads."""
     kept: dict[int, None] = {}
     for _, used in tokens:
         misses = [expert for expert in used if expert not in kept]

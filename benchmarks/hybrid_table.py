@@ -18,12 +18,13 @@ PATH = Path(__file__).parents[1] / "appliance/moe/replays.py"
 SLOTS_SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 CPU_TO_PCIE = (0.8, 1.6, 3.0, 8.0)
 HEAD = '''"""Replayed routing for `appliance plan --explain`: by number of slots a layer, for several kinds of machines,
-(hits, copies, layer-tokens) of a token in one layer. Written by `python benchmarks/hybrid.py --write-table`; not edited.
+(hits, copies, layer-tokens) of a token in one layer. Written by `benchmarks/hybrid.py --write-table`; not edited.
 
 Traces: Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace, Apache-2.0: one prompt each, 128 decoded tokens,
 6 of 8 experts used. Short and optimistic.
 """
 
+# ruff: noqa: E501
 # fmt: off
 from appliance.moe.outlook import Replay
 

@@ -16,7 +16,7 @@ def fewest_misses(tokens: Sequence[tuple[bool, Sequence[int]]], slots: int) -> i
     """M*: of one layer's tokens in order, (is counted, its experts), the fewest misses in those that count.
 
     Belady's rule with bypass: after each token keep, of what lies in a slot and what the token just used, the `slots`
-    experts that are used again soonest, where only counted uses matter. An expert just used may thus be evicted at once,
+    experts that are used again soonest, where only counted uses matter. One just used may thus be evicted at once,
     or not be let in. Optimal for policies that copy an expert when a token uses it (demand loading): exchanging a kept
     expert for one that is used sooner never adds a miss (Belady 1966; Mattson et al. 1970 with bypass). Tokens that do
     not count, the prompt, load for free: going by their uses would give up hits that count.
@@ -75,7 +75,7 @@ def _is_above(before: tuple[int, float], middle: tuple[int, float], after: tuple
 
 
 def least_ms(cost: Cost, top_k: int, layer_tokens: int, misses: int) -> float:
-    """A lower bound on the time of `layer_tokens` tokens of layers with `top_k`, by whatever policy: N·(t_a + env(M*/N)).
+    """A lower bound on the time of `layer_tokens` tokens of layers, by whatever policy: N·(t_a + env(M*/N)).
 
     Claim. Let b(m) = min over f, and over residents left unused, of T(k − m, m, f, 0), env its lower convex envelope,
     N the number of layer-tokens and M* the fewest misses that a policy can have in them altogether. Then the sum of T
@@ -83,15 +83,16 @@ def least_ms(cost: Cost, top_k: int, layer_tokens: int, misses: int) -> float:
 
     Proof. (1) Whatever a policy does in layer-token i, with m_i of its experts not resident: T does not fall when
     uploads u are added, for u stands in T only as (m + u)·s/D and (f + u)·s/P; so T_i ≥ b(m_i). (2) b does not fall
-    with m: of a split with m misses, either one expert is fetched, and were it resident instead, T would lose a copy and
+    with m: of a split with m misses, either one expert is fetched, and were it resident, T would lose a copy and
     gain nothing; or none is, and one more resident may be left unused at the same T. So b(m − 1) ≤ b(m). (3) Nor does
-    env: were env(y) < env(0) for some y, max(env, env(0)) would be convex, would lie below b, since b(y) ≥ b(0) ≥ env(0),
+    env: were env(y) < env(0) for some y, max(env, env(0)) would be convex, lie below b, since b(y) ≥ b(0) ≥ env(0),
     and above env at y, which is the largest such function; and a convex function that never falls below its value at 0
     never falls. (4) Jensen:
     Σ b(m_i) ≥ Σ env(m_i) ≥ N·env(Σ m_i / N). (5) Σ m_i ≥ M* by definition, and by (3) N·env(Σ m_i / N) ≥ N·env(M*/N).
 
-    It holds for policies that copy an expert in a token that uses it; one that foresees uses and copies ahead of them
-    may miss less than M*. It is no estimate: env takes misses as if they could be spread evenly, and copies for free.
+    It holds for policies that copy an expert in a token that uses it. One that foresees uses and copies ahead of them,
+    or a placement loaded from other text before the first token, may miss less than M*. It is no estimate: env takes
+    misses as if they could be spread evenly, and copies for free.
     """
     if not layer_tokens:
         return 0.0

@@ -30,7 +30,7 @@ _HUBER = 1.5  # median deviations beyond which a row counts as little as its dis
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One layer and token: experts on the CPU, fetched, already on the GPU, uploaded for later, and the time it took."""
+    """One layer and token: experts on the CPU, fetched, already on the GPU, uploaded for later, and its time."""
 
     on_cpu: int
     fetched: int
@@ -51,8 +51,8 @@ class Calibration:
 def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) -> Calibration:
     """Fits C, P, D, t0 and g; the layer's other time is measured apart, without experts.
 
-    Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts), so that
-    a few stalled rows do not matter; intervals by resampling the rows. Deterministic. Raises ValueError for fewer rows
+    Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts): a
+    few stalled rows do not matter; intervals by resampling the rows. Deterministic. Raises ValueError for fewer rows
     than rates, or times that are not positive.
     """
     if len(rows) < len(_NAMES) or any(not 0 < row.ms < math.inf for row in rows):

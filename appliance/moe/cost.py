@@ -1,6 +1,6 @@
 """What a layer's experts cost for one token on the CPU, on the GPU and over PCIe, and the cheapest split of them.
 
-Milliseconds throughout: a MB (10^6 bytes) at a GB/s (10^9) takes one. Formula: issue 17, after facts/hybrid.md section 3.
+Milliseconds throughout: a MB (10^6 bytes) at a GB/s (10^9) takes one. Formula: issue 17, hybrid.md section 3.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Cost:
                 yield Split(ms, used, fetched, uploads)
 
     def best_ms(self, top_k: int, hits: int) -> float:
-        """The least time with so many hits and nothing uploaded for later: min over f of T, and over hits left unused."""
+        """The least time with so many hits and nothing uploaded: min over f of T, and over hits left unused."""
         used = range(hits + 1)
         return min(self.layer_ms(h, top_k - h, f, 0) for h in used for f in range(top_k - hits + 1))
 

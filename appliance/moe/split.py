@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from appliance.moe.cost import Cost
 
-_ROUNDS = 4  # of moving single experts; it ends earlier when nothing moves
+_STARTS = 6  # of the orders tried, those worth improving
+_ROUNDS = 6  # of moving single experts; it ends earlier when nothing moves
 
 
 class BatchSplit(NamedTuple):
@@ -42,7 +43,7 @@ class BatchCost:
         """`tokens` that use each expert, whether it lies in a slot, and whether the GPU computes it.
 
         The GPU computes residents first, then each copied expert when it is there and the GPU is free; copies follow
-        one another, the expert with the most tokens first. With one token for each expert and no fetch this is `layer_ms`.
+        one another, the one with the most tokens first. With one token for each expert and no fetch it is `layer_ms`.
         """
         rates, copy_ms = self.cost.rates, self.cost.expert_mb / self.cost.rates.pcie_gb_s
         here = [n for n, resident, gpu in zip(tokens, is_resident, on_gpu, strict=True) if gpu and resident]
@@ -75,8 +76,11 @@ def split_batch(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bo
         prefix[at] = True
         candidates.append(list(prefix))
     timed = [(cost.batch_ms(tokens, is_resident, on_gpu), number) for number, on_gpu in enumerate(candidates)]
-    best_ms, number = min(timed)
-    on_gpu, best_ms = _improved(cost, tokens, is_resident, candidates[number], best_ms)
+    starts = [candidates[number] for _, number in sorted(timed)[:_STARTS]]
+    on_gpu, best_ms = min(
+        (_improved(cost, tokens, is_resident, start, cost.batch_ms(tokens, is_resident, start)) for start in starts),
+        key=lambda found: found[1],
+    )
     gpu = tuple(at for at in order if on_gpu[at])
     return BatchSplit(gpu, tuple(at for at in order if not on_gpu[at]), best_ms)
 

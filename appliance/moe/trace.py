@@ -130,6 +130,7 @@ class _Reader:
             raise TraceError(number, f"not a number: {error}") from error
         key = (turn, phase, step, layer)
         if key != self._key:
+            self._check(number, key)
             self._finish(number)
             self._start(number, key)
         self._add(number, slot, expert, weight)
@@ -150,12 +151,6 @@ class _Reader:
     def _start(self, number: int, key: tuple[int, int, int, int]) -> None:
         turn, phase, step, layer = key
         before = self._key
-        if phase not in (0, 1):
-            raise TraceError(number, f"phase is neither 0 nor 1: {phase}")
-        if not 0 <= layer < self._layers:
-            raise TraceError(number, f"layer out of range 0 to {self._layers - 1}: {layer}")
-        if turn < 0 or step < 0:
-            raise TraceError(number, f"turn and step cannot be below 0: {turn}, {step}")
         if turn != before[0]:
             self._next_turn(number, turn, before[0])
         elif phase < before[1]:
@@ -173,6 +168,15 @@ class _Reader:
         self._last_step[layer] = (turn, step)
         self._key = key
         self._weight = math.inf
+
+    def _check(self, number: int, key: tuple[int, int, int, int]) -> None:
+        turn, phase, step, layer = key
+        if phase not in (0, 1):
+            raise TraceError(number, f"phase is neither 0 nor 1: {phase}")
+        if not 0 <= layer < self._layers:
+            raise TraceError(number, f"layer out of range 0 to {self._layers - 1}: {layer}")
+        if turn < 0 or step < 0:
+            raise TraceError(number, f"turn and step cannot be below 0: {turn}, {step}")
 
     def _next_turn(self, number: int, turn: int, before: int) -> None:
         if turn < before:
@@ -205,7 +209,8 @@ class _Reader:
         turn, phase, step, layer = self._key
         expected = self._top_k.setdefault(layer, len(self._used))
         if len(self._used) != expected:
-            words = f"before this line: {len(self._used)} experts instead of {expected}: turn {turn}, step {step}, layer {layer}"
+            where = f"turn {turn}, step {step}, layer {layer}"
+            words = f"before this line: {len(self._used)} experts instead of {expected}: {where}"
             raise TraceError(number, words)
         place = self._turns[-1].decode if phase else self._turns[-1].prompt
         place.setdefault(layer, array("H")).extend(self._used)

@@ -28,7 +28,7 @@ _SAMPLED = 64  # experts looked at in one snapshot
 
 
 def horizon(break_even_uses: float, tokens_held: float) -> int:
-    """Tokens to look ahead, one of `HORIZONS`: at least half the break-even, and 8 where slots hold four tokens or more.
+    """Tokens to look ahead, one of `HORIZONS`: at least half the break-even, and 8 where slots hold four tokens.
 
     `tokens_held`: slots by experts of a token. Where one upload costs many hits, an expert's uses in four tokens never
     repay it, and nothing would be admitted; in many slots an expert stays longer. Looking further is guessing.
@@ -50,7 +50,7 @@ class Uses:
         self._left_weight = [_LEFT_WEIGHT for _ in self.by_older]
 
     def learn(self, snapshot: Sequence[tuple[int, int, int]], used_since: dict[int, int]) -> None:
-        """`snapshot`: (expert, cell, older cell) as they were `tokens_ahead` ago; `used_since`: expert -> uses since."""
+        """`snapshot`: (expert, cell, older cell) `tokens_ahead` tokens ago; `used_since`: expert -> uses since."""
         total, weight, by_recent = self._sum, self._weight, self.by_recent
         left, left_weight, by_older = self._left, self._left_weight, self.by_older
         for expert, cell, older in snapshot:

@@ -1,4 +1,4 @@
-"""What an expert cache would do for a mixture of experts that is larger than the GPUs: modelled, for `--explain` only."""
+"""What an expert cache would do for a mixture of experts larger than the GPU: modelled, for `--explain`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def modelled(model: Model, machine: Machine, placement: Placement) -> str | None
     found = cached(replay, cost, slots, fixed_ms=fixed_ms, off=OFF)
     if found is None:
         return f"modelled: none, {slots} slots a layer are fewer than a token's experts; {beside}"
+    counts = f"{replay.top_k} of the model's {model.experts_used} experts a token in both"
     return (
-        f"modelled: {slots} slots a layer in the same memory, {found.hit_rate:.0%} hits, {found.copied_mb:.1f} MB copied a "
-        f"layer and token: {_speed(found)}; {beside}; replayed from one prompt of {replay.name}, {replay.tokens} tokens "
-        f"with {replay.top_k} of the model's {model.experts_used} experts a token in both: short and optimistic"
+        f"modelled: {slots} slots a layer in the same memory, {found.hit_rate:.0%} hits, {found.copied_mb:.1f} MB copied "
+        f"for a layer and token: {_speed(found)}; {beside}; replayed from one prompt of {replay.name}, "
+        f"{replay.tokens} tokens, {counts}: short and optimistic"
     )
 
 

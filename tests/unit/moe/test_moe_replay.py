@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from appliance.moe import simulate
 from appliance.moe.bounds import envelope, fewest_misses, fewest_misses_by_layer, trace_least_ms
-from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError, layer_caches
+from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError
 from appliance.moe.calibrate import Measured, calibrate
 from appliance.moe.cost import Cost
 from appliance.moe.outlook import Replay, cached, static_layers
@@ -119,7 +119,9 @@ def test_no_rule_beats_the_bounds(seed: int, slots: int, cost: Cost) -> None:
     assert result.ms >= bound
     assert result.misses >= sum(misses.values())
     layers = hybrid_rivals.layer_tokens(made)
-    for run in hybrid_rivals.FIXED.values():
+    for name, run in hybrid_rivals.FIXED.items():
+        if name == "static frequency":  # loaded before any token asks: the bound is for copies that a token asks for
+            continue
         steps = hybrid_rivals.counted(layers, lambda of_layer, run=run: run(of_layer, slots))
         assert 1000 * hybrid_rivals.seconds(made, steps, cost) >= bound * (1 - 1e-12)
 
@@ -147,7 +149,7 @@ def test_the_envelope_is_convex_and_below(values: list[float], data: st.DataObje
 
 @pytest.mark.parametrize("name", ["qwen", "gemma"])
 def test_recorded_hits_are_bounded_as_they_must_be(name: str) -> None:
-    """hybrid.md: Belady with bypass 71.9 % at 12 slots and 86.9 % at 24 on qwen; with prompts free it is a little more."""
+    """hybrid.md: Belady with bypass 71.9 % at 12 slots and 86.9 % at 24 on qwen; more where prompts are free."""
     recorded = hybrid.read_trace(hybrid.TRACES / f"{name}.csv.gz")
     used = recorded.decoded * sum(recorded.top_k.values())
     rates = {slots: 1 - sum(fewest_misses_by_layer(recorded, slots).values()) / used for slots in (12, 24)}
