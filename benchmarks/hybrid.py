@@ -36,7 +36,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.moe.bounds import fewest_misses_by_layer, trace_least_ms
-from appliance.moe.cache import SlotsTooFewError
+from appliance.moe.cache import SlotsTooFewError, layer_caches
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.simulate import replay
 from appliance.moe.trace import LINE_MAX, Trace, TraceError, parse_trace
@@ -204,6 +204,27 @@ def wrong_of(task: tuple[Path, int, Machine]) -> list[Wrong]:
     return found
 
 
+def decision_us(path: Path, slots: int, machine: Machine) -> dict[str, float]:
+    """Microseconds of a decision and of what follows it off the critical path: medians over one replay."""
+    trace = _trace(path)
+    top_k = list(trace.top_k.values())
+    if slots < max(top_k):
+        return {}
+    caches = layer_caches([machine.cost] * len(top_k), slots=slots, experts=trace.experts, top_k=top_k)
+    spent: dict[str, list[int]] = {"decide": [], "observe": []}
+    for layer_cache, tokens in zip(caches, hybrid_rivals.layer_tokens(trace), strict=True):
+        for _, used in tokens:
+            began = time.perf_counter_ns()
+            decision = layer_cache.decide(used)
+            spent["decide"].append(time.perf_counter_ns() - began)
+            for upload in decision.uploads:
+                layer_cache.landed(upload)
+            began = time.perf_counter_ns()
+            layer_cache.observe()
+            spent["observe"].append(time.perf_counter_ns() - began)
+    return {name: statistics.median(each) / 1000 for name, each in spent.items()}
+
+
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Of all rows that were not refused. `over …`: ours to that rule, geometric mean."""
     kept = [row for row in rows if not row.refused]
@@ -235,12 +256,15 @@ def main() -> int:
         wrong = [each for found in pool.map(wrong_of, wrong_tasks) for each in found]
     if not any(not row.refused for row in rows):
         sys.exit(f"error: {rows[0].refused}")
+    decision = decision_us(options.trace[0], WRONG_SLOTS, machines[0])
     if options.plot:
         hybrid_plot.plot([row for row in rows if not row.refused], options.plot, OURS, BOUND)
     if options.json:
-        print(json.dumps(_as_json(rows, wrong, time.monotonic() - began), indent=1))
+        document = _as_json(rows, wrong, time.monotonic() - began)
+        print(json.dumps({**document, "decision_us": decision}, indent=1))
     else:
         _print(rows, wrong, time.monotonic() - began)
+        print("median of a decision: " + ", ".join(f"{name} {us:.1f} µs" for name, us in decision.items()))
     return 0
 
 

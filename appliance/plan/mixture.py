@@ -38,8 +38,8 @@ def modelled(model: Model, machine: Machine, placement: Placement) -> str | None
         return f"modelled: none, {slots} slots a layer are fewer than a token's experts; {beside}"
     counts = f"{replay.top_k} of the model's {model.experts_used} experts a token in both"
     return (
-        f"modelled: {slots} slots a layer in the same memory, {found.hit_rate:.0%} hits, {found.copied_mb:.1f} MB copied "
-        f"for a layer and token: {_speed(found)}; {beside}; replayed from one prompt of {replay.name}, "
+        f"modelled: {slots} slots a layer in the same memory, {found.hit_rate:.0%} hits, {found.copied_mb:.1f} MB "
+        f"copied for a layer and token: {_speed(found)}; {beside}; replayed from one prompt of {replay.name}, "
         f"{replay.tokens} tokens, {counts}: short and optimistic"
     )
 
