@@ -300,6 +300,8 @@ def _print(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> None:
     console = Console(width=200)
     for trace in dict.fromkeys(row.trace for row in rows):
         console.print(_table(trace, [row for row in rows if row.trace == trace]))
+        for words in dict.fromkeys(row.refused for row in rows if row.trace == trace and row.refused):
+            console.print(f"refused: {words}")
     for words in _in_words(rows, wrong):
         console.print(words)
     console.print(f"{seconds:.0f} s")
@@ -321,7 +323,7 @@ def _table(trace: str, rows: Sequence[Row]) -> Table:
         table.add_column(column, justify="left" if column == "machine" else "right")
     for row in rows:
         if row.refused:
-            table.add_row(row.machine, str(row.slots), row.refused)
+            table.add_row(row.machine, str(row.slots), "refused")
             continue
         speeds = [f"{row.tokens_per_s[name]:.1f}" for name in (*hybrid_rivals.NAMES, OURS)]
         shares = (f"{row.share_of(row.best_fixed):.3f}", f"{row.tokens_per_s[BOUND]:.1f}", f"{row.share_of(BOUND):.2f}")
