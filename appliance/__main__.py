@@ -230,6 +230,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(shlex.join(argv))
     else:
         print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(chosen))}\n")
+        if modelled := found.space.modelled(chosen):
+            print(f"expert cache, not served by this engine: {modelled}\n")
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile

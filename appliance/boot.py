@@ -11,7 +11,7 @@ from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
-from appliance.plan import TASTES, Plan
+from appliance.plan import TASTES, Plan, Space
 from appliance.probe import Hardware, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report
@@ -70,6 +70,7 @@ class Foretold:
 
     plans: list[Plan]
     engine: EngineFacts
+    space: Space
     profile: Profile | None = None
     standing: Standing | None = None
 
@@ -84,8 +85,9 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
-        return Foretold(plans=[picked.plan], engine=found.engine, profile=profile, standing=standing)
-    return Foretold(plans=[found.predicted(settings, verdicts), *space.neighbours()], engine=found.engine)
+        return Foretold(plans=[picked.plan], engine=found.engine, space=space, profile=profile, standing=standing)
+    plans = [found.predicted(settings, verdicts), *space.neighbours()]
+    return Foretold(plans=plans, engine=found.engine, space=space)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:

@@ -32,6 +32,7 @@ from appliance.plan.decide import (
 from appliance.plan.devices import Device
 from appliance.plan.kv_types import Verdict, unjudged, worth_checking
 from appliance.plan.memory import padded
+from appliance.plan.mixture import modelled
 from appliance.plan.placement import Placed, Placement, Share, place
 from appliance.plan.slots import conversation_mib, idle_slots_stay
 from appliance.plan.window import Aim, Window, choose_window, enough_of
@@ -297,6 +298,10 @@ class Space:
             scene = self._scene
             self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, plan.ubatch)
         return with_threads(self._costs[key], plan.threads, max(1, self._scene.hardware.cpu.cores))
+
+    def modelled(self, plan: Plan) -> str | None:
+        """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
+        return modelled(self._scene.model, self._scene.machine, plan.placement)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
