@@ -263,6 +263,8 @@ std::vector<float> run(const Case & c, const std::vector<Weights> & all, ggml_ba
     for (auto & [tensor, bytes] : inputs) {
         ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
     }
+    // No numbers: memory is used again, and what a kernel forgets to write would be the last place's right result.
+    ggml_backend_tensor_memset(result, 0xff, 0, ggml_nbytes(result));
     if (ggml_backend_graph_compute(backend, graph) != GGML_STATUS_SUCCESS) {
         fprintf(stderr, "kernel-check: %s was not computed\n", describe(c, ggml_backend_buft_name(place)).c_str());
         _exit(3);
