@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from appliance.engines.llama_kernels import (
     query_gpu_kernels,
     query_kernels,
 )
-from appliance.errors import CpuUnsupportedError, NoKernelError
+from appliance.errors import CpuUnsupportedError, NoKernelError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.kernel_record import Checked, KernelStore
 from appliance.plan import runnable_variants
 from appliance.probe import Hardware
 from appliance.settings import Settings
+from appliance.volume import open_volume
 
 TIMEOUT_S = 300.0  # all variants on a machine that is at work
 
@@ -52,7 +54,10 @@ def _cpu(subject: Subject) -> Iterator[Check]:
     if not names:
         yield passed("kernels", "this image's engine has no CPU variants to choose from, or none that runs here")
         return
-    store = KernelStore(subject.cache_dir, subject.image.build_id, subject.hardware.cpu)
+    said: list[str] = []
+    store = KernelStore(subject.cache_dir, subject.image.build_id, subject.hardware.cpu, said.append)
+    with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
+        open_volume(subject.settings.data_dir, subject.image.build_id)
     reports = query_kernels(
         subject.settings.engine_dir,
         names,
@@ -67,6 +72,8 @@ def _cpu(subject: Subject) -> Iterator[Check]:
         elif not report.problem:
             store.note(report.variant, Checked(asked=subject.asked))
         yield _of_variant(report, str(store.path))
+    if said:
+        yield warned("kernels kept", said[0], "the next start finds out again: see the check of the volume")
 
 
 def _of_variant(report: KernelReport, path: str) -> Check:
