@@ -3,8 +3,8 @@
     fake_engine.py --host /tmp/x.sock [knobs] [any other llama-server flag: ignored]
 
 It binds at once (a stale socket file makes that fail), answers 503 until it is loaded, and leaves its socket file
-behind. Times of `--die-after`, `--sigill-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells what was received
-and is answered in every state. Only the standard library is used.
+behind. Times of `--die-after`, `--sigill-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells
+what was received and is answered in every state. Only the standard library is used.
 """
 
 from __future__ import annotations
