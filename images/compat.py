@@ -349,6 +349,9 @@ def _check_variants(cell: Cell, platform: Platform) -> None:
     if not variants.offered or variants.offered[0] not in variants.built:
         message = f"cell {cell.id}: the baseline CPU variant for {platform} is not built: {', '.join(variants.built)}"
         raise MatrixError(message, hint=f"add {variants.offered[0]}" if variants.offered else "list cpu_variants")
+    for name in set(variants.emulated) - set(variants.built):
+        message = f"cell {cell.id}: a CPU variant is emulated and not built: {name}"
+        raise MatrixError(message, hint=near_miss(name, variants.built) or ", ".join(variants.built))
 
 
 def _check_sources(rows: _FactsFile) -> None:

@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -74,6 +74,7 @@ class _SourceRow(_Row):
 class _VariantsRow(_Row):
     offered: list[Name]
     built: list[Name]
+    emulated: dict[Name, Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,=+-]*$")]] = {}
 
 
 class _SmFormRow(_Row):
@@ -168,10 +169,12 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Variants:
-    """CPU variants by name: all that upstream offers, the baseline first, and those that are built."""
+    """CPU variants by name: all that upstream offers, the baseline first; those that are built; and of these the ones
+    that the emulator can execute, each with the least CPU that must run it, as qemu's `-cpu` takes it."""
 
     offered: tuple[str, ...]
     built: tuple[str, ...]
+    emulated: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,7 +462,7 @@ def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Ma
     _refuse_half_compiled(name, row)
     text = locks.get(row.source.lock, "")
     variants = {
-        platform: Variants(offered=tuple(row.offered), built=tuple(row.built))
+        platform: Variants(offered=tuple(row.offered), built=tuple(row.built), emulated=dict(row.emulated))
         for platform, row in row.cpu_variants.items()
     }
     return Engine(

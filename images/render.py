@@ -18,6 +18,7 @@ from images.matrix import LOCKS, Cell, Toolkit, ToolkitForm
 TEMPLATES = Path("images/templates")
 LAUNCHER = Path("images/rootfs/appliance")
 FIXED_ADDRESSES = Path("images/builder/fixed-addresses.c")  # for nvcc: why stands in it
+KERNEL_CHECKS = (Path("images/builder/kernel-check.cpp"), Path("images/builder/tile_config.py"))
 PACKAGE = Path("appliance")
 BUILD_ID_MARK = "@BUILD_ID@"
 RENDER_COMMAND = "python -m images render"
@@ -99,7 +100,7 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
     if cell.toolkit and cell.toolkit.glibc_patch:
         patches.append(cell.toolkit.glibc_patch)
     is_nvcc_run = cell.toolkit is not None and cell.engine.is_compiled
-    builder = (FIXED_ADDRESSES,) if is_nvcc_run else ()
+    builder = ((FIXED_ADDRESSES,) if is_nvcc_run else ()) + (KERNEL_CHECKS if cell.engine.is_compiled else ())
     return (PACKAGE, LAUNCHER, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
@@ -232,7 +233,18 @@ def static_labels(cell: Cell) -> dict[str, str]:
 
 
 def _compiled_labels(cell: Cell) -> dict[str, str]:
-    return {"io.appliance.nccl": NCCL_OFF if cell.target.cuda else NONE, "io.appliance.ptx-jit": "no"}
+    unproven = [
+        name
+        for platform in cell.platforms
+        for name in cell.engine.cpu_variants[platform].built
+        if name not in cell.engine.cpu_variants[platform].emulated
+    ]
+    return {
+        # Only a CPU that has their instructions can execute them; `verify` says which of them its own machine did.
+        "io.appliance.cpu-variants.unproven": ", ".join(unproven) or NONE,
+        "io.appliance.nccl": NCCL_OFF if cell.target.cuda else NONE,
+        "io.appliance.ptx-jit": "no",
+    }
 
 
 def _wheel_labels(cell: Cell) -> dict[str, str]:

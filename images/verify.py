@@ -21,7 +21,7 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, debian, docker, gate, licenses, render, wheel_gaps
+from images import compat, cpu_kernels, debian, docker, gate, licenses, render, wheel_gaps
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
@@ -110,6 +110,7 @@ class Evidence:
     engine_version: docker.Finished  # what the engine's binary says to --version
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
     kernels: gate.Report | None = None  # of a CUDA cell
+    cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
     debian: debian.Lock | None = None  # of its base
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
 
@@ -171,9 +172,21 @@ def gather(
         engine_version=engine.run(image, ("--version",), entrypoint=(render.ENGINE_BINARIES[cell.engine.name],)),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
+        cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=debian.load(root, cell.base, platform),
         asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
     )
+
+
+def _execute_variants(
+    root: Path, cell: Cell, platform: Platform, engine: docker.Engine, image: str
+) -> cpu_kernels.Report | None:
+    variants = cell.engine.cpu_variants.get(platform)
+    if variants is None:
+        return None
+    base = cell.base.image if engine.image(cell.base.image) else image
+    tag = f"appliance-emulator:{cell.id}"
+    return cpu_kernels.query(root, engine, image=image, tag=tag, base=base, variants=variants)
 
 
 def own_platform(cell: Cell, image: str, *, engine_platform: str, image_platform: str) -> Platform:
@@ -239,6 +252,15 @@ def check_cpu_variants(evidence: Evidence) -> Check:
     expected = set(variants.built if variants else ())
     wrong = _difference("missing", expected - found) + _difference("not listed", found - expected)
     return Check(name="CPU variants", ok=not wrong, detail="; ".join(wrong) or f"{len(found)} as listed")
+
+
+def check_cpu_kernels(evidence: Evidence) -> Check:
+    """Each variant that can be executed here computes what the baseline computes; the others are named."""
+    name, report = "CPU kernels compute", evidence.cpu_kernels
+    if report is None:
+        ok = not evidence.cell.engine.cpu_variants
+        return Check(name=name, ok=ok, detail="no variants" if ok else "nothing was executed")
+    return Check(name=name, ok=not report.faults, detail="; ".join(report.faults) or report.describe())
 
 
 def check_kernels(evidence: Evidence) -> Check:
@@ -461,6 +483,7 @@ CHECKS: tuple[Callable[[Evidence], Check], ...] = (
     check_start,
     check_engine_version,
     check_cpu_variants,
+    check_cpu_kernels,
     check_kernels,
     check_platform,
     check_no_driver,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
-from images import debian, docker, gate, matrix, render, verify
+from images import cpu_kernels, debian, docker, gate, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
@@ -35,7 +35,22 @@ def sound(cell: Cell) -> Evidence:
         secrets=frozenset({CERTIFICATE, b"MIIBpublic"}),
         debian=LOCK,
         asked="tini",
+        cpu_kernels=_executed("ok"),
     )
+
+
+def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
+    verdict = cpu_kernels.Verdict(
+        variant="x64",
+        status=status,
+        cases=1,
+        worst_nmse=0.0,
+        limit=5e-4,
+        at="MUL_MAT q8_0 n=1 CPU",
+        signal="SIGILL" if status == "died" else None,
+        is_compared=True,
+    )
+    return cpu_kernels.Report(built=("x64",), verdicts=(verdict,))
 
 
 def test_a_sound_image_passes_every_check(sound: Evidence) -> None:
@@ -259,6 +274,8 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_engine_version, _engine_says("error while loading shared libraries", 127), "no version line"),
     (verify.check_cpu_variants, _without("opt/llama/libggml-cpu-zen4.so"), "missing: zen4"),
     (verify.check_cpu_variants, _file("opt/llama/libggml-cpu-sse42.so"), "not listed: sse42"),
+    (verify.check_cpu_kernels, lambda sound: replace(sound, cpu_kernels=_executed("died")), "x64: died of SIGILL"),
+    (verify.check_cpu_kernels, lambda sound: replace(sound, cpu_kernels=None), "nothing was executed"),
     (verify.check_kernels, _kernel(sass=("80",)), "opt/llama/libggml-cuda.so: mul_mat has only sm_80"),
     (verify.check_kernels, _kernel(ptx=("90",)), "mul_mat has only PTX of compute_90"),
     (verify.check_kernels, lambda e: replace(_cuda(e), kernels=gate.judge([], 90)), "no kernel in any of 0 files"),
