@@ -69,7 +69,7 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
             checks.append(check)
             best = found or best
         if with_kernels:
-            checks += _kernel_checks(settings, image, engine, hardware)
+            checks += _kernel_checks(settings, image, engine, hardware, usable.variant if usable else None)
     return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=engine, plan=best)
 
 
@@ -94,7 +94,9 @@ def _kernels(
         return error, ruled_out
 
 
-def _kernel_checks(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware) -> Iterator[Check]:
+def _kernel_checks(
+    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, cpu_variant: str | None
+) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     try:
         recipe = image.recipe.file if image.recipe else None
@@ -106,7 +108,10 @@ def _kernel_checks(settings: Settings, image: ImageFacts, engine: EngineFacts, h
         )
         return
     asked = asked_for(settings, engine, model, draft)
-    yield from kernel_checks(Subject(settings=settings, image=image, engine=engine, hardware=hardware, asked=asked))
+    subject = Subject(
+        settings=settings, image=image, engine=engine, hardware=hardware, asked=asked, cpu_variant=cpu_variant
+    )
+    yield from kernel_checks(subject)
 
 
 def _gpu_checks(

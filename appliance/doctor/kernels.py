@@ -36,6 +36,7 @@ class Subject:
     engine: EngineFacts
     hardware: Hardware
     asked: Asked
+    cpu_variant: str | None  # that a start would serve with
 
     @property
     def cache_dir(self) -> Path:
@@ -90,16 +91,12 @@ def _gpus(subject: Subject) -> Iterator[Check]:
     if not (subject.settings.engine_dir / GPU_PROGRAM).exists():
         yield warned("kernels GPU", f"not checked: {GPU_PROGRAM} is not in this image", "use an image of today")
         return
-    driver_dir = subject.hardware.gpus.driver_folder
-    for device in query_devices(subject.settings.engine_dir, subject.cache_dir, driver_dir=driver_dir).names:
+    driver_dir, variant = subject.hardware.gpus.driver_folder, subject.cpu_variant
+    engine_dir, cache_dir = subject.settings.engine_dir, subject.cache_dir
+    for device in query_devices(engine_dir, cache_dir, driver_dir=driver_dir, cpu_variant=variant).names:
         yield _of_gpu(
             query_gpu_kernels(
-                subject.settings.engine_dir,
-                device,
-                subject.asked,
-                cache_dir=subject.cache_dir,
-                driver_dir=driver_dir,
-                cpu_variant=None,
+                engine_dir, device, subject.asked, cache_dir=cache_dir, driver_dir=driver_dir, cpu_variant=variant
             )
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from boot_stage import Home, Serving, eventually
 
+WAIT_S = 120.0  # a dozen starts of the fake, on a machine that may be busy
 GONE = "llama_model_load_from_file_impl: no backends are loaded. hint: use ggml_backend_load()"
 
 
@@ -135,6 +136,21 @@ def test_one_that_dies_while_serving_is_replaced_without_an_end(home: Home) -> N
         assert "SIGILL" in events(serving, "engine_died")[0]["message"]
         assert variants(home) == ["zen4", "haswell"]  # and not six times the same
         assert serving.document("status")["phase"] == "ready"
+        serving.terminate()
+
+
+def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(home: Home) -> None:
+    """It serves, and dies of what only measuring does: the next variant takes over, and is measured."""
+    home.set_engine("--sigill-before-ready", where="WHERE")
+    script = home.folder / "engine/llama-server"
+    script.write_text(script.read_text().replace("*WHERE*", "*m.sock*=zen4*"))
+    with home.serving(tune="idle", idle_s="1", speculation="off") as serving:
+        serving.wait_ready()
+        serving.event("cpu_variant_ruled_out", timeout_s=WAIT_S)
+        serving.event("tuned", timeout_s=WAIT_S)
+        eventually(lambda: serving.chat()[0] == 200, what=lambda: serving.text)
+        assert serving.document("plan")["cpu_variant"] == "haswell"
+        assert serving.document("profile")["key"]["parts"]["cpu_variant"] == "haswell"
         serving.terminate()
 
 
