@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import json
 import platform
 import subprocess
+import tarfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import docker
 import pytest
 from container_stage import IMAGE, ended, started, volume
+from docker.types import Mount
 
 pytestmark = [
     pytest.mark.container,
@@ -78,6 +82,38 @@ def test_every_variant_ruled_out_is_22_and_remembered(nehalem_without_x64: str) 
         code, logs = ended(name, image=nehalem_without_x64, env=OFF)
         assert (code, told(logs)) == (22, [])
         assert "x64: its file cannot be loaded" in logs
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_a_damaged_file_is_passed_over_and_the_next_variant_serves(tmp_path: Path, size: int) -> None:
+    """Empty, the loader refuses it; cut short, whoever loads it dies of SIGBUS."""
+    with volume() as name:
+        chosen = json.loads(ended(name, "plan", "--json")[1])["plan"]["cpu_variant"]
+        if chosen == "x64":
+            pytest.skip("this CPU runs the plainest variant alone")
+        damaged = tmp_path / "damaged.so"
+        damaged.write_bytes(library(chosen)[:size])
+        damaged.chmod(0o755)
+        mount = Mount(f"/opt/llama/libggml-cpu-{chosen}.so", str(damaged), type="bind", read_only=True)
+        with started(name, env=OFF, mounts=[mount]) as stage:
+            stage.wait_ready()
+            assert told(stage.logs()) == [chosen]
+            plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
+            assert plan["cpu_variant"] != chosen
+
+
+def library(variant: str) -> bytes:
+    client = docker.from_env()
+    container = client.containers.create(IMAGE)
+    try:
+        chunks, _ = container.get_archive(f"/opt/llama/libggml-cpu-{variant}.so")
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            file = archive.extractfile(archive.getmembers()[0])
+            assert file
+            return file.read()
+    finally:
+        container.remove(force=True)
+        client.close()
 
 
 def test_a_variant_that_this_image_has_not_is_10_with_those_it_has() -> None:
