@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
-# Where Debian's packages come from, when not from the base's own sources: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
+# Where Debian's packages come from, when not from snapshot.debian.org: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
 DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
@@ -84,7 +84,7 @@ model: venv ## fetch the demo model
 render: venv ## write images/rendered from build_matrix.yaml
 	@$(PY) -m images render
 
-lock: venv ## refresh the hash-locked requirements
+lock: venv ## refresh the hash-locked requirements (Debian packages: images lock --debian)
 	@$(PY) -m images lock $(CA)
 
 test: lint drift unit integration verify ## everything that CI runs

@@ -66,6 +66,14 @@ def test_an_overridden_base_may_name_itself(sound: Evidence) -> None:
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
 
 
+def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: Evidence) -> None:
+    check = verify.check_debian(_label("io.appliance.reproducible", "no")(sound))
+    assert (check.ok, check.detail) == (
+        True,
+        "of a temporary lock, 2026-07-11T10:16:37Z, since the project's was not met: 2 installed, none moved",
+    )
+
+
 def test_a_cuda_image_passes_with_native_kernels(sound: Evidence) -> None:
     evidence = _cuda(sound)
     assert verify.check_kernels(evidence).ok
@@ -244,6 +252,8 @@ LOCK = debian.Lock(
     base=f"sha256:{'0' * 64}",
     platform="linux/amd64",
     archive_date="2026-07-11T10:16:37Z",
+    snapshot="20260711T141637Z",
+    suites=["bookworm"],
     parts={"tini": {"tini": debian.Locked(version="1", architecture="amd64", sha256="0" * 64)}},
 )
 
@@ -266,6 +276,10 @@ def _unlisted(evidence: Evidence) -> Evidence:
     evidence.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)
     base = evidence.labels["org.opencontainers.image.base.digest"]
     return replace(evidence, debian=evidence.debian.model_copy(update={"base": base}))
+
+
+def _unlocked(evidence: Evidence) -> Evidence:
+    return replace(_label("io.appliance.reproducible", "no")(evidence), debian=None)
 
 
 FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
@@ -376,6 +390,7 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_debian, _file(verify.STATUS, content=STATUS.encode()), "tini moved: not installed"),
     (verify.check_debian, _file(verify.STATUS), "tini moved: not installed"),
     (verify.check_debian, lambda e: replace(e, debian=None), "has no Debian lock"),
+    (verify.check_debian, _unlocked, "temporary lock that it was built of is not here: .make/images/"),
     (verify.check_debian, lambda e: replace(e, asked="curl"), "no part for: curl"),
     (verify.check_debian, _unlisted, "curl 7 is not in the lock"),
     (verify.check_size, _file("opt/llama/big", size_bytes=2**40), "of 330 MiB"),
