@@ -112,7 +112,7 @@ def library(variant: str) -> bytes:
             assert file
             return file.read()
     finally:
-        container.remove(force=True)
+        container.remove(force=True, v=True)
         client.close()
 
 
