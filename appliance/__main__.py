@@ -135,6 +135,8 @@ def _add_probe(verb: argparse.ArgumentParser) -> None:
 def _add_doctor(verb: argparse.ArgumentParser) -> None:
     words = "also write a file for a bug report: without the key, uuids, names of users, hosts and folders"
     verb.add_argument("--bundle", metavar="FILE", help=words)
+    words = "also run the engine's kernels for the model's types, of every CPU variant that runs here and of the GPUs"
+    verb.add_argument("--kernels", action="store_true", help=words)
     _add_json(verb)
 
 
@@ -173,6 +175,7 @@ _OTHER_FLAGS = (
         "--kv-pairs",
         "--measure",
         "--bundle",
+        "--kernels",
     ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -287,7 +290,7 @@ def _measure(
 def _doctor(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.doctor import as_json, bundle, examine, show, write_bundle
 
-    findings = examine(settings, environment)
+    findings = examine(settings, environment, with_kernels=options.kernels)
     if options.json:
         print(as_json(findings))
     else:

@@ -120,6 +120,9 @@ class Settings:
     )
     kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache", "TYPE")
     threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
+    cpu_variant: str = _setting(
+        _text, "auto", "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)", "NAME"
+    )
     ubatch: int | None = _setting(_integer(16, 16384), None, "tokens computed at once (default: measured)", "N")
     parallel: int = _setting(_integer(1, 256), 4, "requests served at the same time", "N")
     cache_ram_mib: int | None = _setting(

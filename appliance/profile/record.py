@@ -27,7 +27,7 @@ from appliance.tune.measurement import Judged, Measurement
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 2
+SCHEMA = 3
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
@@ -53,9 +53,15 @@ class Key:
 
 
 def make_key(
-    settings: Settings, image: ImageFacts, hardware: Hardware, digest: ModelDigest, draft: ModelDigest | None = None
+    settings: Settings,
+    image: ImageFacts,
+    hardware: Hardware,
+    digest: ModelDigest,
+    draft: ModelDigest | None = None,
+    *,
+    cpu_variant: str | None = None,
 ) -> Key:
-    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key}
+    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     if draft is not None:
