@@ -381,12 +381,12 @@ def check_engine_facts(evidence: Evidence) -> Check:
     is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
     pairs = cell_pairs(evidence.cell)
     is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
+    built = engine.cpu_variants.get(evidence.platform)
+    variants = [each.name for each in facts.cpu_variants]
+    is_complete = is_complete and sorted(variants) == sorted(built.built if built else ())
     ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
-    return Check(
-        name=name,
-        ok=ok,
-        detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs",
-    )
+    counts = f"{len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs"
+    return Check(name=name, ok=ok, detail=f"{said}, {counts}, CPU variants: {', '.join(variants) or 'none'}")
 
 
 def cell_pairs(cell: Cell) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
 from images import cpu_kernels, debian, docker, gate, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
@@ -243,7 +243,15 @@ def _foreign_form(evidence: Evidence) -> Evidence:
     return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(evidence)
 
 
-ENGINE_FACTS = EngineFacts(version="0.5.0-dev", build=11312, commit="0c1e57098", flags=("--help",), kv_types=("f16",))
+VARIANTS = ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids")
+ENGINE_FACTS = EngineFacts(
+    version="0.5.0-dev",
+    build=11312,
+    commit="0c1e57098",
+    flags=("--help",),
+    kv_types=("f16",),
+    cpu_variants=tuple(CpuVariant(name=name, isa=()) for name in VARIANTS),
+)
 ENGINE_PATH = "opt/appliance/engine_facts.json"
 IMAGE_PATH = "opt/appliance/image_facts.json"
 STATUS = "Package: libc6\nVersion: 2\n"
@@ -352,6 +360,13 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_labels, _label("org.opencontainers.image.base.digest", "sha256:1"), "base.digest: sha256:1"),
     (verify.check_engine_facts, _without(ENGINE_PATH), "missing: /opt/appliance/engine_facts.json"),
     (verify.check_engine_facts, _file(ENGINE_PATH, content=b"{}"), "another schema"),
+    (
+        verify.check_engine_facts,
+        _file(
+            ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, cpu_variants=ENGINE_FACTS.cpu_variants[:7])).encode()
+        ),
+        "CPU variants: x64, haswell, alderlake, skylakex, cascadelake, icelake, zen4",
+    ),
     (verify.check_engine_facts, _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, build=0)).encode()), "0"),
     (
         verify.check_engine_facts,
