@@ -1,5 +1,5 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
-# Variables that may be given: CA_BUNDLE (behind an intercepting proxy), BASE (another base image), DEBIAN_MIRROR, PYTHON.
+# Variables that may be given: WAIT=tuned (`up` measures at once and waits for it), CA_BUNDLE (behind an intercepting proxy), BASE (another base image), DEBIAN_MIRROR, PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -7,7 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 BASE ?= auto
-# Where Debian's packages come from, when not from the base's own sources: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
+# Where Debian's packages come from, when not from snapshot.debian.org: ROOT or ROOT@TIMESTAMP, as `images build` takes it.
 DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
@@ -28,6 +28,10 @@ FETCH := $(PY) -m images fetch demo $(CA)
 # The tags that `image` made, one a line.
 BUILT := .make/built
 
+ifneq ($(filter-out tuned,$(WAIT)),)
+$(error WAIT=$(WAIT) is unknown: WAIT=tuned waits until the machine is measured, without it `make up` ends with the first answer)
+endif
+
 export TESTCONTAINERS_RYUK_DISABLED ?= true
 
 .PHONY: help up down clean venv image model test lint drift unit integration verify render lock bench prune reproduce
@@ -39,7 +43,7 @@ help: ## show this
 # what is not there already, and a copy that was interrupted is refused by its sha256.
 # The id by labels: `compose ps --all` also names a container in which such a copy still runs.
 # What the machine should run is for `images select` to say; a CUDA image takes half an hour to build and is not begun unasked.
-up: docker image ## build or reuse the image, start it, wait until it is tuned, ask it a question
+up: docker image ## build or reuse the image, start it, ask it a question; WAIT=tuned: measure before the question
 	@if [ "$(origin CELL)" = file ] && command -v nvidia-smi >/dev/null && cell=$$($(PY) -m images select 2>/dev/null); then \
 	  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell#*:}" >&2; fi
 	@fetched=$$($(FETCH) --json) && \
@@ -47,7 +51,7 @@ up: docker image ## build or reuse the image, start it, wait until it is tuned, 
 	$(COMPOSE) run --rm -T --no-deps appliance models add "$${file##*/}" --sha256 "$$sha256" <"$$file" && \
 	APPLIANCE_MODEL=$${APPLIANCE_MODEL:-$${file##*/}} $(COMPOSE) up --detach --quiet-pull
 	@$(PY) -m appliance.host.up "$$(docker ps --all --quiet $(OURS) \
-	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)"
+	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)" $(if $(WAIT),--wait $(WAIT))
 
 down: ## stop it and keep the volume
 	$(COMPOSE) down
@@ -84,7 +88,7 @@ model: venv ## fetch the demo model
 render: venv ## write images/rendered from build_matrix.yaml
 	@$(PY) -m images render
 
-lock: venv ## refresh the hash-locked requirements
+lock: venv ## refresh the hash-locked requirements (Debian packages: images lock --debian)
 	@$(PY) -m images lock $(CA)
 
 test: lint drift unit integration verify ## everything that CI runs
@@ -128,4 +132,4 @@ verify: image ## prove what is inside the built image
 	$(PY) -m images verify --only $(CELL) --image $(IMAGE) $(CA)
 
 bench: image model ## time from docker run to the first token, against the bare engine
-	$(PY) benchmarks/start.py
+	$(PY) -m benchmarks.start

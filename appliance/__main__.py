@@ -54,7 +54,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser, known = _parser()
+    parser, known = _parser(argv)
     # Before argparse looks: it would take the value of a misspelt flag for a word of the verb, and blame that.
     for word in argv:
         if word.startswith("--") and word.partition("=")[0] not in known:
@@ -72,11 +72,12 @@ def _unknown(word: str, known: Sequence[str]) -> UsageError:
     return UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else "see `appliance --help`")
 
 
-def _parser() -> tuple[_Parser, list[str]]:
+def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
+    """Only the verb that is there gets its flags: those of all would cost each start 20 ms."""
     parser = _Parser(prog="appliance", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
     rows: tuple[tuple[str, Callable[..., int], str], ...] = (
-        ("serve", _serve, "measure on the first start, then serve"),
+        ("serve", _serve, "serve the model; measure while nobody asks"),
         ("plan", _plan, "show what would be served, and why"),
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),
@@ -91,6 +92,8 @@ def _parser() -> tuple[_Parser, list[str]]:
     for name, run, words in rows:
         verb = verbs.add_parser(name, help=words, description=words, allow_abbrev=False)
         verb.set_defaults(run=run)
+        if name not in argv:
+            continue
         _add_settings(verb)
         if name in _ADDITIONS:
             _ADDITIONS[name](verb)
@@ -132,6 +135,8 @@ def _add_probe(verb: argparse.ArgumentParser) -> None:
 def _add_doctor(verb: argparse.ArgumentParser) -> None:
     words = "also write a file for a bug report: without the key, uuids, names of users, hosts and folders"
     verb.add_argument("--bundle", metavar="FILE", help=words)
+    words = "also run the engine's kernels for the model's types, of every CPU variant that runs here and of the GPUs"
+    verb.add_argument("--kernels", action="store_true", help=words)
     _add_json(verb)
 
 
@@ -170,6 +175,7 @@ _OTHER_FLAGS = (
         "--kv-pairs",
         "--measure",
         "--bundle",
+        "--kernels",
     ),
 )
 _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -227,6 +233,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(shlex.join(argv))
     else:
         print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(chosen))}\n")
+        if modelled := found.space.modelled(chosen):
+            print(f"expert cache, not served by this engine: {modelled}\n")
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
@@ -282,7 +290,7 @@ def _measure(
 def _doctor(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.doctor import as_json, bundle, examine, show, write_bundle
 
-    findings = examine(settings, environment)
+    findings = examine(settings, environment, with_kernels=options.kernels)
     if options.json:
         print(as_json(findings))
     else:

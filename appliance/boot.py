@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
 from appliance.engines.llama_devices import query_devices_once
 from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
+from appliance.kernel_record import KernelStore
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
-from appliance.plan import TASTES, Plan
+from appliance.plan import TASTES, Kernels, Plan, Space, choose_kernels
 from appliance.probe import Hardware, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
+from appliance.values import dataclass
 from appliance.volume import open_volume
 
 
@@ -28,6 +29,7 @@ async def boot(settings: Settings, environment: Mapping[str, str], report: Repor
     house.adopt()  # with a profile the engine loads while the gateway is imported
     async with house.stoppable(), house.open_gateway() as gateway:
         if not house.has_engine:
+            await house.prove_kernels()
             await doubt(house.hardware, environment, report)
             house.launch(await house.decide())
         await house.serve(gateway)
@@ -48,7 +50,7 @@ def open_house(settings: Settings, environment: Mapping[str, str], report: Repor
     image, _ = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
     found = prepare(settings, environment)
-    vouch(settings, found.image, found.hardware, report)
+    vouch(settings, found, report)
     store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     return House(settings, environment, found, store, report)
 
@@ -57,10 +59,12 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     """Writes nothing and starts nothing."""
     image, engine = load_facts(settings)
     hardware, model = look(settings, environment, image)
+    kernels = look_at_kernels(settings, image, engine, hardware)
     draft = look_at_draft(settings, model)
     drafting = digest(draft.parts, draft.header_bytes) if draft else None
-    key = make_key(settings, image, hardware, digest(model.parts, model.header_bytes), drafting)
-    return Prepared(image=image, engine=engine, hardware=hardware, model=model, key=key, draft=draft)
+    of_model = digest(model.parts, model.header_bytes)
+    key = make_key(settings, image, hardware, of_model, drafting, cpu_variant=kernels.variant)
+    return Prepared(image=image, engine=engine, hardware=hardware, model=model, kernels=kernels, key=key, draft=draft)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,7 @@ class Foretold:
 
     plans: list[Plan]
     engine: EngineFacts
+    space: Space
     profile: Profile | None = None
     standing: Standing | None = None
 
@@ -84,8 +89,9 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
-        return Foretold(plans=[picked.plan], engine=found.engine, profile=profile, standing=standing)
-    return Foretold(plans=[found.predicted(settings, verdicts), *space.neighbours()], engine=found.engine)
+        return Foretold(plans=[picked.plan], engine=found.engine, space=space, profile=profile, standing=standing)
+    plans = [found.predicted(settings, verdicts), *space.neighbours()]
+    return Foretold(plans=plans, engine=found.engine, space=space)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
@@ -100,6 +106,12 @@ def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) 
     return check_supported(settings, image, probe(settings.data_dir, environment)), model
 
 
+def look_at_kernels(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware) -> Kernels:
+    """The CPU variant that is to serve, with what is remembered of this CPU. Raises as `choose_kernels` does."""
+    store = KernelStore(settings.data_dir / "cache" / image.build_id, image.build_id, hardware.cpu)
+    return choose_kernels(settings, engine, hardware.cpu, store.ruled_out(store.load(may_set_aside=False)))
+
+
 def look_at_draft(settings: Settings, model: Model) -> Model | None:
     """The model that is to guess ahead, refused here when it cannot, and not in the middle of a tuning."""
     if settings.draft_model is None or settings.speculation not in (*TASTES, "draft"):
@@ -107,11 +119,12 @@ def look_at_draft(settings: Settings, model: Model) -> Model | None:
     return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
 
 
-def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Report) -> None:
+def vouch(settings: Settings, found: Prepared, report: Report) -> None:
     """Says what is odd about the machine, and lets the engine itself vouch for its GPUs: it is started for that once.
 
     Raises GpuUnusableError when it sees none although there is one.
     """
+    image, hardware = found.image, found.hardware
     for words in hardware.gpus.warnings:
         report.warning("hardware", words)
     if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
@@ -124,6 +137,7 @@ def vouch(settings: Settings, image: ImageFacts, hardware: Hardware, report: Rep
         driver=hardware.gpus.driver,
         uuids=uuids,
         driver_dir=hardware.gpus.driver_folder,
+        cpu_variant=found.kernels.variant,
     )
     check_devices(image, hardware, devices.names, devices.said)
     if fewer := why_fewer(hardware, devices.names):

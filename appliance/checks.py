@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from appliance.errors import (
     ConfigError,
-    CpuUnsupportedError,
     DriverTooOldError,
     FatalError,
     GpuUnusableError,
@@ -21,18 +20,6 @@ from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
 
 SELECT = "`python -m images select`"
-# What the kernels of an engine's CPU variants are compiled with, as /proc/cpuinfo names it: llama.cpp build 11312,
-# ggml/src/CMakeLists.txt and ggml-cpu/arch/*/cpu-feats.cpp. A variant that is not here is not judged.
-VARIANT_NEEDS = {
-    "x64": frozenset[str](),
-    "sse42": frozenset({"sse4_2"}),
-    "sandybridge": frozenset({"sse4_2", "avx"}),
-    "haswell": frozenset({"sse4_2", "avx", "f16c", "fma", "avx2", "bmi2"}),
-    "armv8.0_1": frozenset({"asimd"}),
-    "armv8.2_1": frozenset({"asimd", "asimddp"}),
-    "armv8.2_2": frozenset({"asimd", "asimddp", "asimdhp"}),
-}
-
 SERVED_ENGINES = ("llama",)
 
 
@@ -46,10 +33,9 @@ def check_engine(image: ImageFacts) -> None:
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:
     """The machine as this image can use it: GPUs that it has no kernels for are left out, with a warning each.
 
-    Raises NoKernelError when none is left, DriverTooOldError, CpuUnsupportedError, and GpuUnusableError when a GPU was
-    given and none can be used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
+    Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
+    used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
     """
-    check_isa(image, hardware)
     if settings.devices == "none":
         return hardware
     if image.cuda is None:
@@ -84,20 +70,6 @@ def tag_for(image: ImageFacts, sm: str) -> str:
     """The tag of this CUDA release's image for a chip, by the rule that names cells; not every one exists."""
     release = (image.cuda or "").replace(".", "")
     return f"{image.engine}-cu{release}-sm{sm}"
-
-
-def check_isa(image: ImageFacts, hardware: Hardware) -> None:
-    """Raises CpuUnsupportedError. The facts name the variants of both architectures; AArch64 always has asimd."""
-    isa = set(hardware.cpu.isa)
-    is_arm = "asimd" in isa
-    variants = [name for name in image.cpu_variants if name.startswith("arm") == is_arm]
-    if not variants or any(VARIANT_NEEDS.get(name, isa) <= isa for name in variants):
-        return
-    lowest = min((VARIANT_NEEDS[name] for name in variants), key=len)
-    lacking = ", ".join(sorted(lowest - isa))
-    message = f"this CPU lacks what the engine's kernels need: {lacking} ({hardware.cpu.model_name or 'unnamed CPU'})"
-    hint = "a virtual machine may hide it: give it the host's CPU model; else take an image with the variant x64"
-    raise CpuUnsupportedError(message, hint=hint)
 
 
 def _refuse_idle_gpu(image: ImageFacts, hardware: Hardware) -> None:

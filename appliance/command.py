@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+
+from appliance.values import dataclass
 
 Readiness = Callable[[], Awaitable[bool]]
 """Asks the program once whether it is ready. Never raises for "not yet": a refused connection is False."""

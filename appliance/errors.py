@@ -10,6 +10,7 @@ FatalError                      1
 ├─ ModelUnreadableError        30  missing, damaged, or not a model at all
 ├─ ModelDoesNotFitError        31
 ├─ DownloadError               32
+├─ CpuBackendError             44  the engine's CPU kernels cannot be loaded; another variant of them may be
 ├─ EngineError                     an ending of the engine; never raised itself
 │  ├─ EngineArgumentsError     40
 │  ├─ EngineGpuMemoryError     41
@@ -125,6 +126,12 @@ class EngineLibraryError(EngineError):
 
 class EngineDiedError(EngineError):
     exit_code = 45
+
+
+class CpuBackendError(FatalError):
+    """No EngineError: no other plan has other kernels."""
+
+    exit_code = 44
 
 
 class VolumeError(FatalError):

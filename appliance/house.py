@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,24 +20,48 @@ from typing import TYPE_CHECKING, Any
 from appliance import __version__
 from appliance.command import Command
 from appliance.engines.endings import as_error, shortage_of
+from appliance.engines.llama_kernels import Asked, asked_of
 from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
-from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, VolumeError
+from appliance.errors import (
+    ConfigError,
+    CpuBackendError,
+    CpuUnsupportedError,
+    FatalError,
+    ModelDoesNotFitError,
+    VolumeError,
+)
 from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model
-from appliance.plan import Plan, Space, Verdict, as_asked, as_document, explain_memory, in_short, narrowed
+from appliance.kernel_guard import KernelGuard
+from appliance.kernel_record import KernelStore
+from appliance.model import Model, plain_name
+from appliance.plan import (
+    Kernels,
+    Plan,
+    Space,
+    Verdict,
+    as_asked,
+    as_document,
+    choose_kernels,
+    explain_memory,
+    in_short,
+    narrowed,
+)
+from appliance.plan.kv_types import kv_candidates
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
-from appliance.profile.at_start import Act, Found, Start, at_start, is_due
+from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
+from appliance.values import dataclass
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.gateway.server import Gateway
+    from appliance.idle.tuner import IdleTuner
     from appliance.study import Study
     from appliance.tune.measurement import Measurement
     from appliance.vouching import Vouching
@@ -46,6 +71,13 @@ STEPS_DOWN = 3  # to smaller plans, when memory runs out as the engine loads
 # Settings that keep a plan from becoming smaller.
 SIZED_BY = ("ctx_size", "kv_type", "ubatch", "parallel", "users", "cache_ram_mib", "devices", "gpu_layers", "n_cpu_moe",
             "draft_model")  # fmt: skip
+_TUNING = {
+    "waiting": "measuring begins when nobody asks",
+    "measuring": "the machine is being measured; the plan before serves meanwhile",
+    "measured": "the best of what was measured serves",
+    "failed": "measuring came to no plan, and is not tried again before the next start; the log says why",
+}
+UNLOADABLE = "its file cannot be loaded: it is missing or damaged"
 LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
 
 
@@ -57,6 +89,7 @@ class Prepared:
     engine: EngineFacts
     hardware: Hardware
     model: Model
+    kernels: Kernels
     key: Key
     draft: Model | None = None  # that guesses ahead for the model
 
@@ -66,12 +99,19 @@ class Prepared:
 
     def space(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
-        return Space(settings, self.image, self.engine, self.hardware, self.model, verdicts=verdicts)
+        facts = (self.image, self.engine, self.hardware, self.model)
+        return Space(settings, *facts, verdicts=verdicts, kernels=self.kernels)
+
+    def with_kernels(self, kernels: Kernels) -> Prepared:
+        return replace(self, kernels=kernels, key=Key(parts={**self.key.parts, "cpu_variant": kernels.variant}))
+
+    def asked(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Asked:
+        return asked_for(settings, self.engine, self.model, self.draft, verdicts)
 
     def predicted(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Plan:
         """What is served where nothing was measured. Raises as `space` does."""
         best = self.space(settings, verdicts).best
-        return as_asked(best, settings, model=self.model, draft=self.draft, isa=self.hardware.cpu.isa)
+        return as_asked(best, settings, model=self.model, draft=self.draft, isa=self.kernels.isa)
 
     def best_of(self, settings: Settings, profile: Profile | None) -> Plan:
         """The best that was measured and fits, else the prediction. Raises as `space` does."""
@@ -79,6 +119,15 @@ class Prepared:
             return self.predicted(settings)
         picked = pick(profile, settings.mode, self.space(settings), draft_path=self.draft_path)
         return picked.plan if isinstance(picked, Picked) else self.predicted(settings, profile.verdicts)
+
+
+def asked_for(
+    settings: Settings, engine: EngineFacts, model: Model, draft: Model | None, verdicts: Sequence[Verdict] = ()
+) -> Asked:
+    """What the kernels of a plan for this model have to work with."""
+    models = (model, *((draft,) if draft else ()))
+    types = {matrices.type_name for each in models for matrices in each.matrices}
+    return asked_of(types, kv_candidates(settings, engine, model, verdicts, on_gpu=False))
 
 
 class House:
@@ -109,8 +158,13 @@ class House:
         self._study: Study | None = None
         self._vouching: Vouching | None = None
         self._logs: dict[Supervisor, deque[str]] = {}
+        self._tuner: IdleTuner[Plan] | None = None
+        self._was_measured = False  # by this process, to the end
+        self._begins_now = False  # measuring, without an idle period before it: somebody waits for it
         self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
+        self._began_s = int(time.time())
+        self._guard = self._new_guard()
         self.hardware = found.hardware
 
     @property
@@ -122,12 +176,51 @@ class House:
     def has_engine(self) -> bool:
         return self._serving.plan is not None
 
+    def _new_guard(self) -> KernelGuard:
+        cpu, folder = self._found.hardware.cpu, self._cache_dir
+        store = KernelStore(folder, self._found.image.build_id, cpu, partial(self._report.warning, "kernels_unknown"))
+        engine_dir = self._settings.engine_dir
+        return KernelGuard(store, self._report, engine_dir=engine_dir, cache_dir=folder, threads=cpu.cores)
+
     def adopt(self) -> None:
-        """Starts the engine at once when there is a profile that is not to be measured again."""
+        """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were
+        checked before."""
         profile = self._store.load(self._key)
+        self._guard.begin(self._found.kernels, self._found.asked(self._settings, profile.verdicts if profile else ()))
+        if self._guard.is_checking:
+            return
         if profile is not None and (start := self._at_start(profile, may_measure=True)).act is Act.USE:
             self._say(start)
             self.launch(self._use(profile))
+
+    async def prove_kernels(self) -> None:
+        """Before they serve for the first time. Variants that fail are ruled out; raises when none is left."""
+        while True:
+            self._guard.begin(self._found.kernels, self._found.asked(self._settings))
+            if self._guard.is_checking:
+                self._report.phase(Phase.STARTING, f"checking the CPU's kernels: {self._found.kernels.variant}")
+            report = await self._guard.finish()
+            if report is None or report.why_not is None:
+                return
+            self._rule_out(report.variant, report.why_not)
+
+    def _rule_out(self, variant: str, seen: str) -> None:
+        """The next variant is planned with from here on. Raises CpuUnsupportedError (22) where none is left,
+        ConfigError (10) where this one was asked for."""
+        found = self._found
+        kernels = choose_kernels(self._settings, found.engine, found.hardware.cpu, self._guard.rule_out(variant, seen))
+        self._found = found.with_kernels(kernels)
+        self._key = self._found.key
+        self._space = self._found.space(self._settings)
+        self._profile = self._store.load(self._key)
+
+    async def _without(self, variant: str | None, error: FatalError) -> Plan:
+        """What to serve instead, where the kernels are what the engine died of. Raises the error where they are not."""
+        if variant is None or not isinstance(error, CpuUnsupportedError | CpuBackendError):
+            raise error
+        self._rule_out(variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
+        await self.prove_kernels()
+        return self._found.best_of(self._settings, self._profile)
 
     def _at_start(self, profile: Profile | None, *, may_measure: bool, busy: str | None = None) -> Start:
         found = None
@@ -201,9 +294,11 @@ class House:
             oom_kills=count_oom_kills,
         )
 
-    def _supervisor(self, _plan: Plan) -> Supervisor:
+    def _supervisor(self, plan: Plan) -> Supervisor:
         lines: deque[str] = deque(maxlen=LOG_LINES)
-        made = Supervisor(restart=Restart(), on_line=lambda line: self._on_line(made, lines, line))
+        # Another try with the same kernels would die of the same instruction.
+        restart = Restart(not_after=frozenset({signal.SIGILL}) if plan.cpu_variant else frozenset())
+        made = Supervisor(restart=restart, on_line=lambda line: self._on_line(made, lines, line))
         self._logs = {each: kept for each, kept in self._logs.items() if each.state is not State.STOPPED}
         self._logs[made] = lines
         return made
@@ -213,6 +308,14 @@ class House:
         return self._settings.data_dir / "cache" / self._found.image.build_id
 
     async def decide(self) -> Plan:
+        """As `_decide`, with the next CPU variant where one dies while it is measured."""
+        while True:
+            try:
+                return await self._decide()
+            except FatalError as error:
+                await self._without(self._found.kernels.variant, error)
+
+    async def _decide(self) -> Plan:
         """Measures, unless told not to, or while another container does for the same key: nobody waits for it."""
         profile = self._store.load(self._key)
         if profile is None and (changed := self._store.why_unused(self._key, self._found.model.path.name)):
@@ -242,7 +345,17 @@ class House:
             if not is_ours:
                 message = "another container on this volume is measuring for the same key"
                 raise ConfigError(message, hint="wait for it; its profile will serve both")
-            await self._new_study().run()
+            await self.prove_kernels()
+            await self._study_alone()
+
+    async def _study_alone(self) -> None:
+        while True:
+            try:
+                await self._new_study().run()
+            except FatalError as error:
+                await self._without(self._found.kernels.variant, error)
+            else:
+                return
 
     def _refuse_pinned(self) -> None:
         """Before the budget is spent. A pin of another build's profile is none of ours: what is measured is kept."""
@@ -267,6 +380,7 @@ class House:
             cache_dir=self._cache_dir,
             stall_timeout_s=self._settings.stall_timeout_s,
             driver_dir=self.hardware.gpus.driver_folder,
+            isa=self._found.kernels.isa,
         )
         self._study = Study(
             self._settings,
@@ -300,6 +414,7 @@ class House:
         finally:
             watcher.cancel()
             self._report.phase(Phase.STOPPING)
+            self._guard.give_up()
             await self._serving.stop()
             self._report.info("stopped", "the engine is gone")
 
@@ -313,7 +428,7 @@ class House:
     async def open_gateway(self) -> AsyncIterator[Gateway]:
         """Listens at once: clients are told what a start is doing. Drains before the engine is stopped."""
         keys = self._keys()
-        # Here: FastAPI, uvicorn and aiohttp take half a second, and above they would delay the engine's start by it.
+        # Here: above, uvicorn would delay the engine's start.
         from appliance.gateway.app import create_app
         from appliance.gateway.auth import Keys
         from appliance.gateway.server import Gateway
@@ -327,8 +442,10 @@ class House:
                 "hardware": lambda: hardware_document(self.hardware),
                 "plan": lambda: as_document(self._serving.plan) if self._serving.plan else {},
                 "profile": self._profile_document,
-                "tuning": lambda: {"measurements": [asdict(m) for m in self._measurements]},
+                "tuning": self._tuning_document,
             },
+            actions={"tuning": self._measure_now},
+            models=self._models,
             engine_restarts=lambda: self._serving.restarts,
         )
         gateway = await Gateway.open(app, self._settings.host, self._settings.port)
@@ -352,12 +469,42 @@ class House:
         """Waits until the engine answers, then until it is given up. Raises the error of its ending then."""
         await self._until_loaded()
         self._on_ready()
+        while True:
+            served = self._serving.plan
+            variant = served.cpu_variant if served else None
+            try:
+                await self._until_given_up(gateway)
+            except FatalError as error:
+                await self._serve_on(variant, error)
+
+    async def _serve_on(self, variant: str | None, error: FatalError) -> None:
+        """With the next CPU variant, in place of an engine that died of this one. Raises the error of any other
+        ending."""
+        while True:
+            plan = await self._without(variant, error)
+            self._say_instead(plan)
+            self._report.phase(Phase.RESTARTING, error.message)
+            await self._serving.leave()
+            crash = await self._serving.load(plan)
+            if crash is None:
+                self._on_ready()
+                return
+            variant, error = plan.cpu_variant, as_error(crash)
+
+    async def _until_given_up(self, gateway: Gateway) -> None:
+        """Raises the error of the engine's ending."""
         failing = asyncio.create_task(self._serving.wait_failed())
         beside = [asyncio.create_task(self._follow_state()), asyncio.create_task(self._tend(gateway))]
         try:
             await asyncio.wait((failing, *beside), return_when=asyncio.FIRST_COMPLETED)
             if failing.done():
-                raise as_error(failing.result(), served=True)
+                crash = failing.result()
+                served = self._serving.plan
+                if crash.signal == signal.SIGILL and served is not None and served.cpu_variant is not None:
+                    self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+                    message = f"the engine {crash.describe()}"
+                    raise CpuUnsupportedError(message, log=crash.log)
+                raise as_error(crash, served=True)
             for task in beside:
                 if task.done():
                     task.result()  # neither ever ends but by an error, which is the end of serving
@@ -370,19 +517,28 @@ class House:
     async def _until_loaded(self) -> None:
         """Steps down where memory runs out: it may have been taken since it was looked at, and not every plan was
         measured. Raises the error of the last ending."""
-        found = self._found
-        for step in range(STEPS_DOWN + 1):
-            supervisor = self._serving.supervisor
+        found, steps = self._found, 0
+        while True:
+            supervisor, served = self._serving.supervisor, self._serving.plan
             crash = await supervisor.wait_ready() if supervisor else None
             if crash is None:
                 return
             error = as_error(crash)
-            if step == STEPS_DOWN:
-                raise error
             lines = self._logs.pop(supervisor, ()) if supervisor else ()
-            found, plan = self._stepped_down(found, error, lines)
+            if isinstance(error, CpuUnsupportedError | CpuBackendError):
+                plan = await self._without(served.cpu_variant if served else None, error)
+                found = self._found
+                self._say_instead(plan)
+            elif steps == STEPS_DOWN:
+                raise error
+            else:
+                steps += 1
+                found, plan = self._stepped_down(found, error, lines)
             await self._serving.leave()
             self.launch(plan)
+
+    def _say_instead(self, plan: Plan) -> None:
+        self._report.info("cpu_variant", f"serving with the CPU variant {plan.cpu_variant}", variant=plan.cpu_variant)
 
     def _stepped_down(self, found: Prepared, error: FatalError, lines: Iterable[str]) -> tuple[Prepared, Plan]:
         """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept,
@@ -463,12 +619,15 @@ class House:
             return True
         if self._store.is_pinned(profile.key.id):
             return False
-        return profile.disturbance is not None or self._store.why_stale(profile) is not None
+        # A machine that is always busy must not be measured again and again: once in a process, and at most twice.
+        may_try_again = profile.disturbed_times < TRIES and not self._was_measured
+        is_provisional = profile.disturbance is not None and may_try_again
+        return is_provisional or self._store.why_stale(profile) is not None
 
     async def _tune_idle(self, gateway: Gateway) -> None:
-        from appliance.idle.tuner import IdleTuner  # here, since most starts measure first or not at all
+        from appliance.idle.tuner import IdleTuner  # here: a start from a profile that holds never needs it
 
-        tuner = IdleTuner(
+        self._tuner = tuner = IdleTuner(
             serving=self._serving,
             traffic=gateway.traffic,
             door=gateway.engine,
@@ -477,10 +636,56 @@ class House:
             why_no_room=self._why_no_room,
             idle_s=self._settings.idle_s,
         )
-        before = self._profile
+        if self._begins_now:
+            tuner.begin_now()
+        before, kernels = self._profile, self._found.kernels
         await tuner.run()
-        self._is_given_up = self._profile is before
+        self._tuner, self._begins_now = None, False
+        # With other kernels everything is to be measured anew.
+        has_same_kernels = self._found.kernels is kernels
+        self._is_given_up = self._profile is before and has_same_kernels
+        self._was_measured = not self._is_given_up and has_same_kernels
         self._vouching = None
+
+    def _measure_now(self) -> tuple[int, dict[str, Any]]:
+        """Asked for by somebody who waits for the result. Raises Refusal where nothing will be measured."""
+        state = self._tuning_state()
+        if state in ("off", "failed"):
+            from appliance.gateway.refusal import Refusal  # here: no start needs it
+
+            raise Refusal(409, f"tuning_{state}", self._tuning_words(state))
+        if state == "waiting":
+            self._begins_now = True
+            if self._tuner is not None:
+                self._tuner.begin_now()
+        return (200 if state == "measured" else 202), {"state": state, "message": self._tuning_words(state)}
+
+    def _tuning_state(self) -> str:
+        """off, waiting, measuring, measured or failed."""
+        if self._report.progress.phase is Phase.TUNING:
+            return "measuring"
+        if self._is_given_up:
+            return "failed"
+        if self._tuner is not None:
+            return "measuring" if self._tuner.is_busy else "waiting"
+        if self._settings.tune == "idle" and self._wants_measuring():
+            return "waiting"
+        return "off" if self._profile is None else "measured"
+
+    def _tuning_words(self, state: str) -> str:
+        settings = self._settings
+        if state != "off":
+            return _TUNING[state]
+        if self._found.model.is_embedding_model:
+            return "nothing is measured: the model gives vectors, not text"
+        if settings.tune == "off":
+            return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
+        return "another container on this volume measured meanwhile: its profile is used at the next start"
+
+    def _tuning_document(self) -> dict[str, Any]:
+        state = self._tuning_state()
+        measured = [asdict(m) for m in self._measurements]
+        return {"state": state, "message": self._tuning_words(state), "measurements": measured}
 
     async def _measure_idle(self, is_alone: bool) -> Plan | None:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""
@@ -491,7 +696,10 @@ class House:
             if found is not None and found.disturbance is None and self._store.why_stale(found) is None:
                 return self._use(found)
             beside = None if is_alone else await self._space_now()
-            self._profile = await self._new_study(shows_phase=False, beside=beside).run()
+            try:
+                self._profile = await self._new_study(shows_phase=False, beside=beside).run()
+            except FatalError as error:
+                return await self._without(self._found.kernels.variant, error)
             return self._profile.plan
 
     async def _space_now(self) -> Space:
@@ -589,17 +797,28 @@ class House:
             "cell": image.cell,
             "build_id": image.build_id,
             "engine": {"name": image.engine, "version": engine.version, "build": engine.build},
-            "model": plan.alias if plan else None,
+            "model": self._alias,
             "context": plan.context if plan else None,
             "chosen": in_short(plan) if plan else None,
             "mode": self._settings.mode,
             "speed": self._profile.speed if self._profile else None,
+            "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
+            "tuning": self._tuning_state(),
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and self._study is None,
             "profile_holds": str(vouching.verdict) if vouching else None,
             "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }
+
+    def _models(self) -> dict[str, Any]:
+        """OpenAI's list, until the engine gives its own: the model is known before it is loaded."""
+        model = {"id": self._alias, "object": "model", "created": self._began_s, "owned_by": "appliance"}
+        return {"object": "list", "data": [{**model, "state": str(self._report.progress.phase)}]}
+
+    @property
+    def _alias(self) -> str:
+        return self._settings.alias or plain_name(self._found.model.path)
 
     def _standing(self) -> dict[str, Any] | None:
         """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""

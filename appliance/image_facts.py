@@ -47,6 +47,14 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CpuVariant:
+    """One build of the engine's CPU kernels. `isa` is what it was compiled for, in /proc/cpuinfo's words."""
+
+    name: str
+    isa: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """What the engine binary says of itself."""
 
@@ -58,6 +66,7 @@ class EngineFacts:
     kv_pairs: tuple[tuple[str, str], ...] = ()  # pairs with fast flash attention; empty: any pair of equal types
     backends: tuple[str, ...] = ()  # file names of the loadable backends, sorted
     split_modes: tuple[str, ...] = ()  # how it can split a model across GPUs
+    cpu_variants: tuple[CpuVariant, ...] = ()  # those that are there, the fastest last; empty: it has one, or none
 
 
 def runs_on(form: str, sm: str) -> bool:
@@ -85,7 +94,12 @@ def parse_image_facts(text: str) -> ImageFacts:
 
 def parse_engine_facts(text: str) -> EngineFacts:
     """Raises ValueError when `text` is not what `dump_facts` writes."""
-    return _built(EngineFacts, _checked(text, "engine facts"))
+    data = _checked(text, "engine facts")
+    variants = data.pop("cpu_variants", [])
+    if not isinstance(variants, list) or not all(isinstance(row, dict) for row in variants):
+        message = f"engine facts have no list of CPU variants: {variants!r:.80}"
+        raise ValueError(message)
+    return _built(EngineFacts, {**data, "cpu_variants": [_built(CpuVariant, row) for row in variants]})
 
 
 def _checked(text: str, what: str) -> dict[str, Any]:

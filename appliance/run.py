@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+from appliance.values import dataclass
 
 OUTPUT_LIMIT_BYTES = 4 * 1024 * 1024  # of each stream; the longest `--help` of an engine is under 100 KiB
 _CHUNK_BYTES = 64 * 1024

@@ -11,12 +11,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from appliance.errors import ConfigError
+from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
 FILE_NAME = "appliance.yaml"
@@ -119,6 +120,9 @@ class Settings:
     )
     kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache", "TYPE")
     threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
+    cpu_variant: str = _setting(
+        _text, "auto", "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)", "NAME"
+    )
     ubatch: int | None = _setting(_integer(16, 16384), None, "tokens computed at once (default: measured)", "N")
     parallel: int = _setting(_integer(1, 256), 4, "requests served at the same time", "N")
     cache_ram_mib: int | None = _setting(
@@ -159,8 +163,8 @@ class Settings:
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
-        "first",
-        "measure before the first serving, while nobody asks, or never: then the prediction is served",
+        "idle",
+        "idle: serve the prediction at once and measure while nobody asks; first: measure before serving; off: never",
         "WHEN",
     )
     idle_s: float = _setting(

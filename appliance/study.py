@@ -58,6 +58,7 @@ class Bench:
     cache_dir: Path
     stall_timeout_s: float
     driver_dir: Path | None = None  # what the dynamic loader has to be told
+    isa: tuple[str, ...] = ()  # what the CPU's kernels that are measured are compiled for
 
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
@@ -236,7 +237,7 @@ class Study:
                 left_s=left_s,
                 tell=self._on_step,
                 draft=self._draft,
-                isa=self._hardware.cpu.isa,
+                isa=self._bench.isa,
                 kept=kept,
                 done=partial(self._on_guessed, plan.key),
             )

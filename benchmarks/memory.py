@@ -1,12 +1,16 @@
 """Predicted against allocated: plans of many small models on the real engine, and what its log says it took.
 
-    python -m benchmarks.memory --engine-dir /opt/llama [--model FILE] [--only GLOB]
+    python3 -m benchmarks.memory --engine-dir /opt/llama [--model FILE] [--only GLOB] [--cpu-variant NAME[,NAME...]|all]
 
 Models are made here (tests/shapes), of every kind of layer that the planner knows, and thrown away; each is loaded with
-the command line of its plan and ended as soon as its buffers are there.
+the command line of its plan and ended as soon as its buffers are there. What the CPU's kernels copy depends on their
+variant: `all` are those that run on this CPU.
 """
 
 from __future__ import annotations
+
+# First: the project's own Python takes over where this one lacks what follows.
+import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
 import fnmatch
@@ -20,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import Allocated, arguments, parse_allocated
+from appliance.engines.llama_server import Allocated, arguments, environment, parse_allocated
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import read_model
-from appliance.plan import Plan, plan
+from appliance.plan import Plan, plan, runnable_variants
 from appliance.probe import probe
 from appliance.settings import resolve_settings
 from tests.shapes import SMALL, Shape, write_gguf
@@ -95,7 +99,7 @@ CASES = (
 @dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
-    plan: Plan
+    plan: Plan  # of one CPU variant
     allocated: Allocated
 
     @property
@@ -107,13 +111,18 @@ def main() -> None:
     options = _options()
     facts = query_facts(options.engine_dir / "llama-server")
     rows: list[Row] = []
-    print(f"{'model, quantization, context, KV, ubatch':44} {'predicted':>9} {'allocated':>9} {'error':>7}  MiB a kind")
+    print(
+        f"{'model, quantization, context, KV, ubatch':40} {'CPU variant':14} {'predicted':>9} {'allocated':>9} "
+        f"{'error':>7}  MiB a kind"
+    )
     with tempfile.TemporaryDirectory() as folder:
+        variants = _variants(options.cpu_variant, facts)
         for name, path, flags in _models(options, Path(folder)):
-            planned = planned_for(facts, path, flags)
-            allocated = allocated_by(options.engine_dir / "llama-server", planned, facts, Path(folder))
-            rows.append(Row(name=name, plan=planned, allocated=allocated))
-            print(_in_words(rows[-1]), flush=True)
+            for variant in variants:
+                planned = planned_for(facts, path, {**flags, "cpu_variant": variant})
+                allocated = allocated_by(options.engine_dir / "llama-server", planned, facts, Path(folder))
+                rows.append(Row(name=name, plan=planned, allocated=allocated))
+                print(_in_words(rows[-1]), flush=True)
     errors = [abs(row.error) for row in rows]
     print(
         f"\n{len(rows)} loads: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, "
@@ -125,8 +134,15 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine-dir", type=Path, default=Path("/opt/llama"))
     parser.add_argument("--model", type=Path, help="a model file that is measured as well")
+    parser.add_argument("--cpu-variant", default="auto", help="names with commas, or all that run here")
     parser.add_argument("--only", default="*", help="a glob over the names of cases")
     return parser.parse_args()
+
+
+def _variants(asked: str, facts: EngineFacts) -> list[str]:
+    if asked != "all":
+        return asked.split(",")
+    return [variant.name for variant in runnable_variants(facts, probe(Path("/"), {}).cpu)]
 
 
 def _models(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path, dict[str, str]]]:
@@ -158,7 +174,8 @@ def allocated_by(binary: Path, planned: Plan, facts: EngineFacts, folder: Path) 
     log = folder / "engine.log"
     with log.open("w") as file:
         argv = (str(binary), *arguments(planned, facts, folder / "e.sock"), "--no-warmup")
-        engine = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT)
+        around = environment(planned, binary.parent, folder)
+        engine = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=around)
         try:
             deadline = time.monotonic() + TIMEOUT_S
             while "reserve took" not in log.read_text() and engine.poll() is None and time.monotonic() < deadline:
@@ -183,7 +200,8 @@ def _in_words(row: Row) -> str:
         ("output", m.output, a.output),
     )
     words = ", ".join(f"{name} {p:.1f}/{q:.1f}" for name, p, q in kinds if p or q)
-    return f"{row.name:44} {row.plan.predicted_mib:9.1f} {a.total:9.1f} {row.error:7.1%}  {words}"
+    head = f"{row.name:40} {row.plan.cpu_variant or '':14}"
+    return f"{head} {row.plan.predicted_mib:9.1f} {a.total:9.1f} {row.error:7.1%}  {words}"
 
 
 if __name__ == "__main__":

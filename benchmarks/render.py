@@ -3,7 +3,7 @@
 Each round reads matrix, locks and templates again, as one call of `python -m images render` does. The start of Python
 and its imports are not in it.
 
-    python benchmarks/render.py [--rounds 5] [--json]
+    python3 -m benchmarks.render [--rounds 5] [--json]
 """
 
 from __future__ import annotations

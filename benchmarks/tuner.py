@@ -4,12 +4,15 @@ on a table that was recorded.
 Regret is (T_pick - T_best) / T_best, of the noiseless time of a chat job; seconds count loads. A run is asked for its
 pick after 3, 6 and 12 measurements. `off` are the same machines with each rate of the predictor wrong by a factor of 2.
 
-    python benchmarks/tuner.py [--seeds 20] [--json] [--plot FOLDER]    simulated, and the recorded table if it is there
-    python benchmarks/tuner.py --recorded [--json]                      the recorded table alone
-    python benchmarks/tuner.py --record [--cells N]                     fill the table from the real llama-server
+    python3 -m benchmarks.tuner [--seeds 20] [--json] [--plot FOLDER]   simulated, and the recorded table if it is there
+    python3 -m benchmarks.tuner --recorded [--json]                     the recorded table alone
+    python3 -m benchmarks.tuner --record [--cells N]                    fill the table from the real llama-server
 """
 
 from __future__ import annotations
+
+# First: the project's own Python takes over where this one lacks what follows.
+import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
 import json
@@ -25,8 +28,6 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Trial

@@ -1,6 +1,6 @@
 """Fills the recorded table from the real llama-server, cell by cell; what is in the table already is not done again.
 
-    python benchmarks/tuner.py --record --engine .make/engine --model SmolLM2-135M=FILE [--cells 3]
+    python3 -m benchmarks.tuner --record --engine .make/engine --model SmolLM2-135M=FILE [--cells 3]
 
 Each cell is one start and three depths. The first cell of a model is measured four times over: its noise. A cell during
 which other processes took more than a little of the machine is measured again. Two more models, a dense one and a

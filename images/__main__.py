@@ -1,6 +1,9 @@
-"""python -m images list | render | build | verify | sbom | bake | lock …: the build half's command line."""
+"""python3 -m images list | render | build | verify | sbom | bake | lock …: the build half's command line."""
 
 from __future__ import annotations
+
+# First: the project's own Python takes over where this one lacks what follows.
+import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
 import json
@@ -10,7 +13,6 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +31,11 @@ from images import (
     fetch,
     gate,
     gpus,
-    installed,
     lock,
     matrix,
     mirror,
     model,
+    packages,
     proofs,
     prune,
     push,
@@ -42,6 +44,7 @@ from images import (
     reproduce,
     sbom,
     select,
+    snapshot,
     space,
     verify,
     wheel_gaps,
@@ -53,6 +56,7 @@ LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 22
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 EVERYTHING = "*"
+NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
@@ -139,13 +143,13 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    _, cells = _load(arguments)
+    loaded, cells = _load(arguments)
     if arguments.tag and len(cells) != 1:
         message = f"--tag names one image, but {len(cells)} cells match: {arguments.only}"
         raise UsageError(message, hint="choose one with --only")
     _refuse_unasked(arguments, cells)
-    archive = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
     name = push.check_name(arguments.push) if arguments.push else None
+    archives = _archives(arguments, loaded, is_strict=arguments.locked or name is not None)
     model_of = _model_of(arguments)
     options = build.Options(
         base=arguments.base,
@@ -160,10 +164,16 @@ def _build(arguments: argparse.Namespace) -> int:
         cache_to=tuple(arguments.cache_to),
     )
     engine = docker.Engine()
-    if not arguments.dry_run:
-        build.refuse_platform(cells, engine.platform)
-    results = [_build_cell(cell, options, engine, archive, name, is_dry=arguments.dry_run) for cell in cells]
-    if model_of and not arguments.dry_run:
+    if arguments.dry_run:
+        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
+        rows = [
+            {"cell": job.cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))} for job in jobs
+        ]
+        _say(arguments, rows, [_build_line(row) for row in rows])
+        return 0
+    build.refuse_platform(cells, engine.platform)
+    results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
+    if model_of:
         results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
@@ -183,56 +193,77 @@ def _refuse_unasked(arguments: argparse.Namespace, cells: Sequence[Cell]) -> Non
     )
 
 
+def _archives(arguments: argparse.Namespace, loaded: Matrix, *, is_strict: bool) -> packages.Archives:
+    given = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    return packages.Archives(loaded.snapshot, given=given, is_strict=is_strict)
+
+
 def _build_cell(
-    cell: Cell,
-    options: build.Options,
-    engine: docker.Engine,
-    archive: mirror.Mirror | None,
-    name: str | None,
-    *,
-    is_dry: bool,
+    cell: Cell, options: build.Options, engine: docker.Engine, archives: packages.Archives, name: str | None
 ) -> dict[str, object]:
-    job = _plan(cell, options, engine, archive)
-    if is_dry:
-        return {"cell": cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))}
+    job = _plan(cell, options, engine, _platform_of(engine))
     reused = None if options.force else build.find_built(job, engine)
     if reused and name and not push.is_current(job, engine.image(reused.digest)):
         _progress(cell, f"built again: {reused.tag} has this build id, and the date or revision of another commit")
         reused = None
-    if reused:
-        _progress(cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)")
-    elif options.space_check:
+    with mirror.workplace(ROOT, job):
+        if reused:
+            _progress(
+                cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)"
+            )
+        else:
+            job, reused = _hold(job, options, engine, archives)
+        built = reused or build.build(ROOT, job, engine)
+        bill = ROOT / sbom.path_for(cell)
+        if not sbom.describes(bill, built.digest):
+            sbom.write(ROOT, cell, engine, image=built.tag, out=bill)
+            _progress(cell, f"bill of materials: {sbom.path_for(cell)}")
+        return asdict(built) | (_push(job, built, engine, archives, name) if name else {})
+
+
+def _hold(
+    job: build.Job, options: build.Options, engine: docker.Engine, archives: packages.Archives
+) -> tuple[build.Job, build.Built | None]:
+    """The job with its packages decided, and the image of that job, if it is here."""
+    cell = job.cell
+    build.refuse_engine(job, engine)
+    temporary = None if options.force else packages.find_temporary(ROOT, job, engine, archives)
+    reused = build.find_built(temporary, engine) if temporary else None
+    if temporary and reused:
+        _progress(
+            cell, f"{archives.reason}; reused: {reused.tag}, of the packages that were the newest when it was built"
+        )
+        return temporary, reused
+    if options.space_check:
         data = engine.data_folder()
         space.refuse_full(cell, space.needs(cell, archives=job.archive.parent, engine_data=data))
-    built = reused or _build_locked(job, engine, archive)
-    bill = ROOT / sbom.path_for(cell)
-    if not sbom.describes(bill, built.digest):
-        sbom.write(ROOT, cell, engine, image=built.tag, out=bill)
-        _progress(cell, f"bill of materials: {sbom.path_for(cell)}")
-    return asdict(built) | (_push(job, built, engine, archive, name) if name else {})
+    held = packages.hold(ROOT, job, engine, archives, lambda line: _progress(cell, line))
+    if held.no_cache and not job.no_cache:
+        _progress(cell, "what the builder had kept is of other packages than the lock's: every step runs again")
+    return held, None
 
 
-def _plan(cell: Cell, options: build.Options, engine: docker.Engine, archive: mirror.Mirror | None) -> build.Job:
+def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: matrix.Platform) -> build.Job:
     """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
     if options.toolkit_image is None:
         compat.refuse_unresolved(cell)
     base = build.choose_base(cell, options.base, engine)
     toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
-    job = build.plan_job(ROOT, cell, options, base, toolkit)
-    return mirror.plan(job) if archive else job
+    return build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
 
 
-def _through(job: build.Job, archive: mirror.Mirror | None) -> AbstractContextManager[None]:
-    """What the job needs beside the project's own files, as long as it is built."""
-    return mirror.written(ROOT, job, archive) if archive else nullcontext()
+def _dry(job: build.Job, archives: packages.Archives) -> build.Job:
+    """No archive is asked, so only one that is named can be shown."""
+    return mirror.plan(job) if archives.given else job
 
 
 def _push(
-    job: build.Job, built: build.Built, engine: docker.Engine, archive: mirror.Mirror | None, name: str
+    job: build.Job, built: build.Built, engine: docker.Engine, archives: packages.Archives, name: str
 ) -> dict[str, object]:
-    with _through(job, archive):
-        pushed = push.push(ROOT, job, built, engine, name=name)
+    if built.is_reused:  # exported from the layers that a build by way of the same archive left
+        job = packages.by_way_of(ROOT, job, engine, archives)
+    pushed = push.push(ROOT, job, built, engine, name=name)
     others = [each for each in job.cell.platforms if each != engine.platform]
     if others:
         words = ("docker", "buildx", "imagetools", "create", "--tag", f"{name}:{job.cell.id}")
@@ -262,16 +293,6 @@ def _build_model(
     made = model.build(ROOT, cell, named, weights, engine, image=str(result["tag"]), epoch_s=epoch_s)
     _progress(cell, f"{made.tag} serves {made.file}: python -m images fetch {named.name} brings it here")
     return result | {"tag": made.tag, "cell_tag": result["tag"], "file": made.file, "digest": made.digest}
-
-
-def _build_locked(job: build.Job, engine: docker.Engine, archive: mirror.Mirror | None) -> build.Built:
-    """Of the packages that the Debian lock names, or not at all."""
-    build.refuse_engine(job, engine)
-    with _through(job, archive):
-        held = installed.hold_to_lock(ROOT, job, engine)
-        if held.no_cache and not job.no_cache:
-            _progress(job.cell, "what the builder had kept is of other packages than the lock's: every step runs again")
-        return build.build(ROOT, held, engine)
 
 
 def _build_line(result: Mapping[str, object]) -> str:
@@ -349,11 +370,12 @@ def _machine_words(here: select.Machine) -> str:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror"):
+    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--locked"):
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            message = f"{flag} belongs to --reproduce, which is not there: {value}"
-            raise UsageError(message, hint=f"verify --reproduce CELL {flag} {value}")
+        if value is not None and value is not False:
+            said = "" if value is True else f": {value}"
+            message = f"{flag} belongs to --reproduce, which is not there{said}"
+            raise UsageError(message, hint=f"verify --reproduce CELL {flag}{said.replace(':', '', 1)}")
 
 
 def _refuse_with_reproduce(arguments: argparse.Namespace) -> None:
@@ -376,8 +398,9 @@ def _refuse_one_image(arguments: argparse.Namespace, cells: Sequence[Cell]) -> N
 def _reproduce(arguments: argparse.Namespace) -> int:
     """Two whole builds of each cell, minutes or hours: asked for by name and never part of plain `verify`."""
     _refuse_with_reproduce(arguments)
-    cells = matrix.select(_load_all().cells, arguments.reproduce)
-    archive = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    loaded = _load_all()
+    cells = matrix.select(loaded.cells, arguments.reproduce)
+    archives = _archives(arguments, loaded, is_strict=arguments.locked or arguments.against is not None)
     options = build.Options(
         base=arguments.base,
         toolkit_image=arguments.toolkit_image,
@@ -386,38 +409,43 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         no_cache=True,
     )
     engine = docker.Engine()
-    if not arguments.dry_run:
-        build.refuse_platform(cells, engine.platform, done="reproduced")
-    jobs = [_plan(cell, options, engine, archive) for cell in cells]
     if arguments.dry_run:
+        jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
+    build.refuse_platform(cells, engine.platform, done="reproduced")
+    jobs = [_plan(cell, options, engine, _platform_of(engine)) for cell in cells]
     if arguments.against:
-        return _reproduce_against(arguments, jobs, engine, archive)
-    found = [_reproduce_one(job, engine, archive) for job in jobs]
-    _say(arguments, [asdict(each) for each in found], [f"{each.cell}  {each.first}  {each.second}" for each in found])
+        return _reproduce_against(arguments, jobs, engine, archives)
+    found = [_reproduce_one(job, engine, archives) for job in jobs]
+    lines = [f"{each.cell}  {each.first}  {each.second}{'' if each.is_locked else NOT_MET}" for each in found]
+    _say(arguments, [asdict(each) for each in found], lines)
     differing = [f"{each.cell}: {each.difference}" for each in found if not each.is_same]
     if differing:
         message = f"two builds of the same commit differ: {'; '.join(differing)}"
-        raise VerificationError(message, hint="what writes that file puts a time, a path or a random number into it")
+        unmet = "" if all(each.is_locked for each in found) else ", or the archive moved between the two"
+        hint = "what writes that file puts a time, a path or a random number into it"
+        raise VerificationError(message, hint=hint + unmet)
     return 0
 
 
-def _reproduce_one(job: build.Job, engine: docker.Engine, archive: mirror.Mirror | None) -> reproduce.Reproduction:
-    with _through(job, archive):
-        return reproduce.reproduce(ROOT, job, engine)
+def _reproduce_one(job: build.Job, engine: docker.Engine, archives: packages.Archives) -> reproduce.Reproduction:
+    with mirror.workplace(ROOT, job):
+        settled = packages.settle(ROOT, job, engine, archives, lambda line: _progress(job.cell, line))
+        return reproduce.reproduce(ROOT, settled, engine)
 
 
 def _reproduce_against(
-    arguments: argparse.Namespace, jobs: Sequence[build.Job], engine: docker.Engine, archive: mirror.Mirror | None
+    arguments: argparse.Namespace, jobs: Sequence[build.Job], engine: docker.Engine, archives: packages.Archives
 ) -> int:
     if len(jobs) != 1:
         message = f"--against names one image, but {len(jobs)} cells match: {arguments.reproduce}"
         raise UsageError(message, hint="choose one with --reproduce")
     published = reproduce.published(arguments.against, engine.platform, cwd=ROOT)
-    with _through(jobs[0], archive):
-        found = reproduce.against(ROOT, jobs[0], engine, published)
+    with mirror.workplace(ROOT, jobs[0]):
+        settled = packages.settle(ROOT, jobs[0], engine, archives, lambda line: _progress(jobs[0].cell, line))
+        found = reproduce.against(ROOT, settled, engine, published)
     _say(arguments, asdict(found), [f"{found.cell}  {found.first}  {found.second}"])
     if not found.is_same:
         what = found.difference or f"{found.first} here, {found.second} there"
@@ -432,6 +460,9 @@ def _lock(arguments: argparse.Namespace) -> int:
         return _lock_bases(arguments)
     if arguments.debian:
         return _lock_debian(arguments)
+    if arguments.debian_mirror:
+        message = f"--debian-mirror belongs to --debian, which is not there: {arguments.debian_mirror}"
+        raise UsageError(message, hint=f"lock --debian --debian-mirror {arguments.debian_mirror}")
     known = matrix.load(ROOT).locks
     names = [name for name in known if not arguments.names or name in arguments.names]
     unknown = [name for name in arguments.names if name not in known]
@@ -472,8 +503,14 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
     if arguments.names:
         message = f"lock --debian takes no names: {' '.join(arguments.names)}"
         raise UsageError(message, hint="it asks apt in every base that is here")
-    dockerfiles = [(cell, _rendered(cell)[cell.folder / "Dockerfile"]) for cell in matrix.load(ROOT).cells]
-    lines = debian.lock(ROOT, dockerfiles, docker.Engine(), is_dry=arguments.dry_run)
+    loaded = matrix.load(ROOT)
+    archives = _archives(arguments, loaded, is_strict=False)
+    moment = snapshot.settled(datetime.now(UTC))
+    archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
+    dockerfiles = [(cell, _rendered(cell)[cell.folder / "Dockerfile"]) for cell in loaded.cells]
+    lines = debian.lock(ROOT, dockerfiles, docker.Engine(), mirror.as_archive(archive), is_dry=arguments.dry_run)
+    if not arguments.dry_run and not (archive and archive.timestamp):
+        lines.append(f"{archives.reason}: the snapshot of each lock is told from the dates of the lists")
     _say(arguments, lines, lines)
     return 0
 
@@ -567,7 +604,7 @@ def _bake(arguments: argparse.Namespace) -> int:
     values: dict[str, str] = {}
     for cell in cells:
         base = build.choose_base(cell, None, docker.Engine())
-        values |= bake.environment(build.plan_job(ROOT, cell, build.Options(), base))
+        values |= bake.environment(build.plan_job(ROOT, cell, build.Options(), base, platform=_platform_here()))
     _say(arguments, values, [f"{name}={shlex.quote(value)}" for name, value in values.items()])
     return 0
 
@@ -651,6 +688,10 @@ def _machine(arguments: argparse.Namespace) -> select.Machine:
 def _machine_here(here: matrix.Platform) -> select.Machine:
     asked = docker.capture(select.SMI_QUERY, cwd=ROOT)
     return select.parse_smi(asked.code, asked.lines, here)
+
+
+def _platform_of(engine: docker.Engine) -> matrix.Platform:
+    return next(known for known in PLATFORMS if known == engine.platform)
 
 
 def _platform_here() -> matrix.Platform:
@@ -741,7 +782,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m images", description=__doc__, epilog=EXIT_CODES, allow_abbrev=False)
+    parser = _Parser(prog="python3 -m images", description=__doc__, epilog=EXIT_CODES, allow_abbrev=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Parser)
 
     def add(name: str, about: str, *parents: _Parser) -> _Parser:
@@ -824,7 +865,16 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
-    about = "Debian's packages from ROOT/debian; of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z)"
+    _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
+    about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
+    parser.add_argument("--locked", action="store_true", help=of + about)
+
+
+def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str, otherwise: str) -> None:
+    about = (
+        "Debian's packages from ROOT/debian, or of a snapshot archive from ROOT/debian/TIMESTAMP (20260718T020000Z); "
+        f"without it from snapshot.debian.org {otherwise}"
+    )
     parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=of + about)
 
 
@@ -922,6 +972,7 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
     one.add_argument("--debian", action="store_true", help=about)
+    _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)
     parser.set_defaults(verb=_lock)

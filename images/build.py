@@ -7,16 +7,17 @@ rewrite-timestamp on the containerd store, and so what runs is what was compared
 from __future__ import annotations
 
 import hashlib
+import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from images import docker, oci, render
+from images import debian, docker, oci, render
 from images.drift import drift
-from images.errors import BuildError, MatrixError, UsageError, VerificationError
-from images.matrix import Cell
+from images.errors import ArchiveError, BuildError, MatrixError, UsageError, VerificationError
+from images.matrix import Cell, Platform
 
 ARCHIVES = Path(".make/images")
 # 2026-01-01T00:00:00Z. Without git there is no date to take; any fixed one gives the same bytes twice.
@@ -26,12 +27,22 @@ BUILD_ID_DIGITS = 32
 BUILD_ID_LABEL = "io.appliance.build-id"
 RECIPE_LABEL = "io.appliance.recipe"  # of a model image, which is a cell and one layer more
 BASE_OVERRIDE_LABEL = "io.appliance.base-override"
+# `no` on images of other Debian packages than the lock's: another day gives others. Absent otherwise.
+REPRODUCIBLE_LABEL = "io.appliance.reproducible"
 NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
 TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 # What docker says to `buildx build --progress` when it has no such plugin.
 NO_BUILDX = ("unknown flag: --progress", "unknown command: docker buildx", "'buildx' is not a docker command")
 NO_BASE = ("failed to resolve source metadata", "pull access denied", "failed to do request", "failed to authorize")
+# What apt says of files that are not those of the archive's signed list, and of files that it could not get.
+LIES = ("hash sum mismatch", "file has unexpected size", "is not signed", "gpg error", "clearsigned file isn't valid")
+NOT_FETCHED = re.compile(
+    r"\b[EW]: (?:Failed to fetch |The repository '.*' (?:does not have|no longer has) a Release file|"
+    r"Unable to locate package |Package '.*' has no installation candidate)"
+)
+APT_STEPS = ("apt-get ", "/run/asked/script")  # in what BuildKit says of the step that failed
+OTHER_ARCHIVE = "--debian-mirror http://deb.debian.org takes what Debian's own hosts have now"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +102,9 @@ class Job:
     toolkit: BaseChoice | None = None  # instead of the image that the toolkit is taken from
     variant: Path | None = None  # a Dockerfile that is built instead of the cell's, made from it
     contexts: tuple[str, ...] = ()  # beside the project itself, as buildx takes them: name=DIR
+    secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
+    lock: debian.Lock | None = None  # of its Debian packages
+    is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
 
     @property
     def dockerfile(self) -> Path:
@@ -106,16 +120,26 @@ class Built:
     is_reused: bool
 
 
-def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice, toolkit: BaseChoice | None = None) -> Job:
-    """Reads the inputs below `root` and asks git; builds nothing."""
+def plan_job(
+    root: Path,
+    cell: Cell,
+    options: Options,
+    base: BaseChoice,
+    toolkit: BaseChoice | None = None,
+    *,
+    platform: Platform | None = None,
+) -> Job:
+    """Reads the inputs below `root` and asks git; builds nothing. `platform`: of the Debian lock that it is held to."""
     files = render.render(cell, render.load_template(root, cell))
     _refuse_drift(root, cell, files)
+    lock = debian.load(root, cell.base, platform) if platform in cell.platforms and platform else None
     return Job(
         cell=cell,
         base=base,
         toolkit=toolkit,
-        origin=query_origin(root, cell, epoch_s=options.epoch_s),
-        build_id=build_id(read_inputs(root, cell), " ".join(each.identity for each in (base, toolkit) if each)),
+        origin=query_origin(root, cell, epoch_s=options.epoch_s, lock=lock),
+        build_id=_build_id(root, cell, base, toolkit, lock),
+        lock=lock,
         version=_project_version(root),
         tag=options.tag or cell.tag,
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
@@ -124,6 +148,12 @@ def plan_job(root: Path, cell: Cell, options: Options, base: BaseChoice, toolkit
         cache_from=options.cache_from,
         cache_to=options.cache_to,
     )
+
+
+def relock(root: Path, job: Job, lock: debian.Lock) -> Job:
+    """The job with a temporary lock in the lock's place."""
+    found = _build_id(root, job.cell, job.base, job.toolkit, lock)
+    return replace(job, lock=lock, is_locked=False, build_id=found)
 
 
 def buildx_argv(job: Job) -> tuple[str, ...]:
@@ -135,6 +165,7 @@ def buildx_argv(job: Job) -> tuple[str, ...]:
         *_pairs("--build-arg", {"APPLIANCE_BUILD_ID": job.build_id, "SOURCE_DATE_EPOCH": str(job.origin.epoch_s)}),
         *_pairs("--label", moment_labels(job)),
         *(("--secret", f"id=ca,src={job.ca_bundle}") if job.ca_bundle else ()),
+        *(word for secret in job.secrets for word in ("--secret", secret)),
         *(("--build-context", f"{job.cell.base.reference}={job.base.context}") if job.base.context else ()),
         *(("--build-context", _toolkit_context(job)) if job.toolkit else ()),
         *(word for context in job.contexts for word in ("--build-context", context)),
@@ -164,6 +195,8 @@ def moment_labels(job: Job) -> dict[str, str]:
     }
     if job.origin.revision:
         labels["org.opencontainers.image.revision"] = job.origin.revision
+    if not job.is_locked:
+        labels[REPRODUCIBLE_LABEL] = "no"
     if job.toolkit:
         labels[TOOLKIT_OVERRIDE_LABEL] = f"{job.toolkit.override} {job.toolkit.identity}"
     if job.base.override:
@@ -304,6 +337,19 @@ def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:
     return files
 
 
+def parts_of(root: Path, cell: Cell) -> set[str]:
+    """What its stages ask apt for, as a Debian lock names it."""
+    return set(debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).values())
+
+
+def _build_id(root: Path, cell: Cell, base: BaseChoice, toolkit: BaseChoice | None, lock: debian.Lock | None) -> str:
+    """Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image."""
+    files = read_inputs(root, cell)
+    if lock:
+        files[debian.path_for(cell.base, lock.platform).as_posix()] = debian.content(lock, parts_of(root, cell))
+    return build_id(files, " ".join(each.identity for each in (base, toolkit) if each))
+
+
 def _files(path: Path) -> Iterator[Path]:
     """As the .dockerignore lets them through."""
     if path.is_file():
@@ -322,9 +368,10 @@ def build_id(files: Mapping[str, bytes], base_identity: str) -> str:
     return total.hexdigest()[:BUILD_ID_DIGITS]
 
 
-def query_origin(root: Path, cell: Cell, *, epoch_s: int | None) -> Origin:
+def query_origin(root: Path, cell: Cell, *, epoch_s: int | None, lock: debian.Lock | None = None) -> Origin:
     """The last commit that touched the inputs; `+dirty` when the working tree holds something else."""
-    paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder)]
+    locks = [debian.path_for(cell.base, lock.platform)] if lock else []
+    paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder, *locks)]
     log = docker.capture(("git", "log", "-1", "--format=%H %ct", "--", *paths), cwd=root)
     status = docker.capture(("git", "status", "--porcelain", "--", *paths), cwd=root)
     found = parse_git_log(log.lines[0]) if log.code == 0 and log.lines else None
@@ -363,9 +410,24 @@ def explain_failure(cell: Cell, lines: Iterable[str]) -> BuildError:
             )
         message = f"cell {cell.id} was not built: its base cannot be had: {last}"
         return BuildError(message, hint="--base auto takes an image that is here")
+    if any(step in last for step in APT_STEPS):
+        return _explain_apt(cell, said, last)
     if "certificate" in text:
         message = f"cell {cell.id} was not built: a certificate was refused: {last}"
         return BuildError(message, hint="behind an intercepting proxy give its certificates: --ca-bundle FILE")
+    return BuildError(f"cell {cell.id} was not built: {last}", hint="the cause stands in the lines above")
+
+
+def _explain_apt(cell: Cell, said: Sequence[str], last: str) -> BuildError:
+    """Of the step that failed: elsewhere apt warns of lists that it could not get, and may go on without them."""
+    lie = next((line for line in said if any(sign in line.lower() for sign in LIES)), None)
+    if lie:
+        message = f"cell {cell.id} was not built: an archive gave other bytes than its signed list names: {lie.strip()}"
+        return BuildError(message, hint=f"a damaged mirror, or a proxy before it? {OTHER_ARCHIVE}")
+    unfetched = next((line for line in said if NOT_FETCHED.search(line)), None)
+    if unfetched:
+        message = f"cell {cell.id} was not built: its Debian packages could not be had: {unfetched.strip()}"
+        return ArchiveError(message, hint=f"is the archive reachable from a build? {OTHER_ARCHIVE}")
     return BuildError(f"cell {cell.id} was not built: {last}", hint="the cause stands in the lines above")
 
 

@@ -1,16 +1,17 @@
 """Which Debian packages a build installs: asked of apt inside the base, written to a lock, and held against an image.
 
 A lock belongs to one base and one platform. It has a part for each set of packages that a stage installs, and in it
-every package that apt would bring along, with version and SHA-256. It names no address: a mirror is the machine's.
+every package that apt would bring along, with version and SHA-256. It names no address, but the moment at which a
+snapshot archive has all of them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.parser import HeaderParser
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -28,7 +29,14 @@ STAGE = re.compile(r"^FROM (\S+) AS (\S+)$", re.MULTILINE)
 # 'ADDRESS' name_version_architecture.deb SIZE SHA256:…
 URI_LINE = re.compile(r"^'\S+' ([a-z0-9][a-z0-9+.-]*)_([^_\s]+)_([a-z0-9]+)\.deb (\d+) SHA256:([0-9a-f]{64})$")
 PART_MARK = "@part "
-DATE_MARK = "@date "
+LIST_MARK = "@list "  # suite and date of a list that apt read
+LOCK_COMMAND = "python -m images lock --debian"
+# As snapshot archives write a moment.
+TIMESTAMP = "%Y%m%dT%H%M%SZ"
+# The main archive publishes every six hours, and its snapshot is taken about half an hour later: a list of 02:11 is in
+# the snapshots 20261024T023111Z to 20261024T08…. Asked for the date of the list itself, a snapshot archive gives the
+# state before it; four hours later it gives this one, and not yet the next.
+SNAPSHOT_DELAY = timedelta(hours=4)
 
 
 class Locked(BaseModel):
@@ -50,6 +58,8 @@ class Lock(BaseModel):
     base: str  # its identity, as BaseChoice has it: what it holds already is in no part
     platform: Platform
     archive_date: str  # of the youngest list that apt read
+    snapshot: Annotated[str, Field(pattern=r"^\d{8}T\d{6}Z$")]  # what to ask a snapshot archive for
+    suites: list[str]  # that apt read lists of
     parts: dict[str, dict[str, Locked]]
 
 
@@ -70,15 +80,32 @@ def path_for(base: Base, platform: Platform) -> Path:
 
 
 def load(root: Path, base: Base, platform: Platform) -> Lock | None:
-    """None when there is none; MatrixError when it is no lock."""
-    path = root / path_for(base, platform)
-    if not path.is_file():
+    """None when there is none; MatrixError when it is no lock, or that of another platform."""
+    path = path_for(base, platform)
+    if not (root / path).is_file():
         return None
+    found = load_file(root / path, name=str(path))
+    architecture = platform.partition("/")[2]
+    foreign = {each.architecture for part in found.parts.values() for each in part.values()} - {architecture, "all"}
+    if found.platform != platform or foreign:
+        said = found.platform if found.platform != platform else f"packages for {', '.join(sorted(foreign))}"
+        message = f"{path} is a Debian lock of another platform than {platform}: {said}"
+        raise MatrixError(message, hint=f"{LOCK_COMMAND} writes it on a machine of that platform")
+    return found
+
+
+def load_file(path: Path, *, name: str) -> Lock:
     try:
         return Lock.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        message = f"{path_for(base, platform)} is no Debian lock: {' '.join(str(error).split())}"
-        raise MatrixError(message, hint="python -m images lock --debian") from error
+        message = f"{name} is no Debian lock: {' '.join(str(error).split())}"
+        raise MatrixError(message, hint=LOCK_COMMAND) from error
+
+
+def content(lock: Lock, parts: Iterable[str]) -> bytes:
+    """What a build takes from a lock: these of its parts, whenever and from wherever they were asked."""
+    asked = {part: lock.model_dump()["parts"].get(part) for part in parts}
+    return json.dumps(asked, sort_keys=True).encode()
 
 
 def asked(dockerfile: str) -> dict[str, str]:
@@ -92,7 +119,17 @@ def asked(dockerfile: str) -> dict[str, str]:
     return found
 
 
-def lock(root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine, *, is_dry: bool) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """Where `lock` asks. `prepare` makes, of the text of a base's sources, the shell lines that come before apt."""
+
+    prepare: Callable[[str], str] | None = None  # None: the base's own sources
+    timestamp: str | None = None  # of a snapshot archive
+
+
+def lock(
+    root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine, archive: Archive, *, is_dry: bool
+) -> list[str]:
     """Writes the lock of each base that the engine has. A line for each file, and one for each package that moved."""
     lines: list[str] = []
     for (image, platform), (base, parts) in _by_base(dockerfiles, engine).items():
@@ -103,30 +140,55 @@ def lock(root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Eng
         lines.append(f"{path}: {len(parts)} parts of {image}")
         if is_dry:
             continue
-        new = query(engine, image=image, identity=here.id, platform=platform, parts=sorted(parts))
-        old = load(root, base, platform)
-        lines += moved(old, new) if old else []
+        new = query(engine, archive, image=image, identity=here.id, platform=platform, parts=sorted(parts))
+        refuse_partial(new, base)
+        lines += _changes(root / path, new)
         (root / path).write_text(dump(new), "utf-8")
     return lines
 
 
-def query(engine: docker.Engine, *, image: str, identity: str, platform: Platform, parts: Iterable[str]) -> Lock:
+def _changes(path: Path, new: Lock) -> list[str]:
+    """A file that is no lock is what this command mends, so that is no reason to stop."""
+    if not path.is_file():
+        return []
+    try:
+        return moved(load_file(path, name=path.name), new)
+    except MatrixError as error:
+        return [f"{path.name} is written anew: {error.message}"]
+
+
+def query(
+    engine: docker.Engine, archive: Archive, *, image: str, identity: str, platform: Platform, parts: Iterable[str]
+) -> Lock:
     """Asks apt in the base itself. BuildError when it cannot say."""
-    done = engine.run_shell(image, _script(parts))
+    before = archive.prepare("\n".join(engine.run_shell(image, PRINT_SOURCES).lines)) if archive.prepare else ""
+    done = engine.run_shell(image, before + script(parts))
     if done.code != 0:
         message = f"apt in {image} cannot say what it would install: {' '.join(done.lines[-3:])}"
         raise BuildError(message, hint="a package may have another name in this release")
-    return parse_answer(done.lines, image=image, identity=identity, platform=platform)
+    return parse_answer(done.lines, image=image, identity=identity, platform=platform, snapshot=archive.timestamp)
 
 
-def parse_answer(lines: Iterable[str], *, image: str, identity: str, platform: Platform) -> Lock:
+def refuse_partial(lock: Lock, base: Base) -> None:
+    """BuildError unless the lock was made of all that an official image installs from."""
+    wanted = [f"{base.suite}{end}" for end in ("", "-updates", "-security")]
+    missing = [suite for suite in wanted if suite not in lock.suites]
+    if missing:
+        message = f"a lock of {lock.image} would lack the packages of {', '.join(missing)}: its sources name only "
+        raise BuildError(message + ", ".join(lock.suites), hint=f"take the official image: docker pull {lock.image}")
+
+
+def parse_answer(
+    lines: Iterable[str], *, image: str, identity: str, platform: Platform, snapshot: str | None = None
+) -> Lock:
     """What the script printed. BuildError when no list had a date, or a part names no package."""
-    dates: list[datetime] = []
+    dates: dict[str, datetime] = {}
     parts: dict[str, dict[str, Locked]] = {}
     packages: dict[str, Locked] = {}
     for line in lines:
-        if line.startswith(DATE_MARK):
-            dates.append(parsedate_to_datetime(line.removeprefix(DATE_MARK)))
+        if line.startswith(LIST_MARK):
+            suite, _, date = line.removeprefix(LIST_MARK).partition(" ")
+            dates[suite] = parsedate_to_datetime(date).astimezone(UTC)
         elif line.startswith(PART_MARK):
             packages = parts.setdefault(line.removeprefix(PART_MARK), {})
         elif match := URI_LINE.match(line):
@@ -135,8 +197,16 @@ def parse_answer(lines: Iterable[str], *, image: str, identity: str, platform: P
     if not dates or not parts or not all(parts.values()):
         message = f"apt in {image} named no packages: {len(dates)} dated lists, {len(parts)} parts"
         raise BuildError(message, hint="is the archive reachable from a container?")
-    date = max(dates).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Lock(image=image, base=identity, platform=platform, archive_date=date, parts=parts)
+    youngest = max(dates.values())
+    return Lock(
+        image=image,
+        base=identity,
+        platform=platform,
+        archive_date=youngest.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        snapshot=snapshot or (youngest + SNAPSHOT_DELAY).strftime(TIMESTAMP),
+        suites=sorted(dates),
+        parts=parts,
+    )
 
 
 def dump(lock: Lock) -> str:
@@ -176,7 +246,7 @@ def faults(
 ) -> list[str]:
     """Where an image is not what the lock says, each naming its package. `image` and `base`: package -> version."""
     if lock is None:
-        return [f"{cell.base.image} has no Debian lock: python -m images lock --debian"]
+        return [f"{cell.base.image} has no Debian lock: {LOCK_COMMAND}"]
     if part not in lock.parts:
         return [f"the lock has no part for: {part}"]
     locked = lock.parts[part]
@@ -204,7 +274,17 @@ def _by_base(
     return found
 
 
-def _script(parts: Iterable[str]) -> str:
+# The sources of a base, each file behind a line with its name.
+FILE_MARK = "@source "
+PRINT_SOURCES = f"""
+for file in $(find /etc/apt/sources.list /etc/apt/sources.list.d -name '*.list' -o -name '*.sources' 2>/dev/null); do
+  echo "{FILE_MARK}${{file##*/}}"; cat "$file"; echo
+done
+"""
+
+
+def script(parts: Iterable[str]) -> str:
+    """Shell lines that print what `parse_answer` reads."""
     asks = "\n".join(
         f"echo '{PART_MARK}{part}'\n"
         f"apt-get install -y --no-install-recommends --print-uris -qq -o Acquire::ForceHash=SHA256 {part}"
@@ -215,6 +295,8 @@ def _script(parts: Iterable[str]) -> str:
 find /etc/apt -name '*.sources' -o -name '*.list' \
   | xargs sed -i -E '/^(Components:|deb )/ s/\\bmain\\b/main contrib non-free/'
 apt-get update -qq >&2
-sed -n 's/^Date: /{DATE_MARK}/p' /var/lib/apt/lists/*Release
+for file in /var/lib/apt/lists/*Release; do
+  awk -F ': ' '/^Codename:/ {{ suite = $2 }} /^Date:/ {{ date = $2 }} END {{ print "{LIST_MARK}" suite, date }}' "$file"
+done
 {asks}
 """

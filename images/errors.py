@@ -4,6 +4,7 @@ FatalError                 1
 ├─ UsageError              2  the command line itself
 ├─ MatrixError            10  build_matrix.yaml, a lock or a template says something that cannot be
 ├─ BuildError             60  the image could not be built
+│  └─ ArchiveError            because an archive did not give Debian's packages: another one may
 └─ VerificationError      61  something is not what it must be: a check of an image, a drifted render
 
 A tree of its own: of `appliance`, this half may import `image_facts` and nothing else. Caught once, in `__main__`.
@@ -33,6 +34,10 @@ class MatrixError(FatalError):
 
 class BuildError(FatalError):
     exit_code = 60
+
+
+class ArchiveError(BuildError):
+    """Never for what an archive gave wrongly."""
 
 
 class VerificationError(FatalError):

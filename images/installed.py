@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ INSTRUCTION = re.compile(r"^[A-Z]+ (?:.*\\\n)*.*$", re.MULTILINE)
 STAGE_MARK, FILE_MARK, LISTS_MARK = "@stage", "@file", "@lists"
 BASE = "."  # as a stage of the listing: what the image below all stages holds by itself
 SHOWN = 5
+TODAY = f"{debian.LOCK_COMMAND} locks what the archive has today"
 # A list of the archive may be compressed as apt likes it, so apt reads it; awk keeps the files of installed packages.
 LIST = r"""\
  form='${db:Status-Status} ${Package} ${Architecture} ${Version}\n' \
@@ -47,43 +48,55 @@ class Holding:
     files: Mapping[tuple[str, str], frozenset[str]]  # name and version; absent where a stage kept no lists
 
 
-def hold_to_lock(root: Path, job: Job, engine: docker.Engine) -> Job:
-    """The job as it must run so that its packages are those of the lock; BuildError naming each that moved.
+def hold_to_lock(root: Path, job: Job, engine: docker.Engine, *, hint: str = TODAY) -> Job:
+    """The job as it must run so that its packages are those of its lock; BuildError naming each that moved.
 
     A cached layer can be older than the lock. Then all is built again: what was compiled with it is as old.
     """
-    lock, path = _load(root, job, engine)
-    unlocked = set(debian.asked((root / job.dockerfile).read_text("utf-8")).values()) - set(lock.parts)
-    if unlocked:
-        message = f"cell {job.cell.id} asks for packages that {path} has no part for: {min(unlocked)}"
-        raise BuildError(message, hint="python -m images lock --debian")
-    found = _faults(root, job, lock)
+    refuse_unlocked(root, job, engine)
+    found = differing(root, job)
     if found and not job.no_cache:
         job = replace(job, no_cache=True)
-        found = _faults(root, job, lock)
+        found = differing(root, job)
     if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        message = f"cell {job.cell.id} would not be built of what {path} says: {'; '.join(found[:SHOWN])}{more}"
-        raise BuildError(
-            message,
-            hint=f"--debian-mirror ROOT@TIMESTAMP takes a snapshot archive's packages, as of {lock.archive_date}; "
-            "python -m images lock --debian locks those of today",
-        )
+        message = f"cell {job.cell.id} would not be built of what {name_of(job)} says: {some(found)}"
+        raise BuildError(message, hint=hint)
     return job
 
 
-def _load(root: Path, job: Job, engine: docker.Engine) -> tuple[debian.Lock, Path]:
-    for platform in job.cell.platforms:
-        path, lock = debian.path_for(job.cell.base, platform), debian.load(root, job.cell.base, platform)
-        if platform == engine.platform and lock:
-            return lock, path
-    message = f"cell {job.cell.id} has no Debian lock for {engine.platform}: {job.cell.base.image}"
-    raise BuildError(message, hint="python -m images lock --debian writes it on a machine of that platform")
+def refuse_unlocked(root: Path, job: Job, engine: docker.Engine) -> debian.Lock:
+    """Its lock. BuildError for a job without one, or whose lock does not know what its stages ask for."""
+    if job.lock is None:
+        message = f"cell {job.cell.id} has no Debian lock for {engine.platform}: {job.cell.base.image}"
+        raise BuildError(message, hint=f"{debian.LOCK_COMMAND} writes it on a machine of that platform")
+    unlocked = _asked(root, job).values() - job.lock.parts.keys()
+    if unlocked:
+        message = f"cell {job.cell.id} asks for packages that {name_of(job)} has no part for: {min(unlocked)}"
+        raise BuildError(message, hint=debian.LOCK_COMMAND)
+    return job.lock
 
 
-def _faults(root: Path, job: Job, lock: debian.Lock) -> list[str]:
-    text = (root / job.dockerfile).read_text("utf-8")
-    return list(dict.fromkeys(faults(job, lock, debian.asked(text), query(root, job))))
+def name_of(job: Job) -> str:
+    """Of a job's lock, for people."""
+    if job.lock and job.is_locked:
+        return str(debian.path_for(job.cell.base, job.lock.platform))
+    return f"the temporary lock of {job.lock.archive_date}" if job.lock else "no lock"
+
+
+def some(found: Sequence[str]) -> str:
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{'; '.join(found[:SHOWN])}{more}"
+
+
+def differing(root: Path, job: Job) -> list[str]:
+    """Where the job's stages are not what its lock says; none without a lock."""
+    if job.lock is None:
+        return []
+    return list(dict.fromkeys(faults(job, job.lock, _asked(root, job), query(root, job))))
+
+
+def _asked(root: Path, job: Job) -> dict[str, str]:
+    return debian.asked((root / job.dockerfile).read_text("utf-8"))
 
 
 def faults(job: Job, lock: debian.Lock, asked: Mapping[str, str], holding: Holding) -> Iterator[str]:

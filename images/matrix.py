@@ -55,6 +55,12 @@ class _BaseRow(_Row):
     source: _BaseSourceRow | None = None
     platforms: list[Platform]
     distribution: Name | None = None
+    suite: Name | None = None
+
+
+class _SnapshotRow(_Row):
+    root: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9._~:/%+-]*[A-Za-z0-9]$")]
+    source: _BaseSourceRow
 
 
 class _ToolkitRow(_Row):
@@ -130,6 +136,7 @@ class _LockRow(_Row):
 
 class _MatrixFile(_Row):
     bases: dict[Name, _BaseRow]
+    snapshot: _SnapshotRow
     toolkits: dict[Cuda, _ToolkitRow] = {}
     engines: dict[Name, _EngineRow]
     targets: dict[Name, _TargetRow]
@@ -148,6 +155,7 @@ class Base:
     platforms: tuple[Platform, ...]
     name: str = ""  # its key in the file
     distribution: str | None = None  # its key among the hosts of images/facts; None: only files are taken from it
+    suite: str | None = None  # its release in Debian's archive; None likewise
 
     @property
     def reference(self) -> str:
@@ -341,6 +349,7 @@ class Matrix:
     engines: Mapping[str, Engine]
     toolkits: Mapping[str, Toolkit]  # by CUDA release
     out_of_scope: tuple[Scope, ...]
+    snapshot: str  # root of the service that keeps every state of Debian's archives
 
 
 def load(root: Path) -> Matrix:
@@ -372,7 +381,14 @@ def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
     scopes = tuple(_scope(row) for row in rows.out_of_scope)
     _refuse_contradictions(cells, scopes)
     forms = {name: row.form for name, row in rows.locks.items()}
-    return Matrix(cells=tuple(cells), locks=forms, engines=engines, toolkits=toolkits, out_of_scope=scopes)
+    return Matrix(
+        cells=tuple(cells),
+        locks=forms,
+        engines=engines,
+        toolkits=toolkits,
+        out_of_scope=scopes,
+        snapshot=rows.snapshot.root,
+    )
 
 
 def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
@@ -434,6 +450,7 @@ def _base(name: str, row: _BaseRow) -> Base:
         status=row.status,
         platforms=tuple(row.platforms),
         distribution=row.distribution,
+        suite=row.suite,
     )
 
 
@@ -645,6 +662,7 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     """The keys that may stand at a place of the file."""
     kinds: dict[str, type[_Row]] = {
         "bases": _BaseRow,
+        "snapshot": _SnapshotRow,
         "toolkits": _ToolkitRow,
         "engines": _EngineRow,
         "targets": _TargetRow,
@@ -658,7 +676,7 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     kind: type[_Row] = _MatrixFile
     for part in location:
         kind = kinds.get(str(part), kind)
-    if location[:1] == ("bases",) and kind is _SourceRow:
+    if location[:1] in (("bases",), ("snapshot",)) and kind is _SourceRow:
         kind = _BaseSourceRow
     return list(kind.model_fields)
 

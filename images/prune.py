@@ -1,6 +1,7 @@
 """Gives back what builds left behind, and touches nothing that could be somebody else's.
 
-Ours are: images without a name that carry our label, the archives below .make, and, when asked for, records of
+Ours are: images without a name that carry our label, the archives below .make, temporary locks there whose image is
+gone, and, when asked for, records of
 the builder's cache whose instruction stands in a rendered Dockerfile or names a path that only our images have.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from images import bake, build, docker
+from images import bake, build, docker, packages
 
 LABEL = "io.appliance.cell"
 FOLDERS = (build.ARCHIVES, bake.ARCHIVES)
@@ -37,7 +38,7 @@ class Leftover:
 
 def prune(root: Path, engine: docker.Engine, *, with_cache: bool, is_dry: bool) -> list[Leftover]:
     """What was found, and whether it is gone; a dry run only finds."""
-    found = [*_archives(root, is_dry=is_dry), *_images(engine, is_dry=is_dry)]
+    found = [*_archives(root, is_dry=is_dry), *_images(engine, is_dry=is_dry), *_locks(root, engine, is_dry=is_dry)]
     return found + (_cache(root, engine, is_dry=is_dry) if with_cache else [])
 
 
@@ -59,6 +60,19 @@ def _archives(root: Path, *, is_dry: bool) -> Iterator[Leftover]:
     before_s = time.time() - ARCHIVE_AGE_S
     for path in sorted(path for folder in FOLDERS for path in (root / folder).glob("*")):
         if not path.is_file() or path.is_symlink() or not ARCHIVE.match(path.name) or path.stat().st_mtime > before_s:
+            continue
+        size_bytes = path.stat().st_size
+        if not is_dry:
+            path.unlink()
+        yield Leftover(what=path.relative_to(root).as_posix(), size_bytes=size_bytes, is_gone=not is_dry)
+
+
+def _locks(root: Path, engine: docker.Engine, *, is_dry: bool) -> Iterator[Leftover]:
+    """A younger one may be of a build that runs now."""
+    before_s = time.time() - ARCHIVE_AGE_S
+    for path in sorted((root / build.ARCHIVES).glob(packages.path_for("*").name)):
+        build_id = path.name.partition(".")[0]
+        if path.stat().st_mtime > before_s or engine.images_labelled({build.BUILD_ID_LABEL: build_id}):
             continue
         size_bytes = path.stat().st_size
         if not is_dry:

@@ -44,6 +44,7 @@ class Reproduction:
     first: str  # manifest digests
     second: str
     difference: Difference | None
+    is_locked: bool = True  # False: both of the newest Debian packages, since the lock could not be met
 
     @property
     def is_same(self) -> bool:
@@ -77,7 +78,7 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
     finally:
         for archive in archives:
             archive.unlink(missing_ok=True)
-    return Reproduction(cell=job.cell.id, first=first, second=second, difference=difference)
+    return Reproduction(cell=job.cell.id, first=first, second=second, difference=difference, is_locked=job.is_locked)
 
 
 @dataclass(frozen=True, kw_only=True)

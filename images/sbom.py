@@ -29,7 +29,7 @@ from spdx_tools.spdx.validation.document_validator import validate_full_spdx_doc
 from spdx_tools.spdx.writer.json.json_writer import write_document_to_stream
 
 from images import debian, docker
-from images.build import ARCHIVES, BUILD_ID_LABEL
+from images.build import ARCHIVES, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import LOCKS, Cell, Toolkit
 from images.tree import Entry, Tree, read_tree
@@ -39,6 +39,10 @@ CREATED_LABEL = "org.opencontainers.image.created"
 LICENSES_LABEL = "org.opencontainers.image.licenses"
 VERSION_LABEL = "org.opencontainers.image.version"
 IMAGE_ID = "SPDXRef-image"
+UNLOCKED = (
+    "not reproducible: no snapshot of Debian's archive could be reached, so its packages are those that were the "
+    "newest when it was built, and not those of the project's lock"
+)
 DOCUMENT_ID = "SPDXRef-DOCUMENT"
 
 # One file for all packages, or, in images made without dpkg, one for each.
@@ -399,6 +403,7 @@ def _image_package(cell: Cell, image: docker.Image) -> Package:
         checksums=[Checksum(ChecksumAlgorithm.SHA256, image.id.removeprefix("sha256:"))],
         license_declared=spdx_licensing.parse(licenses) if licenses else SpdxNoAssertion(),
         license_comment="of this project and its engine; each package below has its own",
+        comment=UNLOCKED if image.labels.get(REPRODUCIBLE_LABEL) == "no" else None,
         primary_package_purpose=PackagePurpose.CONTAINER,
     )
 

@@ -97,7 +97,7 @@ def choose(
 
 
 def build_command(cell: Cell) -> str:
-    return f"python -m images build --only {cell.id} --base auto"
+    return f"python3 -m images build --only {cell.id} --base auto"
 
 
 def of_engine(matrix: Matrix, engine: str) -> Matrix:

@@ -21,8 +21,8 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, cpu_kernels, debian, docker, gate, licenses, render, wheel_gaps
-from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL
+from images import compat, cpu_kernels, debian, docker, gate, licenses, packages, render, wheel_gaps
+from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
@@ -111,7 +111,7 @@ class Evidence:
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
     kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
-    debian: debian.Lock | None = None  # of its base
+    debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
 
     @property
@@ -173,7 +173,9 @@ def gather(
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
-        debian=debian.load(root, cell.base, platform),
+        debian=packages.load(root, found.labels.get(BUILD_ID_LABEL, ""))
+        if _is_unlocked(found.labels)
+        else debian.load(root, cell.base, platform),
         asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
     )
 
@@ -392,12 +394,12 @@ def check_engine_facts(evidence: Evidence) -> Check:
     is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
     pairs = cell_pairs(evidence.cell)
     is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
+    built = engine.cpu_variants.get(evidence.platform)
+    variants = [each.name for each in facts.cpu_variants]
+    is_complete = is_complete and sorted(variants) == sorted(built.built if built else ())
     ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
-    return Check(
-        name=name,
-        ok=ok,
-        detail=f"{said}, {len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs",
-    )
+    counts = f"{len(facts.flags)} flags, {len(facts.kv_types)} KV types, {len(facts.kv_pairs)} pairs"
+    return Check(name=name, ok=ok, detail=f"{said}, {counts}, CPU variants: {', '.join(variants) or 'none'}")
 
 
 def cell_pairs(cell: Cell) -> tuple[str, ...]:
@@ -477,12 +479,22 @@ def check_byte_code(evidence: Evidence) -> Check:
 
 
 def check_debian(evidence: Evidence) -> Check:
-    """What the runtime stage installed is what the Debian lock says, package by package."""
+    """What the runtime stage installed is what the Debian lock says, package by package; or else the temporary lock."""
+    name = "Debian packages as locked"
+    if _is_unlocked(evidence.labels) and evidence.debian is None:
+        path = packages.path_for(evidence.labels.get(BUILD_ID_LABEL, ""))
+        return Check(name=name, ok=False, detail=f"the temporary lock that it was built of is not here: {path}")
     image, base = (_packages(files.get(STATUS)) for files in (evidence.tree.files, evidence.tree.base))
     digest = evidence.labels.get("org.opencontainers.image.base.digest", "")
     wrong = debian.faults(evidence.cell, evidence.debian, evidence.asked, image=image, base=base, identity=digest)
     detail = f"{'; '.join(wrong[:5])}{_more(wrong)}" if wrong else f"{len(image)} installed, none moved"
-    return Check(name="Debian packages as locked", ok=bool(image) and not wrong, detail=detail)
+    if evidence.debian and _is_unlocked(evidence.labels):
+        detail = f"of a temporary lock, {evidence.debian.archive_date}, since the project's was not met: {detail}"
+    return Check(name=name, ok=bool(image) and not wrong, detail=detail)
+
+
+def _is_unlocked(labels: Mapping[str, str]) -> bool:
+    return labels.get(REPRODUCIBLE_LABEL) == "no"
 
 
 def check_size(evidence: Evidence) -> Check:

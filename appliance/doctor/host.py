@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.checks import check_isa
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.errors import FatalError
-from appliance.image_facts import ImageFacts
+from appliance.plan import Kernels, RuledOut
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
@@ -20,9 +19,16 @@ SWAPPED_MIB = 1024  # more than what sleeping services are pushed out with
 SHM_MIB = 1024  # what GPUs exchange through it is tens of MiB a pair; Docker's default of 64 is too little
 
 
-def host_checks(root: Path, settings: Settings, image: ImageFacts | None, hardware: Hardware) -> Iterator[Check]:
-    """`root` is where /proc and /sys lie."""
-    yield _cpu(image, hardware)
+def host_checks(
+    root: Path,
+    settings: Settings,
+    hardware: Hardware,
+    kernels: Kernels | FatalError | None,
+    ruled_out: RuledOut | None = None,
+) -> Iterator[Check]:
+    """`root` is where /proc and /sys lie. `kernels` are those that a start would serve with, or what it would end with;
+    None: the image does not tell."""
+    yield _cpu(hardware, kernels, ruled_out or RuledOut())
     yield _quota(hardware)
     yield _memory(hardware)
     yield _memlock(settings, hardware)
@@ -31,14 +37,18 @@ def host_checks(root: Path, settings: Settings, image: ImageFacts | None, hardwa
     yield _hugepages(root)
 
 
-def _cpu(image: ImageFacts | None, hardware: Hardware) -> Check:
+def _cpu(hardware: Hardware, kernels: Kernels | FatalError | None, ruled_out: RuledOut) -> Check:
+    if isinstance(kernels, FatalError):
+        return failed("cpu", kernels)
     cpu = hardware.cpu
-    if image is not None:
-        try:
-            check_isa(image, hardware)
-        except FatalError as error:
-            return failed("cpu", error)
-    return passed("cpu", f"{cpu.model_name or 'unnamed'}; {' '.join(cpu.isa) or 'no vector extensions known'}")
+    seen = f"{cpu.model_name or 'unnamed'}; {' '.join(cpu.isa) or 'no vector extensions known'}"
+    if kernels is None or kernels.variant is None:
+        return passed("cpu", seen)
+    seen += f"; kernels: {kernels.variant}"
+    if not ruled_out.seen:
+        return passed("cpu", seen)
+    out = "; ".join(f"{name}: {why}" for name, why in sorted(ruled_out.seen.items()))
+    return warned("cpu", f"{seen}; ruled out: {out}", f"to let them be tried again remove {ruled_out.where}")
 
 
 def _quota(hardware: Hardware) -> Check:

@@ -16,7 +16,7 @@ from appliance.engines.llama_server import BINARY
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models, read_model, resolve_model
-from appliance.plan import Plan, explain_memory, plan
+from appliance.plan import Kernels, Plan, explain_memory, plan
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
@@ -69,11 +69,11 @@ def port_check(settings: Settings) -> Check:
     return passed("port", f"{seen} is free")
 
 
-def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts) -> Check:
+def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts, cpu_variant: str | None = None) -> Check:
     """Starts it for its version: what was written at build must be what is there."""
     binary = settings.engine_dir / BINARY
     try:
-        found = query_facts(binary)
+        found = query_facts(binary, {"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else None)
     except OSError as error:
         message = f"the engine cannot be started: {binary}: {error.strerror}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
@@ -90,7 +90,7 @@ def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts) -> 
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware
+    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, kernels: Kernels | None = None
 ) -> Iterator[tuple[Check, Plan | None]]:
     """Whether there is one, can be read and fits; the plan for it where there is one."""
     recipe = image.recipe.file if image.recipe else None
@@ -105,7 +105,7 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        best = plan(settings, image, engine, hardware, model)[0]
+        best = plan(settings, image, engine, hardware, model, kernels=kernels)[0]
     except FatalError as error:
         yield failed("model fits", error), None
         return

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from appliance.errors import (
+    CpuBackendError,
     CpuUnsupportedError,
     DriverTooOldError,
     EngineArgumentsError,
@@ -59,8 +60,13 @@ _MORE = "give the container more memory, or use a smaller --ctx-size or model"
 _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
     (
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error"
-        r"|version `\S+' not found|no backends are loaded|no CPU backend found",
+        r"|version `\S+' not found",
         EngineLibraryError,
+        _REBUILD,
+    ),
+    (
+        r"no backends are loaded|no CPU backend found|CPU backend is not loaded",
+        CpuBackendError,
         _REBUILD,
     ),
     (

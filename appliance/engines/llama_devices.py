@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.engines.llama_server import BINARY, gpu_environment
 from appliance.run import RunTimeout, run
+from appliance.values import dataclass
 
 BACKEND = "libggml-cuda.so"
 TIMEOUT_S = 60.0  # a cold driver wakes its GPUs one after another
@@ -29,10 +29,15 @@ class Devices:
 
 
 def query_devices(
-    engine_dir: Path, cache_dir: Path, *, driver_dir: Path | None = None, timeout_s: float = TIMEOUT_S
+    engine_dir: Path,
+    cache_dir: Path,
+    *,
+    driver_dir: Path | None = None,
+    cpu_variant: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Devices:
     """Asks the engine, which makes a CUDA context on each GPU. Its trouble is in `said`; nothing is raised for it."""
-    environment = gpu_environment(engine_dir, cache_dir, driver_dir)
+    environment = gpu_environment(engine_dir, cache_dir, driver_dir, cpu_variant=cpu_variant)
     try:
         done = run((str(engine_dir / BINARY), "--list-devices"), timeout_s=timeout_s, environment=environment)
     except RunTimeout:
@@ -54,6 +59,7 @@ def query_devices_once(
     driver: str | None,
     uuids: tuple[str, ...],
     driver_dir: Path | None = None,
+    cpu_variant: str | None = None,
 ) -> Devices:
     """As `query_devices`, but what was found is believed while driver and GPUs stay: asking delays every start.
 
@@ -64,7 +70,7 @@ def query_devices_once(
     with suppress(OSError):  # never asked
         if names := parse_kept(path.read_text(encoding="utf-8", errors="replace")):
             return Devices(names=names)
-    found = query_devices(engine_dir, cache_dir, driver_dir=driver_dir)
+    found = query_devices(engine_dir, cache_dir, driver_dir=driver_dir, cpu_variant=cpu_variant)
     if found.names:
         with suppress(OSError):  # a full volume: the next start asks again
             path.write_text("".join(f"{name}\n" for name in found.names), encoding="utf-8")

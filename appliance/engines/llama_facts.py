@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import yaml
+
 from appliance.errors import EngineArgumentsError, EngineLibraryError
-from appliance.image_facts import EngineFacts
+from appliance.image_facts import CpuVariant, EngineFacts
 from appliance.run import run
 
 TIMEOUT_S = 30.0
+_VARIANTS = Path(__file__).with_name("cpu_variants.yaml")
+_CPU_BACKEND = re.compile(r"libggml-cpu-(.+)\.so")
 
 
-def query_facts(binary: Path) -> EngineFacts:
-    """Raises EngineLibraryError when the binary does not run, EngineArgumentsError when it says something unknown."""
+def query_facts(binary: Path, environment: Mapping[str, str] | None = None) -> EngineFacts:
+    """`environment` is the whole of the binary's. Raises EngineLibraryError when it does not run, EngineArgumentsError
+    when it says something unknown."""
     backends = tuple(sorted(path.name for path in binary.parent.glob("libggml-*.so") if path.name != "libggml-base.so"))
-    return parse_facts(version=_said(binary, "--version"), usage=_said(binary, "--help"), backends=backends)
+    around = environment or {}
+    said, usage = _said(binary, "--version", around), _said(binary, "--help", around)
+    return parse_facts(version=said, usage=usage, backends=backends)
 
 
-def _said(binary: Path, flag: str) -> str:
+def _said(binary: Path, flag: str, environment: Mapping[str, str]) -> str:
     # Without our LD_LIBRARY_PATH, as when it serves: the loader would look there before it looks beside the binary.
-    done = run((str(binary), flag), timeout_s=TIMEOUT_S, environment={})
+    done = run((str(binary), flag), timeout_s=TIMEOUT_S, environment=environment)
     if done.returncode != 0:
         message = f"engine does not answer {flag}: {binary}: exit code {done.returncode}: {done.stderr.strip()[-500:]}"
         raise EngineLibraryError(message, hint="run ldd on it: a library is missing, or the CPU is too old")
@@ -41,7 +49,25 @@ def parse_facts(*, version: str, usage: str, backends: tuple[str, ...] = ()) -> 
         kv_types=parse_kv_types(usage),
         backends=backends,
         split_modes=parse_split_modes(usage),
+        cpu_variants=parse_variants(backends, _VARIANTS.read_text(encoding="utf-8")) if backends else (),
     )
+
+
+def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...]:
+    """Of `libggml-cpu-haswell.so` and its like, the fastest last; `table` is cpu_variants.yaml.
+
+    Raises EngineArgumentsError for a file of which the table tells nothing: it would be served by nobody.
+    """
+    there = {found[1] for name in backends if (found := _CPU_BACKEND.fullmatch(name))}
+    known = {
+        name: tuple(flag for feature in features for flag in rows["features"][feature])
+        for rows in yaml.safe_load(table).values()
+        for name, features in rows["variants"].items()
+    }
+    if unknown := sorted(there - known.keys()):
+        message = f"nobody knows what these CPU variants of the engine need: {', '.join(unknown)}"
+        raise EngineArgumentsError(message, hint=f"add them to {_VARIANTS.name}, from the engine's CMakeLists.txt")
+    return tuple(CpuVariant(name=name, isa=isa) for name, isa in known.items() if name in there)
 
 
 def parse_flags(usage: str) -> tuple[str, ...]:

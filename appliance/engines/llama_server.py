@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.command import Command, Readiness
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
+from appliance.values import dataclass
 
 BINARY = "llama-server"
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
@@ -182,14 +182,20 @@ async def _never() -> bool:
 def environment(plan: Plan, engine_dir: Path, cache_dir: Path, driver_dir: Path | None = None) -> dict[str, str]:
     """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
     if not plan.placement.shares:
-        return _base(cache_dir)
+        return cpu_environment(cache_dir, plan.cpu_variant)
     ids = ",".join(share.id for share in plan.placement.shares)
-    return gpu_environment(engine_dir, cache_dir, driver_dir) | {"CUDA_VISIBLE_DEVICES": ids}
+    found = gpu_environment(engine_dir, cache_dir, driver_dir, cpu_variant=plan.cpu_variant)
+    return found | {"CUDA_VISIBLE_DEVICES": ids}
 
 
-def gpu_environment(engine_dir: Path, cache_dir: Path, driver_dir: Path | None) -> dict[str, str]:
+def gpu_environment(
+    engine_dir: Path, cache_dir: Path, driver_dir: Path | None, *, cpu_variant: str | None = None
+) -> dict[str, str]:
     """With every GPU to be seen."""
-    found = _base(cache_dir) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_CACHE_PATH": str(cache_dir / "cuda")}
+    found = cpu_environment(cache_dir, cpu_variant) | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_CACHE_PATH": str(cache_dir / "cuda"),
+    }
     if driver_dir is not None:
         # The engine's own folder first: its libraries carry it as DT_RUNPATH, which comes after this variable, and a
         # folder of drivers may hold a libcublas or a libggml of somebody else's.
@@ -197,8 +203,11 @@ def gpu_environment(engine_dir: Path, cache_dir: Path, driver_dir: Path | None) 
     return found
 
 
-def _base(cache_dir: Path) -> dict[str, str]:
-    return {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
+def cpu_environment(cache_dir: Path, cpu_variant: str | None) -> dict[str, str]:
+    """With a variant the engine opens that one and no other (images/patches/llama-cpu-choice.patch); without, the one
+    that scores highest by cpuid."""
+    found = {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
+    return found | ({"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +242,7 @@ _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
 _KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
+_COPIES = ("CPU_REPACK", "AMX")  # layouts of the CPU backend's own
 _GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
 
 
@@ -250,7 +260,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
             continue  # the draft's context, sized anew: its first buffer stands above, and is gone
         sums[kind] += size
         sums["mapped"] += size if place.endswith("_Mapped") else 0.0
-        sums["repacked"] += size if place == "CPU_REPACK" else 0.0
+        sums["repacked"] += size if place in _COPIES else 0.0
         if _GPU.fullmatch(place):
             devices[place] = devices.get(place, 0.0) + size
     return Allocated(**sums, devices=tuple(sorted(devices.items())))

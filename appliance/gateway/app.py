@@ -1,30 +1,44 @@
-"""Which path is answered by what. FastAPI carries the routes; none of them is modelled, none is documented by it."""
+"""Which path is answered by what: the data path and the health routes here, as bare ASGI, all else by FastAPI.
+
+FastAPI, with pydantic, takes as long to import as a small model takes to load. What the first token does not need is
+imported with the first request for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from http import HTTPStatus
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from typing import TYPE_CHECKING
 
 from appliance.gateway.auth import Keys, RequireKey
 from appliance.gateway.engine import Engine
-from appliance.gateway.forward import EngineEndpoint
+from appliance.gateway.forward import EngineEndpoint, Reply
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.progress import Phase, Progress
-from appliance.gateway.refusal import Refusal
+from appliance.gateway.refusal import Refusal, internal_error
 from appliance.gateway.routes import ENGINE_ROUTES
 from appliance.gateway.traffic import Traffic
 
-Document = Callable[[], dict[str, Any]]
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from appliance.gateway.own import Action, Document
+
+Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
+
+
+class App:
+    """The gateway's ASGI application, and what moves in it."""
+
+    def __init__(self, asgi: ASGIApp, traffic: Traffic, engine: Engine) -> None:
+        self._asgi = asgi
+        self.traffic = traffic
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._asgi(scope, receive, send)
 
 
 def create_app(
@@ -33,100 +47,119 @@ def create_app(
     keys: Keys | None,
     progress: Callable[[], Progress],
     documents: Mapping[str, Document],
+    actions: Mapping[str, Action] | None = None,
+    models: Document | None = None,
     max_body_mib: int = 64,
     engine_restarts: Callable[[], int] | None = None,
     tell_every_s: float = TELL_EVERY_S,
-) -> FastAPI:
-    """The gateway's application. `keys` None turns authentication off; `documents` are served as /appliance/v1/<name>.
+) -> App:
+    """`keys` None turns authentication off. `documents` are served as /appliance/v1/<name>, `actions` answer a POST
+    there. `models` is the list of models while the engine does not give its own.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
     traffic = Traffic()
     engine = Engine(socket_path)
     metrics = Metrics(traffic=traffic, progress=progress, engine_restarts=engine_restarts)
-    forwarded = [
-        Route(
-            route.path,
-            EngineEndpoint(
-                route,
-                engine=engine,
-                traffic=traffic,
-                progress=progress,
-                max_body_bytes=max_body_mib * 2**20,
-                tell_every_s=tell_every_s,
-            ),
-            methods=route.methods,
+    routes: dict[str, tuple[tuple[str, ...], Endpoint]] = {}
+    for route in ENGINE_ROUTES:
+        endpoint = EngineEndpoint(
+            route,
+            engine=engine,
+            traffic=traffic,
+            progress=progress,
+            max_body_bytes=max_body_mib * 2**20,
+            stand_in=models if route.upstream == "/v1/models" else None,
+            tell_every_s=tell_every_s,
         )
-        for route in ENGINE_ROUTES
-    ]
-    routes = [*forwarded, *_own_routes(metrics, traffic, progress, documents)]
-    known_paths = frozenset(route.path for route in routes)
-    middleware = [Middleware(Measured, metrics, known_paths)]
+        routes[route.path] = (route.methods, endpoint)
+    routes |= _health_routes(traffic, progress)
+    rest = _Rest(metrics, documents, actions or {})
+    door: ASGIApp = _Door(routes, rest)
     if keys is not None:
-        middleware.append(Middleware(RequireKey, keys))
-    app = FastAPI(
-        openapi_url=None,
-        redirect_slashes=False,
-        routes=list[BaseRoute](routes),
-        middleware=middleware,
-        lifespan=engine.lifespan,
-        exception_handlers={HTTPException: _on_http_error, Exception: _on_bug},
-        # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )
-    app.state.traffic = traffic
-    app.state.engine = engine
-    return app
+        door = RequireKey(door, keys)
+    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), traffic, engine)
 
 
-def _own_routes(
-    metrics: Metrics, traffic: Traffic, progress: Callable[[], Progress], documents: Mapping[str, Document]
-) -> list[Route]:
-    async def live(_: Request) -> Response:
-        return JSONResponse({"status": "live"})
+class _Door:
+    """Paths that are known here go to their endpoint, all others to the rest of the gateway."""
 
-    async def ready(_: Request) -> Response:
+    def __init__(self, routes: Mapping[str, tuple[tuple[str, ...], Endpoint]], rest: _Rest) -> None:
+        self._routes = routes
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        is_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, noted)
+        except Refusal as error:
+            await error.send(send)
+        except Exception:
+            if not is_started:  # the client gets no traceback; the server logs it
+                await internal_error().send(send)
+            raise
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        known = self._routes.get(scope["path"])
+        if known is None:
+            await (await self._rest.loaded())(scope, receive, send)
+            return
+        methods, endpoint = known
+        allowed = _with_head(methods)
+        if scope["method"] not in allowed:
+            detail = f"method not allowed: {scope['method']} {scope['path'][:200]}"
+            raise Refusal(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
+        await endpoint(scope, receive, send)
+
+
+def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({*methods, "HEAD"} if "GET" in methods else methods))
+
+
+class _Rest:
+    """Our own routes, made with FastAPI when the first of them is asked for."""
+
+    def __init__(self, metrics: Metrics, documents: Mapping[str, Document], actions: Mapping[str, Action]) -> None:
+        self._metrics = metrics
+        self._documents = documents
+        self._actions = actions
+        self._loading: asyncio.Task[ASGIApp] | None = None
+        self.paths = frozenset({"/metrics", *(f"/appliance/v1/{name}" for name in (*documents, *actions))})
+
+    async def loaded(self) -> ASGIApp:
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load())
+        # A client that leaves must not end it for the others.
+        return await asyncio.shield(self._loading)
+
+    async def _load(self) -> ASGIApp:
+        # In a thread: streams go on meanwhile.
+        return await asyncio.to_thread(self._make)
+
+    def _make(self) -> ASGIApp:
+        from appliance.gateway.own import create_own_app  # here: the first token after a start does not wait for it
+
+        return create_own_app(self._metrics, self._documents, self._actions)
+
+
+def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
+    async def live(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await Reply(send, "openai").document({"status": "live"})
+
+    async def ready(_scope: Scope, _receive: Receive, send: Send) -> None:
         now = Progress(phase=Phase.STOPPING) if traffic.is_closed else progress()
-        if now.is_held:
-            # Ready, since what is sent now is answered: a load balancer that took this appliance out for the seconds of
-            # a reload would refuse the very requests that are held so that nobody is refused.
-            return JSONResponse({**now.document(), "status": "ready"})
-        return JSONResponse({"status": "ready"}) if now.is_ready else JSONResponse(now.document(), status_code=503)
+        # Held is ready, since what is sent now is answered: a load balancer that took this appliance out for the
+        # seconds of a reload would refuse the very requests that are held so that nobody is refused.
+        status = 200 if now.is_ready or now.is_held else 503
+        document = {"status": "ready"} if now.is_ready else now.document()
+        await Reply(send, "openai").document({**document, "status": "ready"} if now.is_held else document, status)
 
-    async def scrape(_: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return [
-        Route("/health/live", live),
-        Route("/health/ready", ready),
-        Route("/health", ready),
-        Route("/metrics", scrape),
-        *(Route(f"/appliance/v1/{name}", _document(document)) for name, document in documents.items()),
-    ]
-
-
-def _document(document: Document) -> Callable[[Request], Any]:
-    async def show(_: Request) -> Response:
-        return JSONResponse(document())
-
-    return show
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router. No `Allow` of CORS, no list of what else there is."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    phrase = HTTPStatus(status).phrase
-    detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
-    headers = getattr(error, "headers", None) or {}
-    return _response(Refusal(status, phrase.lower().replace(" ", "_"), detail), headers)
-
-
-async def _on_bug(_request: Request, _error: Exception) -> Response:
-    """The client gets no traceback; the server logs it."""
-    return _response(Refusal(500, "internal_error", "the gateway failed on this request", kind="server_error"), {})
-
-
-def _response(error: Refusal, headers: Mapping[str, str]) -> Response:
-    return JSONResponse(
-        error.document(), status_code=error.status, headers={**headers, "x-appliance-error": error.code}
-    )
+    return {"/health/live": (("GET",), live), "/health/ready": (("GET",), ready), "/health": (("GET",), ready)}

@@ -8,18 +8,20 @@ frees the engine's slot.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
-
-import aiohttp
-from starlette.types import Receive, Scope, Send
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.gateway import headers, hold, refusal
 from appliance.gateway.engine import Engine
-from appliance.gateway.progress import Progress
+from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.refusal import Refusal
 from appliance.gateway.routes import Dialect, EngineRoute
 from appliance.gateway.traffic import Traffic
+from appliance.gateway.upstream import BrokenError, Response, UnreachableError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
@@ -46,8 +48,8 @@ class Reply:
         self.is_started = False
         self._is_events = False
 
-    async def start(self, response: aiohttp.ClientResponse) -> None:
-        await self._start(response.status, headers.to_client(response.raw_headers), is_events=is_stream(response))
+    async def start(self, response: Response) -> None:
+        await self._start(response.status, headers.to_client(response.headers), is_events=response.is_stream)
 
     async def _start(self, status: int, head: headers.RawHeaders, *, is_events: bool) -> None:
         self.is_started, self._is_events = True, is_events
@@ -63,6 +65,13 @@ class Reply:
         """What was said before; the server itself leaves the body out of a reply to HEAD."""
         await self._start(200, answer[0], is_events=False)
         await self.finish(answer[1])
+
+    async def document(self, document: dict[str, Any], status: int = 200) -> None:
+        """An answer of our own."""
+        body = json.dumps(document, separators=(",", ":")).encode()
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self._start(status, head, is_events=False)
+        await self.finish(body)
 
     async def write(self, chunk: bytes) -> None:
         self._last_chunk = chunk
@@ -92,9 +101,12 @@ class EngineEndpoint:
         traffic: Traffic,
         progress: Callable[[], Progress],
         max_body_bytes: int,
+        stand_in: Callable[[], dict[str, Any]] | None = None,
         tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
+        """`stand_in` answers in the engine's place while it does not serve yet, or no more."""
         self._route = route
+        self._stand_in = stand_in
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
@@ -106,8 +118,8 @@ class EngineEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(send, self._route.dialect)
         try:
-            # Without an answer to repeat it takes the engine to give one, as for work.
-            is_work = self._route.is_work or self._last_answer is None
+            # Without an answer to repeat, and nothing to stand in for it, it takes the engine to give one, as for work.
+            is_work = self._route.is_work or (self._last_answer is None and self._stand_in is None)
             with self._traffic.admitted(is_work=is_work) as must_end:
                 try:
                     await self._exchange(scope, receive, reply, must_end)
@@ -120,12 +132,25 @@ class EngineEndpoint:
             return
 
     async def _exchange(self, scope: Scope, receive: Receive, reply: Reply, must_end: asyncio.Future[None]) -> None:
+        if await self._has_stood_in(reply):
+            return
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise refusal.not_ready(progress)
         reading = read_body(receive, _declared_length(scope), self._max_body_bytes)
         body = await first_of(reading, must_end=must_end)
         await first_of(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
+
+    async def _has_stood_in(self, reply: Reply) -> bool:
+        """Whether the request was answered without the engine, which does not answer now."""
+        now = self._progress()
+        if self._stand_in is None or now.is_ready or now.phase in (Phase.STOPPING, Phase.FAILED):
+            return False
+        if not now.is_held or self._last_answer is None:
+            await reply.document(self._stand_in())
+        else:
+            await reply.repeat(self._last_answer)
+        return True
 
     async def _serve(self, scope: Scope, body: bytes, reply: Reply) -> None:
         progress = self._progress()
@@ -145,19 +170,19 @@ class EngineEndpoint:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
                 whole = await relay(response, reply)
                 if whole is not None and not self._route.is_work and response.status == 200:
-                    self._last_answer = headers.to_client(response.raw_headers), whole
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                    self._last_answer = headers.to_client(response.headers), whole
+        except UnreachableError as error:
             raise refusal.engine_died(503, "the engine cannot be reached; try again in a moment") from error
-        except (aiohttp.ClientError, OSError) as error:
+        except BrokenError as error:
             raise refusal.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: aiohttp.ClientResponse, reply: Reply) -> bytes | None:
+async def relay(response: Response, reply: Reply) -> bytes | None:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
 
     Returns the body where it was read whole.
     """
-    if reply.is_started and not is_stream(response):
+    if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
         raise refusal.of_engine(response.status, await response.read())
     length = None if reply.is_started else response.content_length
@@ -168,15 +193,10 @@ async def relay(response: aiohttp.ClientResponse, reply: Reply) -> bytes | None:
         return body
     if not reply.is_started:
         await reply.start(response)
-    async for chunk in response.content.iter_any():
+    async for chunk in response.chunks():
         await reply.write(chunk)
     await reply.finish()
     return None
-
-
-def is_stream(response: aiohttp.ClientResponse) -> bool:
-    """Whether an event of ours can be put into it."""
-    return response.content_type == "text/event-stream" and "content-encoding" not in response.headers
 
 
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:

@@ -42,11 +42,10 @@ NOT_FOR_CLIENT = HOP_BY_HOP | {b"server", b"date", b"set-cookie"}
 OF_A_STREAM: RawHeaders = ((b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream"))
 
 
-def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
+def to_engine(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The client's headers for the engine, without secrets and without what speaks of the client's connection."""
     dropped = NOT_FOR_ENGINE | _named_in_connection(headers)
-    kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name not in dropped]
-    return [*kept, ("accept-encoding", "identity")]
+    return [*((name, value) for name, value in headers if name not in dropped), (b"accept-encoding", b"identity")]
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:

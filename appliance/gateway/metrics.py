@@ -1,18 +1,22 @@
-"""What the gateway counts, for Prometheus. A registry of its own, so that two applications can live in one process."""
+"""What the gateway counts, for Prometheus.
+
+Plain figures until a scrape, which imports Prometheus' client library: the first token does not wait for it.
+"""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.traffic import Traffic
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # From a cached prompt on a GPU to a long prefill on a CPU.
@@ -22,44 +26,73 @@ CLIENT_LEFT = "499"
 """The status under which a request is counted whose client left before it was answered, as nginx does."""
 
 
+class Histogram:
+    """Seconds, by `BUCKETS_S` and one above them all."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and how many are not above it."""
+        bounds = [*map(str, BUCKETS_S), "+Inf"]
+        return [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+
+
 class Metrics:
     def __init__(
         self, *, traffic: Traffic, progress: Callable[[], Progress], engine_restarts: Callable[[], int] | None
     ) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "appliance_requests", "Requests answered", ("route", "method", "status"), registry=self._registry
-        )
-        self.duration = Histogram(
-            "appliance_request_duration_seconds",
-            "From the request's headers to the end of its answer",
-            ("route",),
-            buckets=BUCKETS_S,
-            registry=self._registry,
-        )
-        self.first_byte = Histogram(
-            "appliance_time_to_first_byte_seconds",
-            "From the request's headers to the first byte of its answer's body",
-            ("route",),
-            buckets=BUCKETS_S,
-            registry=self._registry,
-        )
-        in_flight = Gauge("appliance_requests_in_flight", "Requests with the engine now", registry=self._registry)
-        in_flight.set_function(lambda: traffic.running)
-        self._registry.register(_State(progress, engine_restarts))
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-
-class _State:
-    """What is asked for at the moment of a scrape."""
-
-    def __init__(self, progress: Callable[[], Progress], engine_restarts: Callable[[], int] | None) -> None:
+        self._traffic = traffic
         self._progress = progress
         self._engine_restarts = engine_restarts
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._durations: dict[str, Histogram] = {}
+        self._first_bytes: dict[str, Histogram] = {}
+
+    def answered(self, route: str, method: str, status: str, seconds: float) -> None:
+        self._requests[route, method, status] += 1
+        self._durations.setdefault(route, Histogram()).observe(seconds)
+
+    def began_answer(self, route: str, seconds: float) -> None:
+        self._first_bytes.setdefault(route, Histogram()).observe(seconds)
+
+    def text(self) -> bytes:
+        # Here: the first token after a start does not wait for it. A registry of its own, so that two applications can
+        # live in one process.
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
     def collect(self) -> Iterable[Metric]:
+        """What Prometheus' registry asks for at a scrape."""
+        # Here: imported with the first scrape, not at the start.
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        labels = ["route", "method", "status"]
+        requests = CounterMetricFamily("appliance_requests", "Requests answered", labels=labels)
+        for key, count in self._requests.items():
+            requests.add_metric(key, count)
+        yield requests
+        histograms = (
+            ("request_duration", "the end of its answer", self._durations),
+            ("time_to_first_byte", "the first byte of its answer's body", self._first_bytes),
+        )
+        for name, end, by_route in histograms:
+            words = f"From the request's headers to {end}"
+            family = HistogramMetricFamily(f"appliance_{name}_seconds", words, labels=["route"])
+            for route, histogram in by_route.items():
+                family.add_metric([route], buckets=histogram.buckets(), sum_value=histogram.sum_s)
+            yield family
+        yield GaugeMetricFamily(
+            "appliance_requests_in_flight", "Requests with the engine now", value=self._traffic.running
+        )
         now = self._progress().phase
         phases = GaugeMetricFamily("appliance_phase", "1 for the phase that the appliance is in", labels=["phase"])
         for phase in Phase:
@@ -94,11 +127,10 @@ class Measured:
                 status = str(message["status"])
             elif is_waiting:
                 is_waiting = False
-                self._metrics.first_byte.labels(route).observe(time.perf_counter() - began)
+                self._metrics.began_answer(route, time.perf_counter() - began)
             await send(message)
 
         try:
             await self._app(scope, receive, counted)
         finally:
-            self._metrics.requests.labels(route, method, status).inc()
-            self._metrics.duration.labels(route).observe(time.perf_counter() - began)
+            self._metrics.answered(route, method, status, time.perf_counter() - began)

@@ -74,6 +74,10 @@ def body_too_large(limit_bytes: int) -> Refusal:
     return Refusal(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
 
 
+def internal_error() -> Refusal:
+    return Refusal(500, "internal_error", "the gateway failed on this request", kind="server_error")
+
+
 def shutting_down() -> Refusal:
     return Refusal(503, "shutting_down", "the appliance is stopping", kind="service_unavailable")
 

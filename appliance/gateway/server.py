@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
 
 from appliance.errors import ConfigError
+from appliance.gateway.app import App
 from appliance.gateway.engine import Engine
 from appliance.gateway.traffic import Traffic
 
@@ -42,7 +42,7 @@ class Gateway:
         self.port = port
 
     @classmethod
-    async def open(cls, app: FastAPI, host: str, port: int) -> Gateway:
+    async def open(cls, app: App, host: str, port: int) -> Gateway:
         """Binds at once and serves in the running loop; raises ConfigError when it cannot. Port 0: any free one."""
         listener = await bind(host, port)
         config = uvicorn.Config(
@@ -50,7 +50,7 @@ class Gateway:
             http="httptools",
             loop="none",
             ws="none",
-            lifespan="on",
+            lifespan="off",
             access_log=False,
             log_config=None,
             log_level="error",
@@ -66,7 +66,7 @@ class Gateway:
         if serving.done():
             listener.close()
             await serving
-        return cls(server, serving, app.state.traffic, app.state.engine, listener.getsockname()[1])
+        return cls(server, serving, app.traffic, app.engine, listener.getsockname()[1])
 
     async def drain(self, drain_s: float) -> None:
         """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the

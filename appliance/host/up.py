@@ -1,5 +1,7 @@
 """python -m appliance.host.up: follows a container until it serves, asks it one question, and says what was chosen.
 
+With `--wait tuned` measuring begins at once, and the question is asked when the best plan serves.
+
 Progress goes to stderr, the result to stdout. Ends with the container's own exit code when it ends first.
 """
 
@@ -26,13 +28,14 @@ from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 QUESTION = "In one sentence: what is a lighthouse for?"
 INNER_PORT = "11435/tcp"
 POLL_S = 0.25
+_STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "from_profile", "tuning"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     err = Console(stderr=True, highlight=False)
     try:
-        return _tell(options.container, options.question, err)
+        return _tell(options, err)
     except FatalError as error:
         err.print(f"error: {error.message}", markup=False, soft_wrap=True)
         if error.hint:
@@ -42,13 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _tell(name: str, question: str, err: Console) -> int:
+def _tell(options: argparse.Namespace, err: Console) -> int:
     """ConfigError when there is no such container, or no longer, or when Docker itself fails."""
+    name = options.container
     try:
         container = docker.from_env().containers.get(name)
         code = _follow(container, err)
+        if code is None and options.wait == "tuned":
+            code = _follow_tuning(container, err)
         if code is None:
-            print(_report(container, question))
+            print(_report(container, options.question))
         return code or 0
     except docker.errors.NotFound as error:
         message = f"no such container: {name}"
@@ -62,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m appliance.host.up", description=__doc__)
     parser.add_argument("container", metavar="CONTAINER", help="name or id")
     parser.add_argument("--question", metavar="TEXT", default=QUESTION, help="what to ask it once it serves")
+    parser.add_argument("--wait", choices=("tuned",), help="measure at once, and wait until the best plan serves")
     return parser
 
 
@@ -83,6 +90,40 @@ def _follow(container: Container, err: Console) -> int | None:
                 err.print(words, markup=False, soft_wrap=True)
             said = words
             time.sleep(POLL_S)
+
+
+def _follow_tuning(container: Container, err: Console) -> int | None:
+    """None once the best plan serves; its exit code when it ended. Raises ConfigError where nothing is measured, and
+    EngineNotReadyError where measuring came to no plan."""
+    headers = {"Authorization": f"Bearer {_key(container)}"}
+    with Status("measuring", console=err) as status:
+        said = ""
+        while True:
+            container.reload()
+            if container.status in ("exited", "dead", "restarting"):
+                return _ended(container, err)
+            # Asked again each time: a container that was restarted meanwhile has forgotten it. 200 is measured.
+            answer = _request(container, "POST", "/appliance/v1/tuning", headers, "{}")
+            if answer.get("state") == "measured":
+                return None
+            _raise_if_refused(answer, container)
+            measured = len(_get(container, "/appliance/v1/tuning", headers).get("measurements", ()))
+            words = f"measuring: {measured} measurements so far"
+            status.update(words)
+            if not err.is_terminal and words != said:
+                err.print(words, markup=False)
+            said = words
+            time.sleep(POLL_S)
+
+
+def _raise_if_refused(answer: Mapping[str, Any], container: Container) -> None:
+    error = answer.get("error")
+    if not isinstance(error, dict):
+        return
+    message = f"waiting for measuring has no end: {error.get('message')}"
+    if error.get("code") == "tuning_off":
+        raise ConfigError(message, hint="make up WAIT=tuned APPLIANCE_TUNE=idle, or make up without WAIT")
+    raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
 
 
 def _ended(container: Container, err: Console) -> int:
@@ -112,10 +153,25 @@ def _report(container: Container, question: str) -> str:
         "model": f"{status['model']}, context {status['context']:,}",
         "key": f"docker exec {container.name} appliance key",
         "chosen": status["chosen"],
-        "speed": status["speed"] or "not measured",
-        "found": "in the profile on the volume" if status["from_profile"] else "by measuring, just now",
+        "speed": _speed(status),
+        "found": _found(status),
     }
     return "\n".join(f"{name:<9} {value}" for name, value in rows.items())
+
+
+def _speed(status: Mapping[str, Any]) -> str:
+    if status["speed"]:
+        return str(status["speed"])
+    return f"predicted: {status['predicted_speed']}" if status["predicted_speed"] else "not measured"
+
+
+def _found(status: Mapping[str, Any]) -> str:
+    goes_on = status["tuning"] in ("waiting", "measuring")
+    if not status["speed"]:
+        later = "measuring goes on while nobody asks, and the best plan takes over; `make up WAIT=tuned` waits for it"
+        return f"by prediction; {later}" if goes_on else "by prediction; nothing is measured"
+    where = "in the profile on the volume" if status["from_profile"] else "by measuring, just now"
+    return f"{where}; measured again while nobody asks" if goes_on else where
 
 
 def _key(container: Container) -> str:
@@ -128,7 +184,7 @@ def _key(container: Container) -> str:
 
 def _status(container: Container, headers: Mapping[str, str]) -> dict[str, Any]:
     status = _get(container, "/appliance/v1/status", headers)
-    if missing := {"model", "context", "chosen", "speed", "from_profile"} - status.keys():
+    if missing := _STATUS - status.keys():
         message = (
             f"the container does not tell its state: no {', '.join(sorted(missing))} in {json.dumps(status)[:500]}"
         )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from appliance.engines.endings import as_error
 from appliance.errors import FatalError
@@ -54,11 +53,18 @@ class IdleTuner(Generic[P]):
         self._settle_s = settle_s
         self._best: P | None = None
         self._is_given_up = False
+        self._hurry = asyncio.Event()
+        self.is_busy = False
         self._was_told = False
         # Idle periods are told apart by how many requests came before them.
         self._measured_in: int | None = None
         self._reloaded_in: int | None = None
         self._began = time.monotonic()
+
+    def begin_now(self) -> None:
+        """Somebody waits for the result: from here on no idle period is waited for, only the end of a request."""
+        self._idle_s = self._settle_s = 0.0
+        self._hurry.set()
 
     async def run(self) -> None:
         """Returns when the best plan serves, or none could be found. Raises FatalError when the engine that was
@@ -77,7 +83,8 @@ class IdleTuner(Generic[P]):
             step = decide(self._situation(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
             if step.do is Do.END:
                 return
-            if step.do is not Do.WAIT:
+            self.is_busy = step.do is not Do.WAIT
+            if self.is_busy:
                 await steps[step.do]()
                 continue
             if why:
@@ -88,9 +95,15 @@ class IdleTuner(Generic[P]):
         if self._traffic.running:
             await self._traffic.until_idle(timeout_s)
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._traffic.until_arrival()
+        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(self._traffic.until_arrival())}
+        if not self._hurry.is_set():
+            waiting.add(asyncio.create_task(self._hurry.wait()))
+        try:
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     def _situation(self, *, has_room: bool) -> Situation:
         traffic = self._traffic

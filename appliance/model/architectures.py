@@ -8,8 +8,9 @@ A new pin means reading these again; an architecture that is not here is never r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from appliance.values import dataclass
 
 RecurrentRule = Literal["every layer", "no KV heads", "no KV heads and no feed-forward", "interval", "beside attention"]
 StateRule = Literal["ssm", "ssm ungrouped", "wkv", "shortconv", "kda", "lightning"]

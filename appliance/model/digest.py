@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
+from appliance.values import dataclass
 
 SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024

@@ -6,7 +6,6 @@ without speculation and says so only in its log. So they are compared here first
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.errors import ConfigError
@@ -14,6 +13,7 @@ from appliance.model.facts import Model, parse_facts
 from appliance.model.find import resolve_model
 from appliance.model.gguf import Gguf, Value, read_texts
 from appliance.model.parts import read_whole
+from appliance.values import dataclass
 
 SIZES_APART = 128  # SPEC_VOCAB_MAX_SIZE_DIFFERENCE: vocabularies are padded
 FIRST_COMPARED = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: before it are <unk>, <s> and the like

@@ -5,9 +5,10 @@ Keys and their defaults are those of llama.cpp's `llama_model_base::load_hparams
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,14 +23,27 @@ from appliance.model.stack import (
     parse_weights,
     why_unsupported,
 )
+from appliance.values import dataclass
 
 LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
 _POOLING_NONE = 0
-_REPACK_ROWS = 8  # ggml-cpu/repack.cpp takes matrices whose number of rows is a multiple of this
+_MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
 
 CacheKind = Literal["attention", "unsupported"]
 Format = Literal["gguf", "safetensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """All matrices of one kind: weights that are multiplied with, which a CPU's kernels may want in another layout."""
+
+    type_name: str  # ggml's
+    rows_by: int  # largest power of two up to 32 that divides the number of rows
+    columns_by: int
+    is_bank: bool  # of experts, of which a token uses some
+    is_tied: bool  # the token embedding, which is loaded once more as the output
+    size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +65,7 @@ class Model:
     weights_bytes: int
     bytes_by_type: tuple[tuple[str, int], ...]  # ggml type and bytes, largest first
     quantization: str  # the type that holds most bytes
-    repackable_by_type: tuple[tuple[str, int], ...]  # matrices of a shape that the CPU backend can copy into its own
+    matrices: tuple[Matrices, ...]
     layers: int
     embedding_length: int
     feed_forward_length: int  # the largest of all layers, experts not counted where there is a dense one; 0: none
@@ -113,7 +127,7 @@ def parse_facts(gguf: Gguf) -> Model:
         weights_bytes=sum(tensor.size_bytes for tensor in gguf.tensors),
         bytes_by_type=_bytes_by_type(gguf.tensors),
         quantization=_bytes_by_type(gguf.tensors)[0][0],
-        repackable_by_type=_bytes_by_type(_repackable(gguf)),
+        matrices=_matrices(gguf.tensors),
         layers=layers,
         embedding_length=embedding_length,
         feed_forward_length=_feed_forward_length(keys, layers),
@@ -193,16 +207,25 @@ def _is_embedding_model(keys: Keys) -> bool:
     )
 
 
-def _repackable(gguf: Gguf) -> list[Tensor]:
-    """Matrices, and banks of experts, that are multiplied with; a tied embedding is loaded once more as the output."""
-    is_tied = _is_tied(gguf.tensors)
-    return [
-        tensor
-        for tensor in gguf.tensors
-        if len(tensor.shape) == (3 if "_exps." in tensor.name else 2)
-        and tensor.shape[1] % _REPACK_ROWS == 0
-        and (not tensor.name.startswith(LOOKED_UP) or (is_tied and tensor.name == "token_embd.weight"))
-    ]
+def _matrices(tensors: tuple[Tensor, ...]) -> tuple[Matrices, ...]:
+    """Of two dimensions, and banks of experts; what is only looked up is none."""
+    has_tied = _is_tied(tensors)
+    sums: defaultdict[Matrices, int] = defaultdict(int)
+    for tensor in tensors:
+        is_bank = "_exps." in tensor.name
+        is_tied = has_tied and tensor.name == "token_embd.weight"
+        if len(tensor.shape) != (3 if is_bank else 2) or (tensor.name.startswith(LOOKED_UP) and not is_tied):
+            continue
+        kind = Matrices(
+            type_name=tensor.type_name,
+            rows_by=math.gcd(tensor.shape[1], _MULTIPLE),
+            columns_by=math.gcd(tensor.shape[0], _MULTIPLE),
+            is_bank=is_bank,
+            is_tied=is_tied,
+            size_bytes=0,
+        )
+        sums[kind] += tensor.size_bytes
+    return tuple(replace(kind, size_bytes=size) for kind, size in sums.items())
 
 
 def _bytes_by_type(tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:

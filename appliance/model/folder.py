@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> Model:
         weights_bytes=sum(tensor.size_bytes for tensor in tensors),
         bytes_by_type=by_type,
         quantization=config.quantization() or _quantization_beside(folder) or by_type[0][0],
-        repackable_by_type=(),
+        matrices=(),
         layers=trunk + drafts,
         embedding_length=config.number("width", low=1),
         feed_forward_length=config.number("feed_forward", default=0),

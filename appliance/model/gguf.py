@@ -11,12 +11,12 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from appliance.errors import ModelUnreadableError
 from appliance.model.ggml_types import GGML_TYPES, REMOVED_TYPES, GgmlType
+from appliance.values import dataclass
 
 # The largest vocabularies there are (262k tokens, 514k merges) need 15 MiB.
 HEADER_LIMIT_BYTES = 64 * 1024 * 1024

@@ -12,11 +12,11 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from appliance.errors import ModelUnreadableError
+from appliance.values import dataclass
 
 HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # 73,000 tensors of one GPTQ file need 10 MiB
 JSON_LIMIT_BYTES = 32 * 1024 * 1024  # the index of 140,000 tensors needs 14 MiB

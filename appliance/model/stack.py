@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from appliance.model.architectures import ARCHITECTURES, Architecture, Recurrent, Sliding
 from appliance.model.gguf import Tensor
 from appliance.model.keys import Keys
+from appliance.values import dataclass
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 

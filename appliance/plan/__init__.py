@@ -2,6 +2,7 @@
 
 from appliance.plan.choice import Choice
 from appliance.plan.costs import Costs
+from appliance.plan.cpu_variant import Kernels, RuledOut, choose_kernels, runnable_variants
 from appliance.plan.decide import Plan, with_measured
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.kv_types import Verdict
@@ -34,6 +35,7 @@ __all__ = [
     "UNMEASURED",
     "Choice",
     "Costs",
+    "Kernels",
     "Kind",
     "Memory",
     "Narrowed",
@@ -41,6 +43,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Projection",
+    "RuledOut",
     "Share",
     "Shortage",
     "Space",
@@ -51,6 +54,7 @@ __all__ = [
     "applied",
     "as_asked",
     "as_document",
+    "choose_kernels",
     "explain",
     "explain_memory",
     "explain_settings",
@@ -60,6 +64,7 @@ __all__ = [
     "plan",
     "reckon",
     "refine",
+    "runnable_variants",
     "still_applied",
     "with_choice",
     "with_measured",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ factor of its own that measuring finds (tune/refit.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.model import Layer, Model
 from appliance.plan import assumptions
@@ -15,6 +15,7 @@ from appliance.plan.devices import Device
 from appliance.plan.memory import KV_BYTES, layers_of
 from appliance.plan.placement import Machine, Placement
 from appliance.plan.speed import TOKENS_IN, cache_on_cpu, touched_bytes, used_bytes
+from appliance.values import dataclass
 
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
 

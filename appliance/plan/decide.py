@@ -6,26 +6,27 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
 from appliance.plan import assumptions, reasons
 from appliance.plan.choice import Choice
+from appliance.plan.cpu_variant import Kernels, choose_kernels
 from appliance.plan.devices import Device, usable_devices
 from appliance.plan.kv_types import Verdict, is_fast_pair, kv_candidates
 from appliance.plan.memory import (
     CHECKPOINTS_MAX,
     CONTEXT_STEP,
+    Copies,
     Memory,
     can_keep,
     checkpoint_mib,
+    copies,
     drafts_mib,
     host_overhead_mib,
     padded,
-    repacked_mib,
-    tied_copy_mib,
     weights_mib,
 )
 from appliance.plan.placement import Machine, Placement, Work, place
@@ -36,6 +37,7 @@ from appliance.plan.speed import Speed
 from appliance.plan.window import Aim, Wanted, Window, choose_window
 from appliance.probe import Hardware
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 UBATCH = 512
 BATCH = 2048
@@ -67,6 +69,7 @@ class Plan:
     is_embedding: bool  # the model gives vectors and no text: there is nothing to decode, and nothing to measure by it
     memory: Memory  # of the host; each GPU's is in the placement
     usable_mib: float
+    cpu_variant: str | None = None  # of the engine's kernels; None: it has no choice of them
     checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
     idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
     placement: Placement = field(default_factory=Placement)
@@ -102,6 +105,7 @@ class Scene:
     engine: EngineFacts
     hardware: Hardware
     model: Model
+    kernels: Kernels
     machine: Machine
     notes: tuple[str, ...]  # devices that are not used, and why
     verdicts: tuple[Verdict, ...] = ()  # on types of the KV cache below q8_0
@@ -161,13 +165,22 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
         raise ConfigError(message, hint="use f16")
 
 
-def scene_of(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, model: Model) -> Scene:
+def scene_of(
+    settings: Settings,
+    image: ImageFacts,
+    engine: EngineFacts,
+    hardware: Hardware,
+    model: Model,
+    kernels: Kernels | None = None,
+) -> Scene:
+    """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
+    kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine)
     devices = _chosen(settings, found)
     usable = float(hardware.memory.usable_mib)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
-    copies = 0.0 if devices else tied_copy_mib(model, hardware.cpu.isa)
-    spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - copies
+    more = 0.0 if devices else copies(model, kernels.isa).more
+    spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     dram = (measured or assumptions.DRAM_GB_S.value) * assumptions.DRAM_SHARE.value
     return Scene(
@@ -175,6 +188,7 @@ def scene_of(settings: Settings, image: ImageFacts, engine: EngineFacts, hardwar
         engine=engine,
         hardware=hardware,
         model=model,
+        kernels=kernels,
         machine=Machine(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
         notes=notes,
     )
@@ -287,6 +301,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         is_embedding=model.is_embedding_model,
         memory=host,
         usable_mib=hardware.memory.usable_mib - unified_mib(scene, window.placed.placement),
+        cpu_variant=scene.kernels.variant,
         checkpoints=checkpoints,
         idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         placement=window.placed.placement,
@@ -304,6 +319,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
             by_cache,
             *by_checkpoints,
             by_threads,
+            *((scene.kernels.choice,) if scene.kernels.choice else ()),
             reasons.ubatch(settings, ubatch),
             *slot_choices(settings, model, window.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
@@ -314,16 +330,14 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
 
 def host_memory(scene: Scene, found: Memory, load_mode: str, has_gpu: bool) -> Memory:
     """What is copied beside the mapped file counts as allocated; its originals only in the engine's own sums."""
-    isa = scene.hardware.cpu.isa
-    repacked = 0.0 if has_gpu else repacked_mib(scene.model, isa)
-    tied = 0.0 if has_gpu else tied_copy_mib(scene.model, isa)
+    copied = Copies() if has_gpu else copies(scene.model, scene.kernels.isa)
     is_mapped = "mmap" in load_mode
     return replace(
         found,
-        weights=found.weights + tied,
+        weights=found.weights + copied.more,
         overhead=host_overhead_mib(),
-        repacked=repacked,
-        mapped_twice=repacked - tied + drafts_mib(scene.model) if is_mapped else 0.0,
+        repacked=copied.made,
+        mapped_twice=copied.originals + drafts_mib(scene.model) if is_mapped else 0.0,
     )
 
 

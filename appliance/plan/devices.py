@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.plan import assumptions
 from appliance.probe import Gpu, Hardware
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

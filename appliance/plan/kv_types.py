@@ -7,12 +7,12 @@ asked for, or when it was measured to be harmless (`tune/quality.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan.memory import can_keep
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 TRUSTED = ("f16", "q8_0")
 BELOW_Q8 = ("q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first

@@ -2,17 +2,17 @@
 
 Units: MiB are floats of 2**20 bytes. Sources, all in the pinned llama.cpp: KV bytes and block sizes from ggml-common.h
 (blocks of 32 values with their scales); cells of sliding layers from src/llama-kv-cache-iswa.cpp; states from
-src/llama-memory-recurrent.cpp; repacked types from ggml-cpu/repack.cpp; the compute buffer from sizes seen in
-llama-server's log (benchmarks/memory.py prints both).
+src/llama-memory-recurrent.cpp; copied weights from ggml-cpu/repack.cpp and ggml-cpu/amx; the compute buffer from sizes
+seen in llama-server's log (benchmarks/memory.py prints both).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from appliance.model import Layer, Model
+from appliance.model import Layer, Matrices, Model
 from appliance.plan.assumptions import APPLIANCE_MIB, ENGINE_MIB
+from appliance.values import dataclass
 
 MIB = 2**20
 KV_BYTES = MappingProxyType(
@@ -34,18 +34,37 @@ KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp r
 CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
 CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
 SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
-# Types that the CPU backend copies into a layout of its own, by the first ISA flag that brings the kernel.
+# Layouts of the CPU backend's own, by the instructions that a variant is compiled for. A matrix goes to the first of
+# them that takes it (ggml-cpu.cpp, ggml_backend_cpu_get_extra_buffer_types: AMX before CPU_REPACK), if its rows are a
+# multiple of the number here. AMX takes no banks of experts (amx.cpp, supports_op), and of some types it needs more
+# bytes a block (mmq.cpp, get_row_size): 34 + 4 of Q8_0, 144 + 4 of Q4_K, 176 + 4 of Q5_K, 136 + 2 of IQ4_XS.
+AMX_ISA = frozenset({"amx_int8", "avx512_vnni"})
+AMX_ROWS = 32
+AMX_GROWTH = MappingProxyType(
+    {
+        "Q4_0": 1.0,
+        "Q4_1": 1.0,
+        "Q8_0": 38 / 34,
+        "Q4_K": 148 / 144,
+        "Q5_K": 180 / 176,
+        "Q6_K": 1.0,
+        "IQ4_XS": 138 / 136,
+        "F16": 1.0,
+    }
+)
+AMX_F16_COLUMNS = 16
+# repack.cpp, ggml_repack_get_optimal_repack_type: (instructions, multiple of rows), any of them; the size stays.
 REPACKED_BY = MappingProxyType(
     {
-        "Q4_0": ("avx2", "asimddp"),
-        "Q4_K": ("avx2", "asimddp"),
-        "IQ4_NL": ("avx2", "asimddp"),
-        "MXFP4": ("avx2", "asimddp"),
-        "Q2_K": ("avx512f",),
-        "Q5_K": ("asimddp",),
-        "Q6_K": ("asimddp",),
-        "Q8_0": ("asimddp",),
-        "Q1_0": ("asimddp",),
+        "Q4_0": (("avx2", 8), ("asimddp", 4)),
+        "Q4_K": (("avx2", 8), ("asimddp", 8)),
+        "IQ4_NL": (("avx2", 8), ("asimddp", 4)),
+        "MXFP4": (("avx2", 8), ("asimddp", 4)),
+        "Q2_K": (("avx512f", 8),),
+        "Q5_K": (("asimddp", 8),),
+        "Q6_K": (("asimddp", 8),),
+        "Q8_0": (("asimddp", 4),),
+        "Q1_0": (("asimddp", 4),),
     }
 )
 # Architectures whose graphs were seen to be wider or narrower than others'.
@@ -115,26 +134,59 @@ def weights_mib(model: Model) -> float:
     return model.weights_bytes / MIB - drafts_mib(model)
 
 
-def repacked_mib(model: Model, isa: tuple[str, ...]) -> float:
-    """Matrices that the CPU backend copies when it holds them. With a GPU beside it, it copies none: the loader prefers
-    the GPU's host buffer, and plain mapped memory after that (llama-model.cpp, make_cpu_buft_list)."""
-    copied = sum(size for kind, size in model.repackable_by_type if is_repacked(kind, isa)) / MIB
-    return copied * weights_mib(model) / max(1.0, weights_mib(model) + drafts_mib(model))
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Weights that the CPU backend copies into a layout of its own, in MiB: anonymous memory beside the mapped file.
+
+    `made` is all that it allocates, `tied` the part that is a second copy of the token embedding: it is looked up as it
+    is and multiplied as a copy. `originals` are what the others were made from.
+    """
+
+    made: float = 0.0
+    tied: float = 0.0
+    originals: float = 0.0
+
+    @property
+    def more(self) -> float:
+        """Than the weights alone: a second copy, and what a layout needs more than the file."""
+        return self.made - self.originals
+
+    def of_share(self, share: float) -> Copies:
+        return Copies(made=self.made * share, tied=self.tied * share, originals=self.originals * share)
 
 
-def is_repacked(kind: str, isa: tuple[str, ...]) -> bool:
-    return any(flag in isa for flag in REPACKED_BY.get(kind.upper(), ()))
+def copies(model: Model, isa: tuple[str, ...]) -> Copies:
+    """`isa` is what the kernels that serve are compiled for. With a GPU nothing is copied: the loader prefers the GPU's
+    host buffer, and plain mapped memory after that (llama-model.cpp, make_cpu_buft_list)."""
+    made = tied = originals = 0.0
+    for matrices in model.matrices:
+        growth = growth_of(matrices, isa)
+        if growth is None:
+            continue
+        made += matrices.size_bytes * growth
+        if matrices.is_tied:
+            tied += matrices.size_bytes * growth
+        else:
+            originals += matrices.size_bytes
+    loaded = weights_mib(model) / max(1.0, weights_mib(model) + drafts_mib(model))
+    found = Copies(made=(made - tied) / MIB, originals=originals / MIB).of_share(loaded)
+    return Copies(made=found.made + tied / MIB, tied=tied / MIB, originals=found.originals)
+
+
+def growth_of(matrices: Matrices, isa: tuple[str, ...]) -> float | None:
+    """Bytes of the copy for each byte of the file; None where these are not copied."""
+    kind = matrices.type_name.upper()
+    is_taken = kind in AMX_GROWTH and (kind != "F16" or matrices.columns_by % AMX_F16_COLUMNS == 0)
+    has_amx = AMX_ISA.issubset(isa)
+    if has_amx and is_taken and not matrices.is_bank and matrices.rows_by % AMX_ROWS == 0:
+        return AMX_GROWTH[kind]
+    is_repacked = any(flag in isa and matrices.rows_by % rows == 0 for flag, rows in REPACKED_BY.get(kind, ()))
+    return 1.0 if is_repacked else None
 
 
 def drafts_mib(model: Model) -> float:
     """Layers that only draft: within the mapped file, and not loaded."""
     return sum(layer.dense_bytes + layer.expert_bytes for layer in layers_of(model) if layer.is_draft) / MIB
-
-
-def tied_copy_mib(model: Model, isa: tuple[str, ...]) -> float:
-    """A tied embedding is looked up as it is and multiplied as a copy, where its type is repacked."""
-    is_copied = model.output_is_tied and is_repacked(model.embedding_type or "", isa)
-    return model.output_bytes / MIB if is_copied else 0.0
 
 
 def cells(layer: Layer, context: int, ubatch: int, parallel: int) -> int:

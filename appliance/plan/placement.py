@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from appliance.model import Layer, Model
 from appliance.plan.devices import Device
@@ -28,6 +28,7 @@ from appliance.plan.memory import (
     weights_mib,
 )
 from appliance.plan.speed import HOP_PS, TOKENS_OUT, Cost, Rates, Speed
+from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
 _NEVER = (1 << 80, 0.0)

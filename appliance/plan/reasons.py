@@ -126,7 +126,7 @@ def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings
             parts.append(f"{device.name}: {device.note}")
     speed = placed.speed
     parts.append(
-        f"predicted: {speed.decode_tokens_per_s:.0f} tok/s of decode, {speed.prefill_tokens_per_s:.0f} of prefill, "
+        f"predicted: {speed.in_words()}, "
         f"from bandwidths (DRAM {machine.dram_gb_s:.0f} GB/s, {'measured' if machine.dram_is_measured else 'assumed'})"
     )
     asked = [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.plan.decide import Plan
 from appliance.plan.memory import Memory
 from appliance.plan.placement import Share
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

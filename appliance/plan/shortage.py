@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.plan.decide import SPARE_SHARE, Plan, least_cache
 from appliance.plan.devices import device_id
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

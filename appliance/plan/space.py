@@ -11,6 +11,7 @@ from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
 from appliance.plan import reasons
 from appliance.plan.costs import Costs, costs_of, with_threads
+from appliance.plan.cpu_variant import Kernels
 from appliance.plan.decide import (
     BATCH,
     UBATCH,
@@ -32,6 +33,7 @@ from appliance.plan.decide import (
 from appliance.plan.devices import Device
 from appliance.plan.kv_types import Verdict, unjudged, worth_checking
 from appliance.plan.memory import padded
+from appliance.plan.mixture import modelled
 from appliance.plan.placement import Placed, Placement, Share, place
 from appliance.plan.slots import conversation_mib, idle_slots_stay
 from appliance.plan.window import Aim, Window, choose_window, enough_of
@@ -56,9 +58,10 @@ def plan(
     model: Model,
     *,
     aim: Aim | None = None,
+    kernels: Kernels | None = None,
 ) -> list[Plan]:
     """The predicted one and its neighbours. Raises what Space does."""
-    space = Space(settings, image, engine, hardware, model, aim=aim)
+    space = Space(settings, image, engine, hardware, model, aim=aim, kernels=kernels)
     return [space.best, *space.neighbours()]
 
 
@@ -75,10 +78,13 @@ class Space:
         *,
         aim: Aim | None = None,
         verdicts: Sequence[Verdict] = (),
+        kernels: Kernels | None = None,
     ) -> None:
-        """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it."""
+        """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it.
+        `kernels` as for `scene_of`."""
         check(settings, engine, model)
-        self._scene = replace(scene_of(settings, image, engine, hardware, model), verdicts=tuple(verdicts))
+        scene = scene_of(settings, image, engine, hardware, model, kernels)
+        self._scene = replace(scene, verdicts=tuple(verdicts))
         self._image = image
         self._aim: Aim = aim or _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
@@ -262,9 +268,13 @@ class Space:
             model_path=str(model.path),
             alias=settings.alias or plain_name(model.path),
             parallel=self._scene.parallel,
+            cpu_variant=self._scene.kernels.variant,
             placement=replace(measured.placement, shares=shares),
             usable_mib=self._scene.hardware.memory.usable_mib - unified_mib(self._scene, Placement(shares=shares)),
         )
+        if kernels := self._scene.kernels.choice:  # a pinned profile may be of an image with other variants
+            choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
+            there = replace(there, choices=tuple(choices))
         fitted = self._with_caches(there)
         if fitted is None:
             need, free = there.memory.total - there.memory.cache - there.memory.checkpoints, there.usable_mib
@@ -297,6 +307,10 @@ class Space:
             scene = self._scene
             self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, plan.ubatch)
         return with_threads(self._costs[key], plan.threads, max(1, self._scene.hardware.cpu.cores))
+
+    def modelled(self, plan: Plan) -> str | None:
+        """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
+        return modelled(self._scene.model, self._scene.machine, plan.placement)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:

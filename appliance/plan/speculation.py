@@ -5,7 +5,7 @@ Pure. Which of them is faster, and how many tokens to guess, only measuring tell
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from appliance.errors import ConfigError, ModelDoesNotFitError
@@ -15,21 +15,22 @@ from appliance.plan.choice import Choice
 from appliance.plan.memory import (
     KV_BYTES,
     MIB,
+    Copies,
     Memory,
     can_keep,
     cells,
     compute_mib,
+    copies,
     drafts_mib,
     kv_mib,
     layers_of,
     mask_bytes,
     output_mib,
-    repacked_mib,
     state_mib,
-    tied_copy_mib,
     weights_mib,
 )
 from appliance.settings import Settings
+from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.plan.decide import Plan
@@ -140,7 +141,7 @@ def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
 def reckon(
     plan: Plan, kind: Kind, tokens: int, *, model: Model, draft: Model | None = None, isa: tuple[str, ...] = ()
 ) -> Speculation:
-    """What this kind adds to that plan. `isa`: the CPU's, for what its kernels copy; without it nothing is copied."""
+    """What this kind adds to that plan. `isa` is what the kernels that serve are compiled for, for what they copy."""
     on_gpus = bool(plan.placement.shares)
     keeper, path = model, None
     adds = replace(_NOTHING, overhead=NGRAM_TABLE_MIB)
@@ -259,17 +260,16 @@ def draft_kv_type(plan: Plan, keeper: Model) -> str:
 
 def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
     """A second model with a context as long as the first's, all of it in one place."""
-    copies = 0.0 if on_gpus else tied_copy_mib(draft, isa)
-    repacked = 0.0 if on_gpus else repacked_mib(draft, isa)
+    copied = Copies() if on_gpus else copies(draft, isa)
     return replace(
         _NOTHING,
-        weights=weights_mib(draft) + copies,
+        weights=weights_mib(draft) + copied.more,
         kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, plan.ubatch, plan.parallel),
         compute=compute_mib(draft, plan.ubatch, plan.context, plan.parallel),
         output=output_mib(draft, plan.parallel),
         state=state_mib(draft, plan.parallel),
-        repacked=repacked,
-        mapped_twice=repacked - copies + drafts_mib(draft) if "mmap" in plan.load_mode and not on_gpus else 0.0,
+        repacked=copied.made,
+        mapped_twice=copied.originals + drafts_mib(draft) if "mmap" in plan.load_mode and not on_gpus else 0.0,
     )
 
 
@@ -283,17 +283,19 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     kv_type = draft_kv_type(plan, model)
     one_state = max((layer.state_bytes for layer in layers_of(model)), default=0) * plan.parallel / MIB
     loaded = drafts_mib(model)
-    copied = 0.0 if on_gpus else repacked_mib(model, isa) * loaded / max(1.0, weights_mib(model))
+    all_copied = Copies() if on_gpus else copies(model, isa)
+    copied = replace(all_copied, made=all_copied.made - all_copied.tied, tied=0.0)
+    copied = copied.of_share(loaded / max(1.0, weights_mib(model)))
     return replace(
         _NOTHING,
-        weights=loaded,
+        weights=loaded + copied.more,
         kv=per_cell * KV_BYTES[kv_type] / MIB,
         compute=compute_mib(model, plan.ubatch, plan.context, plan.parallel) + tokens * one_state,
         output=output_mib(model, plan.parallel),
         state=state_mib(model, plan.parallel) * tokens,
-        repacked=copied,
+        repacked=copied.made,
         # The whole file is mapped, and the plan counts these layers there already.
-        mapped_twice=copied - loaded if "mmap" in plan.load_mode and not on_gpus else 0.0,
+        mapped_twice=copied.originals - loaded if "mmap" in plan.load_mode and not on_gpus else 0.0,
     )
 
 

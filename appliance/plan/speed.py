@@ -8,12 +8,11 @@ are the same in whatever order they are taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from appliance.model import Layer, Model
 from appliance.plan import assumptions
 from appliance.plan.devices import Device
 from appliance.plan.memory import KV_BYTES
+from appliance.values import dataclass
 
 TOKENS_IN = 512  # the chat job that placements are compared by; tune/workload.py has the same
 TOKENS_OUT = 256
@@ -30,6 +29,9 @@ class Speed:
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     job_s: float
+
+    def in_words(self) -> str:
+        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
 
 
 @dataclass(frozen=True, kw_only=True)

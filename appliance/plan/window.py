@@ -7,11 +7,12 @@ is the largest whose predicted job is not much slower than with a small one; on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from appliance.plan.memory import CONTEXT_STEP, padded
 from appliance.plan.placement import Machine, Placed, Work, place
+from appliance.values import dataclass
 
 Aim = Literal["balanced", "speed", "context"]
 SPEED_KEPT: Mapping[Aim, float] = {"balanced": 0.7, "speed": 0.97, "context": 0.0}

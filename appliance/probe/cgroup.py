@@ -8,8 +8,9 @@ all the same (`hierarchical_memory_limit`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from appliance.values import dataclass
 
 # Version 1 says "no limit" with the largest multiple of the page size that fits; anything near it is no limit either.
 NO_LIMIT_BYTES = 1 << 60

@@ -7,12 +7,13 @@ somebody else's doing, and enough of it to be seen in a figure; our own threads 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from types import NoneType
 from typing import Any
 
 from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
 from appliance.probe.load import GpuLoad, GpuLoads, LoadSample
+from appliance.values import dataclass
 
 # The kernel counts in hundredths of a second: of less than half a second, shares of a few per cent cannot be told.
 SHORTEST_S = 0.5

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from appliance.values import dataclass
 
 CUDA, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
 # Where the loader of a Debian image looks without being told (ld.so(8), Debian's multiarch folders).

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,8 @@ class Cpu:
     physical: int | None  # distinct cores among those
     quota: float | None  # cores' worth of time, the tightest of the cgroup path; None: no limit
     isa: tuple[str, ...]  # the kernel's names of the flags that an engine's kernels are chosen by, sorted
+    vendor: str | None = None
+    stepping: str | None = None  # family, model and stepping, or what Arm has instead: "6.85.7", "8.0xd0c.0x3.1"
 
     @property
     def threads_max(self) -> int:

@@ -21,15 +21,30 @@ _ISA = re.compile(
     r"|asimd|asimdhp|asimddp|i8mm|bf16|sve\w*|sme\d?|sme_\w+"  # Arm
 )
 
+# "CPU architecture" to "CPU revision" are Arm's.
+_STEPPING = ("cpu family", "model", "stepping", "CPU architecture", "CPU part", "CPU variant", "CPU revision")
+
 
 def parse_cpuinfo(text: str) -> tuple[str | None, tuple[str, ...]]:
     """Model name and ISA flags of the first CPU in /proc/cpuinfo; flags that no kernel is chosen by are left out."""
+    fields = _fields_of_first(text)
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return fields.get("model name") or None, tuple(sorted({flag for flag in flags if _ISA.fullmatch(flag)}))
+
+
+def parse_stepping(text: str) -> tuple[str | None, str | None]:
+    """Vendor, and which silicon it is, of the first CPU in /proc/cpuinfo; None where it does not say."""
+    fields = _fields_of_first(text)
+    numbers = [fields[name] for name in _STEPPING if fields.get(name)]
+    return fields.get("vendor_id") or fields.get("CPU implementer") or None, ".".join(numbers) or None
+
+
+def _fields_of_first(text: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     for line in text.split("\n\n", 1)[0].splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
-    return fields.get("model name") or None, tuple(sorted({flag for flag in flags if _ISA.fullmatch(flag)}))
+    return fields
 
 
 def parse_meminfo(text: str) -> dict[str, int]:
@@ -57,13 +72,17 @@ def parse_choice(text: str) -> str | None:
 
 def query_cpu(root: Path, affinity: frozenset[int], quota: float | None) -> Cpu:
     """`affinity` is the set of CPUs that this process may run on, `quota` its share of time in cores."""
-    model_name, isa = parse_cpuinfo(_first_bytes(root / "proc/cpuinfo"))
+    text = _first_bytes(root / "proc/cpuinfo")
+    model_name, isa = parse_cpuinfo(text)
+    vendor, stepping = parse_stepping(text)
     return Cpu(
         model_name=model_name,
         logical=len(affinity),
         physical=_count_cores(root / "sys/devices/system/cpu", affinity),
         quota=quota,
         isa=isa,
+        vendor=vendor,
+        stepping=stepping,
     )
 
 

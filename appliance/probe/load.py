@@ -11,13 +11,14 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from appliance.probe.cgroup import CpuGroup, parse_pressure, query_cpu_groups, query_cpu_pressure
 from appliance.probe.hardware import GpuHolder, GpuProbe
 from appliance.run import Finished
+from appliance.values import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # of /proc, whatever the kernel's own tick is
 _PROCESSES_MAX = 4096  # of our own tree: more is no tree of ours

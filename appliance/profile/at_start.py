@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+
+from appliance.values import dataclass
 
 TRIES = 2  # at starts: a machine that is always busy must not be measured at each
 # Who starts again sooner wants to be served, and what was at work has hardly gone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from appliance.plan import Plan, Space, still_applied, with_measured
@@ -10,6 +10,7 @@ from appliance.profile.record import Profile
 from appliance.tune.measurement import rated
 from appliance.tune.modes import Mode, choose
 from appliance.tune.workload import parse_mix
+from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

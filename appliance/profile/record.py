@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import asdict, fields
+from functools import cache
+from typing import Any, cast
 
 from appliance.engines.llama_server import Allocated
 from appliance.image_facts import ImageFacts
@@ -23,8 +25,9 @@ from appliance.settings import Settings
 from appliance.tune.curve import Curve, Point
 from appliance.tune.measurement import Judged, Measurement
 from appliance.tune.workload import parse_mix
+from appliance.values import dataclass
 
-SCHEMA = 2
+SCHEMA = 3
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
@@ -50,9 +53,15 @@ class Key:
 
 
 def make_key(
-    settings: Settings, image: ImageFacts, hardware: Hardware, digest: ModelDigest, draft: ModelDigest | None = None
+    settings: Settings,
+    image: ImageFacts,
+    hardware: Hardware,
+    digest: ModelDigest,
+    draft: ModelDigest | None = None,
+    *,
+    cpu_variant: str | None = None,
 ) -> Key:
-    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key}
+    parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     if draft is not None:
@@ -235,12 +244,18 @@ _SIMPLE["str | None"] = (str, type(None))
 
 def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
     """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
-    if unknown := set(data) - {f.name for f in fields(kind)}:
+    types = _types_of(cast(Hashable, kind))
+    if unknown := data.keys() - types.keys():
         message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
         raise TypeError(message)
-    for f in fields(kind):
-        simple = _SIMPLE.get(str(f.type))
-        if simple and not (isinstance(data[f.name], simple) and isinstance(data[f.name], bool) == (f.type == "bool")):
-            message = f"{kind.__name__}.{f.name} is not {f.type}: {data[f.name]!r}"
+    for name, (written, simple) in types.items():
+        if simple and not (isinstance(data[name], simple) and isinstance(data[name], bool) == (written == "bool")):
+            message = f"{kind.__name__}.{name} is not {written}: {data[name]!r}"
             raise TypeError(message)
-    return {f.name: data[f.name] for f in fields(kind)}
+    return {name: data[name] for name in types}
+
+
+@cache
+def _types_of(kind: Any) -> dict[str, tuple[str, tuple[type, ...] | None]]:  # noqa: ANN401 - a class
+    """By name: the type as it is written, and what it is where it is a simple one."""
+    return {field.name: (str(field.type), _SIMPLE.get(str(field.type))) for field in fields(kind)}

@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +27,7 @@ from appliance.profile.record import (
     dump_profile,
     parse_profile,
 )
+from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.profile.partial import Partial

@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.command import Command
@@ -20,6 +19,7 @@ from appliance.errors import EngineNotReadyError
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, Family, cpu_seconds, die_with_parent
+from appliance.values import dataclass
 
 PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16

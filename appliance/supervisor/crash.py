@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal as signals
-from dataclasses import dataclass
+
+from appliance.values import dataclass
 
 SIGNAL_WORDS = {
     signals.SIGILL: "illegal instruction: this CPU lacks one that the program uses",

@@ -15,8 +15,9 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from appliance.values import dataclass
 
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
 PR_SET_PDEATHSIG = 1

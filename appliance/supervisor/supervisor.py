@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -17,6 +16,7 @@ from appliance.errors import EngineNotReadyError
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.state import State, checked
+from appliance.values import dataclass
 
 # At most a twentieth of the load time is lost between two questions, and an engine that loads long is asked seldom.
 _POLL_MIN_S, _POLL_MAX_S, _POLL_SHARE = 0.01, 0.1, 0.05
@@ -42,6 +42,10 @@ class Restart:
     max_in_row: int = 5
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
     healthy_after_s: float = 60.0
+    not_after: frozenset[int] = frozenset()  # signals: what died of one would die of it again
+
+    def is_over(self, crash: Crash, deaths_in_row: int) -> bool:
+        return deaths_in_row > self.max_in_row or crash.signal in self.not_after
 
     def delay_s(self, deaths_in_row: int) -> float:
         return self.backoff_s[min(deaths_in_row, len(self.backoff_s)) - 1]
@@ -181,7 +185,7 @@ class Supervisor:
         while crash := await self._live(self._current(), command, stop):
             self._crash = crash
             deaths_in_row = 1 if self._was_healthy(crash) else deaths_in_row + 1
-            if self._restart is None or not self._was_ever_ready or deaths_in_row > self._restart.max_in_row:
+            if self._restart is None or not self._was_ever_ready or self._restart.is_over(crash, deaths_in_row):
                 return self._go(State.FAILED)
             self._go(State.BACKOFF)
             if await _is_set_within(stop, self._restart.delay_s(deaths_in_row)):

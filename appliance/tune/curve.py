@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+
+from appliance.values import dataclass
 
 SERVER = "server"  # what plans are compared on; a look by anything else has corrections of its own
 LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often

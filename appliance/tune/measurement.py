@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.engines.llama_server import Allocated
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.modes import Rated
+from appliance.values import dataclass
 
 EXACT = ("f32", "f16", "bf16")
 # What failed so often is not tried again by a tuning that goes on; once may have been of what was there then. That is

@@ -7,12 +7,13 @@ judged by another one's curve, and whatever is said of it says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from appliance.plan.memory import CONTEXT_STEP
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
+from appliance.values import dataclass
 
 Mode = Literal["speed", "balanced", "context"]
 SMALLEST_WINDOW = 8192  # or the model's own, if that is smaller: below it clients of today do not work

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from appliance.tune.curve import Curve
+from appliance.values import dataclass
 
 EXCESS_WEIGHT = 9.0  # a second of waiting for the first token beyond the limit counts as ten
 

@@ -36,9 +36,10 @@ constexpr int CHILD_TIMEOUT_S = 100;
 // Multiples of what the buffer types ask for: 256 columns a K-quant's block, 32 rows AMX, 8 or 16 rows the repacked forms.
 constexpr int64_t K = 768, ROWS = 64;
 constexpr int64_t EXPERTS = 4, EXPERTS_USED = 2;
+constexpr int64_t BATCH = 2;  // several sequences of a recurrent model share a matrix; the heads of MLA have one each
 constexpr int64_t HEAD = 128, HEADS = 4, KV_HEADS = 2, CACHED = 512;
 
-enum class Op { MUL_MAT, MUL_MAT_ID, FLASH_ATTN_EXT };
+enum class Op { MUL_MAT, MUL_MAT_BATCH, MUL_MAT_HEADS, MUL_MAT_ID, FLASH_ATTN_EXT };
 
 struct Case {
     Op        op;
@@ -78,7 +79,14 @@ struct Weights {
 };
 
 const char * op_name(Op op) {
-    return op == Op::MUL_MAT ? "MUL_MAT" : op == Op::MUL_MAT_ID ? "MUL_MAT_ID" : "FLASH_ATTN_EXT";
+    switch (op) {
+        case Op::MUL_MAT:        return "MUL_MAT";
+        case Op::MUL_MAT_BATCH:  return "MUL_MAT of a batch";
+        case Op::MUL_MAT_HEADS:  return "MUL_MAT of heads";
+        case Op::MUL_MAT_ID:     return "MUL_MAT_ID";
+        case Op::FLASH_ATTN_EXT: return "FLASH_ATTN_EXT";
+    }
+    return "";
 }
 
 std::string describe(const Case & c, const char * place) {
@@ -205,6 +213,11 @@ std::vector<float> run(const Case & c, const std::vector<Weights> & all, ggml_ba
         weights        = ggml_new_tensor_2d(own.context, c.type, K, ROWS);
         const auto act = numbers(K * n, 2);
         result         = ggml_mul_mat(o, weights, give(ggml_new_tensor_2d(o, GGML_TYPE_F32, K, n), act.data()));
+    } else if (c.op == Op::MUL_MAT_BATCH || c.op == Op::MUL_MAT_HEADS) {
+        weights        = c.op == Op::MUL_MAT_HEADS ? ggml_new_tensor_3d(own.context, c.type, K, ROWS, BATCH)
+                                                   : ggml_new_tensor_2d(own.context, c.type, K, ROWS);
+        const auto act = numbers(K * n * BATCH, 2);
+        result         = ggml_mul_mat(o, weights, give(ggml_new_tensor_3d(o, GGML_TYPE_F32, K, n, BATCH), act.data()));
     } else if (c.op == Op::MUL_MAT_ID) {
         weights        = ggml_new_tensor_3d(own.context, c.type, K, ROWS, EXPERTS);
         const auto act = numbers(K * EXPERTS_USED * n, 3);
@@ -250,6 +263,8 @@ std::vector<float> run(const Case & c, const std::vector<Weights> & all, ggml_ba
     for (auto & [tensor, bytes] : inputs) {
         ggml_backend_tensor_set(tensor, bytes.data(), 0, bytes.size());
     }
+    // No numbers: memory is used again, and what a kernel forgets to write would be the last place's right result.
+    ggml_backend_tensor_memset(result, 0xff, 0, ggml_nbytes(result));
     if (ggml_backend_graph_compute(backend, graph) != GGML_STATUS_SUCCESS) {
         fprintf(stderr, "kernel-check: %s was not computed\n", describe(c, ggml_backend_buft_name(place)).c_str());
         _exit(3);
@@ -525,6 +540,10 @@ int main(int argc, char ** argv) {
     for (const int n : options.columns) {
         for (const ggml_type type : options.types) {
             add(Op::MUL_MAT, type, type, n, ROWS * n);
+            if (n < 512) {  // the loop around the products is what differs
+                add(Op::MUL_MAT_BATCH, type, type, n, ROWS * n * BATCH);
+                add(Op::MUL_MAT_HEADS, type, type, n, ROWS * n * BATCH);
+            }
             add(Op::MUL_MAT_ID, type, type, n, ROWS * EXPERTS_USED * n);
         }
         for (const auto & [k, v] : options.kv) {

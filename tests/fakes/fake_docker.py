@@ -3,7 +3,7 @@
     python fake_docker.py --ports bound --status-document error
 
 Prints its own address when it listens. `--gone-after N` forgets the container after N looks at it, `--break-after N`
-answers 500 from then on.
+answers 500 from then on. `--tuning STATE` is what it says of its measuring, which ends with the third request for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import struct
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-STATUS = {"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True}
+STATUS = {
+    **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True},
+    **{"predicted_speed": "12 tok/s of decode", "tuning": "measured"},
+}
 REPLY = {
     "choices": [{"message": {"content": "It guides ships."}}],
     "usage": {"completion_tokens": 5},
@@ -26,6 +29,7 @@ ERROR = {"error": {"message": "shutting down", "type": "service_unavailable", "p
 class Handler(BaseHTTPRequestHandler):
     knobs: argparse.Namespace
     looks = 0
+    asked = 0
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
@@ -38,7 +42,11 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/health/ready":
             self._json({"status": "ready" if self.knobs.ready else "loading", "message": "loading the model"})
         elif path == "/appliance/v1/status":
-            self._json({"whole": STATUS, "error": ERROR, "list": [1]}[self.knobs.status_document])
+            status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None, "from_profile": False})
+            status["tuning"] = self.knobs.tuning
+            self._json({"whole": status, "error": ERROR, "list": [1]}[self.knobs.status_document])
+        elif path == "/appliance/v1/tuning":
+            self._json({"state": self.knobs.tuning, "measurements": [{}] * type(self).asked})
         else:
             self._json({"message": "no such thing"}, 404)
 
@@ -49,10 +57,22 @@ class Handler(BaseHTTPRequestHandler):
             self._json({"Id": "e1"}, 201)
         elif path.endswith("/exec/e1/start"):
             self._bytes(struct.pack(">BxxxL", 1, 5) + b"sk-1\n", "application/vnd.docker.multiplexed-stream")
+        elif path == "/appliance/v1/tuning":
+            self._begin_tuning()
         elif path == "/v1/chat/completions":
             self._json(REPLY)
         else:
             self._json({"message": "no such thing"}, 404)
+
+    def _begin_tuning(self) -> None:
+        type(self).asked += 1
+        if self.knobs.tuning in ("off", "failed"):
+            code = f"tuning_{self.knobs.tuning}"
+            self._json({"error": {"message": f"it is {self.knobs.tuning}", "code": code}}, 409)
+            return
+        if type(self).asked > 2:
+            self.knobs.tuning = "measured"
+        self._json({"state": self.knobs.tuning}, 202)
 
     def _container(self) -> None:
         type(self).looks += 1
@@ -88,6 +108,8 @@ def main() -> None:
     parser.add_argument("--state", default="running")
     parser.add_argument("--ready", type=int, default=1)
     parser.add_argument("--status-document", choices=("whole", "error", "list"), default="whole")
+    states = ("measured", "waiting", "measuring", "off", "failed")
+    parser.add_argument("--tuning", choices=states, default="measured")
     parser.add_argument("--gone-after", type=int)
     parser.add_argument("--break-after", type=int)
     Handler.knobs = parser.parse_args()

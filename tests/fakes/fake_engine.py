@@ -3,8 +3,8 @@
     fake_engine.py --host /tmp/x.sock [knobs] [any other llama-server flag: ignored]
 
 It binds at once (a stale socket file makes that fail), answers 503 until it is loaded, and leaves its socket file
-behind. Times of `--die-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells what was received
-and is answered in every state. Only the standard library is used.
+behind. Times of `--die-after`, `--sigill-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells
+what was received and is answered in every state. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -379,6 +379,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--die-after", type=float, metavar="SECONDS", help="exit 1 so long after readiness")
     add("--die-on-request", type=int, nargs="?", const=0, metavar="CHUNKS", help="exit 1 at a POST, after CHUNKS")
     add("--segfault-after", type=float, metavar="SECONDS", help="SIGSEGV to itself so long after readiness")
+    add("--sigill-before-ready", action="store_true", help="SIGILL to itself while loading")
+    add("--sigill-after", type=float, metavar="SECONDS", help="SIGILL to itself so long after readiness")
     add("--double-fork", action="store_true", help="leave a detached grandchild, which keeps the log pipe open")
     add("--hang-on-completion", action="store_true", help="/completion is taken and never answered")
     add("--pid-file", type=Path, help="where the grandchild's pid is written")
@@ -450,6 +452,8 @@ def load(engine: Engine) -> None:
     time.sleep(options.load_seconds)
     if options.die_before_ready is not None:
         die(options.die_before_ready)
+    if options.sigill_before_ready:
+        os.kill(os.getpid(), signal.SIGILL)
     engine.is_loaded.set()
     log("I", "main: model loaded")
     log("I", f"main: server is listening on {options.host}")
@@ -457,6 +461,9 @@ def load(engine: Engine) -> None:
         time.sleep(options.die_after)
         log("E", "srv  update_slots: fake engine was asked to die")
         die(1)
+    if options.sigill_after is not None:
+        time.sleep(options.sigill_after)
+        os.kill(os.getpid(), signal.SIGILL)
     if options.segfault_after is not None:
         time.sleep(options.segfault_after)
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -15,9 +15,12 @@ _DESCRIBED = (
 )  # fmt: skip
 
 
+HASWELL = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2")
+
+
 def _without_gpu(memory_mib: int, cores: int, *, limit_mib: int | None = None) -> Hardware:
     return Hardware(
-        cpu=Cpu(model_name="described", logical=2 * cores, physical=cores, quota=None, isa=("avx2",)),
+        cpu=Cpu(model_name="described", logical=2 * cores, physical=cores, quota=None, isa=HASWELL),
         memory=Memory(
             total_mib=memory_mib,
             available_mib=memory_mib - 2048,

@@ -18,6 +18,7 @@ from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, read_model
 from appliance.plan import Plan, explain, in_short, plan
+from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES
 from tests.shapes import PUBLISHED, write_gguf
@@ -72,7 +73,15 @@ CASES = (
 )
 
 
-def facts(*, has_cuda: bool) -> tuple[ImageFacts, EngineFacts]:
+# What every machine that a test may meet can run, so that what is planned is the same on most.
+PLAIN = ("x64", "haswell")
+BUILT = {
+    "amd64": ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
+    "arm64": ("armv8.0_1", "armv8.2_2", "armv8.6_2"),
+}
+
+
+def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFacts, EngineFacts]:
     image = ImageFacts(
         build_id="golden",
         cell="llama-cuda" if has_cuda else "llama-cpu",
@@ -82,7 +91,7 @@ def facts(*, has_cuda: bool) -> tuple[ImageFacts, EngineFacts]:
         engine_commit="0",
     )
     version = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
-    backends = ("libggml-cpu-haswell.so", *(("libggml-cuda.so",) if has_cuda else ()))
+    backends = (*(f"libggml-cpu-{name}.so" for name in variants), *(("libggml-cuda.so",) if has_cuda else ()))
     engine = parse_facts(version=version, usage=USAGE.read_text(), backends=backends)
     fast = (("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")) if has_cuda else ()
     return image, replace(engine, kv_pairs=fast)
@@ -98,15 +107,21 @@ def model(name: str, quantization: str) -> Model:
     return replace(found, path=path, parts=(path,))
 
 
+def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
+    """Of the image as it is built for such a machine."""
+    variants = BUILT["arm64" if "asimd" in hardware.cpu.isa else "amd64"]
+    return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
+
+
 def plans(case: Case) -> list[Plan]:
     hardware = MACHINES[case.machine]
-    image, engine = facts(has_cuda=bool(hardware.gpus.gpus))
+    image, engine = facts_for(hardware)
     settings = resolve_settings({"alias": case.model, **case.flags}, {})
     return plan(settings, image, engine, hardware, model(case.model, case.quantization))
 
 
 def text(case: Case) -> str:
-    _, engine = facts(has_cuda=bool(MACHINES[case.machine].gpus.gpus))
+    _, engine = facts_for(MACHINES[case.machine])
     asked = "".join(f", {name} {value}" for name, value in case.flags.items())
     head = f"{case.model} at {case.quantization} on {case.machine}{asked}"
     try:
@@ -115,7 +130,7 @@ def text(case: Case) -> str:
         return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
     argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
     variables = environment(first, Path("/opt/llama"), Path("/data/cache/golden"))
-    cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith("CUDA"))
+    cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith(("CUDA", "GGML")))
     lines = [_wrapped(line, indent="    ") for line in explain(first).splitlines()]
     neighbours = [f"{in_short(p)}: {p.speed.job_s:.2f} s" if p.speed else in_short(p) for p in others]
     return "\n".join(

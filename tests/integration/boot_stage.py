@@ -14,16 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from appliance.image_facts import EngineFacts, ImageFacts, dump_facts
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_engine_facts
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_engine.py"
+KERNEL_CHECK = ROOT / "tests/fakes/fake_kernel_check.py"
 FLAGS = (
     *("--model", "--alias", "--host", "--fit", "--ctx-size", "--cache-type-k", "--cache-type-v", "--flash-attn"),
     *("--threads", "--threads-batch", "--batch-size", "--ubatch-size", "--parallel", "--cache-ram", "--log-verbosity"),
@@ -80,14 +82,15 @@ class Home:
         return home
 
     def set_engine(self, *knobs: str, where: str = "") -> None:
-        """`knobs` for starts whose command line holds `where`, none for the rest."""
+        """`knobs` for starts whose command line, with ` GGML_CPU_VARIANT=…` after it, holds `where`; else none."""
         buffers = [word for line in BUFFERS for word in ("--log-line", line)]
         # -I and -S: the fake starts in a third of the time.
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
         script = f"""#!/bin/sh
 test "$*" = --list-devices && printf '%s\\n' {shlex.quote(self.devices)} && exit
-printf '%s\\n' "$*" >>{shlex.quote(str(self.starts))}
-case "$* " in
+said="$*${{GGML_CPU_VARIANT:+ GGML_CPU_VARIANT=$GGML_CPU_VARIANT}}"
+printf '%s\\n' "$said" >>{shlex.quote(str(self.starts))}
+case "$said " in
 *{shlex.quote(where)}*) exec {run} {shlex.join(knobs)} "$@" ;;
 *) exec {run} "$@" ;;
 esac
@@ -95,6 +98,24 @@ esac
         path = self.folder / "engine/llama-server"
         path.write_text(script)
         path.chmod(0o755)
+
+    def set_variants(self, *names: str) -> None:
+        """The image has these CPU variants, which any CPU runs; the last is the fastest."""
+        path = self.folder / "facts/engine_facts.json"
+        variants = tuple(CpuVariant(name=name, isa=()) for name in names)
+        path.write_text(dump_facts(replace(parse_engine_facts(path.read_text()), cpu_variants=variants)))
+
+    def set_kernel_check(self, *knobs: str) -> None:
+        """A kernel check in the engine's folder; `checked` tells of its runs."""
+        argv = [sys.executable, "-I", "-S", str(KERNEL_CHECK), "--asked", str(self.folder / "checks"), *knobs]
+        path = self.folder / "engine/kernel-check"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
+        path.chmod(0o755)
+
+    @property
+    def checked(self) -> list[str]:
+        path = self.folder / "checks"
+        return path.read_text().splitlines() if path.exists() else []
 
     @property
     def started(self) -> list[str]:
@@ -109,6 +130,7 @@ esac
             "runtime_dir": str(runtime_dir),
             "host": "127.0.0.1",
             "log": "json",
+            "tune": "off",  # a test of measuring says `first` or `idle`
             # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.
             "budget_s": "10",
             **settings,

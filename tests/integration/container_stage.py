@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from testcontainers.core.container import DockerContainer
 # Its clean-up image cannot be pulled everywhere; what is made here is removed here.
 testcontainers_config.ryuk_disabled = True
 
-IMAGE = "appliance:llama-cpu"
+IMAGE = os.environ.get("APPLIANCE_TEST_IMAGE", "appliance:llama-cpu")
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PORT = 11435
-BUDGET_S = "15"
+# A test of measuring says `first` or `idle`.
+SETTINGS = {"APPLIANCE_BUDGET_S": "15", "APPLIANCE_TUNE": "off"}
 STRANGER = "12345:0"
 # What DESIGN.md section 5 promises to work with.
 HARDENED: dict[str, Any] = {
@@ -131,15 +133,16 @@ def started(
     *argv: str,
     env: dict[str, str] | None = None,
     read_only_volume: bool = False,
+    image: str = IMAGE,
     **kwargs: Any,
 ) -> Iterator[Stage]:
     """`docker run` with the hardened line; not waited for."""
     options = {**HARDENED, **kwargs}
     mounts = options.pop("tmpfs")
-    container = DockerContainer(IMAGE, **options).with_exposed_ports(PORT)
+    container = DockerContainer(image, **options).with_exposed_ports(PORT)
     for path in mounts:
         container = container.with_tmpfs_mount(path)
-    for name, value in {"APPLIANCE_BUDGET_S": BUDGET_S, **(env or {})}.items():
+    for name, value in {**SETTINGS, **(env or {})}.items():
         container = container.with_env(name, value)
     if argv:
         container = container.with_command(list(argv))
@@ -152,18 +155,20 @@ def started(
         container.stop()
 
 
-def ended(volume_name: str | None, *argv: str, **kwargs: Any) -> tuple[int, str]:
+def ended(
+    volume_name: str | None, *argv: str, image: str = IMAGE, timeout_s: float = 60, **kwargs: Any
+) -> tuple[int, str]:
     """A start that is expected to end by itself: its code and its words. No port, since it may be gone at once."""
     client = docker.from_env()
-    env = {"APPLIANCE_BUDGET_S": BUDGET_S, **kwargs.pop("env", {})}
+    env = {**SETTINGS, **kwargs.pop("env", {})}
     mode = kwargs.pop("mode", "rw")
     volumes = {volume_name: {"bind": "/data", "mode": mode}} if volume_name else None
     container = client.containers.create(
-        IMAGE, list(argv) or None, environment=env, volumes=volumes, **{**HARDENED, **kwargs}
+        image, list(argv) or None, environment=env, volumes=volumes, **{**HARDENED, **kwargs}
     )
     try:
         container.start()
-        code = int(container.wait(timeout=60)["StatusCode"])
+        code = int(container.wait(timeout=timeout_s)["StatusCode"])
         return code, container.logs().decode(errors="replace")
     finally:
         container.remove(force=True, v=True)

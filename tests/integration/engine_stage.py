@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from appliance.engines.llama_facts import parse_variants
 
 COPIED = Path(__file__).parents[2] / ".make/engine"
 
@@ -18,6 +21,14 @@ def find_engine(name: str) -> Path:
     if not found:
         pytest.skip(f"needs {name}: `make integration` copies it out of the image, or set APPLIANCE_ENGINE_DIR")
     return Path(found)
+
+
+def plain_environment(binary: Path) -> dict[str, str]:
+    """Of an engine whose kernels are the same on every CPU: those of the plainest variant that is there."""
+    names = [path.name for path in binary.parent.glob("libggml-cpu-*.so")]
+    table = files("appliance.engines").joinpath("cpu_variants.yaml").read_text(encoding="utf-8")
+    variants = parse_variants(names, table)
+    return {**os.environ, **({"GGML_CPU_VARIANT": variants[0].name} if variants else {})}
 
 
 def find_model() -> Path:

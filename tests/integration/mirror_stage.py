@@ -1,9 +1,8 @@
-"""A Debian mirror for tests: it passes on what the public archive has, from an address that only this machine knows."""
+"""Debian archives for tests, on an address that only this machine knows: one that passes on, and copied snapshots."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -11,10 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import docker
 
 BASE = "debian:bookworm-slim"
+TIMESTAMP = "20260718T060000Z"  # what is asked for
+IMPORT = "20260718T023111Z"  # what a snapshot service has, and sends to
 
 
 @dataclass(kw_only=True)
@@ -24,39 +26,86 @@ class PassingOn:
 
 
 @contextmanager
-def debian_mirror() -> Iterator[PassingOn]:
-    """On the bridge's own address, which build containers reach. A path of its own, so that a rewrite is needed."""
+def debian_mirror(copy: Path | None = None) -> Iterator[PassingOn]:
+    """Passes on what the public archive has. A path of its own, so that a rewrite is needed. What it gave stays in
+    `copy`, as `snapshot_service` has it.
+    """
     archive = _archive()
-    gateway = docker.from_env().networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
-    found = PassingOn(root="")
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(_Quiet):
         def do_GET(self) -> None:
             found.asked.append(self.path)
-            wanted = urllib.request.Request(archive + self.path.removeprefix("/planted"))
+            path = self.path.removeprefix("/planted")
+            wanted = urllib.request.Request(archive + path)
             try:
                 with urllib.request.urlopen(wanted, timeout=60) as answer:
-                    self.send_response(answer.status)
-                    self.send_header("Content-Length", answer.headers["Content-Length"])
-                    self.end_headers()
-                    shutil.copyfileobj(answer, self.wfile)
+                    body = answer.read()
             except urllib.error.HTTPError as error:
-                with error:
-                    self.send_response(error.code)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                error.close()
+                return self.say(error.code)
+            if copy:
+                file = copy / path.lstrip("/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(body)
+            return self.say(200, body)
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the paths are kept."""
+    found = PassingOn(root="")
+    with _served(Handler) as address:
+        found.root = f"{address}/planted"
+        yield found
 
-    server = ThreadingHTTPServer((gateway, 0), Handler)
-    found.root = f"http://{gateway}:{server.server_port}/planted"
+
+@contextmanager
+def snapshot_service(copy: Path, *, lies: str | None = None, lacks: str | None = None) -> Iterator[PassingOn]:
+    """The layout and the redirects of snapshot.debian.org over a copied archive.
+
+    `lies`: of a file whose path ends so it gives other bytes, as many; `lacks`: such a file it answers with 404.
+    """
+
+    class Handler(_Quiet):
+        def do_GET(self) -> None:
+            found.asked.append(self.path)
+            place = re.fullmatch(r"/archive/(debian|debian-security)/(\d{8}T\d{6}Z)/(.*)", self.path)
+            if place is None:
+                return self.say(404)
+            if place[2] != IMPORT:
+                return self.say(302, location=f"/archive/{place[1]}/{IMPORT}/{place[3]}")
+            file = copy / place[1] / place[3]
+            if not file.is_file() or (lacks and self.path.endswith(lacks)):
+                return self.say(404)
+            body = file.read_bytes()
+            return self.say(200, bytes(255 - byte for byte in body) if lies and self.path.endswith(lies) else body)
+
+    found = PassingOn(root="")
+    with _served(Handler) as address:
+        found.root = f"{address}/archive"
+        yield found
+
+
+class _Quiet(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def say(self, status: int, body: bytes = b"", *, location: str | None = None) -> None:
+        self.send_response(status)
+        if location:
+            self.send_header("Location", location)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the paths are kept."""
+
+
+@contextmanager
+def _served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """On the bridge's own address, which build containers reach."""
+    gateway = docker.from_env().networks.get("bridge").attrs["IPAM"]["Config"][0]["Gateway"]
+    server = ThreadingHTTPServer((gateway, 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield found
+        yield f"http://{gateway}:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()

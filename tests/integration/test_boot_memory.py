@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from boot_stage import Home, Serving
+from boot_stage import ROOT, Home, Serving
 from nvml_stage import PutMachine
 
 from appliance.image_facts import dump_facts
 from tests.golden.plans import facts
 from tests.shapes import SMALL, write_gguf
 
+BACKEND_OPS = ROOT / "tests/fakes/fake_backend_ops.py"
 MACHINE = "laptop-5060"
 WHOLE = "--gpu-layers 5 "  # its four layers and the output
 REFUSED = (
@@ -40,6 +44,30 @@ def home(tmp_path: Path, machine_environment: PutMachine) -> Home:
     home.devices = "  CUDA0: NVIDIA GeForce RTX 5060 Laptop GPU (8151 MiB, 7800 MiB free)"
     home.set_engine()
     return home
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_doctor_runs_the_kernels_of_the_gpu(home: Home, failing: int) -> None:
+    home.set_variants("x64")
+    home.set_kernel_check()
+    asked = home.folder / "asked"
+    words = shlex.join([sys.executable, str(BACKEND_OPS), "--failing", str(failing), "--asked", str(asked)])
+    path = home.folder / "engine/test-backend-ops"
+    path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    path.chmod(0o755)
+    done = home.command("doctor", "--kernels", "--json")
+    (check,) = [each for each in json.loads(done.stdout)["checks"] if each["name"] == "kernels CUDA0"]
+    if failing:
+        assert (check["status"], check["exit_code"]) == ("fail", 20)
+        assert check["value"] == "3 of 40 cases fail: MUL_MAT(type_a=f32,type_b=f32,n=0)"
+    else:
+        assert (check["status"], check["value"]) == ("pass", "40 cases as the CPU's")
+    device, ops, pattern, variant = asked.read_text().split()
+    assert (device, ops, variant) == ("CUDA0", "MUL_MAT,MUL_MAT_ID,FLASH_ATTN_EXT", "x64")
+    assert pattern.startswith("type_a=(")
+    path.unlink()
+    checks = json.loads(home.command("doctor", "--kernels", "--json").stdout)["checks"]
+    assert [each["status"] for each in checks if each["name"] == "kernels GPU"] == ["warn"]
 
 
 def refuse(home: Home, mib: float, *, where: str = "", free_mib: int | None = None) -> None:

@@ -33,7 +33,7 @@ def test_a_new_image_serves_from_a_pinned_profile_and_says_so(home: Home) -> Non
     name = only_profile(home)
     assert home.command("profiles", "pin", name).returncode == 0
     set_build(home, "b2")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         assert "tune_start" not in serving.names()
         said = serving.event("profile_pinned")

@@ -54,7 +54,7 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     fast = plans[-1]["threads"]  # as far from the prediction as this machine allows
     knobs = ("--decode-ms", f"{fast}:5,20", "--prefill-ms", "256:1,8")
     home.set_engine(*knobs, "--load-seconds", "0.3")
-    with home.serving(budget_s="600", kv_type="f16", load_mode="mmap") as serving:
+    with home.serving(tune="first", budget_s="600", kv_type="f16", load_mode="mmap") as serving:
         serving.event("listening")
         assert serving.ask("GET", "/health/live") == (200, {"status": "live"})
         status, document = serving.ask("GET", "/health/ready")
@@ -94,6 +94,35 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     assert list(home.profiles.glob("*.partial")) == []
 
 
+def test_the_list_of_models_is_there_before_the_model_is(home: Home) -> None:
+    home.set_engine("--load-seconds", "4")
+    with home.serving(alias="mine") as serving:
+        serving.event("listening")
+        status, listed = serving.ask("GET", "/v1/models", key=home.key)
+        assert (status, listed["object"]) == (200, "list")
+        (model,) = listed["data"]
+        assert {**model, "created": 0} == {
+            "id": "mine", "object": "model", "created": 0, "owned_by": "appliance", "state": model["state"],
+        }  # fmt: skip
+        assert model["state"] in ("starting", "loading")
+        assert serving.ask("GET", "/models", key=home.key)[0] == 200
+        assert serving.ask("GET", "/v1/models")[0] == 401
+        assert serving.chat()[0] == 503
+        serving.wait_ready()
+        assert [model["id"] for model in serving.ask("GET", "/v1/models", key=home.key)[1]["data"]] == ["mine"]
+
+
+def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) -> None:
+    with known.serving() as serving:
+        serving.wait_ready()
+        assert serving.chat()[0] == 200
+        slow = ("fastapi", "pydantic", "aiohttp", "prometheus_client")
+        maps = Path(f"/proc/{serving.process.pid}/maps").read_text()
+        assert not [name for name in slow if f"/{name}" in maps]
+        assert serving.document("status")["phase"] == "ready"
+        assert "pydantic_core" in Path(f"/proc/{serving.process.pid}/maps").read_text()
+
+
 def test_the_second_start_serves_from_the_profile_without_measuring(known: Home, tuned: Home) -> None:
     """In another folder, too: the model's path is not the profile's."""
     with known.serving() as serving:
@@ -112,7 +141,7 @@ def test_the_second_start_serves_from_the_profile_without_measuring(known: Home,
 
 
 def test_a_changed_setting_is_named_and_measured_anew(known: Home) -> None:
-    with known.serving(ctx_size="2048") as serving:
+    with known.serving(tune="first", ctx_size="2048") as serving:
         assert "settings.ctx_size: None -> 2048" in serving.event("profile_unused")["message"]
         serving.event("tuned")
         serving.wait_ready()
@@ -124,7 +153,7 @@ def test_a_corrupt_profile_is_set_aside_and_measured_anew(known: Home) -> None:
     (path,) = known.profiles.glob("*.json")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with known.serving() as serving:
+    with known.serving(tune="first") as serving:
         assert f"{path.stem}.corrupt" in serving.event("profile_set_aside")["message"]
         serving.event("tuned")
         serving.wait_ready()
@@ -136,10 +165,10 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
     home: Home,
 ) -> None:
     home.set_engine("--load-seconds", "60")
-    with home.serving() as one:
+    with home.serving(tune="first") as one:
         eventually(lambda: home.started)
         home.set_engine()
-        with home.serving() as other:
+        with home.serving(tune="first") as other:
             other.wait_ready()
             assert other.chat()[0] == 200
             assert "serving the prediction" in other.event("tune_elsewhere")["message"]
@@ -149,7 +178,7 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
             assert home.command("tune").returncode == 0
             assert other.chat()[0] == 200
             other.terminate()
-    with home.serving() as again:
+    with home.serving(tune="first") as again:
         again.wait_ready()
         assert again.event("profile_used")["profile"] == profile_of(home)["key"]["id"]
         assert not MEASURING & set(again.names())
@@ -158,9 +187,9 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
 def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_prediction_meanwhile(home: Home) -> None:
     predicted = home.plans()[0]
     home.set_engine("--decode-ms", f"{predicted['threads']}:50,5", "--load-seconds", "0.5")  # so that plans differ
-    with home.serving(budget_s="60") as one:  # longer than the other's start takes on a busy machine
+    with home.serving(tune="first", budget_s="60") as one:  # longer than the other's start takes on a busy machine
         one.event("tune_step")
-        with home.serving() as other:
+        with home.serving(tune="first") as other:
             assert "its profile at the next start" in other.event("tune_elsewhere")["message"]
             other.wait_ready()
             assert other.chat()[0] == 200
@@ -171,7 +200,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
         one.event("tuned", timeout_s=120)
         one.wait_ready()
         assert one.chat()[0] == 200
-        with home.serving() as third:
+        with home.serving(tune="first") as third:
             third.event("profile_used")
             third.wait_ready()
             assert not MEASURING & set(third.names())
@@ -181,7 +210,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
 
 def test_the_verb_tune_does_not_measure_beside_another(home: Home) -> None:
     home.set_engine("--load-seconds", "60")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.event("tune_step")
         done = home.command("tune")
         assert done.returncode == 10
@@ -254,7 +283,7 @@ def test_another_mode_is_served_from_the_same_profile(known: Home) -> None:
 
 def test_an_engine_that_hangs_while_it_is_measured_is_given_up(home: Home) -> None:
     home.set_engine("--hang-on-completion")
-    with home.serving(stall_timeout_s="2", budget_s="5") as serving:
+    with home.serving(tune="first", stall_timeout_s="2", budget_s="5") as serving:
         assert serving.wait_exit() == 43
         assert "made no progress for 2 s while it was measured" in serving.text
 
@@ -286,7 +315,7 @@ def test_a_port_that_is_taken_is_10_and_leaves_no_engine(known: Home) -> None:
 
 def test_sigterm_while_measuring_ends_it_and_leaves_no_profile(home: Home) -> None:
     home.set_engine("--load-seconds", "60", "--ignore-sigterm")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.event("tune_step")
         eventually(serving.engine_pids)
         assert serving.terminate() < 9
@@ -295,14 +324,14 @@ def test_sigterm_while_measuring_ends_it_and_leaves_no_profile(home: Home) -> No
 
 def test_what_was_interrupted_goes_on_at_the_next_start(home: Home) -> None:
     home.set_engine("--load-seconds", "0.5")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.event("tune_measured")
         serving.process.kill()
     (partial,) = home.profiles.glob("*.partial")
     kept = json.loads(partial.read_text())["measurements"]
     assert kept
     home.set_engine()
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         words = f"{len(kept)} measurements are there from a start that was interrupted"
         assert words in serving.event("tune_start")["message"]
         serving.event("tuned")
@@ -365,14 +394,14 @@ def test_an_engine_that_stalls_is_43_whatever_it_said_before(home: Home) -> None
 
 def test_an_engine_that_is_not_there_is_said(home: Home) -> None:
     (home.folder / "engine/llama-server").unlink()
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         assert serving.wait_exit() == 43
         assert "the engine cannot be started" in serving.text
 
 
 def test_an_engine_that_dies_while_it_is_measured_is_told_by_its_cause(home: Home) -> None:
     home.set_engine("--die-on-request")
-    with home.serving(budget_s="5") as serving:
+    with home.serving(tune="first", budget_s="5") as serving:
         assert serving.wait_exit() == 45
         assert (
             "fake engine was asked to die" in next(e for e in serving.events if e["event"] == "tune_failed")["message"]
@@ -384,7 +413,7 @@ def test_a_plan_that_fails_while_measuring_is_skipped_with_a_warning(home: Home)
     plans = home.plans()
     bad = ("--die-before-ready", "1", "--error-line", "the first plan does not work")
     home.set_engine(*bad, where=f"--ubatch-size {plans[0]['ubatch']} ")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         failed = serving.event("tune_failed")
         assert failed["level"] == "warning"
         assert "the first plan does not work" in failed["message"]

@@ -77,7 +77,7 @@ def was_replaced(serving: Serving, old: Profile) -> bool:
 
 def test_a_start_that_may_measure_does_so_again_says_why_and_then_it_holds(home: Home) -> None:
     before = only_profile(home)
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         is_replaced = was_replaced(serving, before)
         serving.terminate()
@@ -85,7 +85,7 @@ def test_a_start_that_may_measure_does_so_again_says_why_and_then_it_holds(home:
     assert after.key == before.key
     assert (after.seconds != before.seconds) is is_replaced
     assert why_stale(home) == (None if is_replaced else WORDS)
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         if is_replaced:
             assert "profile_used" in serving.names()
@@ -99,7 +99,7 @@ def test_a_start_that_may_measure_does_so_again_says_why_and_then_it_holds(home:
 def test_on_a_busy_machine_it_is_used_at_once_says_why_and_stays_stale(home: Home) -> None:
     before = only_profile(home)
     for _ in range(2):  # at no start is the budget spent
-        with home.serving() as serving:
+        with home.serving(tune="first") as serving:
             serving.wait_ready()
             assert not was_replaced(serving, before)
             said = serving.event("profile_stale")
@@ -124,7 +124,7 @@ def test_a_provisional_one_of_yesterday_is_measured_once_more_unless_the_machine
     assert f"\n  provisional: {spoilt}, while it was measured\n" in shown.stdout
     standing = {"stale": None, "provisional": spoilt, "pinned": False}
     assert json.loads(home.command("plan", "--json").stdout)["standing"] == standing
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         said = serving.event("profile_provisional")["message"]
         assert said.startswith(f"profile {path.stem} is provisional: {spoilt} when it was measured; ")
@@ -155,7 +155,7 @@ def test_with_measuring_off_it_is_used_and_said(home: Home) -> None:
 def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
     name = only_profile(home).key.id
     assert home.command("profiles", "pin", name).returncode == 0
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         said = serving.event("profile_stale")
         assert f"{WORDS}; it is pinned and used all the same" in said["message"]
@@ -172,7 +172,7 @@ def test_a_pinned_one_is_never_measured_again(home: Home) -> None:
 def test_while_another_measures_it_again_it_is_used_at_once(home: Home) -> None:
     """The other is this process: a start would measure only on a machine that is quiet."""
     store = ProfileStore(home.profiles, pytest.fail)
-    with store.tuning(only_profile(home).key) as is_ours, home.serving() as serving:
+    with store.tuning(only_profile(home).key) as is_ours, home.serving(tune="first") as serving:
         assert is_ours
         serving.wait_ready()
         said = serving.event("profile_stale")["message"]
@@ -191,7 +191,7 @@ def test_the_first_real_requests_decide_whether_it_holds(
     profile = only_profile(home)
     first = next(m for m in profile.measurements if m.key == profile.plan.key).points[0]
     home.set_engine("--served-ms", f"{times * first.decode_ms}")
-    with home.serving() as serving:
+    with home.serving(tune="first") as serving:
         serving.wait_ready()
         disturbed: list[str] = []
         asked = 0
@@ -210,7 +210,7 @@ def test_the_first_real_requests_decide_whether_it_holds(
     assert (words is not None and "slower, twice" in words) is (verdict == "stale")
     if verdict == "stale":
         home.set_engine()
-        with home.serving() as serving:
+        with home.serving(tune="first") as serving:
             serving.wait_ready()
             is_replaced = was_replaced(serving, profile)
             serving.terminate()

@@ -135,7 +135,7 @@ def test_user_without_group_0_is_told_what_to_do(empty: str) -> None:
 
 
 def test_port_taken_inside_the_container(stocked: str) -> None:
-    with started(stocked, env={"APPLIANCE_TUNE": "off"}) as stage:
+    with started(stocked) as stage:
         stage.wait_ready()
         code, output = stage.container.exec_run(["appliance", "serve", "--tune", "off"])
     assert code == 10
@@ -156,7 +156,7 @@ def test_corrupt_profile_is_set_aside_and_measured_again(empty: str) -> None:
 
 
 def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
-    with started(stocked, env={"APPLIANCE_TUNE": "off"}, nano_cpus=1_000_000_000, mem_limit="700m") as stage:
+    with started(stocked, nano_cpus=1_000_000_000, mem_limit="700m") as stage:
         stage.wait_ready()
         plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
     assert plan["threads"] == 1

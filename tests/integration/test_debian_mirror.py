@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from mirror_stage import PassingOn, debian_mirror
-from small_cell import HERE, make_job, make_root
+from small_cell import HERE, make_job, make_root, only_runtime
 
-from images import build, debian, docker, installed, mirror
+from images import build, debian, docker, installed, mirror, packages
 from images.errors import BuildError
 
 pytestmark = pytest.mark.container
@@ -48,18 +48,16 @@ def locked(small: tuple[Path, build.Job]) -> tuple[Path, build.Job]:
         for stage, image in holding.versions.items()
         if stage != installed.BASE
     }
-    plant(
-        root,
-        job,
-        debian.Lock(
-            image=job.cell.base.image,
-            base=job.base.identity,
-            platform="linux/amd64",
-            archive_date="2026-07-18T02:00:00Z",
-            parts=parts,
-        ),
+    lock = debian.Lock(
+        image=job.cell.base.image,
+        base=job.base.identity,
+        platform="linux/amd64",
+        archive_date="2026-07-18T02:00:00Z",
+        snapshot="20260718T060000Z",
+        suites=["bookworm"],
+        parts=parts,
     )
-    return root, job
+    return root, replace(job, lock=lock)
 
 
 def test_stages_that_are_as_locked_are_built_from_the_cache(locked: tuple[Path, build.Job]) -> None:
@@ -79,28 +77,26 @@ def test_a_moved_package_is_exit_60_and_named(
 ) -> None:
     """Also after a second look without the cache, of the one stage that the test may run again."""
     root, job = only_runtime(*locked, keeps_lists=True)
-    lock = debian.load(root, job.cell.base, "linux/amd64")
-    assert lock
-    was = lock.parts[PART]["tini"]
-    parts = {**lock.parts, PART: {"tini": was.model_copy(update=planted)}}
-    plant(root, job, lock.model_copy(update={"parts": parts}))
+    assert job.lock
+    was = job.lock.parts[PART]["tini"]
+    parts = {**job.lock.parts, PART: {"tini": was.model_copy(update=planted)}}
     with pytest.raises(BuildError) as caught:
-        installed.hold_to_lock(root, job, docker.Engine())
+        installed.hold_to_lock(root, replace(job, lock=job.lock.model_copy(update={"parts": parts})), docker.Engine())
     assert caught.value.exit_code == 60
     assert said.format(version=was.version, sha256=was.sha256) in caught.value.message
-    assert "--debian-mirror" in (caught.value.hint or "")
+    assert debian.LOCK_COMMAND in (caught.value.hint or "")
 
 
 def test_packages_that_no_lock_names_are_not_built(small: tuple[Path, build.Job]) -> None:
     """The real cells' lock knows nothing of what this one asks for besides; no build is tried."""
     root, job = small
+    job = replace(job, lock=debian.load(root, job.cell.base, "linux/amd64"))
     with pytest.raises(BuildError, match=r"asks for packages that images/locks/debian-.*json has no part for: tini"):
         installed.hold_to_lock(root, job, docker.Engine())
 
 
 def test_a_platform_without_a_lock_is_not_built(small: tuple[Path, build.Job]) -> None:
     root, job = small
-    (root / debian.path_for(job.cell.base, "linux/amd64")).unlink()
     with pytest.raises(BuildError, match="has no Debian lock for linux/amd64"):
         installed.hold_to_lock(root, job, docker.Engine())
 
@@ -112,9 +108,9 @@ def test_a_mirror_changes_no_digest_and_leaves_no_address(
     job = replace(job, no_cache=True)
     archives = tmp_path / "live.tar", tmp_path / "mirrored.tar"
     assert docker.stream(build.buildx_argv(replace(job, archive=archives[0])), cwd=root).code == 0
-    mirrored = replace(mirror.plan(job), archive=archives[1])
-    with mirror.written(root, mirrored, mirror.parse_mirror(passing_on.root)):
-        assert docker.stream(build.buildx_argv(mirrored), cwd=root).code == 0
+    with mirror.workplace(root, job):
+        mirrored = packages.through(root, job, mirror.parse_mirror(passing_on.root))
+        assert docker.stream(build.buildx_argv(replace(mirrored, archive=archives[1])), cwd=root).code == 0
     assert not (root / mirrored.dockerfile.parent).exists()
     assert [path for path in passing_on.asked if "tini" in path and path.startswith("/planted/debian/pool/main/")]
     assert build.manifest_digest(archives[0]) == build.manifest_digest(archives[1])
@@ -126,30 +122,11 @@ def test_a_mirror_that_has_no_such_archive_is_an_error_of_the_build(
     small: tuple[Path, build.Job], passing_on: PassingOn
 ) -> None:
     root, job = only_runtime(*small)
-    job = mirror.plan(replace(job, no_cache=True))
-    with mirror.written(root, job, mirror.parse_mirror(f"{passing_on.root}/nowhere@20260718T020000Z")):
-        done = docker.stream(build.buildx_argv(job), cwd=root)
+    nowhere = mirror.parse_mirror(f"{passing_on.root}/nowhere@20260718T020000Z")
+    with mirror.workplace(root, job):
+        done = docker.stream(build.buildx_argv(packages.through(root, replace(job, no_cache=True), nowhere)), cwd=root)
     assert done.code != 0
     assert "/planted/nowhere/debian/20260718T020000Z/dists/bookworm/InRelease" in passing_on.asked
-
-
-def only_runtime(root: Path, job: build.Job, *, keeps_lists: bool = False) -> tuple[Path, build.Job]:
-    """Its smallest part: one package on the base, so that a test may fetch it again and again.
-
-    The lists of the archive say which file a package is; a runtime stage removes them, a toolchain's does not.
-    """
-    path = root / job.dockerfile
-    text = path.read_text("utf-8")
-    base = text[: text.index("\nFROM base AS toolchain")]
-    runtime = text[text.index("\nFROM base AS small-runtime") : text.index("\nCOPY --from=small-wheels")]
-    if keeps_lists:
-        runtime = runtime.replace(" /var/lib/apt/lists/*", "")
-    path.write_text(f"{base}{runtime}\n", "utf-8")
-    return root, job
-
-
-def plant(root: Path, job: build.Job, lock: debian.Lock) -> None:
-    (root / debian.path_for(job.cell.base, "linux/amd64")).write_text(debian.dump(lock), "utf-8")
 
 
 def mentions(archive: Path, wanted: bytes) -> list[str]:

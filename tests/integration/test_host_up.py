@@ -27,9 +27,9 @@ def engine(*knobs: str) -> Iterator[str]:
 
 
 @contextmanager
-def begin(address: str) -> Iterator[subprocess.Popen[str]]:
+def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """The program, killed at the end if it still runs."""
-    argv = [sys.executable, "-m", "appliance.host.up", "c1"]
+    argv = [sys.executable, "-m", "appliance.host.up", "c1", *words]
     environment = {**os.environ, "DOCKER_HOST": address}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_ctrl_c, **pipes) as program:
@@ -44,8 +44,8 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def ended(*knobs: str) -> tuple[int, str, str]:
-    with engine(*knobs) as address, begin(address) as program:
+def ended(*knobs: str, words: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    with engine(*knobs) as address, begin(address, *words) as program:
         out, err = program.communicate(timeout=30)
     assert "Traceback" not in err, err
     return program.returncode, out, err
@@ -56,6 +56,49 @@ def test_it_asks_and_reports() -> None:
     assert code == 0, err
     assert "It guides ships." in out
     assert "5 tokens at 10.0 tok/s" in out
+    assert "speed     10 tok/s\n" in out
+    assert "in the profile on the volume" in out
+
+
+@pytest.mark.parametrize("state", ["waiting", "measuring"])
+def test_the_first_answer_comes_with_the_predicted_speed_and_that_measuring_goes_on(state: str) -> None:
+    code, out, err = ended("--tuning", state)
+    assert code == 0, err
+    assert "It guides ships." in out
+    assert "speed     predicted: 12 tok/s of decode" in out
+    assert "measuring goes on while nobody asks" in out
+    assert "`make up WAIT=tuned` waits for it" in out
+
+
+def test_without_measuring_nothing_is_said_to_go_on() -> None:
+    code, out, err = ended("--tuning", "off")
+    assert code == 0, err
+    assert "by prediction; nothing is measured" in out
+    assert "goes on" not in out
+
+
+def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
+    code, out, err = ended("--tuning", "waiting", words=("--wait", "tuned"))
+    assert code == 0, err
+    assert "measuring: 1 measurements so far" in err
+    assert "speed     10 tok/s\n" in out
+    assert "predicted" not in out
+
+
+@pytest.mark.parametrize(
+    ("state", "expected", "hint"), [("off", 10, "APPLIANCE_TUNE=idle"), ("failed", 43, "docker logs")]
+)
+def test_a_wait_without_an_end_is_refused(state: str, expected: int, hint: str) -> None:
+    code, _, err = ended("--tuning", state, words=("--wait", "tuned"))
+    assert code == expected
+    assert f"error: waiting for measuring has no end: it is {state}" in err
+    assert hint in err
+
+
+def test_another_word_to_wait_for_is_usage() -> None:
+    code, _, err = ended(words=("--wait", "forever"))
+    assert code == 2
+    assert "invalid choice: 'forever'" in err
 
 
 @pytest.mark.parametrize("ports", ["exposed", "absent", "none"])

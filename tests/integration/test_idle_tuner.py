@@ -164,6 +164,21 @@ async def test_short_stretches_of_idleness_add_up(stage: IdleStage) -> None:
     assert stage.serving.plan == BEST
 
 
+@pytest.mark.parametrize(("why_no_room", "alone"), [("", False), (NO_ROOM, True)])
+async def test_who_waits_for_the_result_waits_for_no_idle_period(
+    stage: IdleStage, why_no_room: str, alone: bool
+) -> None:
+    measuring = Measuring(stage.folder, [0.1], BEST)
+    tuner = stage.tuner(measuring, why_no_room=why_no_room, idle_s=3600, settle_s=3600)
+    async with running(tuner) as task:
+        await asyncio.sleep(0.3)
+        assert measuring.calls == []
+        tuner.begin_now()
+        await ended(task)
+    assert measuring.calls == [alone]
+    assert stage.serving.plan == BEST
+
+
 async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
     """Its time is over and more is left to measure: that the machine is idle is no reason to measure for ever."""
     measuring = Measuring(stage.folder, [0.0, 0.0, 60.0])

@@ -57,7 +57,7 @@ def plant(library: Path, function: str, code: bytes) -> None:
 def test_the_baseline_agrees_with_itself() -> None:
     code, (found,), _ = check(ENGINE, "--types", "q8_0,f16,q4_K", "--kv", "f16,q8_0,q8_0/q4_0")
     assert (code, found["status"], found["compared"], found["worst_nmse"]) == (0, "ok", True, 0)
-    assert found["cases"] == 2 * (2 * 3 + 3)
+    assert found["cases"] == 2 * (4 * 3 + 3)
 
 
 def test_every_variant_that_runs_here_agrees_with_the_baseline() -> None:

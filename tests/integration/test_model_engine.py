@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engine_stage import find_engine
+from engine_stage import find_engine, plain_environment
 
 from appliance.model import Layer, Model, read_model
 from tests.shapes import PUBLISHED, SMALL, Shape, write_gguf
@@ -29,7 +29,14 @@ _READY = "listening on"
 @contextmanager
 def running(argv: Sequence[str | Path]) -> Iterator[Iterator[str]]:
     """The lines that a server prints, while it runs."""
-    server = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    server = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=plain_environment(Path(argv[0])),
+    )
     assert server.stdout
     try:
         yield iter(server.stdout)
@@ -100,6 +107,7 @@ def test_published_models_against_the_engines_own_estimate(tmp_path: Path, shape
     """llama-fit-params opens a file that is a hole and says in whole MiB what it would take on a CPU."""
     path = write_gguf(tmp_path / "m.gguf", shape, quantization="MXFP4" if shape.architecture == "gpt-oss" else "Q4_K_M")
     argv = [find_engine("llama-fit-params"), "-m", path, "-c", "8192", "-np", "1", "-ub", str(UBATCH), "-fitp", "on"]
-    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout
+    around = plain_environment(Path(argv[0]))
+    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120, env=around).stdout
     _, context_mib, _ = map(int, out.split()[-3:])
     assert context_mib == pytest.approx(sum(reckoned(read_model(path), 8192, 1)), abs=1)

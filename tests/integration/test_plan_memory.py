@@ -12,6 +12,8 @@ import pytest
 from engine_stage import find_engine
 
 from appliance.engines.llama_facts import query_facts
+from appliance.plan import runnable_variants
+from appliance.probe import probe
 from benchmarks.memory import AIM, CASES, Case, Row, allocated_by, planned_for, shape_of
 from tests.shapes import write_gguf
 
@@ -23,11 +25,16 @@ def engine() -> Path:
     return find_engine("llama-server")
 
 
+@pytest.mark.parametrize(
+    "variant", ["x64", "haswell", "alderlake", "skylakex", "cascadelake", "zen4", "sapphirerapids"]
+)
 @pytest.mark.parametrize("case", [next(c for c in CASES if c.shape == name) for name in SHAPES], ids=lambda c: c.name)
-def test_the_prediction_is_within_the_aim(engine: Path, tmp_path: Path, case: Case) -> None:
-    path = write_gguf(tmp_path / "model.gguf", shape_of(case), quantization=case.quantization)
+def test_the_prediction_is_within_the_aim(engine: Path, tmp_path: Path, case: Case, variant: str) -> None:
     facts = query_facts(engine)
-    planned = planned_for(facts, path, case.flags)
+    if variant not in [each.name for each in runnable_variants(facts, probe(tmp_path, {}).cpu)]:
+        pytest.skip(f"this CPU does not run {variant}, or the engine has no such variant")
+    path = write_gguf(tmp_path / "model.gguf", shape_of(case), quantization=case.quantization)
+    planned = planned_for(facts, path, {**case.flags, "cpu_variant": variant})
     row = Row(name=case.name, plan=planned, allocated=allocated_by(engine, planned, facts, tmp_path))
     assert row.allocated.kv + row.allocated.recurrent > 0
     assert planned.memory.kv == pytest.approx(row.allocated.kv, abs=0.02)

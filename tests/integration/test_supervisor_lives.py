@@ -152,6 +152,13 @@ async def kill_when_ready(supervisor: Supervisor) -> int:
     return pid
 
 
+async def test_what_would_die_of_the_same_again_is_not_tried_again(make_command: MakeCommand) -> None:
+    supervisor = Supervisor(restart=Restart(backoff_s=(600.0,), not_after=frozenset({signal.SIGILL})))
+    os.kill(await started(supervisor, make_command()), signal.SIGILL)
+    crash = await asyncio.wait_for(supervisor.wait_failed(), 10)
+    assert (crash.signal, crash.was_ready, supervisor.restarts) == (signal.SIGILL, True, 0)
+
+
 async def test_restarts_are_exhausted(restarting: Supervisor, make_command: MakeCommand) -> None:
     restarting.start(make_command())
     pids = {await kill_when_ready(restarting) for _ in range(QUICK.max_in_row + 1)}

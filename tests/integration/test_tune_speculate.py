@@ -225,7 +225,8 @@ class Real:
         self, model: Model, kind: Kind, tokens: int, draft: Model | None = None, like: Tried | None = None
     ) -> Tried:
         of = planned(self.hardware, model, self.facts)
-        speculation = reckon(of, kind, tokens, model=model, draft=draft, isa=self.hardware.cpu.isa)
+        isa = next((each.isa for each in self.facts.cpu_variants if each.name == of.cpu_variant), self.hardware.cpu.isa)
+        speculation = reckon(of, kind, tokens, model=model, draft=draft, isa=isa)
         return self.measure(applied(of, speculation), like)
 
 

@@ -16,11 +16,13 @@ FILES = sorted(
     if "rendered" not in path.parts
 )
 # A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
-LEAVES = {"errors", "command", "image_facts"}
+LEAVES = {"errors", "command", "image_facts", "moe", "values"}
 MAY_IMPORT = {
     "errors": set(),
     "command": set(),
     "image_facts": set(),
+    "values": set(),
+    "moe": set(),
     "settings": set(),
     "run": set(),
     "volume": {"model"},
@@ -36,8 +38,15 @@ MAY_IMPORT = {
     "report": {"gateway"},
     "idle": {"engines", "supervisor", "gateway", "report"},
 }
-STRICT_LEAVES = {"supervisor": {"errors", "command"}, "errors": set(), "command": set(), "image_facts": set()}
-WITHOUT_IO = ("appliance/plan/", "appliance/engines/llama_server", "appliance/tune/candidates",
+STRICT_LEAVES = {
+    "supervisor": {"errors", "command", "values"},
+    "errors": set(),
+    "command": {"values"},
+    "image_facts": set(),
+    "values": set(),
+    "moe": set(),
+}
+WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
               "appliance/profile/at_start",

@@ -50,6 +50,21 @@ def make_job(root: Path, cell: Cell, engine: docker.Engine) -> build.Job:
     )
 
 
+def only_runtime(root: Path, job: build.Job, *, keeps_lists: bool = False) -> tuple[Path, build.Job]:
+    """Its smallest part: one package on the base, so that a test may fetch it again and again.
+
+    The lists of the archive say which file a package is; a runtime stage removes them, a toolchain's does not.
+    """
+    path = root / job.dockerfile
+    text = path.read_text("utf-8")
+    base = text[: text.index("\nFROM base AS toolchain")]
+    runtime = text[text.index("\nFROM base AS small-runtime") : text.index("\nCOPY --from=small-wheels")]
+    if keeps_lists:
+        runtime = runtime.replace(" /var/lib/apt/lists/*", "")
+    path.write_text(f'{base}{runtime}\nLABEL io.appliance.cell="{job.cell.id}"\n', "utf-8")
+    return root, job
+
+
 def ca_bundle() -> Path | None:
     """As the Makefile chooses it."""
     names = ("CA_BUNDLE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")

@@ -16,6 +16,13 @@ IMAGE = ImageFacts(
 USAGE = (Path(__file__).parent / "llama-server-help.txt").read_text()
 ENGINE: EngineFacts = parse_facts(version="version: 0.5.0-dev (build 11312, commit 0c1e57098)", usage=USAGE)
 
+
+def with_variants(*names: str) -> EngineFacts:
+    """An engine whose folder holds these CPU variants."""
+    backends = tuple(f"libggml-cpu-{name}.so" for name in names)
+    return parse_facts(version="version: 0.5.0-dev (build 11312, commit 0c1e57098)", usage=USAGE, backends=backends)
+
+
 SMALL = Model(
     path=Path("/data/models/small.gguf"),
     parts=(Path("/data/models/small.gguf"),),
@@ -28,7 +35,7 @@ SMALL = Model(
     weights_bytes=96_576_768,
     bytes_by_type=(("q4_1", 66_000_000), ("q8_0", 30_000_000)),
     quantization="q4_1",
-    repackable_by_type=(),
+    matrices=(),
     layers=30,
     embedding_length=576,
     feed_forward_length=1536,

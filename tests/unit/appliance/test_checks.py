@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from facts import IMAGE, machine
 
-from appliance.checks import VARIANT_NEEDS, check_devices, check_supported, tag_for, why_fewer
-from appliance.errors import CpuUnsupportedError, DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
+from appliance.checks import check_devices, check_supported, tag_for, why_fewer
+from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
 from appliance.image_facts import TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
 from appliance.settings import Settings
@@ -174,37 +174,6 @@ def test_who_asks_for_no_gpu_is_not_refused_for_one() -> None:
     broken = given(gpu("75"), driver="470.1", problem="hangs")
     assert check_supported(replace(AUTO, devices="none"), CUDA_IMAGE, broken) == broken
     assert check_supported(replace(AUTO, devices="none"), IMAGE, broken) == broken
-
-
-@pytest.mark.parametrize(
-    ("variants", "isa", "lacking"),
-    [
-        (("x64", "haswell"), (), None),
-        (("haswell", "zen4"), ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2"), None),
-        (("haswell", "sandybridge"), ("sse4_2",), "avx"),
-        (("haswell",), ("avx", "sse4_2"), "avx2, bmi2, f16c, fma"),
-        (("x64", "armv8.2_1"), ("asimd",), "asimddp"),
-        (("haswell", "armv8.0_1"), ("asimd",), None),
-        (("a-variant-to-come",), (), None),
-        ((), (), None),
-    ],
-)
-def test_a_cpu_below_the_lowest_variant_is_22(
-    variants: tuple[str, ...], isa: tuple[str, ...], lacking: str | None
-) -> None:
-    hardware = machine()
-    hardware = replace(hardware, cpu=replace(hardware.cpu, isa=isa))
-    image = replace(IMAGE, cpu_variants=variants)
-    if lacking is None:
-        assert check_supported(AUTO, image, hardware) == hardware
-        return
-    with pytest.raises(CpuUnsupportedError, match=f"kernels need: {lacking} ") as caught:
-        check_supported(AUTO, image, hardware)
-    assert caught.value.exit_code == 22
-
-
-def test_the_lowest_variants_are_known() -> None:
-    assert {"x64", "armv8.0_1"} <= set(VARIANT_NEEDS)
 
 
 @pytest.mark.parametrize(

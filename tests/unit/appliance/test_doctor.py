@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from facts import ENGINE, IMAGE, machine
+from facts import ENGINE, IMAGE, machine, with_variants
 
 from appliance.doctor.bundle import HIDDEN, bundle, write_bundle
 from appliance.doctor.check import Check, failed, passed, warned
@@ -18,7 +18,8 @@ from appliance.doctor.host import host_checks
 from appliance.doctor.parts import key_check, port_check, volume_check
 from appliance.doctor.show import as_json, show
 from appliance.engines.llama_devices import Devices, parse_devices, parse_kept
-from appliance.errors import ConfigError, NoKernelError
+from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
+from appliance.plan import RuledOut, choose_kernels
 from appliance.probe import Gpu, GpuHolder, GpuProbe, Hardware
 from appliance.settings import Settings, resolve_settings
 
@@ -54,7 +55,7 @@ def fake_root(folder: Path, *, swap: tuple[int, int] = (0, 0), huge: str = "alwa
 
 
 def host(root: Path, hardware: Hardware, settings: Settings | None = None) -> dict[str, Check]:
-    return {check.name: check for check in host_checks(root, settings or Settings(), IMAGE, hardware)}
+    return {check.name: check for check in host_checks(root, settings or Settings(), hardware, None)}
 
 
 LIBCUDA = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
@@ -108,9 +109,20 @@ def test_what_the_kernel_does_not_tell_is_unknown_and_no_fault(tmp_path: Path) -
 
 
 def test_a_cpu_that_the_kernels_cannot_run_on_fails_with_22(tmp_path: Path) -> None:
-    image = replace(IMAGE, cpu_variants=("haswell",))
-    checks = list(host_checks(fake_root(tmp_path / "root"), Settings(), image, machine()))
+    root = fake_root(tmp_path / "root")
+    with pytest.raises(CpuUnsupportedError) as caught:
+        choose_kernels(Settings(), with_variants("haswell"), machine().cpu)
+    checks = list(host_checks(root, Settings(), machine(), caught.value))
     assert [(check.name, check.exit_code) for check in checks if check.status == "fail"] == [("cpu", 22)]
+
+
+def test_variants_that_are_ruled_out_are_warned_of(tmp_path: Path) -> None:
+    root, out = fake_root(tmp_path / "root"), RuledOut(seen={"zen4": "it died"}, where="/data/cache/b1/x.json")
+    kernels = choose_kernels(Settings(), with_variants("x64"), machine().cpu, out)
+    (check, *_) = host_checks(root, Settings(), machine(), kernels, out)
+    assert (check.name, check.status) == ("cpu", "warn")
+    assert check.value.endswith("kernels: x64; ruled out: zen4: it died")
+    assert "remove /data/cache/b1/x.json" in (check.remedy or "")
 
 
 def test_a_gpu_in_order_passes_and_shows_what_it_is() -> None:

@@ -379,7 +379,8 @@ def test_a_binary_is_asked_for_its_facts(tmp_path: Path) -> None:
     (tmp_path / "libggml-base.so").touch()
     body = f'case "$1" in --version) echo "{VERSION}" >&2;; --help) cat {help_file};; *) exit 9;; esac'
     facts = query_facts(program(tmp_path / "llama-server", body))
-    assert facts == replace(ENGINE, backends=("libggml-cpu-haswell.so",))
+    assert facts == replace(ENGINE, backends=("libggml-cpu-haswell.so",), cpu_variants=facts.cpu_variants)
+    assert [variant.name for variant in facts.cpu_variants] == ["haswell"]
 
 
 def test_a_binary_that_does_not_run_is_44_with_its_words(tmp_path: Path) -> None:

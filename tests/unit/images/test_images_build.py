@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from images import build, docker, matrix, render
+from images import build, debian, docker, matrix, mirror, render
 from images.drift import write
-from images.errors import BuildError, MatrixError, UsageError
+from images.errors import ArchiveError, BuildError, MatrixError, UsageError
 from images.matrix import Cell
 
 LOCAL = "sha256:" + "1" * 64
@@ -112,6 +112,63 @@ def test_the_build_id_moves_with_every_input_and_with_the_base() -> None:
     }
     assert len(ids) == 4
     assert build.build_id(dict(reversed(files.items())), LOCAL) in ids
+
+
+def test_a_lock_is_in_the_build_id_and_a_temporary_one_takes_its_place(project: Path, cell: Cell) -> None:
+    """With other packages the image is another one; with the same, of another day, it is not."""
+    base = build.BaseChoice(identity=LOCAL)
+    unlocked = build.plan_job(project, cell, build.Options(), base)
+    job = build.plan_job(project, cell, build.Options(), base, platform="linux/amd64")
+    assert job.lock
+    assert job.lock == debian.load(project, cell.base, "linux/amd64")
+    assert job.build_id != unlocked.build_id
+    later = job.lock.model_copy(update={"archive_date": "2027-01-01T00:00:00Z", "snapshot": "20270101T000000Z"})
+    assert build.relock(project, job, later).build_id == job.build_id
+    part = next(iter(build.parts_of(project, cell)))
+    name, was = next(iter(job.lock.parts[part].items()))
+    moved = {**job.lock.parts, part: {**job.lock.parts[part], name: was.model_copy(update={"version": "9"})}}
+    temporary = build.relock(project, job, job.lock.model_copy(update={"parts": moved}))
+    assert temporary.build_id not in (job.build_id, unlocked.build_id)
+    labels = [build.moment_labels(each).get("io.appliance.reproducible") for each in (job, temporary)]
+    assert labels == [None, "no"]
+
+
+def test_a_cell_of_another_platform_has_no_lock(project: Path, cell: Cell) -> None:
+    base = build.BaseChoice(identity=LOCAL)
+    assert build.plan_job(project, cell, build.Options(), base, platform="linux/arm64").lock is None
+
+
+APT = "#9 2.1 E: Failed to fetch http://h/debian/pool/t/tini_1.deb  "
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "said"),
+    [
+        (f"{APT}404  Not Found [IP: 10.0.0.1 80]", ArchiveError, "could not be had: #9 2.1 E: Failed to fetch"),
+        ("#9 W: Failed to fetch http://h/InRelease  Could not connect", ArchiveError, "Could not connect"),
+        ("#9 E: Unable to locate package tini", ArchiveError, "Unable to locate package tini"),
+        ("#9 E: The repository 'http://h b Release' does not have a Release file.", ArchiveError, "Release file"),
+        (f"{APT}Hash Sum mismatch", BuildError, "gave other bytes than its signed list names"),
+        (f"{APT}File has unexpected size (1 != 2)", BuildError, "gave other bytes than its signed list names"),
+        ("#9 W: GPG error: http://h b InRelease: NO_PUBKEY 1", BuildError, "gave other bytes"),
+    ],
+)
+def test_what_apt_could_not_get_is_told_from_what_it_was_given_wrongly(
+    cell: Cell, line: str, kind: type[BuildError], said: str
+) -> None:
+    """Another archive is tried after the first, and never after the second."""
+    step = 'ERROR: failed to solve: process "/bin/sh -c apt-get update  && apt-get install -y x" did not complete: 100'
+    error = build.explain_failure(cell, ["Get:1 ca-certificates", line, step])
+    assert type(error) is kind
+    assert (error.exit_code, said in error.message) == (60, True)
+    words = (error.hint or "").split()
+    assert mirror.parse_mirror(words[words.index("--debian-mirror") + 1])
+
+
+def test_a_list_that_apt_did_without_is_not_why_a_compiler_failed(cell: Cell) -> None:
+    step = 'ERROR: failed to solve: process "/bin/sh -c cmake --build out" did not complete: 1'
+    error = build.explain_failure(cell, ["#9 W: Failed to fetch http://h/InRelease  Could not connect", step])
+    assert (type(error), "cmake --build out" in error.message) == (BuildError, True)
 
 
 def test_inputs_are_what_the_dockerignore_lets_through(project: Path, cell: Cell) -> None:

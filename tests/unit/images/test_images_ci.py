@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from images import __main__ as command
 from images import ci, debian, drift, matrix
 from images.matrix import Cell, Platform, Target
 
@@ -79,6 +80,29 @@ def test_actions_are_pinned_to_a_commit_and_say_where_it_is_from(project: Path) 
         assert used or "uses: ./" in text
         assert all(re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d", line) for line in used)
         assert text.count("persist-credentials: false") == len(used)
+
+
+def test_what_is_published_is_of_the_lock_or_not_at_all(project: Path) -> None:
+    text = (project / ".github/workflows/image.yml").read_text("utf-8")
+    builds = [line for line in text.splitlines() if "-m images build " in line]
+    assert len(builds) == 2
+    assert all(" --locked " in line for line in builds)
+
+
+def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path) -> None:
+    """And what it may write is asked for."""
+    workflow = yaml.safe_load((project / ".github/workflows/lock.yml").read_text("utf-8"))
+    steps = workflow["jobs"]["propose"]["steps"]
+    script = "\n".join(step.get("run", "") for step in steps)
+    commands = re.findall(r"-m images ((?:[\w-]+ ?)+)", script)
+    assert [words.split()[0] for words in commands] == ["list", "lock", "lock", "render"]
+    for words in commands:  # an unknown one ends here, with argparse's own words
+        assert command._parser().parse_args(words.split()).verb
+    assert workflow["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
+    assert workflow[True] == {
+        "schedule": [{"cron": "17 4 * * 1"}],
+        "workflow_dispatch": None,
+    }  # `on`, as YAML 1.1 has it
 
 
 def test_workflows_name_no_address(project: Path) -> None:

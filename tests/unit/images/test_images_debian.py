@@ -29,8 +29,9 @@ FROM debian@sha256:1 AS runtime
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends libgomp1 python3 && x
 """
 ANSWER = f"""W: something on stderr
-@date Sat, 11 Jul 2026 10:16:37 UTC
-@date Sat, 18 Jul 2026 02:00:00 UTC
+@list bookworm Sat, 11 Jul 2026 10:16:37 UTC
+@list bookworm-updates Sat, 18 Jul 2026 02:00:00 UTC
+@list bookworm-security Fri, 17 Jul 2026 23:12:41 UTC
 @part {PART}
 'ADDRESS/libgomp1_12.2.0-14%2bdeb12u1_amd64.deb' libgomp1_12.2.0-14+deb12u1_amd64.deb 116320 SHA256:{SHA}
 'ADDRESS/python3_1%3a3.11.2-1+b1_amd64.deb' python3_1%3a3.11.2-1+b1_amd64.deb 26312 SHA256:{SHA}
@@ -56,6 +57,7 @@ def test_what_stages_install_is_read_with_what_stands_below_them() -> None:
 
 def test_apts_answer_becomes_a_lock_without_an_address(lock: Lock) -> None:
     assert lock.archive_date == "2026-07-18T02:00:00Z"
+    assert lock.suites == ["bookworm", "bookworm-security", "bookworm-updates"]
     assert lock.parts[PART] == {
         "libgomp1": Locked(version="12.2.0-14+deb12u1", architecture="amd64", sha256=SHA),
         "python3": Locked(version="1:3.11.2-1+b1", architecture="amd64", sha256=SHA),
@@ -63,14 +65,59 @@ def test_apts_answer_becomes_a_lock_without_an_address(lock: Lock) -> None:
     assert "ADDRESS" not in debian.dump(lock)
 
 
+def test_a_lock_names_a_snapshot_that_has_its_packages(lock: Lock) -> None:
+    """After the import of the youngest list, which follows its date, and before that of the next one."""
+    assert lock.snapshot == "20260718T060000Z"
+    of_a_snapshot = debian.parse_answer(
+        ANSWER.splitlines(), image="x", identity=BASE, platform="linux/amd64", snapshot="20260719T000000Z"
+    )
+    assert of_a_snapshot.snapshot == "20260719T000000Z"
+
+
+def test_a_lock_of_fewer_suites_than_the_official_image_has_is_refused(lock: Lock, cell: Cell) -> None:
+    debian.refuse_partial(lock, cell.base)
+    with pytest.raises(BuildError, match="would lack the packages of bookworm-updates, bookworm-security") as caught:
+        debian.refuse_partial(lock.model_copy(update={"suites": ["bookworm"]}), cell.base)
+    assert caught.value.exit_code == 60
+    assert caught.value.hint == "take the official image: docker pull debian:x"
+
+
+def test_a_build_takes_its_own_parts_of_a_lock_and_no_date(lock: Lock) -> None:
+    mine = debian.content(lock, [PART])
+    younger = lock.model_copy(update={"archive_date": "2027-01-01T00:00:00Z", "snapshot": "20270101T000000Z"})
+    assert debian.content(younger, [PART]) == mine
+    assert debian.content(lock.model_copy(update={"parts": {PART: lock.parts[PART]}}), [PART]) == mine
+    moved = {PART: {**lock.parts[PART], "libgomp1": lock.parts["cmake"]["cmake"]}}
+    assert debian.content(lock.model_copy(update={"parts": moved}), [PART]) != mine
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ({"platform": "linux/arm64"}, "linux/arm64"),
+        ({"parts": {"x": {"y": Locked(version="1", architecture="arm64", sha256=SHA)}}}, "packages for arm64"),
+    ],
+)
+def test_a_lock_of_another_architecture_is_exit_10(
+    tmp_path: Path, lock: Lock, cell: Cell, planted: dict[str, object], said: str
+) -> None:
+    path = tmp_path / debian.path_for(cell.base, "linux/amd64")
+    path.parent.mkdir(parents=True)
+    path.write_text(debian.dump(lock.model_copy(update=planted)))
+    with pytest.raises(MatrixError, match=f"{path.name} is a Debian lock of another platform.*: {said}") as caught:
+        debian.load(tmp_path, cell.base, "linux/amd64")
+    assert caught.value.exit_code == 10
+    assert "python -m images lock --debian" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
         "",
-        "@date Sat, 11 Jul 2026 10:16:37 UTC",
-        "@date Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake",
+        "@list bookworm Sat, 11 Jul 2026 10:16:37 UTC",
+        "@list bookworm Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake",
         f"@part cmake\n'A' cmake_3_all.deb 26 SHA256:{SHA}",
-        "@date Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake\n'A' cmake_3_all.deb 26 MD5Sum:00",
+        "@list bookworm Sat, 11 Jul 2026 10:16:37 UTC\n@part cmake\n'A' cmake_3_all.deb 26 MD5Sum:00",
     ],
 )
 def test_an_answer_that_is_none_is_refused(answer: str) -> None:
@@ -97,6 +144,8 @@ def test_committed_locks_hash_every_package_and_name_no_machine(project: Path) -
         lock = Lock.model_validate_json(text)
         assert debian.dump(lock) == text
         assert "://" not in text
+        name = path.name.split("-")[1]
+        assert lock.suites == sorted((name, f"{name}-security", f"{name}-updates"))
         assert all(lock.parts.values())
 
 

@@ -56,7 +56,15 @@ def job(cell: Cell, tmp_path: Path) -> build.Job:
 
 def lock_of(version: str = "0.19", sha256: str = SHA) -> Lock:
     tini = Locked(version=version, architecture="amd64", sha256=sha256)
-    return Lock(image="debian", base=BASE, platform="linux/amd64", archive_date="x", parts={"tini": {"tini": tini}})
+    return Lock(
+        image="debian",
+        base=BASE,
+        platform="linux/amd64",
+        archive_date="2026-07-18T02:00:00Z",
+        snapshot="20260718T060000Z",
+        suites=["bookworm"],
+        parts={"tini": {"tini": tini}},
+    )
 
 
 def test_each_stage_is_repeated_as_far_as_its_last_package() -> None:

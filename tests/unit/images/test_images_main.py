@@ -91,12 +91,12 @@ MIRROR = "http://127.0.0.1:9@20260718T020000Z"
 
 
 def test_a_reproduction_is_made_of_what_a_build_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
-    """The mounts of a mirror, and the refusal of an image that does not exist, which asks no network."""
+    """The sources of a mirror, and the refusal of an image that does not exist, which asks no network."""
     given = ["verify", "--reproduce", "llama-cpu", "--dry-run", "--json"]
     assert command.main([*given, "--debian-mirror", MIRROR]) == 0
     (argv,) = json.loads(capsys.readouterr().out)
     assert argv[argv.index("--file") + 1].endswith("/llama-cpu.mirror/Dockerfile")
-    assert any(word.startswith("debian-mirror-address=") for word in argv)
+    assert any(word.startswith("id=debian-base.list,src=") for word in argv)
     assert "--no-cache" in argv
     assert command.main([*given, "--toolkit-image", "cuda:1"]) == 2
     assert "--toolkit-image fits no cell whose CUDA toolkit comes from no image: llama-cpu" in capsys.readouterr().err
@@ -112,6 +112,13 @@ def test_what_only_a_reproduction_takes_is_not_passed_over(
     assert f"{flag} belongs to --reproduce, which is not there: {value}" in capsys.readouterr().err
 
 
+def test_locked_alone_belongs_to_a_reproduction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["verify", "--only", "llama-cpu", "--locked"]) == 2
+    said = capsys.readouterr().err
+    assert "--locked belongs to --reproduce, which is not there\n" in said
+    assert "hint: verify --reproduce CELL --locked\n" in said
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--image", "x:1"), ("--only", "llama-*"), ("--cuobjdump", "/x")])
 def test_what_a_reproduction_has_no_use_for_is_not_passed_over(
     flag: str, value: str, capsys: pytest.CaptureFixture[str]
@@ -123,6 +130,19 @@ def test_what_a_reproduction_has_no_use_for_is_not_passed_over(
 def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "--debian", "dev"]) == 2
     assert "takes no names: dev" in capsys.readouterr().err
+
+
+def test_a_mirror_of_a_lock_that_asks_no_archive_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["lock", "dev", "--debian-mirror", MIRROR]) == 2
+    assert f"--debian-mirror belongs to --debian, which is not there: {MIRROR}" in capsys.readouterr().err
+
+
+def test_the_hint_of_a_mirror_is_one_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--debian-mirror", "2026-07-11T10:16:37Z"]) == 2
+    named = re.findall(r"--debian-mirror (http\S+)", capsys.readouterr().err)
+    assert len(named) == 2
+    for each in named:
+        assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--debian-mirror", each]) == 0
 
 
 def test_a_misspelt_key_of_the_file_is_exit_10(project: Path, tmp_path: Path) -> None:
@@ -276,7 +296,7 @@ def test_a_folder_of_a_cell_that_is_gone_fails_the_check(project: Path, tmp_path
         (["list", "--jsn"], "unrecognized arguments: --jsn", "perhaps you meant --json"),
         (["select", "--drivr", "580"], "unrecognized arguments: --drivr", "perhaps you meant --driver"),
         (["select", "--platform", "linux/amd46"], "invalid choice: 'linux/amd46'", "perhaps you meant linux/amd64"),
-        ([], "the following arguments are required: VERB", "python -m images --help"),
+        ([], "the following arguments are required: VERB", "python3 -m images --help"),
     ],
 )
 def test_a_misspelt_word_is_answered_with_the_near_one(

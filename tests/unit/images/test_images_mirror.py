@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from images import debian, matrix, mirror
-from images.errors import UsageError
+from images import build, debian, matrix, mirror
+from images.errors import BuildError, UsageError
+from images.matrix import Cell
 from images.mirror import Mirror
 
 OLD = "deb [signed-by=/k.gpg] http://archive.example/debian bookworm main\n"
@@ -40,35 +41,92 @@ def test_what_is_no_mirror_is_exit_2(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "source", "expected"),
+    ("given", "name", "source", "expected"),
     [
-        ("http://h:1/x", OLD, "deb [signed-by=/k.gpg] http://h:1/x/debian bookworm main contrib non-free\n"),
-        ("http://h@20260718T020000Z", NEW, "URIs: http://h/debian-security/20260718T020000Z\n"),
-        ("http://h", NEW, "Components: main contrib non-free\n"),
-        ("http://h", "deb http://a/debian12 b main\n", "deb http://a/debian12 b main contrib non-free\n"),
+        ("http://h:1/x", "list", OLD, "deb [signed-by=/k.gpg] http://h:1/x/debian bookworm main contrib non-free\n"),
+        ("http://h@20260718T020000Z", "sources", NEW, "URIs: http://h/debian-security/20260718T020000Z\n"),
+        ("http://h", "sources", NEW, "Components: main contrib non-free\n"),
+        ("http://h", "list", "deb https://a.b/c/debian/ b main\n", "deb http://h/debian b main contrib non-free\n"),
     ],
 )
-def test_a_source_is_rewritten(given: str, source: str, expected: str, tmp_path: Path) -> None:
-    script = tmp_path / "rewrite.sed"
-    script.write_text(mirror.address(mirror.parse_mirror(given))["rewrite.sed"])
-    done = subprocess.run(["sed", "-E", "-f", script], input=source, capture_output=True, text=True, check=True)
-    assert expected in done.stdout
+def test_a_source_is_rewritten(given: str, name: str, source: str, expected: str) -> None:
+    files = mirror.rewritten(mirror.parse_mirror(given), f"{debian.FILE_MARK}debian.{name}\n{source}\n")
+    assert files.keys() == {"apt.conf", f"base.{name}"}
+    assert expected in files[f"base.{name}"]
+
+
+def test_sources_of_two_forms_are_kept_apart() -> None:
+    sources = f"{debian.FILE_MARK}a.list\n{OLD}{debian.FILE_MARK}b.sources\n{NEW}{debian.FILE_MARK}c.list\n{OLD}"
+    files = mirror.rewritten(Mirror(root="http://h"), sources)
+    assert files["base.list"].count("deb ") == 2
+    assert files["base.sources"].count("URIs: ") == 1
+
+
+@pytest.mark.parametrize("line", ["deb http://a/debian12 b main", "deb http://a/ubuntu b main", "URIs: cdrom://x"])
+def test_a_source_that_would_be_asked_in_silence_is_exit_60(line: str) -> None:
+    with pytest.raises(BuildError, match=f"in neither of a mirror's archives.*: {line}") as caught:
+        mirror.rewritten(Mirror(root="http://h"), f"{debian.FILE_MARK}a.list\n{OLD}{line}\n")
+    assert (caught.value.exit_code, bool(caught.value.hint)) == (60, True)
+
+
+def test_a_base_without_sources_is_exit_60() -> None:
+    with pytest.raises(BuildError, match="the base names no source of Debian packages"):
+        mirror.rewritten(Mirror(root="http://h"), "")
 
 
 def test_only_a_snapshot_may_be_out_of_date() -> None:
-    assert "Check-Valid-Until" not in mirror.address(Mirror(root="http://h"))["apt.conf"]
-    assert "Check-Valid-Until" in mirror.address(Mirror(root="http://h", timestamp="20260718T020000Z"))["apt.conf"]
+    texts = [
+        mirror.rewritten(Mirror(root="http://h", timestamp=each), f"{debian.FILE_MARK}a.list\n{OLD}")["apt.conf"]
+        for each in (None, "20260718T020000Z")
+    ]
+    assert ["Check-Valid-Until" in text for text in texts] == [False, True]
 
 
 def test_every_instruction_with_apt_gets_the_mounts_and_no_other_one(project: Path) -> None:
     for cell in matrix.load(project).cells:
         text = (project / cell.folder / "Dockerfile").read_text("utf-8")
         made = mirror.through_mirror(text)
-        assert made.count("target=/run/debian-mirror") == sum("apt-get update" in line for line in text.splitlines())
-        assert made.replace(mirror.MOUNTS, "").replace(sources_stage(made), "") == text
+        assert made.count(f"target={mirror.CONFIGURED}") == sum("apt-get update" in line for line in text.splitlines())
+        assert made.replace(mirror.MOUNTS, "") == text
         assert debian.asked(made) == debian.asked(text)
 
 
-def sources_stage(text: str) -> str:
-    start = text.index("FROM ")
-    return text[start : text.index("FROM ", start + 1)]
+def test_no_address_and_no_date_reaches_what_a_layer_is_known_by(cell: Cell, tmp_path: Path) -> None:
+    """Secrets are no part of the builder's cache key, and the Dockerfile is the same for all archives."""
+    folder = tmp_path / cell.folder
+    folder.mkdir(parents=True)
+    (folder / "Dockerfile").write_text("FROM a AS b\nRUN apt-get update\n")
+    job = build.Job(
+        cell=cell,
+        base=build.BaseChoice(identity="sha256:1"),
+        origin=build.Origin(epoch_s=0, revision=None),
+        build_id="b" * 32,
+        version="0",
+        tag="t",
+        archive=tmp_path / ".make" / "o.tar",
+    )
+    texts = []
+    for given in ("http://h", "http://else@20260718T020000Z"):
+        with mirror.workplace(tmp_path, job):
+            made = mirror.write(tmp_path, job, mirror.parse_mirror(given), f"{debian.FILE_MARK}a.list\n{OLD}")
+            texts.append((tmp_path / made.dockerfile).read_text())
+            assert sorted(each.partition(",")[0] for each in made.secrets) == [
+                "id=debian-apt.conf",
+                "id=debian-base.list",
+            ]
+            assert made.contexts == ()
+        assert not mirror.folder_of(job).exists()
+    assert texts[0] == texts[1]
+
+
+def test_sources_are_put_where_apt_looks_in_a_container_that_is_thrown_away(tmp_path: Path) -> None:
+    files = mirror.rewritten(Mirror(root="http://h"), f"{debian.FILE_MARK}a.list\n{OLD}")
+    script = mirror.prologue(files).replace("/run/", f"{tmp_path}/").replace("/etc/apt/apt.conf.d/", f"{tmp_path}/")
+    subprocess.run(["sh", "-euc", script], check=True)
+    assert "http://h/debian bookworm" in (tmp_path / "debian-mirror/base.list").read_text()
+    assert "Dir::Etc::SourceParts" in (tmp_path / "99debian-mirror").read_text()
+
+
+def test_a_mirror_is_written_as_it_is_taken() -> None:
+    for text in ("http://h/a@20260718T020000Z", "http://h"):
+        assert str(mirror.parse_mirror(text)) == text

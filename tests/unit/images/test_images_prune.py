@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from images import bake, build, docker, prune
+from images import bake, build, docker, packages, prune
 from images.docker import CacheRecord, Image
 
 DOCKERFILE = """FROM debian AS base
@@ -32,6 +33,9 @@ class Kept(docker.Engine):
 
     def images_untagged(self, label: str) -> list[Image]:
         return [image for image in self.images if label in image.labels]
+
+    def images_labelled(self, labels: Mapping[str, str]) -> list[Image]:
+        return [image for image in self.images if labels.items() <= image.labels.items()]
 
     def remove(self, image_id: str) -> bool:
         if image_id in self.in_use:
@@ -56,6 +60,19 @@ def root(tmp_path: Path) -> Path:
     for folder in (build.ARCHIVES, bake.ARCHIVES):
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
+
+
+def test_a_temporary_lock_goes_with_its_image(root: Path) -> None:
+    paths = [root / packages.path_for(letter * 32) for letter in "abc"]
+    for path in paths:
+        path.write_text("{}")
+    for path in paths[:2]:
+        os.utime(path, (0, 0))
+    image = Image(id="i", tags=("t",), digests=(), config={"Labels": {build.BUILD_ID_LABEL: "a" * 32}})
+    for is_dry in (True, False):
+        found = prune.prune(root, Kept(images=[image]), with_cache=False, is_dry=is_dry)
+        assert [(each.what, each.is_gone) for each in found] == [(packages.path_for("b" * 32).as_posix(), not is_dry)]
+    assert [path.exists() for path in paths] == [True, False, True]  # of an image that is here; gone; just written
 
 
 def test_instructions_read_as_the_cache_describes_them() -> None:

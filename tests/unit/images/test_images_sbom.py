@@ -215,6 +215,14 @@ def test_a_document_knows_its_image(tmp_path: Path, tree: Tree, image: docker.Im
     assert not sbom.describes(out, "sha256:" + "e" * 64)
 
 
+@pytest.mark.parametrize(("labels", "is_said"), [({}, False), ({"io.appliance.reproducible": "no"}, True)])
+def test_a_document_says_that_the_debian_lock_was_not_met(
+    tree: Tree, image: docker.Image, cell: Cell, labels: dict[str, str], is_said: bool
+) -> None:
+    comment = _packages(tree, _image({**image.labels, **labels}), cell)[cell.tag].comment
+    assert (comment is not None and comment.startswith("not reproducible: ")) == is_said
+
+
 def _packages(
     tree: Tree, image: docker.Image, cell: Cell, dockerfile: str = "", locks: dict[str, str] | None = None
 ) -> dict[str, Package]:

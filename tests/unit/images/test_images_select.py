@@ -99,7 +99,7 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
     choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform), proofs=PROOFS)
     assert choice.cell == cell
     assert choice.tag == f"appliance:{cell}"
-    assert choice.command == f"python -m images build --only {cell} --base auto"
+    assert choice.command == f"python3 -m images build --only {cell} --base auto"
     assert choice.left_out == ()
     assert {loser.cell for loser in choice.runners_up} == {each for each in CELLS if each.startswith("llama-")} - {cell}
     assert all(loser.why for loser in choice.runners_up)
@@ -443,7 +443,7 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
     assert err.startswith("appliance:llama-cu128-sm120: its code for sm_120a runs on RTX 5090 (SM 120); driver 570.124")
     assert "llama-cu134-sm120    needs driver 580" in err
     assert "only rendered: no record says that it was built and verified" in err
-    assert "get it: python -m images build --only llama-cu128-sm120 --base auto" in err
+    assert "get it: python3 -m images build --only llama-cu128-sm120 --base auto" in err
 
 
 def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,7 +455,7 @@ def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -
     assert command.main(["select", *words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["left_out"] == [{"gpu": "GT 710 (SM 35)", "why": "it is of Kepler, and the matrix begins at SM 75"}]
-    assert data["command"] == "python -m images build --only llama-cu130-sm86 --base auto"
+    assert data["command"] == "python3 -m images build --only llama-cu130-sm86 --base auto"
 
 
 def test_the_command_prints_data(capsys: pytest.CaptureFixture[str]) -> None:

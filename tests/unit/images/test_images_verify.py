@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import EngineFacts, ImageFacts, dump_facts, parse_image_facts
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
 from images import cpu_kernels, debian, docker, gate, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
@@ -64,6 +64,14 @@ def test_every_check_has_a_planted_fault() -> None:
 def test_an_overridden_base_may_name_itself(sound: Evidence) -> None:
     labels = {**sound.labels, "io.appliance.base-override": "x", "org.opencontainers.image.base.digest": "sha256:1"}
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
+
+
+def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: Evidence) -> None:
+    check = verify.check_debian(_label("io.appliance.reproducible", "no")(sound))
+    assert (check.ok, check.detail) == (
+        True,
+        "of a temporary lock, 2026-07-11T10:16:37Z, since the project's was not met: 2 installed, none moved",
+    )
 
 
 def test_a_cuda_image_passes_with_native_kernels(sound: Evidence) -> None:
@@ -247,7 +255,15 @@ def _foreign_form(evidence: Evidence) -> Evidence:
     return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(evidence)
 
 
-ENGINE_FACTS = EngineFacts(version="0.5.0-dev", build=11312, commit="0c1e57098", flags=("--help",), kv_types=("f16",))
+VARIANTS = ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids")
+ENGINE_FACTS = EngineFacts(
+    version="0.5.0-dev",
+    build=11312,
+    commit="0c1e57098",
+    flags=("--help",),
+    kv_types=("f16",),
+    cpu_variants=tuple(CpuVariant(name=name, isa=()) for name in VARIANTS),
+)
 ENGINE_PATH = "opt/appliance/engine_facts.json"
 IMAGE_PATH = "opt/appliance/image_facts.json"
 STATUS = "Package: libc6\nVersion: 2\n"
@@ -256,6 +272,8 @@ LOCK = debian.Lock(
     base=f"sha256:{'0' * 64}",
     platform="linux/amd64",
     archive_date="2026-07-11T10:16:37Z",
+    snapshot="20260711T141637Z",
+    suites=["bookworm"],
     parts={"tini": {"tini": debian.Locked(version="1", architecture="amd64", sha256="0" * 64)}},
 )
 
@@ -278,6 +296,10 @@ def _unlisted(evidence: Evidence) -> Evidence:
     evidence.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)
     base = evidence.labels["org.opencontainers.image.base.digest"]
     return replace(evidence, debian=evidence.debian.model_copy(update={"base": base}))
+
+
+def _unlocked(evidence: Evidence) -> Evidence:
+    return replace(_label("io.appliance.reproducible", "no")(evidence), debian=None)
 
 
 FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
@@ -352,6 +374,13 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_labels, _label("org.opencontainers.image.base.digest", "sha256:1"), "base.digest: sha256:1"),
     (verify.check_engine_facts, _without(ENGINE_PATH), "missing: /opt/appliance/engine_facts.json"),
     (verify.check_engine_facts, _file(ENGINE_PATH, content=b"{}"), "another schema"),
+    (
+        verify.check_engine_facts,
+        _file(
+            ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, cpu_variants=ENGINE_FACTS.cpu_variants[:7])).encode()
+        ),
+        "CPU variants: x64, haswell, alderlake, skylakex, cascadelake, icelake, zen4",
+    ),
     (verify.check_engine_facts, _file(ENGINE_PATH, content=dump_facts(replace(ENGINE_FACTS, build=0)).encode()), "0"),
     (
         verify.check_engine_facts,
@@ -390,6 +419,7 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
     (verify.check_debian, _file(verify.STATUS, content=STATUS.encode()), "tini moved: not installed"),
     (verify.check_debian, _file(verify.STATUS), "tini moved: not installed"),
     (verify.check_debian, lambda e: replace(e, debian=None), "has no Debian lock"),
+    (verify.check_debian, _unlocked, "temporary lock that it was built of is not here: .make/images/"),
     (verify.check_debian, lambda e: replace(e, asked="curl"), "no part for: curl"),
     (verify.check_debian, _unlisted, "curl 7 is not in the lock"),
     (verify.check_size, _file("opt/llama/big", size_bytes=2**40), "of 330 MiB"),

@@ -72,7 +72,10 @@ def test_experts(tmp_path: Path) -> None:
         llama__expert_feed_forward_length=32,
     )
     assert (model.experts, model.experts_used, model.expert_bytes) == (4, 2, 64 * 32 * 4 // 32 * 34)
-    assert dict(model.repackable_by_type)["Q8_0"] == model.expert_bytes + 64 * 128 // 32 * 34
+    banks = [each for each in model.matrices if each.is_bank]
+    assert [(each.type_name, each.size_bytes, each.rows_by) for each in banks] == [("Q8_0", model.expert_bytes, 32)]
+    (rest,) = [each for each in model.matrices if not each.is_bank and each.rows_by == 32 and each.type_name == "Q8_0"]
+    assert rest.size_bytes == 64 * 128 // 32 * 34
 
 
 def test_more_used_experts_than_there_are_is_no_model(tmp_path: Path) -> None:
@@ -80,11 +83,14 @@ def test_more_used_experts_than_there_are_is_no_model(tmp_path: Path) -> None:
         facts(tmp_path, llama__expert_count=4, llama__expert_used_count=1000)
 
 
-def test_a_tied_output_is_repacked_and_a_mere_lookup_is_not(tmp_path: Path) -> None:
+def test_a_tied_output_is_multiplied_with_and_a_mere_lookup_is_not(tmp_path: Path) -> None:
     untied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0), ("output.weight", (64, 103), Q8_0)])
-    assert (untied.output_is_tied, untied.repackable_by_type) == (False, ())  # 103 rows are no multiple of 8
+    (output,) = untied.matrices
+    assert (untied.output_is_tied, output.is_tied, output.rows_by, output.columns_by) == (False, False, 1, 32)
     tied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0)])
-    assert (tied.output_is_tied, tied.repackable_by_type) == (True, (("Q8_0", 64 * 104 // 32 * 34),))
+    (output,) = tied.matrices
+    assert (tied.output_is_tied, output.is_tied, output.rows_by) == (True, True, 8)
+    assert output.size_bytes == 64 * 104 // 32 * 34
 
 
 @pytest.mark.parametrize("more", [{"llama__pooling_type": 1}, {"llama__attention__causal": False}])

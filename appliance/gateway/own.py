@@ -1,0 +1,76 @@
+"""Our own routes, with FastAPI: what is shown of the appliance, and what can be asked of it.
+
+None of them is modelled, none is documented by FastAPI. Imported when one of them is asked for, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from appliance.gateway.metrics import Metrics
+from appliance.gateway.refusal import Refusal, internal_error
+
+Document = Callable[[], dict[str, Any]]
+Action = Callable[[], tuple[int, dict[str, Any]]]
+"""Does at once what was asked for; status and document of the answer. Raises Refusal."""
+
+
+def create_own_app(metrics: Metrics, documents: Mapping[str, Document], actions: Mapping[str, Action]) -> FastAPI:
+    async def scrape(_: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [Route("/metrics", scrape)]
+    for name in {**documents, **actions}:
+        methods = [method for method, there in (("GET", documents), ("POST", actions)) if name in there]
+        endpoint = _endpoint(documents.get(name), actions.get(name))
+        routes.append(Route(f"/appliance/v1/{name}", endpoint, methods=methods))
+    return FastAPI(
+        openapi_url=None,
+        redirect_slashes=False,
+        routes=list[BaseRoute](routes),
+        exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
+        # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
+
+
+def _endpoint(document: Document | None, action: Action | None) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        if request.method == "POST" and action is not None:
+            status, found = action()
+            return JSONResponse(found, status_code=status)
+        return JSONResponse(document() if document else {})
+
+    return answer
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 of the router. No `Allow` of CORS, no list of what else there is."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    phrase = HTTPStatus(status).phrase
+    detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
+    refusal = Refusal(status, phrase.lower().replace(" ", "_"), detail)
+    return _refused(refusal, getattr(error, "headers", None) or {})
+
+
+async def _on_refusal(_request: Request, error: Exception) -> Response:
+    return _refused(error if isinstance(error, Refusal) else internal_error())
+
+
+async def _on_bug(_request: Request, _error: Exception) -> Response:
+    """The client gets no traceback; the server logs it."""
+    return _refused(internal_error())
+
+
+def _refused(error: Refusal, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    headers = {**headers, "x-appliance-error": error.code}
+    return JSONResponse(error.document(), status_code=error.status, headers=headers)

@@ -1,0 +1,399 @@
+"""Which experts of a layer lie in the GPU's slots, and what is done with a token's experts: admission has a price.
+
+The engine and the simulator call the same: `decide` before a layer's experts run, `observe` while the next layer's
+attention runs, `landed` or `failed` when a copy has ended. Single-threaded: the callers' loop owns it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from appliance.moe.cost import Cost
+from appliance.moe.uses import History, Uses, horizon
+
+Rule = Literal["priced", "lru", "lru-1", "cpu"]  # lru-1: at most one copy a layer and token
+GUARD_TOKENS = 256
+_GUARD_EVERY = 8  # layers: the others are taken to be alike
+_GUARD_MARGIN = 0.005  # behind by less is chance, and a change of rules is not free
+_LEAST_GAIN = 0.15  # of a copy's time: a hit is worth something even where the GPU was the bottleneck of this token
+_IN_FLIGHT_TOKENS = 2  # copies of that many tokens' experts may be under way, over all layers
+
+
+class SlotsTooFewError(ValueError):
+    """Fewer slots than one token uses: each token would evict what it needs itself."""
+
+
+class Upload(NamedTuple):
+    """One copy into `slot`, whose `victim` may still be read by GPU work that was enqueued before it.
+
+    `is_fetch`: this token computes with it as soon as it has landed; else it is for later tokens.
+    """
+
+    expert: int
+    victim: int | None
+    slot: int
+    is_fetch: bool
+
+
+class Decision(NamedTuple):
+    """Where each expert of a token is computed, each in exactly one of `gpu`, `fetch` and `cpu`."""
+
+    gpu: tuple[int, ...]
+    fetch: tuple[int, ...]
+    cpu: tuple[int, ...]
+    uploads: tuple[Upload, ...]  # of `fetch`, then those for later
+    ms: float  # predicted, without the layer's other time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Takeover:
+    """Another rule decides from now on; times are predicted, over `GUARD_TOKENS` tokens of the watched layers."""
+
+    token: int
+    before: Rule
+    after: Rule
+    before_ms: float
+    after_ms: float
+
+    def in_words(self) -> str:
+        saved = 1 - self.after_ms / self.before_ms
+        return f"experts: rule {self.after} takes over from {self.before} at token {self.token}: {saved:.1%} less time"
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """What the layers of one model share: learned uses, bytes in flight, and which rule decides."""
+
+    uses: Uses
+    in_flight_max_mb: float
+    rule: Rule = "priced"
+    on_takeover: Callable[[Takeover], None] = lambda _: None
+    in_flight_mb: float = 0.0
+    predicted_ms: dict[Rule, float] = field(default_factory=dict)  # since the rules were last compared
+
+    def add(self, rule: Rule, ms: float) -> None:
+        self.predicted_ms[rule] = self.predicted_ms.get(rule, 0.0) + ms
+
+    def compare(self, token: int) -> None:
+        """The rule with the least predicted time takes over when the present one is behind."""
+        ms, before = self.predicted_ms, self.rule
+        after = min(ms, key=lambda rule: (ms[rule], rule))
+        if ms[after] < ms[before] * (1 - _GUARD_MARGIN):
+            self.rule = after
+            takeover = Takeover(token=token, before=before, after=after, before_ms=ms[before], after_ms=ms[after])
+            self.on_takeover(takeover)
+        self.predicted_ms = {}
+
+
+def layer_caches(
+    costs: Sequence[Cost],
+    *,
+    slots: int,
+    experts: int,
+    top_k: Sequence[int],
+    on_takeover: Callable[[Takeover], None] = lambda _: None,
+    is_guarded: bool = True,
+) -> tuple[LayerCache, ...]:
+    """One cache for each layer that has routed experts, in order; `costs` and `top_k` are by layer.
+
+    Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token.
+    """
+    break_even = max((cost.break_even_uses(k) for cost, k in zip(costs, top_k, strict=True)), default=0.0)
+    largest_mb = max((cost.expert_mb * k for cost, k in zip(costs, top_k, strict=True)), default=0.0)
+    shared = Shared(
+        uses=Uses(horizon(break_even, slots / max(top_k, default=1))),
+        in_flight_max_mb=_IN_FLIGHT_TOKENS * largest_mb,
+        on_takeover=on_takeover,
+    )
+    return tuple(
+        LayerCache(
+            cost=cost,
+            slots=slots,
+            experts=experts,
+            top_k=k,
+            shared=shared,
+            layer=layer,
+            is_guarded=is_guarded and slots > 0 and layer % _GUARD_EVERY == 0,
+        )
+        for layer, (cost, k) in enumerate(zip(costs, top_k, strict=True))
+    )
+
+
+class LayerCache:
+    """The slots of one layer."""
+
+    def __init__(
+        self,
+        *,
+        cost: Cost,
+        slots: int,
+        experts: int,
+        top_k: int,
+        shared: Shared,
+        layer: int = 0,
+        is_guarded: bool = False,
+        pinned: Sequence[int] = (),
+    ) -> None:
+        """`pinned` experts lie in slots from the start and are never evicted: those that a model always uses.
+
+        Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token and the pinned.
+        """
+        if not 0 < top_k <= experts:
+            message = f"a token cannot use {top_k} of {experts} experts"
+            raise ValueError(message)
+        needed = max(top_k, len(pinned))
+        if 0 < slots < needed or (pinned and not slots):
+            message = f"{slots} slots of layer {layer} hold less than one token's experts: {needed}"
+            raise SlotsTooFewError(message)
+        self.cost = cost
+        self.slots = slots
+        self._experts = experts
+        self.top_k = top_k
+        self.shared = shared
+        self._pinned = frozenset(pinned)
+        self._slot_of = {expert: slot for slot, expert in enumerate(pinned)}  # readable
+        self._free = list(range(slots - 1, len(pinned) - 1, -1))
+        self._in_flight: dict[int, Upload] = {}
+        self._history = History(experts, shared.uses, layer)
+        self._ranked: list[tuple[float, int]] = []  # residents as the next token finds them, least value first
+        self._gains = [max(cost.hit_gain_ms(top_k, h), _LEAST_GAIN * self._copy_ms()) for h in range(top_k + 1)]
+        self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
+        self._all_cpu_ms = cost.all_cpu_ms(top_k)
+        self._layer = layer
+        self._guard = _Guard(self) if is_guarded else None
+        self._unseen: tuple[Sequence[int], Decision] = ((), Decision((), (), (), (), 0.0))  # by the guard
+        self._is_decided = False
+
+    def _copy_ms(self) -> float:
+        return self.cost.expert_mb / self.cost.rates.pcie_gb_s
+
+    @property
+    def residents(self) -> frozenset[int]:
+        """Experts that may be read now."""
+        return frozenset(self._slot_of)
+
+    @property
+    def in_flight(self) -> tuple[Upload, ...]:
+        return tuple(self._in_flight.values())
+
+    def decide(self, used: Sequence[int]) -> Decision:
+        """What to do with a token's experts, given by falling router weight. O(top_k + slots) look-ups.
+
+        A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before
+        the copy, on whose stream the copy waits. Raises ValueError for a token that the layer cannot have.
+        """
+        if self._is_decided:
+            message = "decide was called twice without observe between"
+            raise RuntimeError(message)
+        if len(used) != self.top_k:
+            message = f"a token of this layer uses {self.top_k} experts, not {len(used)}"
+            raise ValueError(message)
+        self._is_decided = True
+        self._history.add(used)
+        decision = self._decided(used, self.shared.rule)
+        if self._guard is not None:
+            self._unseen = (used, decision)
+        return decision
+
+    def _decided(self, used: Sequence[int], rule: Rule) -> Decision:
+        if rule == "cpu" or not self.slots:
+            return Decision((), (), tuple(used), (), self._all_cpu_ms)
+        slot_of, in_flight = self._slot_of, self._in_flight
+        hits = [expert for expert in used if expert in slot_of]
+        if len(hits) == self.top_k:
+            return self._decision(hits, [], [], [], 0)
+        misses = [expert for expert in used if expert not in slot_of]
+        wanted = [expert for expert in misses if expert not in in_flight] if in_flight else misses
+        room = min(len(wanted), self._room())
+        if rule == "priced":
+            wanted, victims, count = self._priced(hits, wanted, room)
+        else:
+            wanted, victims, count = self._lru(wanted, room, 1 if rule == "lru-1" else self.top_k)
+        return self._decision(hits, misses, wanted, victims, count)
+
+    def _room(self) -> int:
+        left_mb = self.shared.in_flight_max_mb - self.shared.in_flight_mb
+        return int(left_mb / self.cost.expert_mb + 1e-9)
+
+    def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
+        """Misses by falling value, victims by rising value, and how many of the pairs pay.
+
+        The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
+        fetching it shortens the token; its gain is the difference in value times what a hit saves now.
+        """
+        values = self._history.values(wanted)
+        if len(wanted) > 1:
+            order = sorted(range(len(wanted)), key=lambda at: -values[at])
+            wanted = [wanted[at] for at in order]
+            values = [values[at] for at in order]
+        free = len(self._free)
+        if room <= free:
+            return wanted, [], room
+        victims = self._least_valuable(hits, wanted, room - free)
+        splits = self._splits[len(hits)]
+        gain_ms = self._gains[len(hits)]
+        count, gained, best = free, 0.0, -splits[free].ms
+        for number in range(free, min(room, free + len(victims))):
+            gained += (values[number] - victims[number - free][0]) * gain_ms
+            score = gained - splits[number + 1].ms
+            if score > best:
+                count, best = number + 1, score
+        return wanted, [expert for _, expert in victims], count
+
+    def _least_valuable(self, hits: list[int], wanted: list[int], count: int) -> list[tuple[float, int]]:
+        slot_of = self._slot_of
+        found = [pair for pair in zip(self._history.values(hits), hits, strict=True) if pair[1] not in self._pinned]
+        left = count
+        for pair in self._ranked:
+            if left == 0:
+                break
+            if pair[1] in slot_of and pair[1] not in hits:
+                found.append(pair)
+                left -= 1
+        found.sort()
+        return found[:count]
+
+    def _lru(self, wanted: list[int], room: int, most: int) -> tuple[list[int], list[int], int]:
+        free = len(self._free)
+        now = self._history.tokens - 1
+        old = sorted(
+            (recency, expert)
+            for expert in self._slot_of
+            if expert not in self._pinned and (recency := self._history.recency(expert))[0] < now
+        )
+        victims = [expert for _, expert in old]
+        count = min(room, max(most, free), free + len(victims))
+        return wanted, victims, count
+
+    def _decision(
+        self, hits: list[int], misses: list[int], wanted: list[int], victims: list[int], count: int
+    ) -> Decision:
+        """Carries out the copies of the first `count` wanted: into free slots, then into those of the victims."""
+        split = self._splits[len(hits)][count]
+        gpu = tuple(hits[: split.hits])
+        if not count:
+            return Decision(gpu, (), (*hits[split.hits :], *misses), (), split.ms)
+        fetch = tuple(wanted[: split.fetched])
+        cpu = (*hits[split.hits :], *(expert for expert in misses if expert not in fetch))
+        free, uploads = len(self._free), []
+        for number, expert in enumerate(wanted[:count]):
+            victim = None if number < free else victims[number - free]
+            slot = self._free.pop() if victim is None else self._slot_of.pop(victim)
+            upload = self._in_flight[expert] = Upload(expert, victim, slot, number < split.fetched)
+            uploads.append(upload)
+        self.shared.in_flight_mb += count * self.cost.expert_mb
+        return Decision(gpu, fetch, cpu, tuple(uploads), split.ms)
+
+    def observe(self) -> None:
+        """After each `decide`, off the critical path: learns, and ranks the residents for the next token."""
+        if not self._is_decided:
+            message = "observe was called without decide before it"
+            raise RuntimeError(message)
+        self._is_decided = False
+        self._history.settle()
+        if self._guard is not None:
+            self._guard.see(*self._unseen)
+            if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
+                self.shared.compare(self._history.tokens)
+        if self.shared.rule == "priced" and self._slot_of:
+            residents = list(self._slot_of) if not self._pinned else [e for e in self._slot_of if e not in self._pinned]
+            self._ranked = sorted(zip(self._history.values(residents, is_next=True), residents, strict=True))
+
+    def landed(self, upload: Upload) -> None:
+        """The copy has ended: the expert may be read, and evicted, from now on. KeyError for one not in flight."""
+        self._end(upload)
+        self._slot_of[upload.expert] = upload.slot
+        if not self._is_decided:
+            value = self._history.values((upload.expert,), is_next=True)[0]
+            bisect.insort(self._ranked, (value, upload.expert))
+
+    def failed(self, upload: Upload) -> None:
+        """The copy has failed: its slot is free again. KeyError for one not in flight."""
+        self._end(upload)
+        self._free.append(upload.slot)
+
+    def as_priced(self) -> LayerCache:
+        """A cache that begins with what this one holds and knows, learns nothing, and always goes by prices."""
+        shared = Shared(uses=self.shared.uses, in_flight_max_mb=self.shared.in_flight_max_mb)
+        twin = LayerCache(
+            cost=self.cost,
+            slots=self.slots,
+            experts=self._experts,
+            top_k=self.top_k,
+            shared=shared,
+            pinned=tuple(self._pinned),
+        )
+        twin._history = self._history.fork()
+        twin._slot_of = dict(zip(self._slot_of, range(self.slots), strict=False))
+        twin._free = list(range(len(twin._slot_of), self.slots))
+        return twin
+
+    def _end(self, upload: Upload) -> None:
+        if self._in_flight.get(upload.expert) != upload:
+            raise KeyError(upload)
+        del self._in_flight[upload.expert]
+        self.shared.in_flight_mb -= self.cost.expert_mb
+
+
+class _LruShadow:
+    """What LRU would have done, with copies that land at once: residents in the order of their last use."""
+
+    def __init__(self, slots: int, most: int) -> None:
+        self._slots = slots
+        self._most = most
+        self._residents: dict[int, None] = {}
+
+    def use(self, used: Sequence[int]) -> tuple[int, int]:
+        """Hits, and copies made, of one token."""
+        residents = self._residents
+        misses = [expert for expert in used if expert not in residents]
+        free = self._slots - len(residents)
+        copied = min(len(misses), max(self._most, free))
+        for _ in range(copied - free):
+            del residents[next(expert for expert in residents if expert not in used)]
+        for expert in reversed(used):  # the least router weight is the first to go
+            if expert in residents:
+                del residents[expert]
+                residents[expert] = None
+        for expert in reversed(misses[:copied]):
+            residents[expert] = None
+        return len(used) - len(misses), copied
+
+
+class _Guard:
+    """Rules that do not decide now, in one layer: what their decisions would have taken."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        self._cache = cache
+        self._lru: dict[Rule, _LruShadow] = {
+            "lru": _LruShadow(cache.slots, cache.top_k),
+            "lru-1": _LruShadow(cache.slots, 1),
+        }
+        self._priced: LayerCache | None = None  # while another rule decides
+
+    def see(self, used: Sequence[int], decision: Decision) -> None:
+        cache, shared = self._cache, self._cache.shared
+        shared.add(shared.rule, decision.ms)
+        for rule, shadow in self._lru.items():
+            hits, copied = shadow.use(used)
+            if rule != shared.rule:
+                shared.add(rule, cache.cost.splits(cache.top_k, hits)[copied].ms)
+        if shared.rule != "cpu":
+            shared.add("cpu", cache.cost.all_cpu_ms(cache.top_k))
+        if shared.rule == "priced":
+            self._priced = None
+        else:
+            self._see_priced(used)
+
+    def _see_priced(self, used: Sequence[int]) -> None:
+        """Begins with what the layer holds, and with what all have learned."""
+        if self._priced is None:
+            self._priced = self._cache.as_priced()
+        decision = self._priced.decide(used)
+        for upload in decision.uploads:
+            self._priced.landed(upload)
+        self._priced.observe()
+        self._cache.shared.add("priced", decision.ms)

@@ -1,0 +1,194 @@
+"""The rates of a machine from measured times of layers: robust, with intervals.
+
+Rows are measured inside the engine, CPU and PCIe at work together; a microbenchmark of either alone misleads
+(facts/tuning.md section 0, 6). T is a maximum of lines, so a row tells only of the side that was the last to finish.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from appliance.moe.cost import Rates
+
+_NAMES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "cpu_fixed_ms", "gpu_expert_ms")
+_ROUNDS = 40
+_RESAMPLED = 40
+_COVERED = 0.9
+_SEED = 17
+_STEP = 1e-4
+_FAR = math.log(10)
+_FLAT = 1e-2  # of the loss, that is no difference
+_TRIED = (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.6, 2.5)
+_TOLERANCE = 1e-9
+_SMALLEST_MS = 1e-4
+_HUBER = 1.5  # median deviations beyond which a row counts as little as its distance makes it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One layer and token: experts on the CPU, fetched, already on the GPU, uploaded for later, and its time."""
+
+    on_cpu: int
+    fetched: int
+    hits: int
+    uploads: int
+    ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """`intervals`: by name of the rate, where 90 % of resampled fits lie; (0, inf) for one that no row depends on."""
+
+    rates: Rates
+    intervals: dict[str, tuple[float, float]]
+    error: float  # median of |predicted − measured| / measured
+
+
+def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) -> Calibration:
+    """Fits C, P, D, t0 and g; the layer's other time is measured apart, without experts.
+
+    Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts): a
+    few stalled rows do not matter; intervals by resampling the rows. Deterministic. Raises ValueError for fewer rows
+    than rates, or times that are not positive.
+    """
+    if len(rows) < len(_NAMES) or any(not 0 < row.ms < math.inf for row in rows):
+        message = f"{len(rows)} rows with positive times are too few to fit {len(_NAMES)} rates from"
+        raise ValueError(message)
+    fit = _Fit(rows, expert_mb, other_ms)
+    best = min((fit.solved(start) for start in fit.starts()), key=fit.loss)
+    draw = random.Random(_SEED)  # noqa: S311 - a resample, no secret
+    found: list[list[float]] = []
+    for _ in range(_RESAMPLED):
+        resample = _Fit(draw.choices(rows, k=len(rows)), expert_mb, other_ms)
+        found.append(resample.solved(best, _ROUNDS // 4))
+    intervals = {
+        name: fit.opened(best, at, _interval([math.exp(each[at]) for each in found])) for at, name in enumerate(_NAMES)
+    }
+    errors = [abs(math.expm1(fit.residual(best, row))) for row in rows]
+    return Calibration(rates=fit.rates(best), intervals=intervals, error=statistics.median(errors))
+
+
+def _interval(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    cut = int((1 - _COVERED) / 2 * len(ordered))
+    return ordered[cut], ordered[-1 - cut]
+
+
+class _Fit:
+    def __init__(self, rows: Sequence[Measured], expert_mb: float, other_ms: float) -> None:
+        self._rows = rows
+        self._size = expert_mb
+        self._other = other_ms
+
+    def rates(self, logs: Sequence[float]) -> Rates:
+        return Rates(**dict(zip(_NAMES, map(math.exp, logs), strict=True)), other_ms=self._other)
+
+    def starts(self) -> list[list[float]]:
+        """The slowest a side can be by rows in which it must have been the last; else guesses around that."""
+        size = self._size
+        cpu = [row.on_cpu * size / row.ms for row in self._rows if row.on_cpu and not row.fetched + row.uploads]
+        link = [row.fetched * size / row.ms for row in self._rows if row.fetched]
+        cpu_gb_s = max(cpu, default=40.0)
+        pcie_gb_s = max(link, default=20.0)
+        found = []
+        for share in (0.6, 0.8, 1.0):
+            for fixed_ms in (0.01, 0.05):
+                dram = share * (cpu_gb_s + pcie_gb_s) * 1.2
+                found.append([math.log(each) for each in (cpu_gb_s * 1.1, pcie_gb_s * 1.05, dram, fixed_ms, 0.01)])
+        return found
+
+    def residual(self, logs: Sequence[float], row: Measured) -> float:
+        """Of logarithms. The formula is `Cost.layer_ms`, which a test holds; here without an object for each try."""
+        cpu, pcie, dram, fixed, expert = map(math.exp, logs)
+        size, fetched = self._size, row.fetched
+        moved, read = (fetched + row.uploads) * size, (row.on_cpu + fetched + row.uploads) * size
+        ms = max(
+            fixed + row.on_cpu * size / cpu if row.on_cpu else 0.0,
+            fetched * size / pcie + expert if fetched else 0.0,
+            expert * (row.hits + fetched),
+            read / dram - self._other,
+            moved / pcie - self._other,
+            _SMALLEST_MS,
+        )
+        return math.log(ms / row.ms)
+
+    def loss(self, logs: Sequence[float]) -> float:
+        """Sum of absolute residuals: one stalled row cannot outweigh the others."""
+        return sum(abs(self.residual(logs, row)) for row in self._rows)
+
+    def opened(self, logs: Sequence[float], at: int, interval: tuple[float, float]) -> tuple[float, float]:
+        """The interval of one rate, without an end where the rows say nothing of it: a side that was never the last."""
+        enough = self.loss(logs) * (1 + _FLAT) + _TOLERANCE
+        low, high = interval
+        is_open = [self.loss([v + far * (n == at) for n, v in enumerate(logs)]) <= enough for far in (-_FAR, _FAR)]
+        return 0.0 if is_open[0] else low, math.inf if is_open[1] else high
+
+    def solved(self, start: Sequence[float], rounds: int = _ROUNDS) -> list[float]:
+        """Least squares, then each rate tried far and near by itself, since a side that is never the last in a fit has
+        no slope; then least squares again."""
+        logs = self._tried(self._descended(start, rounds))
+        return self._descended(logs, rounds // 2)
+
+    def _tried(self, logs: list[float]) -> list[float]:
+        loss = self.loss(logs)
+        for at in range(len(logs)):
+            for factor in _TRIED:
+                tried = [value + math.log(factor) * (number == at) for number, value in enumerate(logs)]
+                if (tried_loss := self.loss(tried)) < loss - _TOLERANCE:
+                    logs, loss = tried, tried_loss
+        return logs
+
+    def _descended(self, start: Sequence[float], rounds: int) -> list[float]:
+        logs, damping, loss = list(start), 1e-2, self.loss(start)
+        for _ in range(rounds):
+            step = self._step(logs, damping)
+            tried = [value + max(-0.5, min(0.5, change)) for value, change in zip(logs, step, strict=True)]
+            tried_loss = self.loss(tried)
+            if tried_loss < loss - _TOLERANCE:
+                logs, loss, damping = tried, tried_loss, max(1e-9, damping / 5)
+            else:
+                damping *= 6
+                if damping > 1e6:
+                    break
+        return logs
+
+    def _step(self, logs: Sequence[float], damping: float) -> list[float]:
+        """Solves (JᵀWJ + damping·I) x = −JᵀW r."""
+        size = len(logs)
+        residuals = [self.residual(logs, row) for row in self._rows]
+        scale = _HUBER * max(1e-6, statistics.median(map(abs, residuals)))
+        normal = [[0.0] * size for _ in range(size)]
+        right = [0.0] * size
+        moved = [[value + _STEP * (number == at) for number, value in enumerate(logs)] for at in range(size)]
+        for row, residual in zip(self._rows, residuals, strict=True):
+            weight = min(1.0, scale / max(abs(residual), 1e-12))
+            slopes = [(self.residual(each, row) - residual) / _STEP for each in moved]
+            for i in range(size):
+                right[i] -= weight * slopes[i] * residual
+                for j in range(size):
+                    normal[i][j] += weight * slopes[i] * slopes[j]
+        for i in range(size):
+            normal[i][i] += damping * max(normal[i][i], 1e-6)
+        return _solve(normal, right)
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination with pivots; the matrix is positive definite by its damping."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for at in range(size):
+        pivot = max(range(at, size), key=lambda number: abs(rows[number][at]))
+        rows[at], rows[pivot] = rows[pivot], rows[at]
+        for below in range(at + 1, size):
+            factor = rows[below][at] / rows[at][at]
+            for column in range(at, size + 1):
+                rows[below][column] -= factor * rows[at][column]
+    found = [0.0] * size
+    for at in reversed(range(size)):
+        known = sum(rows[at][column] * found[column] for column in range(at + 1, size))
+        found[at] = (rows[at][size] - known) / rows[at][at]
+    return found

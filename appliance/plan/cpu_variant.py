@@ -1,0 +1,119 @@
+"""Which of the engine's CPU variants serves: the fastest that this CPU runs and that was not ruled out. Pure.
+
+What the CPU has is what the kernel says, which leaves out what the operating system does not support. The engine's own
+loader takes what scores highest by cpuid alone, and has no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from appliance.errors import ConfigError, CpuUnsupportedError
+from appliance.image_facts import CpuVariant, EngineFacts
+from appliance.plan.choice import Choice
+from appliance.probe import Cpu
+from appliance.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuledOut:
+    """Variants that failed on this CPU in this build: what was seen of each. `where` is the file that keeps it."""
+
+    seen: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """`isa` is what the kernels that serve are compiled for: it decides which weights they copy. Without `variant` the
+    engine takes its own choice, and the CPU's flags stand for it."""
+
+    variant: str | None
+    isa: tuple[str, ...]
+    choice: Choice | None = None
+
+
+def choose_kernels(settings: Settings, engine: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None) -> Kernels:
+    """Raises ConfigError (10) for a variant that was asked for and cannot be used, CpuUnsupportedError (22) where none
+    is left."""
+    out = ruled_out or RuledOut()
+    if not engine.cpu_variants:
+        if settings.cpu_variant != "auto":
+            raise _not_offered(settings, "this image's engine has no CPU variants to choose from", ())
+        return Kernels(variant=None, isa=cpu.isa)
+    runnable = runnable_variants(engine, cpu)
+    left = [variant for variant in runnable if variant.name not in out.seen]
+    if settings.cpu_variant != "auto":
+        asked = _asked(settings, engine, cpu, runnable, out)
+        source = settings.sources["cpu_variant"]
+        return _kernels(asked, Choice(name="cpu_variant", value=asked.name, reason="asked for", source=source))
+    if not runnable:
+        raise _below_all(engine, cpu)
+    if not left:
+        raise _all_ruled_out(runnable, cpu, out)
+    best = left[-1]
+    why = _why(engine, cpu, best, out)
+    return _kernels(best, Choice(name="cpu_variant", value=best.name, reason=why, source="probe"))
+
+
+def runnable_variants(engine: EngineFacts, cpu: Cpu) -> tuple[CpuVariant, ...]:
+    """Those of which the CPU has all instructions, ruled out or not, the fastest last."""
+    return tuple(variant for variant in engine.cpu_variants if not _lacking(variant, cpu))
+
+
+def _kernels(variant: CpuVariant, choice: Choice) -> Kernels:
+    return Kernels(variant=variant.name, isa=variant.isa, choice=choice)
+
+
+def _lacking(variant: CpuVariant, cpu: Cpu) -> list[str]:
+    return [flag for flag in variant.isa if flag not in cpu.isa]
+
+
+def _why(engine: EngineFacts, cpu: Cpu, best: CpuVariant, out: RuledOut) -> str:
+    """The variant that the next faster one would have been, and what is in its way."""
+    faster = engine.cpu_variants[engine.cpu_variants.index(best) + 1 :]
+    words = ["the fastest CPU variant of this image that runs here"]
+    words += [f"{each.name} is ruled out: {out.seen[each.name]}" for each in faster if each.name in out.seen]
+    lacking = next(((each.name, flags) for each in faster if (flags := _lacking(each, cpu))), None)
+    words += [f"{lacking[0]} needs {', '.join(lacking[1])}"] if lacking else []
+    return "; ".join(words)
+
+
+def _asked(
+    settings: Settings, engine: EngineFacts, cpu: Cpu, runnable: tuple[CpuVariant, ...], out: RuledOut
+) -> CpuVariant:
+    asked = settings.cpu_variant
+    variant = next((each for each in engine.cpu_variants if each.name == asked), None)
+    names = tuple(each.name for each in runnable if each.name not in out.seen)
+    if variant is None:
+        raise _not_offered(settings, "this image has no such variant", names)
+    if lacking := _lacking(variant, cpu):
+        raise _not_offered(settings, f"this CPU lacks {', '.join(lacking)}", names)
+    if asked in out.seen:
+        error = _not_offered(settings, f"it was ruled out on this CPU: {out.seen[asked]}", names)
+        error.hint = f"{error.hint}; to let it be tried again remove {out.where}"
+        raise error
+    return variant
+
+
+def _not_offered(settings: Settings, why: str, names: tuple[str, ...]) -> ConfigError:
+    message = f"setting cpu_variant cannot be used: '{settings.cpu_variant}' ({settings.sources['cpu_variant']}): {why}"
+    there = f"this CPU runs {', '.join(names)}" if names else "leave it out"
+    return ConfigError(message, hint=f"{there}; auto takes the fastest" if names else there)
+
+
+def _below_all(engine: EngineFacts, cpu: Cpu) -> CpuUnsupportedError:
+    lowest: list[str] = min((_lacking(variant, cpu) for variant in engine.cpu_variants), key=lambda flags: len(flags))
+    lacking = ", ".join(sorted(lowest))
+    message = f"this CPU lacks what the engine's kernels need: {lacking} ({cpu.model_name or 'unnamed CPU'})"
+    hint = "a virtual machine may hide it: give it the host's CPU model; else take an image with the variant x64"
+    return CpuUnsupportedError(message, hint=hint)
+
+
+def _all_ruled_out(runnable: tuple[CpuVariant, ...], cpu: Cpu, out: RuledOut) -> CpuUnsupportedError:
+    seen = "; ".join(f"{variant.name}: {out.seen[variant.name]}" for variant in reversed(runnable))
+    message = f"none of the engine's CPU variants works on this CPU ({cpu.model_name or 'unnamed CPU'}): {seen}"
+    hint = f"use another image or machine; to let them be tried again, as after an update, remove {out.where}"
+    return CpuUnsupportedError(message, hint=hint)

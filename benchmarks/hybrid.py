@@ -1,0 +1,352 @@
+"""Experts on CPU and GPU: modelled tokens per second of our rule, of fixed ones, and the bound on time.
+
+Everything here is modelled: a replay of recorded routing with the formula of appliance/moe/cost.py. No GPU is used. The
+traces that are shipped are one prompt each, 128 decoded tokens, with fewer experts than the models have: short and
+optimistic. Kept apart: the rule was chosen on gemma.csv and synthetic traces with machines drawn at random
+(appliance/moe/README.md); qwen.csv and the four machines were not used for that.
+
+    python benchmarks/hybrid.py [--json] [--plot FOLDER]          every trace, slots, machine and rule; a minute or two
+    python benchmarks/hybrid.py --trace FILE --machine FILE       any other; each may be given more than once
+    python benchmarks/hybrid.py --write-table                     replays the traces for `appliance plan --explain`
+
+A machine is JSON: {"name": "…", "cpu_gb_s": 52, "pcie_gb_s": 24, "dram_gb_s": 62, "expert_mb": 2.9, "other_ms": 0.08,
+"cpu_fixed_ms": 0.03, "gpu_expert_ms": 0.008, "gpu_fixed_ms": 0}, rates measured with CPU and PCIe at work together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from appliance.moe.bounds import fewest_misses_by_layer, trace_least_ms
+from appliance.moe.cache import SlotsTooFewError, layer_caches
+from appliance.moe.cost import Cost, Rates
+from appliance.moe.simulate import replay
+from appliance.moe.trace import LINE_MAX, Trace, TraceError, parse_trace
+from benchmarks import hybrid_plot, hybrid_rivals, hybrid_table
+
+SLOTS = (6, 12, 24, 48)
+TRACES = Path(__file__).parent / "hybrid_traces"
+WRONG = 1.5  # a rate is believed so much too high or too low
+WRONG_RATES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s")
+WRONG_SLOTS = 12
+OURS, BOUND = "ours", "time bound"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    name: str
+    expert_mb: float
+    rates: Rates
+
+    @property
+    def cost(self) -> Cost:
+        return Cost(self.rates, self.expert_mb)
+
+
+def _machine(name: str, *figures: float) -> Machine:
+    names = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "expert_mb", "other_ms", "cpu_fixed_ms", "gpu_expert_ms")
+    given = dict(zip(names, figures, strict=True))
+    return Machine(name=name, expert_mb=given.pop("expert_mb"), rates=Rates(**given))
+
+
+MACHINES = (  # issue 17
+    _machine("H200 box bf16", 60, 50, 110, 9.44, 0.10, 0.04, 0.012),
+    _machine("H200 box int4", 40, 45, 110, 2.51, 0.10, 0.04, 0.010),
+    _machine("DDR5 desktop", 52, 24, 62, 2.9, 0.08, 0.03, 0.008),
+    _machine("DRAM saturated", 30, 13, 31.75, 2.9, 0.08, 0.03, 0.008),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One trace, machine and number of slots. `tokens_per_s` by rule, the bound last; empty where it was refused."""
+
+    trace: str
+    machine: str
+    slots: int
+    tokens_per_s: dict[str, float]
+    hit_rate: float = 0.0
+    best_hit_rate: float = 0.0
+    fetched: float = 0.0  # experts a layer and token
+    uploads: float = 0.0
+    takeovers: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def best_fixed(self) -> str:
+        fixed = {name: speed for name, speed in self.tokens_per_s.items() if name not in (OURS, BOUND)}
+        return max(fixed, key=lambda name: fixed[name])
+
+    def share_of(self, rule: str) -> float:
+        return self.tokens_per_s[OURS] / self.tokens_per_s[rule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong:
+    """Speed lost, as a fraction, when one rate is believed `factor` times what it is."""
+
+    trace: str
+    machine: str
+    slots: int
+    rate: str
+    factor: float
+    loss: float
+
+
+def read_trace(path: Path) -> Trace:
+    """Line by line, each cut off where it is longer than a line of a trace can be. Raises TraceError, OSError."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return parse_trace(iter(lambda: file.readline(LINE_MAX + 1), ""))
+
+
+def read_machine(path: Path) -> Machine:
+    """Raises ValueError naming what is wrong."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict) or "expert_mb" not in document:
+        message = f"{path}: not an object with expert_mb and the rates"
+        raise ValueError(message)
+    name, expert_mb = str(document.pop("name", path.stem)), float(document.pop("expert_mb"))
+    try:
+        return Machine(name=name, expert_mb=expert_mb, rates=Rates(**document))
+    except TypeError as error:
+        message = f"{path}: {error}"
+        raise ValueError(message) from error
+
+
+@cache
+def _trace(path: Path) -> Trace:
+    return read_trace(path)
+
+
+def rows_of(task: tuple[Path, int, tuple[Machine, ...]]) -> list[Row]:
+    """One trace and number of slots: what does not depend on the machine is found once."""
+    path, slots, machines = task
+    trace, name = _trace(path), path.name.partition(".")[0]
+    if slots < max(trace.top_k.values()) or slots > trace.experts:
+        why = f"{slots} slots cannot hold one token's {max(trace.top_k.values())} experts, or are more than there are"
+        return [
+            Row(trace=name, machine=machine.name, slots=slots, tokens_per_s={}, refused=why) for machine in machines
+        ]
+    layers = hybrid_rivals.layer_tokens(trace)
+    steps = {
+        rule: hybrid_rivals.counted(layers, lambda tokens, run=run: run(tokens, slots))
+        for rule, run in hybrid_rivals.FIXED.items()
+    }
+    misses = fewest_misses_by_layer(trace, slots)
+    return [_row(trace, name, machine, slots, layers, steps, misses) for machine in machines]
+
+
+def _row(
+    trace: Trace,
+    name: str,
+    machine: Machine,
+    slots: int,
+    layers: Sequence[hybrid_rivals.Tokens],
+    steps: dict[str, Counter[tuple[int, int, int]]],
+    misses: dict[int, int],
+) -> Row:
+    cost, tokens = machine.cost, trace.decoded
+    speeds = {rule: tokens / hybrid_rivals.seconds(trace, counts, cost) for rule, counts in steps.items()}
+    offload = hybrid_rivals.seconds(trace, steps["LRU insert-all"], cost, always_fetches=True)
+    speeds[hybrid_rivals.OFFLOAD] = tokens / offload
+    fetched = hybrid_rivals.fetched_by_ratio(cost)
+    by_ratio = hybrid_rivals.counted(layers, lambda of_layer: hybrid_rivals.q_star(of_layer, slots, fetched))
+    speeds[hybrid_rivals.RATIO] = tokens / hybrid_rivals.seconds(trace, by_ratio, cost, always_fetches=True)
+    result = replay(trace, cost, slots)
+    speeds[OURS] = result.tokens_per_s
+    speeds[BOUND] = 1000 * tokens / trace_least_ms(trace, cost, misses)
+    return Row(
+        trace=name,
+        machine=machine.name,
+        slots=slots,
+        tokens_per_s=speeds,
+        hit_rate=result.hit_rate,
+        best_hit_rate=1 - sum(misses.values()) / (tokens * sum(trace.top_k.values())),
+        fetched=result.fetched / result.layer_tokens,
+        uploads=result.uploads / result.layer_tokens,
+        takeovers=tuple(takeover.in_words() for takeover in result.takeovers),
+    )
+
+
+def wrong_of(task: tuple[Path, int, Machine]) -> list[Wrong]:
+    path, slots, machine = task
+    trace = _trace(path)
+    try:
+        right = replay(trace, machine.cost, slots).tokens_per_s
+    except SlotsTooFewError:
+        return []
+    found = []
+    for rate in WRONG_RATES:
+        for factor in (WRONG, 1 / WRONG):
+            rates = replace(machine.rates, **{rate: getattr(machine.rates, rate) * factor})
+            believed = Cost(rates, machine.expert_mb)
+            loss = 1 - replay(trace, machine.cost, slots, believed_cost=believed).tokens_per_s / right
+            name = path.name.partition(".")[0]
+            found.append(Wrong(trace=name, machine=machine.name, slots=slots, rate=rate, factor=factor, loss=loss))
+    return found
+
+
+def decision_us(path: Path, slots: int, machine: Machine) -> dict[str, float]:
+    """Microseconds of a decision and of what follows it off the critical path: medians over one replay."""
+    trace = _trace(path)
+    top_k = list(trace.top_k.values())
+    if slots < max(top_k):
+        return {}
+    caches = layer_caches([machine.cost] * len(top_k), slots=slots, experts=trace.experts, top_k=top_k)
+    spent: dict[str, list[int]] = {"decide": [], "observe": []}
+    for layer_cache, tokens in zip(caches, hybrid_rivals.layer_tokens(trace), strict=True):
+        for _, used in tokens:
+            began = time.perf_counter_ns()
+            decision = layer_cache.decide(used)
+            spent["decide"].append(time.perf_counter_ns() - began)
+            for upload in decision.uploads:
+                layer_cache.landed(upload)
+            began = time.perf_counter_ns()
+            layer_cache.observe()
+            spent["observe"].append(time.perf_counter_ns() - began)
+    return {name: statistics.median(each) / 1000 for name, each in spent.items()}
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """Of all rows that were not refused. `over …`: ours to that rule, geometric mean."""
+    kept = [row for row in rows if not row.refused]
+    found = {
+        "cells": float(len(kept)),
+        "least share of the best fixed rule": min(r.share_of(r.best_fixed) for r in kept),
+    }
+    found["least share of the time bound"] = min(row.share_of(BOUND) for row in kept)
+    for rule in hybrid_rivals.NAMES:
+        found[f"over {rule}"] = statistics.geometric_mean(row.share_of(rule) for row in kept)
+    return found
+
+
+def main() -> int:
+    options = _parse()
+    if options.write_table:
+        return hybrid_table.write({path.name.partition(".")[0]: _trace(path) for path in options.trace})
+    began = time.monotonic()
+    try:
+        machines = tuple(read_machine(path) for path in options.machine) or MACHINES
+        for path in options.trace:
+            _trace(path)  # refused here, with its line, before any work
+    except (TraceError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    with ProcessPoolExecutor(options.workers) as pool:
+        tasks = [(path, slots, machines) for path in options.trace for slots in options.slots]
+        wrong_tasks = [(options.trace[0], WRONG_SLOTS, machine) for machine in machines]
+        rows = [row for found in pool.map(rows_of, tasks) for row in found]
+        wrong = [each for found in pool.map(wrong_of, wrong_tasks) for each in found]
+    if not any(not row.refused for row in rows):
+        sys.exit(f"error: {rows[0].refused}")
+    decision = decision_us(options.trace[0], WRONG_SLOTS, machines[0])
+    if options.plot:
+        hybrid_plot.plot([row for row in rows if not row.refused], options.plot, OURS, BOUND)
+    if options.json:
+        document = _as_json(rows, wrong, time.monotonic() - began)
+        print(json.dumps({**document, "decision_us": decision}, indent=1))
+    else:
+        _print(rows, wrong, time.monotonic() - began)
+        print("median of a decision: " + ", ".join(f"{name} {us:.1f} µs" for name, us in decision.items()))
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shipped = [TRACES / "qwen.csv.gz", TRACES / "gemma.csv.gz"]
+    parser.add_argument("--trace", type=Path, action="append", metavar="FILE", help="instead of those that are shipped")
+    parser.add_argument("--machine", type=Path, action="append", default=[], metavar="FILE", help="instead of the four")
+    parser.add_argument("--slots", type=int, action="append", metavar="N", help="in each layer [6, 12, 24, 48]")
+    parser.add_argument("--workers", type=int, default=2, help="processes [2]")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write hybrid.png and hybrid.svg there")
+    parser.add_argument("--write-table", action="store_true", help=f"write {hybrid_table.PATH.name} from the traces")
+    options = parser.parse_args()
+    options.trace = options.trace or shipped
+    options.slots = options.slots or list(SLOTS)
+    if options.workers < 1 or min(options.slots) < 1:
+        parser.error("--workers and --slots must be at least 1")
+    return options
+
+
+def _as_json(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> dict[str, Any]:
+    return {
+        "modelled": True,
+        "rows": [asdict(row) for row in rows],
+        "wrong_rates": [asdict(each) for each in wrong],
+        "summary": summary(rows),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _print(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> None:
+    console = Console(width=200)
+    for trace in dict.fromkeys(row.trace for row in rows):
+        console.print(_table(trace, [row for row in rows if row.trace == trace]))
+        for words in dict.fromkeys(row.refused for row in rows if row.trace == trace and row.refused):
+            console.print(f"refused: {words}")
+    for words in _in_words(rows, wrong):
+        console.print(words)
+    console.print(f"{seconds:.0f} s")
+
+
+def _table(trace: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{trace}: modelled tokens per second")
+    for column in (
+        "machine",
+        "slots",
+        *hybrid_rivals.NAMES,
+        OURS,
+        "of best fixed",
+        BOUND,
+        "of bound",
+        "hits",
+        "at most",
+    ):
+        table.add_column(column, justify="left" if column == "machine" else "right")
+    for row in rows:
+        if row.refused:
+            table.add_row(row.machine, str(row.slots), "refused")
+            continue
+        speeds = [f"{row.tokens_per_s[name]:.1f}" for name in (*hybrid_rivals.NAMES, OURS)]
+        shares = (f"{row.share_of(row.best_fixed):.3f}", f"{row.tokens_per_s[BOUND]:.1f}", f"{row.share_of(BOUND):.2f}")
+        hits = (f"{row.hit_rate:.1%}", f"{row.best_hit_rate:.1%}")
+        table.add_row(row.machine, str(row.slots), *speeds, *shares, *hits)
+    return table
+
+
+def _in_words(rows: Sequence[Row], wrong: Sequence[Wrong]) -> Iterator[str]:
+    for name, value in summary(rows).items():
+        yield f"{name}: {value:.3f}"
+    yield f"a rate believed {WRONG} times too high or low, {WRONG_SLOTS} slots: worst loss by machine and rate"
+    for machine in dict.fromkeys(each.machine for each in wrong):
+        losses = [
+            f"{rate} ×{factor:.2f} {each.loss:+.1%}"
+            for each in wrong
+            if each.machine == machine and (rate := each.rate) and (factor := each.factor)
+        ]
+        yield f"  {machine}: {', '.join(losses)}"
+    worst = max((each.loss for each in wrong), default=math.nan)
+    yield f"  worst: {worst:.1%}"
+    yield from (f"{row.trace}, {row.machine}, {row.slots}: {words}" for row in rows for words in row.takeovers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

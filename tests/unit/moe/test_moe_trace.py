@@ -1,0 +1,126 @@
+"""Hostile traces: an error with the number of the line, and bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.moe import trace as trace_module
+from appliance.moe.trace import COLUMNS, LINE_MAX, TOKENS_MAX, TraceError, parse_trace
+from benchmarks import hybrid
+from tests.unit.moe.routing import lines, row
+
+Change = Callable[[list[str]], list[str]]
+
+
+def without(number: int) -> Change:
+    return lambda found: found[: number - 1] + found[number:]
+
+
+def instead(number: int, line: str) -> Change:
+    return lambda found: [*found[: number - 1], line, *found[number:]]
+
+
+def test_a_whole_trace_is_read() -> None:
+    found = parse_trace(lines())
+    assert (found.layers, found.experts, found.top_k, found.decoded) == (2, 8, {0: 2, 1: 2}, 3)
+    assert (found.name, found.architecture) == ("m.gguf", "test")
+    assert found.tokens(found.turns[0], is_prompt=False, layer=1) == [(2, 3), (3, 4), (4, 5)]
+    assert found.tokens(found.turns[0], is_prompt=True, layer=0) == [(0, 1), (0, 1)]
+
+
+# Lines 4 to 11 are the prompt, 12 to 15 the first decoded token: layers 0 and 1, two experts each.
+@pytest.mark.parametrize(
+    ("change", "line", "words"),
+    [
+        (instead(13, "0,1,2,0,1,"), 13, "cut or damaged: 6 columns"),
+        (instead(13, "0,1,2,0,1,x,0.5,0,100\n"), 13, "not a number"),
+        (instead(13, row(1, 2, 0, 1, 8)), 13, "expert out of range 0 to 7: 8"),
+        (instead(13, row(1, 2, 0, 1, -1)), 13, "expert out of range"),
+        (instead(13, row(1, 2, 0, 1, 2)), 13, "expert 2 twice in one token"),
+        (instead(13, row(1, 2, 9, 0, 1)), 13, "layer out of range 0 to 1: 9"),
+        (instead(13, row(2, 2, 0, 1, 3)), 13, "phase is neither"),
+        (instead(13, "0,1,2,0,1,3,nan,0,100\n"), 13, "weight is not finite"),
+        (without(13), 13, "before this line: 1 experts instead of 2"),
+        (without(12), 12, "slot 1 where 0 was expected"),
+        (lambda found: found[:13] + found[15:], 14, "layer 1 is missing"),
+        (lambda found: found[:-2], 21, "layer 1 is missing"),
+        (lambda found: found[:-1], 22, "1 experts instead of 2"),
+        (lambda found: found[:15] + found[11:], 16, "token twice or out of order"),
+        (lambda found: [*found, row(0, 99, 0, 0, 1)], 24, "a prompt row after decoded tokens"),
+        (instead(13, row(1, 2, 0, 1, 3, turn=-1)), 13, "cannot be below 0"),
+        (without(3), 3, "column names"),
+        (without(2), 2, "name no n_expert"),
+        (lambda found: found[:11], 11, "no decoded token"),
+        (lambda found: found[:2], 2, "column names is missing"),
+        (instead(13, "9" * (LINE_MAX + 1)), 13, "longer than"),
+        (lambda _: [], 0, "column names is missing"),
+    ],
+)
+def test_what_is_damaged_is_refused_with_its_line(change: Change, line: int, words: str) -> None:
+    with pytest.raises(TraceError, match=words) as raised:
+        parse_trace(change(lines()))
+    assert raised.value.line == line
+    assert str(raised.value).startswith(f"line {line}: ")
+
+
+def test_ten_million_tokens_end_at_the_limit_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "TOKENS_MAX", 20_000)
+    seen = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal seen
+        yield from ("# n_layer=1 n_expert=8\n", COLUMNS + "\n")
+        for step in itertools.count():
+            seen = step
+            yield f"0,1,{step},0,0,{step % 8},1,0,1\n"
+
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"line 20003: more than 20,000 tokens"):
+        parse_trace(endless())
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+    assert seen == 20_000 < TOKENS_MAX
+
+
+def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.csv.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("9" * 50_000_000)
+    tracemalloc.start()
+    with pytest.raises(TraceError, match="line 1: longer"):
+        hybrid.read_trace(path)
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+
+
+def test_halves_and_turns() -> None:
+    found = parse_trace([*lines(tokens=4), row(0, 50, 0, 0, 1, turn=1), row(0, 50, 0, 1, 2, turn=1)])
+    assert len(found.turns) == 2
+    assert [half.decoded for half in (found.half(is_second=False), found.half(is_second=True))] == [2, 2]
+
+
+def test_a_machine_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    rates = {
+        "cpu_gb_s": 50,
+        "pcie_gb_s": 20,
+        "dram_gb_s": 60,
+        "other_ms": 0.1,
+        "cpu_fixed_ms": 0,
+        "gpu_expert_ms": 0.01,
+    }
+    path.write_text(json.dumps({"expert_mb": 3.0, **rates}))
+    assert hybrid.read_machine(path).name == "box"
+    path.write_text(json.dumps({"expert_mb": 3.0, **rates, "gpu": 1}))
+    with pytest.raises(ValueError, match="gpu"):
+        hybrid.read_machine(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="expert_mb"):
+        hybrid.read_machine(path)
