@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from appliance.moe.cost import Cost
@@ -20,6 +21,9 @@ _GUARD_EVERY = 8  # layers: the others are taken to be alike
 _GUARD_MARGIN = 0.005  # behind by less is chance, and a change of rules is not free
 _LEAST_GAIN = 0.3  # of a copy's time: a resident outlives the horizon, and no copy needs more than 3.3 hits to pay
 _IN_FLIGHT_TOKENS = 2  # copies of that many tokens' experts may be under way, over all layers
+
+
+_VALUE = itemgetter(0)
 
 
 class SlotsTooFewError(ValueError):
@@ -231,35 +235,33 @@ class LayerCache:
         The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
         fetching it shortens the token; its gain is the difference in value times what a hit saves now.
         """
-        values = self._history.values(wanted)
-        if len(wanted) > 1:
-            order = sorted(range(len(wanted)), key=lambda at: -values[at])
-            wanted = [wanted[at] for at in order]
-            values = [values[at] for at in order]
+        asked = self._history.valued(wanted)
+        asked.sort(key=_VALUE, reverse=True)  # stable: by router weight among equals
+        wanted = [expert for _, expert in asked]
         free = len(self._free)
         if room <= free:
             return wanted, [], room
-        victims = self._least_valuable(hits, wanted, room - free)
+        victims = self._least_valuable(hits, room - free)
         splits = self._splits[len(hits)]
         gain_ms = self._gains[len(hits)]
         count, gained, best = free, 0.0, -splits[free].ms
-        for number in range(free, min(room, free + len(victims))):
-            gained += (values[number] - victims[number - free][0]) * gain_ms
-            score = gained - splits[number + 1].ms
+        for number, (victim, asking) in enumerate(zip(victims, asked[free:room], strict=False), free + 1):
+            gained += (asking[0] - victim[0]) * gain_ms
+            score = gained - splits[number].ms
             if score > best:
-                count, best = number + 1, score
+                count, best = number, score
         return wanted, [expert for _, expert in victims], count
 
-    def _least_valuable(self, hits: list[int], wanted: list[int], count: int) -> list[tuple[float, int]]:
-        slot_of = self._slot_of
-        found = [pair for pair in zip(self._history.values(hits), hits, strict=True) if pair[1] not in self._pinned]
-        left = count
+    def _least_valuable(self, hits: list[int], count: int) -> list[tuple[float, int]]:
+        """Of the residents, this token's own hits among them."""
+        slot_of, pinned = self._slot_of, self._pinned
+        found = self._history.valued(hits if not pinned else [expert for expert in hits if expert not in pinned])
+        most = len(found) + count
         for pair in self._ranked:
-            if left == 0:
-                break
             if pair[1] in slot_of and pair[1] not in hits:
                 found.append(pair)
-                left -= 1
+                if len(found) == most:
+                    break
         found.sort()
         return found[:count]
 

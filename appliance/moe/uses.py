@@ -56,9 +56,7 @@ class Uses:
 
     def _solve(self) -> None:
         """Elimination without pivots: the matrix is positive definite by its prior."""
-        rows = [
-            [self._normal[min(i, j)][max(i, j)] for j in range(_SIZE)] + [self._right[i]] for i in range(_SIZE)
-        ]
+        rows = [[self._normal[min(i, j)][max(i, j)] for j in range(_SIZE)] + [self._right[i]] for i in range(_SIZE)]
         for i, pivot in enumerate(rows):
             for row in rows[i + 1 :]:
                 factor = row[i] / pivot[i]
@@ -155,12 +153,12 @@ class History:
         twin._waiting = deque()
         return twin
 
-    def values(self, used: Iterable[int]) -> list[float]:
-        """Expected uses of the present token's experts in the next `tokens_ahead` tokens, in the same order."""
+    def valued(self, used: Iterable[int]) -> list[tuple[float, int]]:
+        """(expected uses in the next `tokens_ahead` tokens, expert) of the present token's experts, in their order."""
         now, a, b, c, d = self._factors
         short, middle, long = self._averages
         counts = self._counts
-        return [now + a * short[e] + b * middle[e] + c * long[e] + d * counts[e] for e in used]
+        return [(now + a * short[e] + b * middle[e] + c * long[e] + d * counts[e], e) for e in used]
 
     def ranked(self, experts: Iterable[int]) -> list[tuple[float, int]]:
         """(value, expert), least first, of those that the token to come will not use; after `settle`."""
