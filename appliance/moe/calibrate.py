@@ -62,15 +62,20 @@ def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) ->
         message = f"{len(rows)} rows with positive times are too few to fit {len(_NAMES)} rates from"
         raise ValueError(message)
     fit = _Fit(rows, expert_mb, other_ms)
-    best = min((fit.solved(start) for start in fit.starts()), key=fit.loss)
+    solutions = [fit.solved(start) for start in fit.starts()]
+    best = min(solutions, key=fit.loss)
+    enough = fit.loss_likely(best)
+    likely = [each for each in solutions if fit.loss(each) <= enough]  # another side may have been the last
     draw = random.Random(_SEED)  # noqa: S311 - a resample, no secret
     found: list[list[float]] = []
     for _ in range(_RESAMPLED):
         resample = _Fit(draw.choices(rows, k=len(rows)), expert_mb, other_ms)
         found.append(resample.solved(best, _ROUNDS // 4))
-    intervals = {
-        name: fit.widened(best, at, _interval([math.exp(each[at]) for each in found])) for at, name in enumerate(_NAMES)
-    }
+    intervals = {}
+    for at, name in enumerate(_NAMES):
+        resampled = _interval([math.exp(each[at]) for each in found])
+        ends = [resampled, *(fit.likely(each, at, enough) for each in likely)]
+        intervals[name] = min(low for low, _ in ends), max(high for _, high in ends)
     errors = [abs(math.expm1(fit.residual(best, row))) for row in rows]
     return Calibration(rates=fit.rates(best), intervals=intervals, error=statistics.median(errors))
 
@@ -98,7 +103,7 @@ class _Fit:
         cpu_gb_s = max(cpu, default=40.0)
         pcie_gb_s = max(link, default=20.0)
         found = []
-        for share in (0.6, 0.8, 1.0):
+        for share in (0.6, 0.8, 1.0, 5.0):  # at last a DRAM that never limits
             for fixed_ms in (0.01, 0.05):
                 dram = share * (cpu_gb_s + pcie_gb_s) * 1.2
                 found.append([math.log(each) for each in (cpu_gb_s * 1.1, pcie_gb_s * 1.05, dram, fixed_ms, 0.01)])
@@ -123,17 +128,20 @@ class _Fit:
         """Sum of absolute residuals: one stalled row cannot outweigh the others."""
         return sum(abs(self.residual(logs, row)) for row in self._rows)
 
-    def widened(self, logs: Sequence[float], at: int, interval: tuple[float, float]) -> tuple[float, float]:
-        """The interval of one rate with every value that fits the rows nearly as well as the best, by likelihood.
+    def loss_likely(self, logs: Sequence[float]) -> float:
+        """Up to which loss a fit is nearly as likely as the best one, `logs`."""
+        loss = self.loss(logs)
+        return loss + _LIKELY * max(loss / len(self._rows), _SMALLEST_ERROR)
+
+    def likely(self, logs: Sequence[float], at: int, enough: float) -> tuple[float, float]:
+        """Around one fit, where one rate alone can go with a loss of at most `enough`: 0 or infinity without an end.
 
         Resampling alone is too narrow for a side that was the last in few rows: a resample has those rows or not, and
-        cannot show that a little noise in them looks the same. No end where the rows say nothing: 0 or infinity.
+        cannot show that a little noise in them looks the same.
         """
-        enough = self.loss(logs) + _LIKELY * max(self.loss(logs) / len(self._rows), _SMALLEST_ERROR)
-        low, high = interval
         down, up = (self._reach(logs, at, sign, enough) for sign in (-1, 1))
         best = math.exp(logs[at])
-        return min(low, best * math.exp(-down)), max(high, best * math.exp(up))
+        return best * math.exp(-down), best * math.exp(up)
 
     def _reach(self, logs: Sequence[float], at: int, sign: int, enough: float) -> float:
         """How far the logarithm of one rate can go with a loss of at most `enough`; infinity from a factor of ten."""
