@@ -21,7 +21,8 @@ _COVERED = 0.9
 _SEED = 17
 _STEP = 1e-4
 _FAR = math.log(10)
-_LIKELY = 1.92  # mean errors: 95 % of χ² with one degree of freedom, halved, for errors with heavy tails (Laplace)
+# Mean errors. 95 % of χ² halved is 1.9; more, since which side was the last in a row is chosen by the fit as well.
+_LIKELY = 3.0
 _SMALLEST_ERROR = 1e-3  # of a time, that is no difference
 _HALVINGS = 12
 _TRIED = (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.6, 2.5)
