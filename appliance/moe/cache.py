@@ -9,17 +9,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from appliance.moe.cost import Cost
-from appliance.moe.uses import History, Uses, horizon
+from appliance.moe.uses import History, Uses
 
 Rule = Literal["priced", "lru", "lru-1", "cpu"]  # lru-1: at most one copy a layer and token
 GUARD_TOKENS = 256
 _GUARD_EVERY = 8  # layers: the others are taken to be alike
 _GUARD_MARGIN = 0.005  # behind by less is chance, and a change of rules is not free
-_LEAST_GAIN = 0.15  # of a copy's time: a hit is worth something even where the GPU was the bottleneck of this token
+_LEAST_GAIN = 0.3  # of a copy's time: a resident outlives the horizon, and no copy needs more than 3.3 hits to pay
 _IN_FLIGHT_TOKENS = 2  # copies of that many tokens' experts may be under way, over all layers
+
+
+_VALUE = itemgetter(0)
 
 
 class SlotsTooFewError(ValueError):
@@ -101,10 +105,9 @@ def layer_caches(
 
     Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token.
     """
-    break_even = max((cost.break_even_uses(k) for cost, k in zip(costs, top_k, strict=True)), default=0.0)
     largest_mb = max((cost.expert_mb * k for cost, k in zip(costs, top_k, strict=True)), default=0.0)
     shared = Shared(
-        uses=Uses(horizon(break_even, slots / max(top_k, default=1))),
+        uses=Uses(),
         in_flight_max_mb=_IN_FLIGHT_TOKENS * largest_mb,
         on_takeover=on_takeover,
     )
@@ -159,7 +162,7 @@ class LayerCache:
         self._in_flight: dict[int, Upload] = {}
         self._history = History(experts, shared.uses, layer)
         self._ranked: list[tuple[float, int]] = []  # residents as the next token finds them, least value first
-        self._gains = [max(cost.hit_gain_ms(top_k, h), _LEAST_GAIN * self._copy_ms()) for h in range(top_k + 1)]
+        self._gains = self._gains_ms()
         self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
         self._all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
@@ -167,8 +170,16 @@ class LayerCache:
         self._unseen: tuple[Sequence[int], Decision] = ((), Decision((), (), (), (), 0.0))  # by the guard
         self._is_decided = False
 
-    def _copy_ms(self) -> float:
-        return self.cost.expert_mb / self.cost.rates.pcie_gb_s
+    def _gains_ms(self) -> list[float]:
+        """By hits: what one more saves now, the mean of the steps on both sides, since whole experts make time a
+        staircase."""
+        least = _LEAST_GAIN * self.cost.expert_mb / self.cost.rates.pcie_gb_s
+        best = [self.cost.best_ms(self.top_k, hits) for hits in range(self.top_k + 1)]
+        gains = []
+        for hits in range(self.top_k + 1):
+            before, after = max(0, hits - 1), min(self.top_k, hits + 1)
+            gains.append(max(least, (best[before] - best[after]) / (after - before)))
+        return gains
 
     @property
     def residents(self) -> frozenset[int]:
@@ -224,35 +235,33 @@ class LayerCache:
         The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
         fetching it shortens the token; its gain is the difference in value times what a hit saves now.
         """
-        values = self._history.values(wanted)
-        if len(wanted) > 1:
-            order = sorted(range(len(wanted)), key=lambda at: -values[at])
-            wanted = [wanted[at] for at in order]
-            values = [values[at] for at in order]
+        asked = self._history.valued(wanted)
+        asked.sort(key=_VALUE, reverse=True)  # stable: by router weight among equals
+        wanted = [expert for _, expert in asked]
         free = len(self._free)
         if room <= free:
             return wanted, [], room
-        victims = self._least_valuable(hits, wanted, room - free)
+        victims = self._least_valuable(hits, room - free)
         splits = self._splits[len(hits)]
         gain_ms = self._gains[len(hits)]
         count, gained, best = free, 0.0, -splits[free].ms
-        for number in range(free, min(room, free + len(victims))):
-            gained += (values[number] - victims[number - free][0]) * gain_ms
-            score = gained - splits[number + 1].ms
+        for number, (victim, asking) in enumerate(zip(victims, asked[free:room], strict=False), free + 1):
+            gained += (asking[0] - victim[0]) * gain_ms
+            score = gained - splits[number].ms
             if score > best:
-                count, best = number + 1, score
+                count, best = number, score
         return wanted, [expert for _, expert in victims], count
 
-    def _least_valuable(self, hits: list[int], wanted: list[int], count: int) -> list[tuple[float, int]]:
-        slot_of = self._slot_of
-        found = [pair for pair in zip(self._history.values(hits), hits, strict=True) if pair[1] not in self._pinned]
-        left = count
+    def _least_valuable(self, hits: list[int], count: int) -> list[tuple[float, int]]:
+        """Of the residents, this token's own hits among them."""
+        slot_of, pinned = self._slot_of, self._pinned
+        found = self._history.valued(hits if not pinned else [expert for expert in hits if expert not in pinned])
+        most = len(found) + count
         for pair in self._ranked:
-            if left == 0:
-                break
             if pair[1] in slot_of and pair[1] not in hits:
                 found.append(pair)
-                left -= 1
+                if len(found) == most:
+                    break
         found.sort()
         return found[:count]
 
@@ -299,16 +308,15 @@ class LayerCache:
             if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
                 self.shared.compare(self._history.tokens)
         if self.shared.rule == "priced" and self._slot_of:
-            residents = list(self._slot_of) if not self._pinned else [e for e in self._slot_of if e not in self._pinned]
-            self._ranked = sorted(zip(self._history.values(residents, is_next=True), residents, strict=True))
+            residents = self._slot_of if not self._pinned else [e for e in self._slot_of if e not in self._pinned]
+            self._ranked = self._history.ranked(residents)
 
     def landed(self, upload: Upload) -> None:
         """The copy has ended: the expert may be read, and evicted, from now on. KeyError for one not in flight."""
         self._end(upload)
         self._slot_of[upload.expert] = upload.slot
         if not self._is_decided:
-            value = self._history.values((upload.expert,), is_next=True)[0]
-            bisect.insort(self._ranked, (value, upload.expert))
+            bisect.insort(self._ranked, self._history.ranked((upload.expert,))[0])
 
     def failed(self, upload: Upload) -> None:
         """The copy has failed: its slot is free again. KeyError for one not in flight."""

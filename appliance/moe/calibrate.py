@@ -21,7 +21,10 @@ _COVERED = 0.9
 _SEED = 17
 _STEP = 1e-4
 _FAR = math.log(10)
-_FLAT = 1e-2  # of the loss, that is no difference
+# Mean errors. 95 % of χ² halved is 1.9; more, since which side was the last in a row is chosen by the fit as well.
+_LIKELY = 3.0
+_SMALLEST_ERROR = 1e-3  # of a time, that is no difference
+_HALVINGS = 12
 _TRIED = (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.6, 2.5)
 _TOLERANCE = 1e-9
 _SMALLEST_MS = 1e-4
@@ -41,7 +44,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """`intervals`: by name of the rate, where 90 % of resampled fits lie; (0, inf) for one that no row depends on."""
+    """`intervals`: by name of the rate, where 90 % of resampled fits lie and all that fits the rows nearly as well;
+    (0, inf) for one that no row depends on."""
 
     rates: Rates
     intervals: dict[str, tuple[float, float]]
@@ -59,15 +63,20 @@ def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) ->
         message = f"{len(rows)} rows with positive times are too few to fit {len(_NAMES)} rates from"
         raise ValueError(message)
     fit = _Fit(rows, expert_mb, other_ms)
-    best = min((fit.solved(start) for start in fit.starts()), key=fit.loss)
+    solutions = [fit.solved(start) for start in fit.starts()]
+    best = min(solutions, key=fit.loss)
+    enough = fit.loss_likely(best)
+    likely = [each for each in solutions if fit.loss(each) <= enough]  # another side may have been the last
     draw = random.Random(_SEED)  # noqa: S311 - a resample, no secret
     found: list[list[float]] = []
     for _ in range(_RESAMPLED):
         resample = _Fit(draw.choices(rows, k=len(rows)), expert_mb, other_ms)
         found.append(resample.solved(best, _ROUNDS // 4))
-    intervals = {
-        name: fit.opened(best, at, _interval([math.exp(each[at]) for each in found])) for at, name in enumerate(_NAMES)
-    }
+    intervals = {}
+    for at, name in enumerate(_NAMES):
+        resampled = _interval([math.exp(each[at]) for each in found])
+        ends = [resampled, *(fit.likely(each, at, enough) for each in likely)]
+        intervals[name] = min(low for low, _ in ends), max(high for _, high in ends)
     errors = [abs(math.expm1(fit.residual(best, row))) for row in rows]
     return Calibration(rates=fit.rates(best), intervals=intervals, error=statistics.median(errors))
 
@@ -95,7 +104,7 @@ class _Fit:
         cpu_gb_s = max(cpu, default=40.0)
         pcie_gb_s = max(link, default=20.0)
         found = []
-        for share in (0.6, 0.8, 1.0):
+        for share in (0.6, 0.8, 1.0, 5.0):  # at last a DRAM that never limits
             for fixed_ms in (0.01, 0.05):
                 dram = share * (cpu_gb_s + pcie_gb_s) * 1.2
                 found.append([math.log(each) for each in (cpu_gb_s * 1.1, pcie_gb_s * 1.05, dram, fixed_ms, 0.01)])
@@ -120,12 +129,34 @@ class _Fit:
         """Sum of absolute residuals: one stalled row cannot outweigh the others."""
         return sum(abs(self.residual(logs, row)) for row in self._rows)
 
-    def opened(self, logs: Sequence[float], at: int, interval: tuple[float, float]) -> tuple[float, float]:
-        """The interval of one rate, without an end where the rows say nothing of it: a side that was never the last."""
-        enough = self.loss(logs) * (1 + _FLAT) + _TOLERANCE
-        low, high = interval
-        is_open = [self.loss([v + far * (n == at) for n, v in enumerate(logs)]) <= enough for far in (-_FAR, _FAR)]
-        return 0.0 if is_open[0] else low, math.inf if is_open[1] else high
+    def loss_likely(self, logs: Sequence[float]) -> float:
+        """Up to which loss a fit is nearly as likely as the best one, `logs`."""
+        loss = self.loss(logs)
+        return loss + _LIKELY * max(loss / len(self._rows), _SMALLEST_ERROR)
+
+    def likely(self, logs: Sequence[float], at: int, enough: float) -> tuple[float, float]:
+        """Around one fit, where one rate alone can go with a loss of at most `enough`: 0 or infinity without an end.
+
+        Resampling alone is too narrow for a side that was the last in few rows: a resample has those rows or not, and
+        cannot show that a little noise in them looks the same.
+        """
+        down, up = (self._reach(logs, at, sign, enough) for sign in (-1, 1))
+        best = math.exp(logs[at])
+        return best * math.exp(-down), best * math.exp(up)
+
+    def _reach(self, logs: Sequence[float], at: int, sign: int, enough: float) -> float:
+        """How far the logarithm of one rate can go with a loss of at most `enough`; infinity from a factor of ten."""
+
+        def fits(distance: float) -> bool:
+            return self.loss([value + sign * distance * (n == at) for n, value in enumerate(logs)]) <= enough
+
+        if fits(_FAR):
+            return math.inf
+        near, far = 0.0, _FAR
+        for _ in range(_HALVINGS):
+            middle = (near + far) / 2
+            near, far = (middle, far) if fits(middle) else (near, middle)
+        return far
 
     def solved(self, start: Sequence[float], rounds: int = _ROUNDS) -> list[float]:
         """Least squares, then each rate tried far and near by itself, since a side that is never the last in a fit has

@@ -103,12 +103,3 @@ class Cost:
         """The least time with so many hits and nothing uploaded: min over f of T, and over hits left unused."""
         used = range(hits + 1)
         return min(self.layer_ms(h, top_k - h, f, 0) for h in used for f in range(top_k - hits + 1))
-
-    def hit_gain_ms(self, top_k: int, hits: int) -> float:
-        """What one more hit would have saved of this layer-token; 0 where every expert is one."""
-        return 0.0 if hits >= top_k else self.best_ms(top_k, hits) - self.best_ms(top_k, hits + 1)
-
-    def break_even_uses(self, top_k: int) -> float:
-        """How many hits repay one upload that hides behind nothing. Infinite where a hit saves nothing."""
-        gain = self.hit_gain_ms(top_k, 0)
-        return self.expert_mb / self.rates.pcie_gb_s / gain if gain > 0 else math.inf

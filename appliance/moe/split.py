@@ -13,6 +13,7 @@ from typing import NamedTuple
 from appliance.moe.cost import Cost
 
 _STARTS = 6  # of the orders tried, those worth improving
+_IMPROVED = 24  # experts: a larger batch evens out by itself, and each try costs as many steps as it has experts
 _ROUNDS = 6  # of moving single experts; it ends earlier when nothing moves
 
 
@@ -108,8 +109,7 @@ def _improved(
     cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool], on_gpu: list[bool], best_ms: float
 ) -> tuple[list[bool], float]:
     """Moves one expert, or swaps two that are next to each other in weight, while the batch gets shorter."""
-    kinds = {(count, resident): at for at, (count, resident) in enumerate(zip(tokens, is_resident, strict=True))}
-    if len(kinds) > 16:  # a large batch evens out by itself, and each try costs as many steps as it has experts
+    if len(tokens) > _IMPROVED:
         return on_gpu, best_ms
     for _ in range(_ROUNDS):
         found = min(_moves(cost, tokens, is_resident, on_gpu), default=(best_ms, ()))

@@ -1,8 +1,8 @@
 """How often an expert will be used soon, learned while tokens are decoded: the value of having it in a slot.
 
-An expert is known by three figures: tokens since its last use, uses in the last 16 tokens, uses in the 48 before them.
-One table goes by the first two, a second one learns what the first leaves over, by the third: expectations add up, and
-the long count corrects the short one. All layers share both tables, so they are filled within a few tokens.
+An expert is known by five figures: whether the present token uses it, its uses averaged over about 4, 16 and 64 tokens
+(exponentially, so that they carry age and count together), and its share of all tokens. Expected uses are a weighted
+sum of these. The weights are a least-squares fit to what followed, shared by all layers.
 """
 
 from __future__ import annotations
@@ -10,150 +10,162 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import mul
 
-RECENT = 16  # tokens
-REMEMBERED = 64
-HORIZONS = (4, 8, 16)  # tokens ahead
-_AGE_ROW = (0, 1, 2, 3, 3, *[4] * 4, *[5] * 8, *[6] * 16, *[7] * 32, 8)  # 0, 1, 2, 3-4, 5-8, 9-16, 17-32, 33-64, more
-_COUNTS = RECENT + 1
-_CELLS = tuple(row * _COUNTS for row in _AGE_ROW)  # by age: where the counts of its row begin
-_OLDEST = len(_AGE_ROW) - 1
-_OLDER_FROM = (1, 2, 3, 5, 7, 10, 15, 23)  # uses: finest where most experts are
-_OLDER = tuple(sum(count >= least for least in _OLDER_FROM) for count in range(REMEMBERED + 1))
-_OLDER_CELLS = tuple(min(8, count) * 9 for count in range(_COUNTS))  # by uses of the last 16 tokens
-_PRIOR_WEIGHT = 8.0  # samples that say: used as often as in the last 16 tokens
-_LEFT_WEIGHT = 16.0  # samples of nothing left over
-_TIE = 1e-6  # a token of age: of experts in one cell, the least recently used goes first
-_SAMPLED = 64  # experts looked at in one snapshot
+HORIZON = 6  # tokens ahead
+_SPANS = (4, 16, 64)  # tokens
+_GROWTHS = tuple(span / (span - 1) for span in _SPANS)
+_REBASED = 256  # tokens: stored figures grow by (4/3)^256 at most
+_SHARE_PRIOR = 6.0  # unused tokens that are added to each share
+_PRIOR = (0.03, 0.05, 0.2, 0.2, 0.5)  # uses a token, for each of the five figures
+_PRIOR_SQUARES = (0.5, 0.3, 0.2, 0.1, 0.1)  # how strongly: as ten samples of typical size
+_SIZE = len(_PRIOR)
+_SAMPLED = 8  # experts looked at in one token
+_SOLVED = 64  # samples after which the weights are fitted again, at first
+_FORGOTTEN = 1 << 17  # samples: then older ones count half
 
-
-def horizon(break_even_uses: float, tokens_held: float) -> int:
-    """Tokens to look ahead, one of `HORIZONS`: at least half the break-even, and 8 where slots hold four tokens.
-
-    `tokens_held`: slots by experts of a token. Where one upload costs many hits, an expert's uses in four tokens never
-    repay it, and nothing would be admitted; in many slots an expert stays longer. Looking further is guessing.
-    """
-    least = max(break_even_uses / 2, HORIZONS[1] if tokens_held >= HORIZONS[0] else HORIZONS[0])
-    return next((tokens for tokens in HORIZONS if least <= tokens), HORIZONS[-1])
+Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its five figures
 
 
 class Uses:
-    """The two tables, for all layers of a model. Deterministic; constant memory."""
+    """The weights, for all layers of a model. Deterministic; constant memory."""
 
-    def __init__(self, tokens_ahead: int) -> None:
+    def __init__(self, tokens_ahead: int = HORIZON) -> None:
         self.tokens_ahead = tokens_ahead
-        self.by_recent = [tokens_ahead * (cell % _COUNTS) / RECENT for cell in range(_COUNTS * (_AGE_ROW[-1] + 1))]
-        self._sum = [_PRIOR_WEIGHT * uses for uses in self.by_recent]
-        self._weight = [_PRIOR_WEIGHT for _ in self.by_recent]
-        self.by_older = [0.0] * (_OLDER_CELLS[-1] + _OLDER[-1] + 1)
-        self._left = [0.0 for _ in self.by_older]
-        self._left_weight = [_LEFT_WEIGHT for _ in self.by_older]
+        self.weights = [tokens_ahead * each for each in _PRIOR]
+        self._normal = [[_PRIOR_SQUARES[i] * (i == j) for j in range(_SIZE)] for i in range(_SIZE)]
+        self._right = list(map(mul, _PRIOR_SQUARES, self.weights))
+        self._samples = 0
+        self._unsolved = 0
 
-    def learn(self, snapshot: Sequence[tuple[int, int, int]], used_since: dict[int, int]) -> None:
-        """`snapshot`: (expert, cell, older cell) `tokens_ahead` tokens ago; `used_since`: expert -> uses since."""
-        total, weight, by_recent = self._sum, self._weight, self.by_recent
-        left, left_weight, by_older = self._left, self._left_weight, self.by_older
-        for expert, cell, older in snapshot:
-            uses = used_since.get(expert, 0)
-            left[older] += uses - by_recent[cell]
-            left_weight[older] += 1
-            by_older[older] = left[older] / left_weight[older]
-            total[cell] += uses
-            weight[cell] += 1
-            by_recent[cell] = total[cell] / weight[cell]
+    def learn(self, samples: Sequence[Sample], counts: Sequence[int]) -> None:
+        """`samples` were taken `tokens_ahead` tokens ago; `counts`: uses of each expert so far."""
+        if not samples:
+            return
+        columns = list(zip(*(figures for _, _, figures in samples), strict=True))
+        uses = [counts[expert] - before for expert, before, _ in samples]
+        for i, column in enumerate(columns):
+            row = self._normal[i]
+            for j in range(i, _SIZE):
+                row[j] += sum(map(mul, column, columns[j]))
+            self._right[i] += sum(map(mul, column, uses))
+        self._samples += len(samples)
+        self._unsolved += len(samples)
+        if self._unsolved >= max(_SOLVED, self._samples // 16):
+            self._solve()
+
+    def _solve(self) -> None:
+        """Elimination without pivots: the matrix is positive definite by its prior."""
+        rows = [[self._normal[min(i, j)][max(i, j)] for j in range(_SIZE)] + [self._right[i]] for i in range(_SIZE)]
+        for i, pivot in enumerate(rows):
+            for row in rows[i + 1 :]:
+                factor = row[i] / pivot[i]
+                row[i:] = [a - factor * b for a, b in zip(row[i:], pivot[i:], strict=True)]
+        weights = [0.0] * _SIZE
+        for i in reversed(range(_SIZE)):
+            weights[i] = (rows[i][_SIZE] - sum(map(mul, rows[i][i + 1 : _SIZE], weights[i + 1 :]))) / rows[i][i]
+        self.weights = weights
+        self._unsolved = 0
+        if self._samples >= _FORGOTTEN:
+            self._samples //= 2
+            self._normal = [[each / 2 for each in row] for row in self._normal]
+            self._right = [each / 2 for each in self._right]
 
 
 class History:
-    """Uses of one layer's experts: 64 tokens back, whatever the length of a conversation."""
+    """Uses of one layer's experts. Memory does not grow with a conversation."""
 
     def __init__(self, experts: int, uses: Uses, stagger: int) -> None:
-        """`stagger` sets layers apart, so that not all take a snapshot at the same token."""
+        """`stagger` sets layers apart, so that not all take samples at the same token."""
         self._uses = uses
         self._stagger = stagger
         self._learns = True
         self.tokens = 0
         self._last = [-1] * experts  # token of the last use; -1: never
         self._place = [0] * experts  # in the order of router weights at that use, 0 or below
-        self._recent = [0] * experts
-        self._older = [0] * experts
-        self._ring: deque[tuple[int, ...]] = deque(maxlen=REMEMBERED)
-        self._seen: list[int] = []
-        self._waiting: deque[tuple[int, list[tuple[int, int, int]]]] = deque()
+        self._counts = [0] * experts
+        # Averages times growth^token: only those of used experts change, and one factor for all turns them back.
+        self._averages = tuple([0.0] * experts for _ in _SPANS)
+        self._scales = [1.0 for _ in _SPANS]
+        self._factors = self._factored()
+        self._next_sampled = 0
+        self._waiting: deque[tuple[int, list[Sample]]] = deque()
 
     def add(self, used: Sequence[int]) -> None:
         """The experts of one more token, by falling router weight. O(top_k): this is on the critical path."""
-        last, recent, place, token = self._last, self._recent, self._place, self.tokens
-        for position, expert in enumerate(used):
-            if last[expert] < 0:
-                self._seen.append(expert)
+        last, place, counts, token = self._last, self._place, self._counts, self.tokens
+        short, middle, long = self._averages
+        a, b, c = self._scales
+        position = 0
+        for expert in used:
             last[expert] = token
-            place[expert] = -position
-            recent[expert] += 1
-        self._ring.append(tuple(used))
+            place[expert] = position
+            counts[expert] += 1
+            short[expert] += a
+            middle[expert] += b
+            long[expert] += c
+            position -= 1
         self.tokens = token + 1
 
     def settle(self) -> None:
-        """Off the critical path, after each `add`: learns from old snapshots, and makes room for the next token."""
-        token, ring = self.tokens - 1, self._ring
-        if self._waiting and self._waiting[0][0] == token:
-            self._learn(self._waiting.popleft()[1])
-        # Often at first, when each sample moves the tables, and ever less often: 1/16 after a thousand tokens.
+        """Off the critical path, after each `add`: learns from old samples, and makes room for the next token."""
+        token, waiting = self.tokens, self._waiting
+        if waiting and waiting[0][0] == token:
+            self._uses.learn(waiting.popleft()[1], self._counts)
+        # Often at first, when each sample moves the weights, and ever less often: 1/16 after a thousand tokens.
         stride = 1 if token < 64 else 4 if token < 1024 else 16
         if self._learns and (token + self._stagger) % stride == 0:
-            self._waiting.append((token + self._uses.tokens_ahead, self._snapshot()))
-        if len(ring) >= RECENT:
-            recent, older = self._recent, self._older
-            for expert in ring[-RECENT]:
-                recent[expert] -= 1
-                older[expert] += 1
-            if len(ring) == REMEMBERED:
-                for expert in ring[0]:
-                    older[expert] -= 1
+            waiting.append((token + self._uses.tokens_ahead, self._sample()))
+        self._scales = list(map(mul, self._scales, _GROWTHS))
+        if token % _REBASED == 0:
+            for average, scale in zip(self._averages, self._scales, strict=True):
+                average[:] = [each / scale for each in average]
+            self._scales = [1.0 for _ in _SPANS]
+        self._factors = self._factored()
 
-    def _learn(self, snapshot: list[tuple[int, int, int]]) -> None:
-        ahead = self._uses.tokens_ahead
-        since: dict[int, int] = {}
-        for back in range(1, ahead + 1):
-            for expert in self._ring[-back]:
-                since[expert] = since.get(expert, 0) + 1
-        self._uses.learn(snapshot, since)
+    def _factored(self) -> tuple[float, float, float, float, float]:
+        """What the stored figures count as of the token to come."""
+        now, short, middle, long, share = self._uses.weights
+        a, b, c = self._scales
+        rest = share / (self.tokens + 1 + _SHARE_PRIOR)
+        return now, short / (a * _SPANS[0]), middle / (b * _SPANS[1]), long / (c * _SPANS[2]), rest
 
-    def _snapshot(self) -> list[tuple[int, int, int]]:
-        now, last, recent, older = self.tokens - 1, self._last, self._recent, self._older
-        seen = self._seen
-        step = -(-len(seen) // _SAMPLED)
-        found = []
-        for expert in seen[now % step :: step]:
-            age, count = now - last[expert], recent[expert]
-            cell = _CELLS[age if age < _OLDEST else _OLDEST] + count
-            found.append((expert, cell, _OLDER_CELLS[count] + _OLDER[older[expert]]))
-        return found
+    def _sample(self) -> list[Sample]:
+        now, last, counts = self.tokens - 1, self._last, self._counts
+        short, middle, long = self._averages
+        a, b, c = (span * scale for span, scale in zip(_SPANS, self._scales, strict=True))
+        share = now + 1 + _SHARE_PRIOR
+        begin, size = self._next_sampled, len(last)
+        self._next_sampled = (begin + _SAMPLED) % size
+        return [
+            (e, counts[e], (float(last[e] == now), short[e] / a, middle[e] / b, long[e] / c, counts[e] / share))
+            for e in (at % size for at in range(begin, begin + min(_SAMPLED, size)))
+            if last[e] >= 0
+        ]
 
     def fork(self) -> History:
         """The same past, settled; what follows is not learned from, since the original does."""
         twin = copy.copy(self)
         twin._learns = False
-        for name in ("_last", "_place", "_recent", "_older", "_ring", "_seen"):
+        for name in ("_last", "_place", "_counts"):
             setattr(twin, name, copy.copy(getattr(self, name)))
+        twin._averages = tuple(map(list, self._averages))
         twin._waiting = deque()
         return twin
 
-    def values(self, experts: Iterable[int], *, is_next: bool = False) -> list[float]:
-        """Expected uses in the next `tokens_ahead` tokens, in the same order; 0 or a trifle below where none is.
+    def valued(self, used: Iterable[int]) -> list[tuple[float, int]]:
+        """(expected uses in the next `tokens_ahead` tokens, expert) of the present token's experts, in their order."""
+        now, a, b, c, d = self._factors
+        short, middle, long = self._averages
+        counts = self._counts
+        return [(now + a * short[e] + b * middle[e] + c * long[e] + d * counts[e], e) for e in used]
 
-        `is_next`: as of the token to come, for experts that it does not use; after `settle` only.
-        """
-        now, last, recent, older = self.tokens - 1 + is_next, self._last, self._recent, self._older
-        by_recent, by_older = self._uses.by_recent, self._uses.by_older
-        found = []
-        for expert in experts:
-            age, count = now - last[expert], recent[expert]
-            value = (
-                by_recent[_CELLS[age if age < _OLDEST else _OLDEST] + count]
-                + by_older[_OLDER_CELLS[count] + _OLDER[older[expert]]]
-            )
-            found.append((value if value > 0.0 else 0.0) - age * _TIE)
-        return found
+    def ranked(self, experts: Iterable[int]) -> list[tuple[float, int]]:
+        """(value, expert), least first, of those that the token to come will not use; after `settle`."""
+        _, a, b, c, d = self._factors
+        short, middle, long = self._averages
+        counts = self._counts
+        return sorted([(a * short[e] + b * middle[e] + c * long[e] + d * counts[e], e) for e in experts])
 
     def recency(self, expert: int) -> tuple[int, int]:
         """What LRU orders by: token of the last use, and within one token the router weight."""

@@ -21,7 +21,7 @@ from appliance.moe.cache import (
     layer_caches,
 )
 from appliance.moe.cost import Cost
-from appliance.moe.uses import Uses, horizon
+from appliance.moe.uses import Uses
 from tests.unit.moe.routing import COST, DESKTOP, tokens
 
 
@@ -163,9 +163,9 @@ def test_an_upload_that_costs_much_is_made_less_often() -> None:
 class Misled(Uses):
     """Values upside down: what was used least is taken to be used most."""
 
-    def learn(self, snapshot: object, used_since: dict[int, int]) -> None:
-        del snapshot, used_since
-        self.by_recent = [float(16 - cell % 17) for cell in range(len(self.by_recent))]
+    def learn(self, samples: object, counts: object) -> None:
+        del samples, counts
+        self.weights = [-abs(each) for each in self.weights]
 
 
 def test_a_rule_that_is_behind_gives_way_and_says_so() -> None:
@@ -190,10 +190,3 @@ def test_ours_comes_back_when_it_is_ahead_again() -> None:
         land(one, one.decide(used))
     assert told[0].before == "cpu"
     assert one.shared.rule == told[-1].after == "priced"
-
-
-@pytest.mark.parametrize(
-    ("break_even", "held", "tokens_ahead"), [(1, 1, 4), (8, 2, 4), (10, 2, 8), (40, 2, 16), (1, 8, 8)]
-)
-def test_the_horizon_grows_with_the_break_even_and_the_slots(break_even: float, held: float, tokens_ahead: int) -> None:
-    assert horizon(break_even, held) == tokens_ahead

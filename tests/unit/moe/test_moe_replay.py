@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
+import random
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from appliance.moe import simulate
 from appliance.moe.bounds import envelope, fewest_misses, fewest_misses_by_layer, trace_least_ms
 from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError
 from appliance.moe.calibrate import Measured, calibrate
-from appliance.moe.cost import Cost
+from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Replay, cached, static_layers
 from appliance.moe.replays import REPLAYS
 from appliance.moe.simulate import replay
@@ -192,6 +194,47 @@ def test_a_side_that_was_never_the_last_has_no_upper_end() -> None:
     found = calibrate(rows, expert_mb=2.9, other_ms=0.08)
     assert found.intervals["dram_gb_s"][1] == float("inf")
     assert found.rates.cpu_gb_s == pytest.approx(52, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7, 18])
+def test_dram_that_was_the_last_in_few_rows_or_none_is_within_its_interval(seed: int) -> None:
+    """Four of the random machines on which intervals by resampling alone missed it."""
+    draw = random.Random(seed)
+    cpu, pcie = draw.uniform(20, 80), draw.uniform(10, 50)
+    dram = max(cpu, pcie) + min(cpu, pcie) * draw.uniform(0.2, 1.0)
+    size, other = draw.choice([2.5, 2.9, 9.4]), draw.uniform(0.05, 0.12)
+    fixed, expert = draw.uniform(0.02, 0.06), draw.uniform(0.006, 0.02)
+    rates = Rates(
+        cpu_gb_s=cpu, pcie_gb_s=pcie, dram_gb_s=dram, other_ms=other, cpu_fixed_ms=fixed, gpu_expert_ms=expert
+    )
+    cost = Cost(rates, size)
+    rows = []
+    for on_cpu, fetched, (hits, uploads) in itertools.product(range(0, 7, 2), range(4), ((0, 0), (6, 0), (0, 4))):
+        ms = cost.layer_ms(hits, on_cpu + fetched, fetched, uploads)
+        if ms > 0:
+            ms *= math.exp(draw.gauss(0, 0.02))
+            rows.append(Measured(on_cpu=on_cpu, fetched=fetched, hits=hits, uploads=uploads, ms=ms))
+    low, high = calibrate(rows, expert_mb=size, other_ms=other).intervals["dram_gb_s"]
+    assert low <= dram <= high
+
+
+@given(st.integers(0, 10**6), st.sampled_from(("cpu_gb_s", "pcie_gb_s", "dram_gb_s")), st.floats(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_the_same_decisions_are_never_slower_on_a_faster_machine(seed: int, name: str, factor: float) -> None:
+    """Other decisions may be: a rule that learns looks ahead no better on a faster machine."""
+    faster = Cost(replace(DESKTOP, **{name: factor * getattr(DESKTOP, name)}), COST.expert_mb)
+    made = trace(seed, layers=2, count=40)
+    believed = replay(made, COST, 6)
+    assert replay(made, faster, 6, believed_cost=COST).ms <= believed.ms * (1 + 1e-12)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=10, deadline=None)
+def test_slots_for_all_experts_are_never_slower_than_fewer_and_those_than_none(seed: int) -> None:
+    """Between, one slot more may cost a chance copy: what is monotone for every trace is the bound."""
+    made = trace(seed, layers=2, count=60)
+    none, some, every = (replay(made, COST, slots).ms for slots in (0, 6, 16))
+    assert every <= some <= none
 
 
 def test_too_few_rows_are_refused() -> None:
