@@ -21,9 +21,11 @@ def test_every_chip_of_its_cells_has_an_attention(project: Path) -> None:
     known = wheel_facts.facts("vllm")
     for cell in matrix.load(project).cells:
         if cell.engine.name == "vllm":
-            row = known.attention_of(cell.target.sm or "")
-            assert row is not None
-            assert row.order
+            assert cell.sm_forms
+            for form in cell.sm_forms:
+                row = known.attention_of(form.sm)
+                assert row is not None
+                assert row.order
     turing = known.attention_of("75")
     assert turing is not None
     assert turing.order == ("TRITON_ATTN",)
