@@ -155,10 +155,15 @@ def test_the_bill_of_materials_of_the_built_image_is_valid(tmp_path: Path, cell:
 
 
 def test_apt_in_the_base_says_what_it_would_install() -> None:
-    lock = debian.query(docker.Engine(), image=BASE, identity="sha256:x", platform="linux/amd64", parts=["tini"])
+    archive = debian.Archive()
+    lock = debian.query(
+        docker.Engine(), archive, image=BASE, identity="sha256:x", platform="linux/amd64", parts=["tini"]
+    )
     assert lock.parts["tini"]["tini"].architecture == "amd64"
     with pytest.raises(BuildError, match="no-such-package"):
-        debian.query(docker.Engine(), image=BASE, identity="", platform="linux/amd64", parts=["no-such-package"])
+        debian.query(
+            docker.Engine(), archive, image=BASE, identity="", platform="linux/amd64", parts=["no-such-package"]
+        )
 
 
 def _job(root: Path, cell: Cell, steps: str) -> build.Job:

@@ -10,6 +10,8 @@ import docker
 import pytest
 from container_stage import IMAGE, MODEL, STRANGER, ended, started, volume, wait_for
 
+MEASURING = {"APPLIANCE_TUNE": "first"}
+
 pytestmark = pytest.mark.container
 
 
@@ -144,11 +146,11 @@ def test_port_taken_inside_the_container(stocked: str) -> None:
 
 def test_corrupt_profile_is_set_aside_and_measured_again(empty: str) -> None:
     with volume() as name:
-        with started(name) as stage:
+        with started(name, env=MEASURING) as stage:
             stage.wait_ready()
             profile = stage.run("/bin/sh", "-c", "ls /data/profiles/*.json").strip()
         put(name, {profile.rsplit("/", 1)[1]: b'{"schema": 1, "torn'}, folder="profiles")
-        with started(name) as stage:
+        with started(name, env=MEASURING) as stage:
             stage.wait_ready()
             assert "profile_set_aside" in stage.names()
             assert "tuned" in stage.names()
@@ -165,7 +167,7 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
 
 
 def test_two_first_starts_on_one_volume_measure_once() -> None:
-    with volume() as name, started(name) as one, started(name) as other:
+    with volume() as name, started(name, env=MEASURING) as one, started(name, env=MEASURING) as other:
         one.wait_ready()
         other.wait_ready()
         wait_for(lambda: True, 1)
