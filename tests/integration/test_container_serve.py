@@ -25,7 +25,8 @@ def tuned_volume() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def first_start(tuned_volume: str) -> Iterator[Stage]:
-    with started(tuned_volume, env={"APPLIANCE_TUNE": "first"}) as stage:
+    # Time for more than one depth, also on a machine that others use.
+    with started(tuned_volume, env={"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "40"}) as stage:
         wait_for(lambda: _answers(stage, "/health/live"), 10, stage.logs)
         loading = requests.post(
             f"{stage.base}/v1/chat/completions", json={"messages": QUESTION}, headers=stage.authorized(), timeout=10
