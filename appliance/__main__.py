@@ -215,7 +215,7 @@ def _run_story(story: Coroutine[Any, Any, int]) -> int:
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.boot import foretell
-    from appliance.engines.llama_server import BINARY, arguments
+    from appliance.engines.llama.server import BINARY, arguments
     from appliance.plan import as_document, explain, explain_settings
 
     found = foretell(settings, environment)
@@ -436,7 +436,8 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
     from dataclasses import replace
     from pathlib import Path
 
-    from appliance.engines import llama_facts, vllm_facts
+    from appliance.engines.llama import facts as llama_facts
+    from appliance.engines.vllm import facts as vllm_facts
     from appliance.image_facts import dump_facts
 
     binary = Path(options.bin)

@@ -6,13 +6,15 @@ import asyncio
 from collections.abc import Mapping
 
 from appliance.checks import check_devices, check_engine, check_supported, why_fewer
-from appliance.engines.llama_devices import query_devices_once
+from appliance.engines.llama.devices import query_devices_once
+from appliance.engines.llama.kernel_record import KernelStore
+from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.kernel_record import KernelStore
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
-from appliance.plan import TASTES, Kernels, Plan, Space, choose_kernels
+from appliance.plan import TASTES, Plan
 from appliance.probe import Hardware, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report

@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
-from appliance.engines.endings import as_error, shortage_of
-from appliance.engines.llama_kernels import Asked, asked_of
-from appliance.engines.llama_server import Allocated, command, is_worth_showing, parse_allocated
+from appliance.engines.llama.endings import as_error, shortage_of
+from appliance.engines.llama.kernel_guard import KernelGuard
+from appliance.engines.llama.kernel_record import KernelStore
+from appliance.engines.llama.kernels import Asked, asked_of
+from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
+from appliance.engines.llama.planning.kv_types import kv_candidates
+from appliance.engines.llama.planning.shortage import narrowed
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.speculation import as_asked
+from appliance.engines.llama.server import Allocated, command, is_worth_showing, parse_allocated
 from appliance.errors import (
     ConfigError,
     CpuBackendError,
@@ -30,29 +37,15 @@ from appliance.errors import (
     ModelDoesNotFitError,
     VolumeError,
 )
-from appliance.gateway.progress import Phase
 from appliance.idle.serving import Serving
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.kernel_guard import KernelGuard
-from appliance.kernel_record import KernelStore
 from appliance.model import Model, plain_name
-from appliance.plan import (
-    Kernels,
-    Plan,
-    Space,
-    Verdict,
-    as_asked,
-    as_document,
-    choose_kernels,
-    explain_memory,
-    in_short,
-    narrowed,
-)
-from appliance.plan.kv_types import kv_candidates
+from appliance.plan import Plan, Verdict, as_document, explain_memory, in_short
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
+from appliance.progress import Phase
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor

@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from appliance.gateway.progress import Phase, Progress
+from appliance.progress import Phase, Progress
 
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 

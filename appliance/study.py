@@ -16,17 +16,21 @@ from pathlib import Path
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines import llama_bench, llama_fit, llama_perplexity
+from appliance.engines import llama_bench
+from appliance.engines.llama import fit, perplexity
+from appliance.engines.llama.planning.refine import refine
+from appliance.engines.llama.planning.slots import is_asked
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.speculation import applied, kinds
 from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
-from appliance.gateway.progress import Phase
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import TASTES, Choice, Plan, Space, Verdict, applied, kinds, refine, with_choice
-from appliance.plan.slots import is_asked
+from appliance.plan import TASTES, Choice, Plan, Verdict, with_choice
 from appliance.probe import Hardware, count_oom_kills, gpu_uuids
 from appliance.probe.watch import Watch
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import GuessLook, Partial, SlotsLook
+from appliance.progress import Phase
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.tune import quality
@@ -77,9 +81,9 @@ class Bench:
         facts = self.engine
         return SharedLoad(facts=facts, start=lambda plan, grid, steps: start(plan, facts, grid, steps))
 
-    def reader(self, plan: Plan, extent: llama_perplexity.Extent, text: Path) -> Command:
+    def reader(self, plan: Plan, extent: perplexity.Extent, text: Path) -> Command:
         """Of the program that reads a text."""
-        return llama_perplexity.command(
+        return perplexity.command(
             plan,
             self.engine,
             extent,
@@ -365,7 +369,7 @@ class Study:
         given_up = threading.Event()
         try:
             projections = await asyncio.to_thread(
-                llama_fit.query_projections,
+                fit.query_projections,
                 self._bench.engine_dir,
                 first,
                 self._bench.engine,

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from appliance.engines.llama.planning.assumptions import DRAM_GB_S, DRAM_SHARE
+from appliance.engines.llama.planning.costs import CPU_FIXED_MS, cpu_costs, with_threads
 from appliance.plan import Costs
-from appliance.plan.assumptions import DRAM_GB_S, DRAM_SHARE
-from appliance.plan.costs import CPU_FIXED_MS, cpu_costs, with_threads
 from appliance.tune.curve import Curve, Point
 from appliance.tune.terms import Candidate, Value
 from appliance.tune.workload import CHAT, Workload, job_s, scaled

@@ -390,7 +390,7 @@ def check_engine_facts(evidence: Evidence) -> Check:
         return Check(name=name, ok=False, detail=str(error))
     said = (facts.version, facts.build, facts.commit)
     commit_agrees = bool(facts.commit) and engine.commit.startswith(facts.commit)
-    # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm_facts.py.
+    # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm/facts.py.
     is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
     pairs = cell_pairs(evidence.cell)
     is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs

@@ -14,13 +14,14 @@ from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
 from appliance.doctor.kernels import Subject, kernel_checks
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, volume_check
-from appliance.engines.llama_devices import query_devices
+from appliance.engines.llama.devices import query_devices
+from appliance.engines.llama.kernel_record import KernelStore
+from appliance.engines.llama.planning.cpu_variant import Kernels, RuledOut, choose_kernels
 from appliance.errors import FatalError
 from appliance.house import asked_for
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.kernel_record import KernelStore
 from appliance.model import read_model, resolve_model
-from appliance.plan import Kernels, Plan, RuledOut, choose_kernels
+from appliance.plan import Plan
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable

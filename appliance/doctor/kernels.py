@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from appliance.doctor.check import Check, failed, passed, warned
-from appliance.engines.llama_devices import query_devices
-from appliance.engines.llama_kernels import (
+from appliance.engines.llama.devices import query_devices
+from appliance.engines.llama.kernel_record import Checked, KernelStore
+from appliance.engines.llama.kernels import (
     CPU_PROGRAM,
     GPU_PROGRAM,
     Asked,
@@ -18,10 +19,9 @@ from appliance.engines.llama_kernels import (
     query_gpu_kernels,
     query_kernels,
 )
+from appliance.engines.llama.planning.cpu_variant import runnable_variants
 from appliance.errors import CpuUnsupportedError, NoKernelError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.kernel_record import Checked, KernelStore
-from appliance.plan import runnable_variants
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.volume import open_volume

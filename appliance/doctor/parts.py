@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import BINARY
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.planning.cpu_variant import Kernels
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.server import BINARY
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models, read_model, resolve_model
-from appliance.plan import Kernels, Plan, explain_memory, plan
+from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key

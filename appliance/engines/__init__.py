@@ -1,1 +1,1 @@
-"""One module an engine: Plan -> Command. Engine flags live here and nowhere else."""
+"""One folder an engine; nothing else knows its program, flags or log."""

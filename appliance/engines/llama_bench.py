@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.command import Command
-from appliance.engines.llama_server import command_of_job, placement_arguments
+from appliance.engines.llama.server import command_of_job, placement_arguments
 from appliance.errors import EngineNotReadyError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan

@@ -16,10 +16,10 @@ from appliance.gateway.engine import Engine
 from appliance.gateway.forward import EngineEndpoint, Reply
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.refusal import Refusal, internal_error
 from appliance.gateway.routes import ENGINE_ROUTES
 from appliance.gateway.traffic import Traffic
+from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.gateway import headers, hold, refusal
 from appliance.gateway.engine import Engine
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.refusal import Refusal
 from appliance.gateway.routes import Dialect, EngineRoute
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
+from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

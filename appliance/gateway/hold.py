@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from appliance.gateway import refusal
-from appliance.gateway.progress import Progress
 from appliance.gateway.traffic import Traffic
+from appliance.progress import Progress
 
 TELL_EVERY_S = 5.0  # proxies and clients give up on silence after 30 s at the earliest
 LOOK_EVERY_S = 0.05  # a phase is looked at, not awaited: what is waited for takes seconds

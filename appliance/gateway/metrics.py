@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.traffic import Traffic
+from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

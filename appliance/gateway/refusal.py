@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.routes import Dialect
+from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from starlette.types import Send

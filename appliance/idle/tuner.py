@@ -7,10 +7,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from appliance.engines.endings import as_error
+from appliance.engines.llama.endings import as_error
 from appliance.errors import FatalError
-from appliance.gateway.progress import Phase
 from appliance.idle.policy import SETTLE_S, Do, Situation, decide
+from appliance.progress import Phase
 from appliance.report import Report
 
 if TYPE_CHECKING:

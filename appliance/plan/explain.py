@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from appliance.plan.decide import Plan
+from appliance.plan.plan import Plan
 from appliance.settings import SETTINGS, Settings
 
 

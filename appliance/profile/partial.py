@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from appliance.plan.speculation import KINDS
+from appliance.plan import KINDS
 from appliance.profile.record import SCHEMA, Key, fields_of, parse_measurement
 from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from appliance.plan import Plan, Space, still_applied, with_measured
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.speculation import still_applied
+from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
 from appliance.tune.measurement import rated
 from appliance.tune.modes import Mode, choose

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from appliance.disk import Disk, put_file, sync_folder
 from appliance.errors import ConfigError, VolumeError
-from appliance.profile.disk import Disk, put_file, sync_folder
 from appliance.profile.record import (
     SCHEMA,
     Key,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
+from appliance.engines.llama.endings import as_error
 from appliance.engines.llama_bench import BINARY, Cell, Grid, Row, Steps, Task, is_loaded, parse_row, tasks
 from appliance.errors import EngineNotReadyError
 from appliance.image_facts import EngineFacts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.plan import Plan, Space
+from appliance.engines.llama.planning.space import Space
+from appliance.plan import Plan
 from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measurement import Measurement
 from appliance.tune.terms import Candidate, Need

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
+from appliance.engines.llama.endings import as_error
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.supervisor import Supervisor
 

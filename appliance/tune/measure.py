@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.command import Command
-from appliance.engines.llama_server import parse_allocated
+from appliance.engines.llama.server import parse_allocated
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan.memory import CONTEXT_STEP
+from appliance.plan import CONTEXT_STEP
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass

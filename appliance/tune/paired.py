@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from appliance.engines.llama_perplexity import Extent
-from appliance.plan.kv_types import Verdict
+from appliance.engines.llama.perplexity import Extent
+from appliance.plan import Verdict
 
 LIMIT = math.log(1.01)  # nats for each token
 PIECES_MIN = 12  # with fewer the interval is wide, and its own width a guess

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
-from appliance.engines.llama_perplexity import BINARY, Extent, Table
+from appliance.engines.llama.endings import as_error
+from appliance.engines.llama.perplexity import BINARY, Extent, Table
 from appliance.errors import EngineError, EngineNotReadyError
 from appliance.plan import Plan, Verdict
 from appliance.supervisor import Crash, Supervisor

@@ -17,10 +17,11 @@ from typing import Any
 import aiohttp
 
 from appliance.command import Command
+from appliance.engines.llama.planning.speculation import applied, kinds, reckon
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste, applied, kinds, reckon
+from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste
 from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
 from appliance.tune.engine import in_time, post, running, session_with, unless_stalled

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from appliance.command import Command
-from appliance.engines.endings import as_error
+from appliance.engines.llama.endings import as_error
 from appliance.probe.cgroup import query_oom_kills
 from appliance.supervisor import Crash, Supervisor, become_subreaper
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from appliance.engines.llama_facts import parse_facts
-from appliance.engines.llama_server import arguments, environment
+from appliance.engines.llama.facts import parse_facts
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.server import arguments, environment
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, read_model
-from appliance.plan import Plan, explain, in_short, plan
+from appliance.plan import Plan, explain, in_short
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES

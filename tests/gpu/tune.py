@@ -21,7 +21,7 @@ from pathlib import Path
 
 from appliance.boot import prepare
 from appliance.command import Command
-from appliance.engines.llama_server import command
+from appliance.engines.llama.server import command
 from appliance.errors import FatalError
 from appliance.house import Prepared
 from appliance.plan import Plan

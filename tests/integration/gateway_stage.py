@@ -23,8 +23,8 @@ import uvloop
 
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.server import Gateway
+from appliance.progress import Phase, Progress
 
 FAKES = Path(__file__).parents[1] / "fakes"
 KEY = "sk-appliance-0123456789abcdef"

@@ -22,10 +22,10 @@ from appliance.command import Command
 from appliance.errors import FatalError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
-from appliance.gateway.progress import Phase
 from appliance.gateway.server import Gateway
 from appliance.idle.serving import Serving
 from appliance.idle.tuner import IdleTuner
+from appliance.progress import Phase
 from appliance.report import Report
 from appliance.supervisor import Restart, Supervisor
 

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 from engine_stage import find_engine
 
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import command
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.server import command
 from appliance.plan import Plan
 from appliance.supervisor import Supervisor
 from appliance.tune.measure import TEXT

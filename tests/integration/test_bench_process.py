@@ -11,8 +11,8 @@ import pytest
 from supervisor_harness import children
 
 from appliance.command import Command
+from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama_bench import Cell, Grid, Steps, command
-from appliance.engines.llama_facts import parse_facts
 from appliance.errors import EngineArgumentsError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Memory, Plan

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama_devices import query_devices
-from appliance.engines.llama_server import gpu_environment
+from appliance.engines.llama.devices import query_devices
+from appliance.engines.llama.server import gpu_environment
 from appliance.probe.driver import CUDA, find
 from appliance.run import run
 

@@ -16,8 +16,8 @@ from gateway_stage import ERROR_KEYS, KEY, Stage, on_stage, read_all, running_lo
 from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.server import Gateway
+from appliance.progress import Phase, Progress
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}]}
 

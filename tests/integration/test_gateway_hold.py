@@ -13,7 +13,7 @@ import openai
 import pytest
 from gateway_stage import KEY, Stage, eventually, on_stage, read_all, read_until
 
-from appliance.gateway.progress import Phase, Progress
+from appliance.progress import Phase, Progress
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 CHAT = {"model": "demo", "messages": MESSAGES}

@@ -14,7 +14,7 @@ from idle_stage import FakePlan, IdleStage, idle_stage, running
 from supervisor_harness import eventually, is_alive, is_healthy
 
 from appliance.command import Command
-from appliance.gateway.progress import Phase
+from appliance.progress import Phase
 from appliance.supervisor import Supervisor
 
 MESSAGES: Any = [{"role": "user", "content": "Count from one to twenty."}]

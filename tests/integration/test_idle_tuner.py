@@ -16,7 +16,7 @@ from supervisor_harness import eventually, fake_command, is_alive, is_healthy
 
 from appliance.command import Command
 from appliance.errors import EngineError, EngineNotReadyError
-from appliance.gateway.progress import Phase
+from appliance.progress import Phase
 from appliance.supervisor import Restart
 
 PREDICTED = fake_plan("predicted", "--load-seconds", "0.3", "--chunks", "20", "--chunk-interval", "0.02")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from engine_stage import find_engine
 
-from appliance.engines.llama_facts import query_facts
-from appliance.plan import runnable_variants
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.planning.cpu_variant import runnable_variants
 from appliance.probe import probe
 from benchmarks.memory import AIM, CASES, Case, Row, allocated_by, planned_for, shape_of
 from tests.shapes import write_gguf

@@ -14,8 +14,8 @@ from engine_stage import COPIED, find_engine
 from supervisor_harness import eventually
 
 from appliance.command import Command
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_perplexity import BINARY, Extent, arguments, command
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.perplexity import BINARY, Extent, arguments, command
 from appliance.errors import ModelUnreadableError
 from appliance.plan import Plan, Verdict
 from appliance.tune.measure import Step

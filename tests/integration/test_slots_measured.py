@@ -13,8 +13,8 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import command
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.server import command
 from appliance.errors import EngineDiedError, EngineNotReadyError
 from appliance.plan import Plan
 from appliance.tune.concurrency import SYSTEM, measure_slots

@@ -17,10 +17,11 @@ import pytest
 from supervisor_harness import eventually, fake_command
 
 from appliance.command import Command
-from appliance.engines.llama_perplexity import BINARY
-from appliance.engines.llama_server import speculation_arguments
+from appliance.engines.llama.perplexity import BINARY
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.server import speculation_arguments
 from appliance.model import Model
-from appliance.plan import Plan, Space, Verdict
+from appliance.plan import Plan, Verdict
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import Partial
 from appliance.report import Report

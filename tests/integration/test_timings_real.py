@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from engine_stage import find_engine
 
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import command, is_worth_showing
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.server import command, is_worth_showing
 from appliance.engines.llama_timings import Served, TimingsReader
 from appliance.supervisor import Supervisor
 from benchmarks.memory import planned_for

@@ -14,12 +14,14 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
-from appliance.engines.llama_facts import query_facts
-from appliance.engines.llama_server import command, speculation_arguments
+from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.speculation import applied, reckon
+from appliance.engines.llama.server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, read_draft, read_model
-from appliance.plan import Kind, Plan, Speculation, applied, plan, reckon
+from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts

@@ -12,9 +12,10 @@ import pytest
 from supervisor_harness import fake_command
 
 from appliance.command import Command
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.model import Model
-from appliance.plan import Plan, Space
+from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.probe.conditions import SHORTEST_S
 from appliance.probe.load import TICKS_PER_S

@@ -16,11 +16,14 @@ FILES = sorted(
     if "rendered" not in path.parts
 )
 # A room may import itself, the leaves, and what stands here: only steps before it in the order in which data passes.
-LEAVES = {"errors", "command", "image_facts", "moe", "values"}
+LEAVES = {"errors", "command", "disk", "image_facts", "moe", "progress", "report", "values"}
 MAY_IMPORT = {
     "errors": set(),
     "command": set(),
+    "disk": set(),
     "image_facts": set(),
+    "progress": set(),
+    "report": set(),
     "values": set(),
     "moe": set(),
     "settings": set(),
@@ -30,31 +33,33 @@ MAY_IMPORT = {
     "model": set(),
     "checks": {"probe", "settings"},
     "plan": {"probe", "model", "settings"},
-    "engines": {"plan", "run"},
+    "engines": {"probe", "model", "settings", "plan", "run"},
     "tune": {"probe", "model", "settings", "plan", "engines", "supervisor"},
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": {"supervisor"},
-    "report": {"gateway"},
-    "idle": {"engines", "supervisor", "gateway", "report"},
+    "idle": {"engines", "supervisor", "gateway"},
 }
 STRICT_LEAVES = {
     "supervisor": {"errors", "command", "values"},
     "errors": set(),
     "command": {"values"},
+    "disk": set(),
     "image_facts": set(),
+    "progress": {"values"},
+    "report": {"progress"},
     "values": set(),
     "moe": set(),
 }
-WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama_server", "appliance/tune/candidates",
-              "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
-              "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
-              "appliance/profile/at_start",
-              "appliance/engines/llama_perplexity", "appliance/tune/paired",
+WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
+              "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
+              "appliance/engines/llama/endings", "appliance/engines/llama_bench",
+              "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
+              "appliance/tune/slots", "appliance/tune/paired", "appliance/tune/companions",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
-              "appliance/probe/conditions",
-              "appliance/engines/llama_bench", "appliance/tune/companions",
+              "appliance/tune/terms", "appliance/tune/guided",
+              "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
+              "appliance/profile/at_start", "appliance/probe/conditions",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),

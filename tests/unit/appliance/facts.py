@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.engines.llama_facts import parse_facts
+from appliance.engines.llama.facts import parse_facts
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.probe import Cpu, GpuProbe, Hardware, Memory, Volume

@@ -13,6 +13,7 @@ from facts import ENGINE, IMAGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.space import plan
 from appliance.engines.llama_bench import (
     BINARY,
     KV_TYPES,
@@ -30,7 +31,7 @@ from appliance.engines.llama_bench import (
     unsuitable,
 )
 from appliance.errors import EngineNotReadyError
-from appliance.plan import Memory, Placement, Plan, Share, plan
+from appliance.plan import Memory, Placement, Plan, Share
 from appliance.settings import resolve_settings
 from appliance.tune.bench import points
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.endings import as_error, shortage_of
+from appliance.engines.llama.endings import as_error, shortage_of
 from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError, EngineNotReadyError, FatalError
 from appliance.plan import Shortage
 from appliance.supervisor import Crash

@@ -8,7 +8,7 @@ from facts import ENGINE, IMAGE, SMALL, USAGE, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_facts import (
+from appliance.engines.llama.facts import (
     parse_facts,
     parse_flags,
     parse_kv_pairs,
@@ -16,8 +16,10 @@ from appliance.engines.llama_facts import (
     parse_split_modes,
     query_facts,
 )
-from appliance.engines.llama_fit import parse_projection, query_projections
-from appliance.engines.llama_server import (
+from appliance.engines.llama.fit import parse_projection, query_projections
+from appliance.engines.llama.planning.refine import Projection
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.server import (
     Allocated,
     arguments,
     command,
@@ -28,7 +30,7 @@ from appliance.engines.llama_server import (
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Memory, Placement, Plan, Projection, Share, plan
+from appliance.plan import Memory, Placement, Plan, Share
 from appliance.settings import resolve_settings
 
 SOCKET = Path("/tmp/appliance-7.sock")

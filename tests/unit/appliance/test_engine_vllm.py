@@ -8,7 +8,7 @@ from facts import IMAGE
 
 from appliance.__main__ import main
 from appliance.checks import check_engine
-from appliance.engines import vllm_facts
+from appliance.engines.vllm import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
 

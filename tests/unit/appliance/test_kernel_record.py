@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from facts import machine
 
-from appliance.engines.llama_kernels import (
+from appliance.engines.llama.kernel_record import Checked, KernelStore, Record
+from appliance.engines.llama.kernels import (
     Asked,
     asked_of,
     gpu_pattern,
@@ -17,7 +18,6 @@ from appliance.engines.llama_kernels import (
     parse_reports,
     query_kernels,
 )
-from appliance.kernel_record import Checked, KernelStore, Record
 from appliance.probe.host import parse_stepping
 
 CPU = replace(machine().cpu, vendor="GenuineIntel", stepping="6.85.7")

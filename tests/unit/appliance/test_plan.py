@@ -9,11 +9,12 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_server import arguments
+from appliance.engines.llama.planning.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
+from appliance.engines.llama.planning.space import Space, plan
+from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
-from appliance.plan import Plan, Space, as_document, explain, plan, with_measured
-from appliance.plan.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
+from appliance.plan import Plan, as_document, explain, with_measured
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 

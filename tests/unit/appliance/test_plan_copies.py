@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from facts import SMALL, with_variants
 
-from appliance.engines.llama_server import parse_allocated
+from appliance.engines.llama.planning.memory import MIB, copies, growth_of
+from appliance.engines.llama.server import parse_allocated
 from appliance.model import Matrices, Model
-from appliance.plan.memory import MIB, copies, growth_of
 
 ALL = ("x64", "haswell", "skylakex", "zen4", "sapphirerapids", "armv8.0_1", "armv8.2_2", "armv8.6_2")
 ISA = {variant.name: variant.isa for variant in with_variants(*ALL).cpu_variants}

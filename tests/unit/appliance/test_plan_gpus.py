@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
+from appliance.engines.llama.planning.refine import Projection, refine
+from appliance.engines.llama.planning.space import Space, plan
+from appliance.engines.llama.planning.window import Aim
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, Projection, Space, as_document, plan, refine, with_measured
-from appliance.plan.devices import Device
-from appliance.plan.placement import Machine, Placed, Work, place
-from appliance.plan.window import Aim
+from appliance.plan import Plan, as_document, with_measured
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES

@@ -10,11 +10,19 @@ from facts import LARGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.memory import (
+    MIB,
+    cells,
+    compute_mib,
+    layer_kv_bytes,
+    layers_of,
+    mask_bytes,
+    output_mib,
+)
+from appliance.engines.llama.planning.placement import Machine, Work, place
+from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Rates
 from appliance.model import Layer, Model
-from appliance.plan.devices import Device
-from appliance.plan.memory import MIB, cells, compute_mib, layer_kv_bytes, layers_of, mask_bytes, output_mib
-from appliance.plan.placement import Machine, Work, place
-from appliance.plan.speed import HOP_PS, TOKENS_OUT, Rates
 
 LAYERS = 6
 EMPTY = Layer(

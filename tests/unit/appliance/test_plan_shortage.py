@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.shortage import narrowed
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
-from appliance.plan import Plan, Shortage, Space, narrowed
+from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware
 from appliance.settings import Settings, resolve_settings
 from tests.golden.machines import MACHINES

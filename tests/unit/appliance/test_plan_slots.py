@@ -10,11 +10,12 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_server import arguments
+from appliance.engines.llama.planning.memory import kv_mib, layers_of
+from appliance.engines.llama.planning.slots import conversation_mib, slots
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.server import arguments
 from appliance.model import Model
-from appliance.plan import Choice, Plan, plan
-from appliance.plan.memory import kv_mib, layers_of
-from appliance.plan.slots import conversation_mib, slots
+from appliance.plan import Choice, Plan
 from appliance.settings import resolve_settings
 
 SOCKET = Path("/tmp/e.sock")

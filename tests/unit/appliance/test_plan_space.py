@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_gpus import shape, space, with_gpus
 
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.speed import DEPTH, TOKENS_IN
 from appliance.errors import ModelDoesNotFitError
-from appliance.plan import Plan, Space
-from appliance.plan.speed import DEPTH, TOKENS_IN
+from appliance.plan import Plan
 from appliance.probe import Hardware
 from tests.golden.machines import MACHINES
 from tests.golden.plans import CASES, Case, model
@@ -93,7 +94,7 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
 def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> None:
-    """Sliding windows or not: a CPU has no fast kernels for it (plan/assumptions.py), a GPU reads fewer bytes."""
+    """Sliding windows or not: a CPU has no fast kernels for it (planning/assumptions.py), a GPU reads fewer bytes."""
     for hardware, is_cheaper in ((MACHINES["cpu-16g"], False), (MACHINES["2x4090"], True)):
         here = space(hardware, shape(name))
         exact, rounded = (here.costs(replace(here.best, kv_type=kind)) for kind in ("f16", "q8_0"))

@@ -12,26 +12,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import profile
 
-from appliance.engines.llama_server import arguments, speculation_arguments
+from appliance.engines.llama.planning.memory import kv_mib, layers_of, weights_mib
+from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.speculation import CACHE_LEFT_MIB, applied, as_asked, kinds, reckon, still_applied
+from appliance.engines.llama.server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import (
-    UNMEASURED,
-    Choice,
-    Kind,
-    Plan,
-    applied,
-    as_asked,
-    as_document,
-    in_short,
-    kinds,
-    plan,
-    reckon,
-    still_applied,
-)
-from appliance.plan.memory import kv_mib, layers_of, weights_mib
-from appliance.plan.placement import Placement, Share
-from appliance.plan.speculation import CACHE_LEFT_MIB, KINDS, SIZES
+from appliance.plan import KINDS, SIZES, UNMEASURED, Choice, Kind, Placement, Plan, Share, as_document, in_short
 from appliance.profile import dump_profile, parse_profile
 from appliance.settings import Settings, resolve_settings
 

@@ -19,9 +19,9 @@ import pytest
 from mounts import tmpfs
 from profiles import BUSY, PARTIAL, key, measured, profile
 
+from appliance.disk import Disk
 from appliance.errors import VolumeError
 from appliance.profile import Profile, ProfileStore, dump_profile
-from appliance.profile.disk import Disk
 from appliance.profile.partial import Partial, dump_partial
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,8 @@ from profiles import profile
 from test_plan_gpus import shape, space, with_gpus
 from test_plan_space import LAPTOP, laptop_plans, with_host
 
-from appliance.plan import Plan, Space
+from appliance.engines.llama.planning.space import Space
+from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Judged, Measurement

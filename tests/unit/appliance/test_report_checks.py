@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.gateway.progress import Phase
+from appliance.progress import Phase
 from appliance.report import Report
 
 

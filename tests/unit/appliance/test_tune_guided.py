@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import appliance.tune
-from appliance.plan import Costs, Space
+from appliance.engines.llama.planning.space import Space
+from appliance.plan import Costs
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
@@ -103,7 +104,7 @@ def picked(trials: list[Trial], space: tuple[Candidate, ...] = SPACE) -> Candida
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
 def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int) -> None:
-    """Not at a rounded cache, whose bytes are fewer and whose time is longer (plan/assumptions.py)."""
+    """Not at a rounded cache, whose bytes are fewer and whose time is longer (planning/assumptions.py)."""
     here = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(logical=count, physical=count), LARGE)
     ask = Search(candidates(here, here.all()), only(CHAT), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)

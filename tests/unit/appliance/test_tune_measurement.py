@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import BUSY, QUIET
 
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
-from appliance.plan import Space
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
 from appliance.tune.curve import LONGER, Point

@@ -12,10 +12,11 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from appliance.engines.llama_facts import parse_flags
-from appliance.engines.llama_perplexity import Extent, Reading, arguments, command, parse_reading
-from appliance.plan import Plan, Space, Verdict, plan
-from appliance.plan.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
+from appliance.engines.llama.facts import parse_flags
+from appliance.engines.llama.perplexity import Extent, Reading, arguments, command, parse_reading
+from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
+from appliance.engines.llama.planning.space import Space, plan
+from appliance.plan import Plan, Verdict
 from appliance.settings import Settings, resolve_settings
 from appliance.tune.paired import LIMIT, PIECES_MIN, Passage, extent_for, judge, next_gap, paired, percent, t_975
 from appliance.tune.quality import TEXT

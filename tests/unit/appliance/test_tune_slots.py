@@ -9,8 +9,9 @@ from facts import ENGINE, IMAGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.space import plan
 from appliance.errors import EngineNotReadyError
-from appliance.plan import Plan, plan
+from appliance.plan import Plan
 from appliance.settings import resolve_settings
 from appliance.tune.concurrency import parse_job
 from appliance.tune.slots import Concurrency, Job, choose, counts, with_slots

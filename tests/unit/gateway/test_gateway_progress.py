@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from appliance.gateway import refusal
-from appliance.gateway.progress import DOING, Phase, Progress
+from appliance.progress import DOING, Phase, Progress
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -43,8 +43,6 @@ def test_an_event_in_the_words_of_either_sdk() -> None:
 
 
 def test_progress_can_be_kept_before_anything_heavy_is_imported() -> None:
-    program = (
-        "import sys, appliance.gateway.progress; print(*({'fastapi','uvicorn','aiohttp','asyncio'} & set(sys.modules)))"
-    )
+    program = "import sys, appliance.progress; print(*({'fastapi','uvicorn','aiohttp','asyncio'} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == ""

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from appliance.gateway import refusal
 from appliance.gateway.hold import asks_for_stream, until_back
-from appliance.gateway.progress import Phase, Progress
 from appliance.gateway.refusal import Refusal
 from appliance.gateway.traffic import Traffic
+from appliance.progress import Phase, Progress
 from appliance.report import Report
 
 VALUES = st.recursive(

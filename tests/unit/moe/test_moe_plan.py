@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.plan import Space
+from appliance.engines.llama.planning.space import Space
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from appliance.engines.llama_server import environment, placement_arguments
+from appliance.engines.llama.planning.refine import Projection
+from appliance.engines.llama.server import environment, placement_arguments
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan, Projection
+from appliance.plan import Plan
 from appliance.run import RunTimeout, run
 
 BINARY = "llama-fit-params"

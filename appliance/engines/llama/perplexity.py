@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engines.llama_server import command_of_job, placement_arguments
+from appliance.engines.llama.server import command_of_job, placement_arguments
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 

@@ -80,7 +80,7 @@ def parse_flags(usage: str) -> tuple[str, ...]:
         flags.update(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9-]*)", head))
     if not flags:
         message = "engine's --help lists no flags"
-        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama/facts.py")
     return tuple(sorted(flags))
 
 
@@ -88,7 +88,7 @@ def parse_kv_types(usage: str) -> tuple[str, ...]:
     found = re.search(r"--cache-type-k.*?allowed values:\s*(.*?)\n\s*\(default", usage, re.S)
     if not found:
         message = "engine's --help lists no KV cache types"
-        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama_facts.py")
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama/facts.py")
     return tuple(word.strip() for word in found[1].replace("\n", " ").split(",") if word.strip())
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from appliance.plan.decide import Plan
-from appliance.plan.memory import Memory
-from appliance.plan.placement import Share
+from appliance.plan import Memory, Plan, Share
 from appliance.values import dataclass
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.llama_server import cpu_environment, gpu_environment
+from appliance.engines.llama.server import cpu_environment, gpu_environment
 from appliance.run import RunTimeout, run
 
 CPU_PROGRAM = "kernel-check"

@@ -6,21 +6,15 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
-from dataclasses import field, replace
+from dataclasses import replace
 
-from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
-from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
-from appliance.plan import assumptions, reasons
-from appliance.plan.choice import Choice
-from appliance.plan.cpu_variant import Kernels, choose_kernels
-from appliance.plan.devices import Device, usable_devices
-from appliance.plan.kv_types import Verdict, is_fast_pair, kv_candidates
-from appliance.plan.memory import (
+from appliance.engines.llama.planning import assumptions, reasons
+from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
+from appliance.engines.llama.planning.devices import Device, usable_devices
+from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
+from appliance.engines.llama.planning.memory import (
     CHECKPOINTS_MAX,
-    CONTEXT_STEP,
     Copies,
-    Memory,
     can_keep,
     checkpoint_mib,
     copies,
@@ -29,12 +23,16 @@ from appliance.plan.memory import (
     padded,
     weights_mib,
 )
-from appliance.plan.placement import Machine, Placement, Work, place
-from appliance.plan.slots import choices as slot_choices
-from appliance.plan.slots import conversation_mib, idle_slots_stay, slots
-from appliance.plan.speculation import Speculation, check_speculation
-from appliance.plan.speed import Speed
-from appliance.plan.window import Aim, Wanted, Window, choose_window
+from appliance.engines.llama.planning.placement import Machine, Work, place
+from appliance.engines.llama.planning.slots import choices as slot_choices
+from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
+from appliance.engines.llama.planning.speculation import check_speculation
+from appliance.engines.llama.planning.window import Aim, Wanted, Window, choose_window
+from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, plain_name
+from appliance.plan import CONTEXT_STEP, Memory, Placement, Plan, Verdict
+from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -47,54 +45,6 @@ CACHE_MIN_MIB = 128.0
 CACHE_SPARE = 0.05  # beside one conversation that fills the window, for a side request
 SPARE_SHARE = 0.03  # of usable memory, left alone: page cache for the weights' file, other processes of the container
 CHECKPOINTS_SHARE = 0.25  # of what is left
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that the engine's command line is made from. Sizes in tokens unless the name says otherwise."""
-
-    engine: str
-    model_path: str
-    alias: str
-    context: int
-    kv_type: str
-    threads: int
-    threads_batch: int
-    batch: int
-    ubatch: int
-    parallel: int
-    cache_ram_mib: int
-    flash_attention: bool
-    load_mode: str
-    is_embedding: bool  # the model gives vectors and no text: there is nothing to decode, and nothing to measure by it
-    memory: Memory  # of the host; each GPU's is in the placement
-    usable_mib: float
-    cpu_variant: str | None = None  # of the engine's kernels; None: it has no choice of them
-    checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
-    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
-    placement: Placement = field(default_factory=Placement)
-    speed: Speed | None = None  # predicted
-    speculation: Speculation | None = None  # what it takes is in the memory above
-    choices: tuple[Choice, ...] = field(default=(), repr=False)
-
-    @property
-    def predicted_mib(self) -> float:
-        """Everything that the engine's log will count, on the host and on GPUs."""
-        return self.memory.as_logged + sum(share.memory.as_logged for share in self.placement.shares)
-
-    @property
-    def key(self) -> str:
-        """What measuring tells plans apart by: "40,960 f16, 2 threads, ubatch 512, CPU, mmap"."""
-        threads = f"{self.threads} thread" + ("s" if self.threads > 1 else "")
-        where = self.placement.in_short()
-        return f"{self.context:,} {self.kv_type}, {threads}, ubatch {self.ubatch}, {where}, {self.load_mode}"
-
-    @property
-    def variant(self) -> str:
-        """What measuring tells plans apart by, beside threads and ubatch; empty for one that is all on the CPU."""
-        if not self.placement.shares:
-            return ""
-        return self.placement.in_short() + ("" if self.load_mode == "mmap" else f", load mode {self.load_mode}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +81,6 @@ class Scene:
     def spare_mib(self) -> float:
         """Of host memory, what may be filled."""
         return self.hardware.memory.usable_mib * (1 - SPARE_SHARE)
-
-
-def with_measured(plan: Plan, words: str, *, is_judged: bool = False) -> Plan:
-    """The plan with measuring as the reason for what it decided; of one that was judged by another's figures, the
-    window too."""
-    measured = {"threads": f"{plan.threads}", "ubatch": f"{plan.ubatch}"}
-    if is_judged:
-        measured["context"] = f"{plan.context:,}"
-    source = "judged by what was measured" if is_judged else "measured"
-    choices = tuple(
-        replace(choice, value=measured[choice.name], reason=words, source=source)
-        if choice.name in measured and (choice.source in ("probe", "default") or choice.name == "context")
-        else choice  # what was asked for stays asked for
-        for choice in plan.choices
-    )
-    return replace(plan, choices=choices)
 
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:

@@ -6,17 +6,12 @@ Pure. Which of them is faster, and how many tokens to guess, only measuring tell
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
-from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.image_facts import EngineFacts
-from appliance.model import Model
-from appliance.plan.choice import Choice
-from appliance.plan.memory import (
+from appliance.engines.llama.planning.memory import (
     KV_BYTES,
     MIB,
     Copies,
-    Memory,
     can_keep,
     cells,
     compute_mib,
@@ -29,21 +24,16 @@ from appliance.plan.memory import (
     state_mib,
     weights_mib,
 )
+from appliance.errors import ConfigError, ModelDoesNotFitError
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
+from appliance.plan import KINDS, NOTHING, TASTES, UNMEASURED, Kind, Memory, Offer, Speculation, with_choice
+from appliance.plan.choice import Choice
 from appliance.settings import Settings
-from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.plan.decide import Plan
+    from appliance.plan import Plan
 
-Kind = Literal["draft", "mtp", "ngram"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of
-# request later, or some kind of request as soon as can be.
-Taste = Literal["auto", "stable", "fast"]
-TASTES: tuple[Taste, ...] = get_args(Taste)
-# How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
-SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
-UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
 CACHE_LEFT_MIB = 128.0  # of the prompt cache, which is what gives way; a cache that was asked for does not
 NGRAM_TABLE_MIB = 16.0  # common_ngram_mod of 4 Mi entries
 _FLAGS: dict[Kind, tuple[str, ...]] = {
@@ -51,34 +41,6 @@ _FLAGS: dict[Kind, tuple[str, ...]] = {
     "mtp": ("--spec-type", "--spec-draft-n-max"),
     "ngram": ("--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min"),
 }
-_NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculation:
-    """`tokens` are guessed at a time, at most. `adds` is what that takes beside the plan: on the GPU `device`, counted
-    as the plan counts its shares, or on the host."""
-
-    kind: Kind
-    tokens: int
-    draft_path: str | None = None
-    draft_kv_type: str = "f16"
-    device: int | None = None
-    adds: Memory = _NOTHING
-
-    def in_words(self) -> str:
-        """As in "up to 3 tokens guessed by smol.gguf"."""
-        by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
-        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} guessed by {by[self.kind]}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """One kind, whether it is worth measuring here, and why or why not."""
-
-    kind: Kind
-    is_tried: bool
-    reason: str
 
 
 def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | None = None) -> tuple[Offer, ...]:
@@ -144,7 +106,7 @@ def reckon(
     """What this kind adds to that plan. `isa` is what the kernels that serve are compiled for, for what they copy."""
     on_gpus = bool(plan.placement.shares)
     keeper, path = model, None
-    adds = replace(_NOTHING, overhead=NGRAM_TABLE_MIB)
+    adds = replace(NOTHING, overhead=NGRAM_TABLE_MIB)
     if kind == "draft":
         if draft is None:
             message = "drafting needs a draft model"
@@ -171,7 +133,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
     """
     adds = speculation.adds
     if speculation.device is not None:
-        at, on_host = speculation.device, replace(_NOTHING, output=adds.output, overhead=adds.overhead)
+        at, on_host = speculation.device, replace(NOTHING, output=adds.output, overhead=adds.overhead)
         share = plan.placement.shares[at]
         grown = replace(share, memory=_sum(share.memory, replace(adds, output=0.0, overhead=0.0)))
         if grown.memory.total > share.free_mib:
@@ -208,13 +170,6 @@ def as_asked(
     why = "asked for; what it gains was not measured"
     source = settings.sources["speculation"]
     return applied(plan, found, Choice(name="speculation", value=found.in_words(), reason=why, source=source))
-
-
-def with_choice(plan: Plan, choice: Choice | None) -> Plan:
-    """With these words in the place of what was said of the same name."""
-    if choice is None:
-        return plan
-    return replace(plan, choices=(*(c for c in plan.choices if c.name != choice.name), choice))
 
 
 def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) -> Plan:
@@ -262,7 +217,7 @@ def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool
     """A second model with a context as long as the first's, all of it in one place."""
     copied = Copies() if on_gpus else copies(draft, isa)
     return replace(
-        _NOTHING,
+        NOTHING,
         weights=weights_mib(draft) + copied.more,
         kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, plan.ubatch, plan.parallel),
         compute=compute_mib(draft, plan.ubatch, plan.context, plan.parallel),
@@ -287,7 +242,7 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     copied = replace(all_copied, made=all_copied.made - all_copied.tied, tied=0.0)
     copied = copied.of_share(loaded / max(1.0, weights_mib(model)))
     return replace(
-        _NOTHING,
+        NOTHING,
         weights=loaded + copied.more,
         kv=per_cell * KV_BYTES[kv_type] / MIB,
         compute=compute_mib(model, plan.ubatch, plan.context, plan.parallel) + tokens * one_state,

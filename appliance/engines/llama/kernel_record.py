@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.engines.llama_kernels import Asked
-from appliance.plan import RuledOut
+from appliance.disk import Disk, put_file
+from appliance.engines.llama.kernels import Asked
+from appliance.engines.llama.planning.cpu_variant import RuledOut
 from appliance.probe import Cpu
-from appliance.profile.disk import Disk, put_file
 
 SCHEMA = 1
 MAX_BYTES = 2**20  # ours are under 10 KB

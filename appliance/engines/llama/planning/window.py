@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan.memory import CONTEXT_STEP, padded
-from appliance.plan.placement import Machine, Placed, Work, place
+from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
+from appliance.plan import CONTEXT_STEP
 from appliance.values import dataclass
 
 Aim = Literal["balanced", "speed", "context"]

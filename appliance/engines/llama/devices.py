@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.engines.llama_server import BINARY, gpu_environment
+from appliance.engines.llama.server import BINARY, gpu_environment
 from appliance.run import RunTimeout, run
 from appliance.values import dataclass
 

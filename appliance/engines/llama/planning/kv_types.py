@@ -8,33 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from appliance.engines.llama.planning.memory import can_keep
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan.memory import can_keep
+from appliance.plan import Verdict
 from appliance.settings import Settings
-from appliance.values import dataclass
 
 TRUSTED = ("f16", "q8_0")
 BELOW_Q8 = ("q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first
 WORTH_A_CHECK = 1.3  # times the tokens that a trusted type carries
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Whether a type of the cache is harmless for one model. Without figures it could not be measured: `why` says why.
-
-    `difference` and `standard_error` are of nats for each token, against f16 over the same `tokens`; its exponential is
-    the ratio of the perplexities.
-    """
-
-    kv_type: str
-    is_accepted: bool
-    why: str
-    tokens: int = 0  # that were foretold, in each of the two runs
-    pieces: int = 0
-    difference: float | None = None
-    standard_error: float | None = None
-    seconds: float = 0.0
 
 
 def kv_candidates(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.memory import MIB, layers_of
+from appliance.engines.llama.planning.placement import Machine
 from appliance.model import Model
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
-from appliance.plan import assumptions
-from appliance.plan.devices import Device
-from appliance.plan.memory import MIB, layers_of
-from appliance.plan.placement import Machine, Placement
+from appliance.plan import Placement
 
 CPU_FIXED_MS = 0.04  # a layer's hand-over to the CPU and back: facts/hybrid.md, not measured
 GPU_EXPERT_MS = 0.005  # a kernel's start: chosen

@@ -8,10 +8,11 @@ are the same in whatever order they are taken.
 
 from __future__ import annotations
 
+from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.memory import KV_BYTES
 from appliance.model import Layer, Model
-from appliance.plan import assumptions
-from appliance.plan.devices import Device
-from appliance.plan.memory import KV_BYTES
+from appliance.plan import Speed
 from appliance.values import dataclass
 
 TOKENS_IN = 512  # the chat job that placements are compared by; tune/workload.py has the same
@@ -20,18 +21,6 @@ DEPTH = TOKENS_IN + TOKENS_OUT // 2
 PS = 10**12
 HOP_PS = int(assumptions.HOP_US.value * 10**6)
 LAYER = int(assumptions.LAYER_US.value * 10**6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise."""
-
-    decode_tokens_per_s: float
-    prefill_tokens_per_s: float
-    job_s: float
-
-    def in_words(self) -> str:
-        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from appliance.engines.llama.planning.assumptions import APPLIANCE_MIB, ENGINE_MIB
 from appliance.model import Layer, Matrices, Model
-from appliance.plan.assumptions import APPLIANCE_MIB, ENGINE_MIB
+from appliance.plan import CONTEXT_STEP
 from appliance.values import dataclass
 
 MIB = 2**20
@@ -31,7 +32,6 @@ KV_BYTES = MappingProxyType(
 """Bytes per value of the KV cache."""
 
 KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
-CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
 CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
 SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
 # Layouts of the CPU backend's own, by the instructions that a variant is compiled for. A matrix goes to the first of
@@ -71,41 +71,6 @@ REPACKED_BY = MappingProxyType(
 _DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe")
 _UNGATED = ("nemotron_h", "nemotron_h_moe")
 _PARALLEL = ("cohere2", "command-r")  # attention and feed-forward from one norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Of one place, host or GPU, in MiB. `total` is what must fit; `cache` and `checkpoints` grow to their sizes with
-    use and never beyond."""
-
-    weights: float
-    kv: float
-    compute: float
-    output: float
-    cache: float
-    overhead: float
-    state: float = 0.0  # of recurrent layers
-    checkpoints: float = 0.0
-    repacked: float = 0.0  # of the weights, what the CPU backend copies: not mapped but allocated
-    mapped_twice: float = 0.0  # originals of those copies: the engine counts them, and the kernel drops them
-
-    @property
-    def total(self) -> float:
-        return (
-            self.weights
-            + self.kv
-            + self.compute
-            + self.output
-            + self.cache
-            + self.overhead
-            + self.state
-            + self.checkpoints
-        )
-
-    @property
-    def as_logged(self) -> float:
-        """What the engine's log adds up to for it: buffers only, and mapped files as long as they are."""
-        return self.weights + self.mapped_twice + self.kv + self.state + self.compute + self.output
 
 
 def layers_of(model: Model) -> tuple[Layer, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from appliance.engines.llama.planning import assumptions
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
-from appliance.plan import assumptions
 from appliance.probe import Gpu, Hardware
 from appliance.values import dataclass
 

@@ -32,5 +32,5 @@ def parse_version(text: str) -> EngineFacts:
     commit = re.search(r"^__commit_id__ = (?:commit_id = )?'g([0-9a-f]+)'", text, re.MULTILINE)
     if version is None or commit is None:
         message = f"engine names no version or no commit: {text[-200:]!r}"
-        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/vllm_facts.py")
+        raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/vllm/facts.py")
     return EngineFacts(version=version[1], build=0, commit=commit[1], flags=(), kv_types=())

@@ -7,15 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
-from appliance.plan import reasons
-from appliance.plan.costs import Costs, costs_of, with_threads
-from appliance.plan.cpu_variant import Kernels
-from appliance.plan.decide import (
+from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.costs import costs_of, with_threads
+from appliance.engines.llama.planning.cpu_variant import Kernels
+from appliance.engines.llama.planning.decide import (
     BATCH,
     UBATCH,
-    Plan,
     Scene,
     check,
     host_memory,
@@ -30,13 +27,16 @@ from appliance.plan.decide import (
     wanted_window,
     window_for,
 )
-from appliance.plan.devices import Device
-from appliance.plan.kv_types import Verdict, unjudged, worth_checking
-from appliance.plan.memory import padded
-from appliance.plan.mixture import modelled
-from appliance.plan.placement import Placed, Placement, Share, place
-from appliance.plan.slots import conversation_mib, idle_slots_stay
-from appliance.plan.window import Aim, Window, choose_window, enough_of
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
+from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.mixture import modelled
+from appliance.engines.llama.planning.placement import Placed, place
+from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
+from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, plain_name
+from appliance.plan import Costs, Placement, Plan, Share, Verdict
 from appliance.probe import Hardware
 from appliance.settings import Settings
 

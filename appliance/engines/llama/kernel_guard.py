@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from appliance.engines.llama_kernels import CPU_PROGRAM, Asked, KernelReport, is_there, query_kernels
-from appliance.kernel_record import Checked, KernelStore
-from appliance.plan import Kernels, RuledOut
+from appliance.engines.llama.kernel_record import Checked, KernelStore
+from appliance.engines.llama.kernels import CPU_PROGRAM, Asked, KernelReport, is_there, query_kernels
+from appliance.engines.llama.planning.cpu_variant import Kernels, RuledOut
 from appliance.report import Report
 
 

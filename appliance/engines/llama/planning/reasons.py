@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
+from appliance.engines.llama.planning.placement import Machine, Placed
+from appliance.engines.llama.planning.slots import slots
+from appliance.engines.llama.planning.window import Window
 from appliance.model import Model
+from appliance.plan import Memory, Placement, Share, Verdict
 from appliance.plan.choice import Choice
-from appliance.plan.devices import Device
-from appliance.plan.kv_types import Verdict
-from appliance.plan.memory import MIB, Memory, kv_bytes_per_token, kv_mib, padded, weights_mib
-from appliance.plan.placement import Machine, Placed, Placement, Share
-from appliance.plan.slots import slots
-from appliance.plan.window import Window
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 

@@ -14,9 +14,9 @@ What the engine does, read in its tools/server/server-context.cpp and seen (test
 
 from __future__ import annotations
 
+from appliance.engines.llama.planning.memory import checkpoint_mib, kv_mib, state_mib
 from appliance.model import Model
 from appliance.plan.choice import Choice
-from appliance.plan.memory import checkpoint_mib, kv_mib, state_mib
 from appliance.settings import Settings
 
 SPARE = 1  # one slot more than users, for a title or an editor's call

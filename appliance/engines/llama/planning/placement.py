@@ -13,12 +13,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import field
 
-from appliance.model import Layer, Model
-from appliance.plan.devices import Device
-from appliance.plan.memory import (
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
-    Memory,
     compute_mib,
     layer_kv_bytes,
     layers_of,
@@ -27,47 +25,13 @@ from appliance.plan.memory import (
     padded,
     weights_mib,
 )
-from appliance.plan.speed import HOP_PS, TOKENS_OUT, Cost, Rates, Speed
+from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Cost, Rates
+from appliance.model import Layer, Model
+from appliance.plan import Memory, Placement, Share, Speed
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
 _NEVER = (1 << 80, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one GPU holds. `layers` counts the output as one, as the engine's --gpu-layers does."""
-
-    id: str
-    name: str
-    layers: int
-    free_mib: float  # for us: less what is held back
-    held_back_mib: float
-    bandwidth_gb_s: float
-    memory: Memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output."""
-
-    shares: tuple[Share, ...] = ()
-    cpu_layers: int = 0
-    cpu_expert_layers: int = 0  # --n-cpu-moe: so many first layers keep their routed experts in host memory
-    split_mode: str = "none"
-
-    @property
-    def gpu_layers(self) -> int:
-        return sum(share.layers for share in self.shares)
-
-    def in_short(self) -> str:
-        """What tells two placements apart: "CUDA0 33, CUDA1 32 (layer), experts of 20 on the CPU"."""
-        if not self.shares:
-            return "CPU"
-        runs = ", ".join(f"CUDA{i} {share.layers}" for i, share in enumerate(self.shares))
-        split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
-        experts = f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
-        return runs + split + experts
 
 
 @dataclass(frozen=True, kw_only=True)

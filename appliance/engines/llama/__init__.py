@@ -1,0 +1,1 @@
+"""All that knows llama.cpp: its flags, log, programs, kernels."""

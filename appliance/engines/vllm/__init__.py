@@ -1,0 +1,1 @@
+"""What is known of vLLM so far: what an image of it takes."""

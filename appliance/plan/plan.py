@@ -1,0 +1,204 @@
+"""What a plan consists of, whatever the engine: pure nouns. Sizes are MiB of 2**20 bytes."""
+
+from __future__ import annotations
+
+from dataclasses import field, replace
+from typing import Literal, get_args
+
+from appliance.plan.choice import Choice
+from appliance.values import dataclass
+
+CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
+Kind = Literal["draft", "mtp", "ngram"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of
+# request later, or some kind of request as soon as can be.
+Taste = Literal["auto", "stable", "fast"]
+TASTES: tuple[Taste, ...] = get_args(Taste)
+# How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
+SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
+UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Of one place, host or GPU, in MiB. `total` is what must fit; `cache` and `checkpoints` grow to their sizes with
+    use and never beyond."""
+
+    weights: float
+    kv: float
+    compute: float
+    output: float
+    cache: float
+    overhead: float
+    state: float = 0.0  # of recurrent layers
+    checkpoints: float = 0.0
+    repacked: float = 0.0  # of the weights, what the CPU backend copies: not mapped but allocated
+    mapped_twice: float = 0.0  # originals of those copies: the engine counts them, and the kernel drops them
+
+    @property
+    def total(self) -> float:
+        return (
+            self.weights
+            + self.kv
+            + self.compute
+            + self.output
+            + self.cache
+            + self.overhead
+            + self.state
+            + self.checkpoints
+        )
+
+    @property
+    def as_logged(self) -> float:
+        """What the engine's log adds up to for it: buffers only, and mapped files as long as they are."""
+        return self.weights + self.mapped_twice + self.kv + self.state + self.compute + self.output
+
+
+NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one GPU holds. `layers` counts the output as one, as the engine's --gpu-layers does."""
+
+    id: str
+    name: str
+    layers: int
+    free_mib: float  # for us: less what is held back
+    held_back_mib: float
+    bandwidth_gb_s: float
+    memory: Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output."""
+
+    shares: tuple[Share, ...] = ()
+    cpu_layers: int = 0
+    cpu_expert_layers: int = 0  # --n-cpu-moe: so many first layers keep their routed experts in host memory
+    split_mode: str = "none"
+
+    @property
+    def gpu_layers(self) -> int:
+        return sum(share.layers for share in self.shares)
+
+    def in_short(self) -> str:
+        """What tells two placements apart: "CUDA0 33, CUDA1 32 (layer), experts of 20 on the CPU"."""
+        if not self.shares:
+            return "CPU"
+        runs = ", ".join(f"CUDA{i} {share.layers}" for i, share in enumerate(self.shares))
+        split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
+        experts = f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
+        return runs + split + experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise."""
+
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    job_s: float
+
+    def in_words(self) -> str:
+        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """`tokens` are guessed at a time, at most. `adds` is what that takes beside the plan: on the GPU `device`, counted
+    as the plan counts its shares, or on the host."""
+
+    kind: Kind
+    tokens: int
+    draft_path: str | None = None
+    draft_kv_type: str = "f16"
+    device: int | None = None
+    adds: Memory = NOTHING
+
+    def in_words(self) -> str:
+        """As in "up to 3 tokens guessed by smol.gguf"."""
+        by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
+        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} guessed by {by[self.kind]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One kind, whether it is worth measuring here, and why or why not."""
+
+    kind: Kind
+    is_tried: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that the engine's command line is made from. Sizes in tokens unless the name says otherwise."""
+
+    engine: str
+    model_path: str
+    alias: str
+    context: int
+    kv_type: str
+    threads: int
+    threads_batch: int
+    batch: int
+    ubatch: int
+    parallel: int
+    cache_ram_mib: int
+    flash_attention: bool
+    load_mode: str
+    is_embedding: bool  # the model gives vectors and no text: there is nothing to decode, and nothing to measure by it
+    memory: Memory  # of the host; each GPU's is in the placement
+    usable_mib: float
+    cpu_variant: str | None = None  # of the engine's kernels; None: it has no choice of them
+    checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
+    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
+    placement: Placement = field(default_factory=Placement)
+    speed: Speed | None = None  # predicted
+    speculation: Speculation | None = None  # what it takes is in the memory above
+    choices: tuple[Choice, ...] = field(default=(), repr=False)
+
+    @property
+    def predicted_mib(self) -> float:
+        """Everything that the engine's log will count, on the host and on GPUs."""
+        return self.memory.as_logged + sum(share.memory.as_logged for share in self.placement.shares)
+
+    @property
+    def key(self) -> str:
+        """What measuring tells plans apart by: "40,960 f16, 2 threads, ubatch 512, CPU, mmap"."""
+        threads = f"{self.threads} thread" + ("s" if self.threads > 1 else "")
+        where = self.placement.in_short()
+        return f"{self.context:,} {self.kv_type}, {threads}, ubatch {self.ubatch}, {where}, {self.load_mode}"
+
+    @property
+    def variant(self) -> str:
+        """What measuring tells plans apart by, beside threads and ubatch; empty for one that is all on the CPU."""
+        if not self.placement.shares:
+            return ""
+        return self.placement.in_short() + ("" if self.load_mode == "mmap" else f", load mode {self.load_mode}")
+
+
+def with_measured(plan: Plan, words: str, *, is_judged: bool = False) -> Plan:
+    """The plan with measuring as the reason for what it decided; of one that was judged by another's figures, the
+    window too."""
+    measured = {"threads": f"{plan.threads}", "ubatch": f"{plan.ubatch}"}
+    if is_judged:
+        measured["context"] = f"{plan.context:,}"
+    source = "judged by what was measured" if is_judged else "measured"
+    choices = tuple(
+        replace(choice, value=measured[choice.name], reason=words, source=source)
+        if choice.name in measured and (choice.source in ("probe", "default") or choice.name == "context")
+        else choice  # what was asked for stays asked for
+        for choice in plan.choices
+    )
+    return replace(plan, choices=choices)
+
+
+def with_choice(plan: Plan, choice: Choice | None) -> Plan:
+    """With these words in the place of what was said of the same name."""
+    if choice is None:
+        return plan
+    return replace(plan, choices=(*(c for c in plan.choices if c.name != choice.name), choice))
