@@ -12,6 +12,10 @@ Readiness = Callable[[], Awaitable[bool]]
 """Asks the program once whether it is ready. Never raises for "not yet": a refused connection is False."""
 
 
+def _never_an_error(_line: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """One program to supervise. `environment` is the whole environment of the child, not an addition to ours."""
@@ -19,6 +23,7 @@ class Command:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ready: Readiness
+    is_error: Callable[[str], bool] = _never_an_error  # whether a line of its log says that something went wrong
     # Never the volume: ggml also looks for backends to load in the working directory, and whoever can write a file
     # there would run code in every container that shares it.
     folder: Path = Path("/")

@@ -28,6 +28,7 @@ from appliance.engines.llama.planning.kv_types import kv_candidates
 from appliance.engines.llama.planning.shortage import narrowed
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import as_asked
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.engines.llama.server import Allocated, command, is_worth_showing, parse_allocated
 from appliance.errors import (
     ConfigError,
@@ -428,6 +429,8 @@ class House:
 
         app = create_app(
             socket_path=self._sockets[0],
+            engine_routes=ROUTES,
+            dropped_headers=DROPPED_HEADERS,
             keys=Keys(frozenset({keys})) if keys else None,
             progress=lambda: self._report.progress,
             documents={

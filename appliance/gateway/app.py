@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from appliance.engine_route import EngineRoute
 from appliance.gateway.auth import Keys, RequireKey
-from appliance.gateway.engine import Engine
 from appliance.gateway.forward import EngineEndpoint, Reply
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.refusal import Refusal, internal_error
-from appliance.gateway.routes import ENGINE_ROUTES
 from appliance.gateway.traffic import Traffic
+from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
 class App:
     """The gateway's ASGI application, and what moves in it."""
 
-    def __init__(self, asgi: ASGIApp, traffic: Traffic, engine: Engine) -> None:
+    def __init__(self, asgi: ASGIApp, traffic: Traffic, engine: UpstreamPool) -> None:
         self._asgi = asgi
         self.traffic = traffic
         self.engine = engine
@@ -44,6 +44,7 @@ class App:
 def create_app(
     *,
     socket_path: Path,
+    engine_routes: Iterable[EngineRoute],
     keys: Keys | None,
     progress: Callable[[], Progress],
     documents: Mapping[str, Document],
@@ -52,17 +53,19 @@ def create_app(
     max_body_mib: int = 64,
     engine_restarts: Callable[[], int] | None = None,
     tell_every_s: float = TELL_EVERY_S,
+    dropped_headers: frozenset[bytes] = frozenset(),
 ) -> App:
     """`keys` None turns authentication off. `documents` are served as /appliance/v1/<name>, `actions` answer a POST
-    there. `models` is the list of models while the engine does not give its own.
+    there. `models` is the list of models while the engine does not give its own. `dropped_headers` of a request, lower
+    case, are kept from the engine.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
     traffic = Traffic()
-    engine = Engine(socket_path)
+    engine = UpstreamPool(socket_path, dropped_headers)
     metrics = Metrics(traffic=traffic, progress=progress, engine_restarts=engine_restarts)
     routes: dict[str, tuple[tuple[str, ...], Endpoint]] = {}
-    for route in ENGINE_ROUTES:
+    for route in engine_routes:
         endpoint = EngineEndpoint(
             route,
             engine=engine,

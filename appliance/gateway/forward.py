@@ -12,12 +12,12 @@ import json
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway import headers, hold, refusal
-from appliance.gateway.engine import Engine
 from appliance.gateway.refusal import Refusal
-from appliance.gateway.routes import Dialect, EngineRoute
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
+from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class EngineEndpoint:
         self,
         route: EngineRoute,
         *,
-        engine: Engine,
+        engine: UpstreamPool,
         traffic: Traffic,
         progress: Callable[[], Progress],
         max_body_bytes: int,

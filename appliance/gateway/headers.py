@@ -31,20 +31,17 @@ NOT_FOR_ENGINE = HOP_BY_HOP | {
     b"origin",  # the engine reflects it in its CORS headers
     b"referer",
     b"accept-encoding",  # `identity` instead: an error event cannot be put into a compressed stream
-    # llama-server keeps generating for such a conversation after its client has left (server-stream.cpp), and the
-    # routes to come back to it are not on the allowlist: a disconnect would hold the slot to the end.
-    b"x-conversation-id",
 }
 
 NOT_FOR_CLIENT = HOP_BY_HOP | {b"server", b"date", b"set-cookie"}
 
-# What `to_client` leaves of llama-server's own streams: sent when a stream has to begin before the engine is there.
+# What `to_client` leaves of an engine's own streams: sent when a stream has to begin before the engine is there.
 OF_A_STREAM: RawHeaders = ((b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream"))
 
 
-def to_engine(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+def to_engine(headers: RawHeaders, dropped: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:
     """The client's headers for the engine, without secrets and without what speaks of the client's connection."""
-    dropped = NOT_FOR_ENGINE | _named_in_connection(headers)
+    dropped |= NOT_FOR_ENGINE | _named_in_connection(headers)
     return [*((name, value) for name, value in headers if name not in dropped), (b"accept-encoding", b"identity")]
 
 

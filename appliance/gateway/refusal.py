@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from appliance.gateway.routes import Dialect
+from appliance.engine_route import Dialect
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:

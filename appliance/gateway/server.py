@@ -13,8 +13,8 @@ import uvicorn
 
 from appliance.errors import ConfigError
 from appliance.gateway.app import App
-from appliance.gateway.engine import Engine
 from appliance.gateway.traffic import Traffic
+from appliance.gateway.upstream_pool import UpstreamPool
 
 # Together with uvicorn's own steps of 0.1 s these stay below the second that `drain` may take after its `drain_s`.
 TELL_S = 0.25  # for the error events to reach the clients
@@ -33,7 +33,7 @@ class Gateway:
     """The application on its port, from `open` to `drain`."""
 
     def __init__(
-        self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, engine: Engine, port: int
+        self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, engine: UpstreamPool, port: int
     ) -> None:
         self._server = server
         self._serving = serving

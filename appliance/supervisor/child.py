@@ -46,7 +46,7 @@ class Child:
     """
 
     def __init__(self, command: Command, on_line: Callable[[str], None] | None) -> None:
-        self.log = Log(on_line)
+        self.log = Log(command.is_error, on_line)
         self.was_ready = False
         self.exited = asyncio.Event()
         self._started_at = time.monotonic()

@@ -1,8 +1,7 @@
-"""The engine's log as it comes out of a pipe: lines, the last 200 of them, and the first that looks like an error."""
+"""A program's log as it comes out of a pipe: lines, the last 200 of them, and the first that is an error."""
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -10,27 +9,13 @@ from itertools import islice
 KEPT_LINES = 200
 MAX_LINE_BYTES = 8192
 
-# llama-server marks each line: minutes.seconds.milliseconds.microseconds, then D, I, W or E. Where the mark is there,
-# it decides: an informative line may well say "failed to" without being the cause.
-_MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
-_ERROR = re.compile(
-    r"\bERROR\b|\bFATAL\b|\bGGML_ASSERT\b|^\w*Error\b|(?i:^error\b|\berror:|\bfailed to\b|\bterminate called\b"
-    r"|\bCUDA error\b|\bout of memory\b|\bIllegal instruction\b|\bSegmentation fault\b"
-    r"|\bcannot open shared object file\b)"
-)
-
-
-def looks_like_error(line: str) -> bool:
-    if marked := _MARKED.match(line):
-        return marked[1] == "E"
-    return _ERROR.search(line) is not None
-
 
 class Log:
     """Bytes in, lines out. Memory is bounded whatever comes: long lines are cut, old ones forgotten."""
 
-    def __init__(self, on_line: Callable[[str], None] | None = None) -> None:
+    def __init__(self, is_error: Callable[[str], bool], on_line: Callable[[str], None] | None = None) -> None:
         self.count = 0
+        self._is_error = is_error
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._partial = b""
@@ -63,7 +48,7 @@ class Log:
             return self._first_error
         forgotten = self.count - len(self._lines)
         recent = islice(self._lines, max(0, self._ready_at - forgotten), None)
-        return next((line for line in recent if looks_like_error(line)), None)
+        return next((line for line in recent if self._is_error(line)), None)
 
     def _grow(self, piece: bytes) -> None:
         self._partial += piece[: MAX_LINE_BYTES - len(self._partial)]
@@ -73,7 +58,7 @@ class Log:
         self._partial = b""
         self.count += 1
         self._lines.append(line)
-        if self._ready_at is None and self._first_error is None and looks_like_error(line):
+        if self._ready_at is None and self._first_error is None and self._is_error(line):
             self._first_error = line
         if self._on_line:
             self._on_line(line)

@@ -22,6 +22,7 @@ import yaml
 
 from appliance.command import Command
 from appliance.engines.llama.endings import as_error
+from appliance.engines.llama.log import is_error
 from appliance.probe.cgroup import query_oom_kills
 from appliance.supervisor import Crash, Supervisor, become_subreaper
 
@@ -44,6 +45,7 @@ async def provoke(script: str, engine: Path, model: Path, folder: Path, stall_ti
         environment={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8"}
         | {k: str(v) for k, v in names.items()},
         is_ready=is_ready,
+        is_error=is_error,
         stall_timeout_s=stall_timeout_s,
         oom_kills=lambda: query_oom_kills(Path("/")),
     )

@@ -21,6 +21,7 @@ from typing import Any
 import openai
 import uvloop
 
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.server import Gateway
@@ -191,6 +192,8 @@ def _gateway(
 ) -> Iterator[None]:
     app = create_app(
         socket_path=stage.engine_socket,
+        engine_routes=ROUTES,
+        dropped_headers=DROPPED_HEADERS,
         keys=keys,
         progress=lambda: stage.progress,
         documents=documents,

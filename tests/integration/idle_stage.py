@@ -19,6 +19,7 @@ from gateway_stage import KEY
 from supervisor_harness import fake_command
 
 from appliance.command import Command
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
@@ -168,6 +169,8 @@ async def idle_stage(
         report.phase(Phase.READY)
         app = create_app(
             socket_path=sockets[0],
+            engine_routes=ROUTES,
+            dropped_headers=DROPPED_HEADERS,
             keys=Keys(frozenset({KEY})),
             progress=lambda: report.progress,
             documents={},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from appliance.command import Command
+from appliance.engines.llama.log import is_error
 
 FAKE_ENGINE = Path(__file__).parents[1] / "fakes" / "fake_engine.py"
 
@@ -24,6 +25,7 @@ def fake_command(socket_path: Path, *knobs: str, stall_timeout_s: float = 60.0, 
         argv=(sys.executable, "-I", "-S", str(FAKE_ENGINE), "--host", str(socket_path), *knobs),
         environment={"PATH": "/usr/bin:/bin"},
         is_ready=lambda: is_healthy(socket_path),
+        is_error=is_error,
         socket_path=socket_path,
         stall_timeout_s=stall_timeout_s,
         stop_grace_s=stop_grace_s,

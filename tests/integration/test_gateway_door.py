@@ -13,6 +13,7 @@ import openai
 import pytest
 from gateway_stage import ERROR_KEYS, KEY, Stage, on_stage, read_all, running_loop
 
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
@@ -329,6 +330,8 @@ def test_metrics(stage: Stage) -> None:
 def open_gateway(host: str, port: int) -> None:
     app = create_app(
         socket_path=Path("/tmp/none.sock"),
+        engine_routes=ROUTES,
+        dropped_headers=DROPPED_HEADERS,
         keys=Keys(frozenset({KEY})),
         progress=lambda: Progress(phase=Phase.READY),
         documents={},

@@ -15,6 +15,7 @@ from supervisor_harness import eventually
 
 from appliance.command import Command
 from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.log import is_error
 from appliance.engines.llama.perplexity import BINARY, Extent, arguments, command
 from appliance.errors import ModelUnreadableError
 from appliance.plan import Plan, Verdict
@@ -46,7 +47,10 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
     def start(plan: Plan, extent: Extent, text: Path) -> Command:
         words = (*arguments(plan, ENGINE, text, extent), *knobs.get(plan.kv_type, ()))
         return Command(
-            argv=(sys.executable, "-I", "-S", str(FAKE), *words), is_ready=never, stall_timeout_s=stall_timeout_s
+            argv=(sys.executable, "-I", "-S", str(FAKE), *words),
+            is_ready=never,
+            is_error=is_error,
+            stall_timeout_s=stall_timeout_s,
         )
 
     return start

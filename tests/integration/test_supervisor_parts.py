@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.log import is_error
 from appliance.supervisor import Crash, State
-from appliance.supervisor.log import KEPT_LINES, MAX_LINE_BYTES, Log, looks_like_error
+from appliance.supervisor.log import KEPT_LINES, MAX_LINE_BYTES, Log
 from appliance.supervisor.reaper import parse_stat, query_process
 from appliance.supervisor.state import TRANSITIONS, IllegalTransitionError, checked
 from appliance.supervisor.supervisor import Restart
@@ -31,7 +32,7 @@ from appliance.supervisor.supervisor import Restart
     ],
 )
 def test_it_looks_like_an_error(line: str) -> None:
-    assert looks_like_error(line)
+    assert is_error(line)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +45,11 @@ def test_it_looks_like_an_error(line: str) -> None:
     ],
 )
 def test_it_looks_like_no_error(line: str) -> None:
-    assert not looks_like_error(line)
+    assert not is_error(line)
 
 
 def test_the_first_error_outlives_the_kept_lines_before_readiness_only() -> None:
-    log = Log()
+    log = Log(is_error)
     log.feed(b"error: the cause\n" + b"later\n" * 1000)
     assert log.first_error() == "error: the cause"
     assert len(log.lines) == KEPT_LINES
@@ -63,7 +64,7 @@ def test_the_first_error_outlives_the_kept_lines_before_readiness_only() -> None
 def test_pieces_do_not_matter(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     seen: list[str] = []
-    log = Log(seen.append)
+    log = Log(is_error, seen.append)
     for piece in pieces:
         log.feed(piece)
     log.close()
@@ -74,7 +75,7 @@ def test_pieces_do_not_matter(pieces: list[bytes]) -> None:
 
 
 def test_a_line_without_end_is_cut() -> None:
-    log = Log()
+    log = Log(is_error)
     for _ in range(100):
         log.feed(b"x" * 1000)
     log.feed(b"\xff\nnext\n")

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from appliance.engines.llama.log import may_be_error
 from appliance.errors import (
     CpuBackendError,
     CpuUnsupportedError,
@@ -120,7 +121,6 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
 _ENDINGS = tuple((re.compile(words, re.IGNORECASE), kind, hint) for words, kind, hint in _ROWS)
 _MEMORY = (EngineGpuMemoryError, EngineHostMemoryError)
 
-_MARKED = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) ")
 # The engine mends some failures by itself, and what it said of them is no cause of a later end.
 _MENDED = re.compile(r"buffer allocation failed, retrying")
 _DEVICE = re.compile(r"on device (\d+)|\bCUDA(\d+) buffer")
@@ -196,18 +196,13 @@ def _error_lines(ending: Ending) -> Sequence[str]:
     """From the first error on, without what the engine mended and without lines that it marks as no error."""
     log = ending.log
     if ending.first_error is None:  # what a dynamic linker says need not look like an error
-        return () if ending.was_ready else [line for line in log if _may_be_error(line)]
+        return () if ending.was_ready else [line for line in log if may_be_error(line)]
     # A cause that has left the kept lines still counts; what follows it may have been kept.
     begin = log.index(ending.first_error) if ending.first_error in log else 0
     mended = max((number for number, line in enumerate(log) if _MENDED.search(line)), default=-1)
     if mended >= begin:
-        return [line for line in log[mended + 1 :] if _may_be_error(line)]
-    return [ending.first_error, *(line for line in log[begin:] if _may_be_error(line))]
-
-
-def _may_be_error(line: str) -> bool:
-    marked = _MARKED.match(line)
-    return marked is None or marked[1] == "E"
+        return [line for line in log[mended + 1 :] if may_be_error(line)]
+    return [ending.first_error, *(line for line in log[begin:] if may_be_error(line))]
 
 
 def _needed_mib(line: str | None, log: tuple[str, ...]) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appliance.command import Command, Readiness
+from appliance.engines.llama.log import is_error
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
@@ -149,6 +150,7 @@ def command(
         argv=(str(engine_dir / BINARY), *arguments(plan, facts, socket_path)),
         environment=environment(plan, engine_dir, cache_dir, driver_dir),
         is_ready=_health(socket_path),
+        is_error=is_error,
         socket_path=socket_path,
         stall_timeout_s=stall_timeout_s,
         oom_kills=oom_kills,
@@ -170,6 +172,7 @@ def command_of_job(
         argv=argv,
         environment=environment(plan, Path(argv[0]).parent, cache_dir, driver_dir),
         is_ready=_never,
+        is_error=is_error,
         stall_timeout_s=stall_timeout_s,
         oom_kills=oom_kills,
     )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.endings import as_error, shortage_of
+from appliance.engines.llama.log import is_error
 from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError, EngineNotReadyError, FatalError
 from appliance.plan import Shortage
 from appliance.supervisor import Crash
@@ -25,7 +26,7 @@ MEMORY = {name for name, row in INDEX.items() if row["code"] in (41, 42) or row.
 def read(name: str, **changes: Any) -> Crash:
     """The kept ending as a supervisor would tell it."""
     row = {**INDEX[name], **changes}
-    log = Log()
+    log = Log(is_error)
     log.feed((FOLDER / f"{name}.txt").read_bytes())
     log.close()
     return Crash(

@@ -22,7 +22,7 @@ def test_what_reaches_the_engine() -> None:
         (b"anthropic-version", b"2023-06-01"),
         (b"user-agent", b"caf\xe9"),
     ]
-    assert to_engine(sent) == [
+    assert to_engine(sent, frozenset({b"x-conversation-id"})) == [
         (b"content-type", b"application/json"),
         (b"anthropic-version", b"2023-06-01"),
         (b"user-agent", b"caf\xe9"),

@@ -1,26 +1,8 @@
-"""Which routes of the engine a client may reach: an allowlist, as data.
-
-A request is matched by its whole decoded path, and the engine is asked for `upstream`, a constant: nothing of a
-client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailing slash can only be a 404 here.
-"""
+"""Which of llama-server's routes and request headers a client may use: data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Dialect = Literal["openai", "anthropic"]
-"""How an error inside a stream is written so that the SDK of that API sees it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineRoute:
-    path: str
-    upstream: str
-    methods: tuple[str, ...] = ("POST",)
-    dialect: Dialect = "openai"
-    can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
-    is_work: bool = True  # False: it asks for a fact, which says nothing of somebody using the model
+from appliance.engine_route import Dialect, EngineRoute
 
 
 def _post(
@@ -35,7 +17,7 @@ def _post(
 
 # llama-server's own /completions and /embeddings are older forms with other replies than OpenAI's, so every bare path
 # is asked for under /v1. There is no /v1/models/{id}: the engine has none.
-ENGINE_ROUTES: tuple[EngineRoute, ...] = (
+ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/chat/completions", bare=True, can_stream=True),
     *_post("/v1/completions", bare=True, can_stream=True),
     *_post("/v1/responses", bare=True, can_stream=True),
@@ -55,5 +37,6 @@ ENGINE_ROUTES: tuple[EngineRoute, ...] = (
     *_post("/infill", can_stream=True),
 )
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""Answered without a key: a health check has none."""
+# llama-server keeps generating for such a conversation after its client has left (server-stream.cpp), and the routes to
+# come back to it are not among the above: a disconnect would hold the slot to the end.
+DROPPED_HEADERS = frozenset({b"x-conversation-id"})

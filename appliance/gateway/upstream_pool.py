@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 
-class Engine:
+class UpstreamPool:
     """Requests go to the socket that is the present one when they are sent on. There they also end."""
 
-    def __init__(self, socket_path: Path) -> None:
-        self._present = _Line(socket_path)
-        self._past: list[_Line] = []
+    def __init__(self, socket_path: Path, dropped_headers: frozenset[bytes] = frozenset()) -> None:
+        """`dropped_headers`, lower case, are not passed on beside those that never are."""
+        self._dropped_headers = dropped_headers
+        self._present = _Upstream(socket_path)
+        self._past: list[_Upstream] = []
 
     @property
     def socket_path(self) -> Path:
@@ -29,7 +31,7 @@ class Engine:
     def switch_to(self, socket_path: Path) -> None:
         """Requests go there from now on; those that run stay where they are."""
         self._past.append(self._present)
-        self._present = _Line(socket_path)
+        self._present = _Upstream(socket_path)
 
     async def until_left(self) -> None:
         """Returns once no request is with an engine of the past, however long that takes."""
@@ -50,12 +52,12 @@ class Engine:
         target = f"{path}?{query}" if query else path
         line = self._present
         with line.taken():
-            head = headers.to_engine(scope["headers"])
+            head = headers.to_engine(scope["headers"], self._dropped_headers)
             async with upstream.request(line.socket_path, scope["method"], target, head, body) as response:
                 yield response
 
 
-class _Line:
+class _Upstream:
     """One socket, and whether a request is on it. Made inside the loop."""
 
     def __init__(self, socket_path: Path) -> None:

@@ -1,0 +1,23 @@
+"""A route of an engine that a client may reach. Each engine lists its own: what is not listed cannot be reached.
+
+A request is matched by its whole decoded path, and the engine is asked for `upstream`, a constant: nothing of a
+client's path ever reaches the engine, so `//slots`, `%2e%2e/props` or a trailing slash can only be a 404.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dialect = Literal["openai", "anthropic"]
+"""How an error inside a stream is written so that the SDK of that API sees it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRoute:
+    path: str
+    upstream: str
+    methods: tuple[str, ...] = ("POST",)
+    dialect: Dialect = "openai"
+    can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+    is_work: bool = True  # False: it asks for a fact, which says nothing of somebody using the model
