@@ -215,14 +215,13 @@ def _run_story(story: Coroutine[Any, Any, int]) -> int:
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.boot import foretell
-    from appliance.engines.llama.server import BINARY, arguments
     from appliance.plan import as_document, explain, explain_settings
 
     found = foretell(settings, environment)
     plans, profile, standing = found.plans, found.profile, found.standing
     chosen = plans[0]
-    socket_path = settings.runtime_dir / "appliance.sock"
-    argv = [str(settings.engine_dir / BINARY), *arguments(chosen, found.engine, socket_path)]
+    prepared, socket_path = found.found, settings.runtime_dir / "appliance.sock"
+    argv = prepared.engine.command(chosen, prepared.install, socket_path).argv
     if options.json:
         of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
         document = {"plan": as_document(chosen), **of, "plans": [as_document(plan) for plan in plans]}
@@ -433,18 +432,12 @@ def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, st
 
 
 def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str]) -> int:
-    from dataclasses import replace
     from pathlib import Path
 
-    from appliance.engines.llama import facts as llama_facts
-    from appliance.engines.vllm import facts as vllm_facts
+    from appliance.engines.engine import read_facts
     from appliance.image_facts import dump_facts
 
-    binary = Path(options.bin)
-    query_facts = vllm_facts.query_facts if binary.name == "vllm" else llama_facts.query_facts
-    facts = query_facts(binary)
-    facts = replace(facts, kv_pairs=llama_facts.parse_kv_pairs(options.kv_pairs, facts.kv_types))
-    Path(options.out).write_text(dump_facts(facts), encoding="utf-8")
+    Path(options.out).write_text(dump_facts(read_facts(Path(options.bin), options.kv_pairs)), encoding="utf-8")
     return 0
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from appliance.checks import check_devices, check_engine, check_supported, why_fewer
-from appliance.engines.llama.devices import query_devices_once
-from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
-from appliance.engines.llama.planning.space import Space
+from appliance.checks import check_devices, check_supported, why_fewer
+from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.house import House, Prepared
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import TASTES, Plan
-from appliance.probe import Hardware, probe
+from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
 from appliance.report import Report
 from appliance.settings import Settings
@@ -59,14 +56,41 @@ def open_house(settings: Settings, environment: Mapping[str, str], report: Repor
 
 def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     """Writes nothing and starts nothing."""
-    image, engine = load_facts(settings)
-    hardware, model = look(settings, environment, image)
-    kernels = look_at_kernels(settings, image, engine, hardware)
-    draft = look_at_draft(settings, model)
-    drafting = digest(draft.parts, draft.header_bytes) if draft else None
+    image, facts = load_facts(settings)
+    engine = load_engine(image)
+    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    hardware = check_supported(settings, image, probe(settings.data_dir, environment))
+    install = install_of(settings, image, facts, hardware)
+    ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
+    inputs = Inputs(
+        settings=settings,
+        image=image,
+        facts=facts,
+        hardware=hardware,
+        model=model,
+        kernels=engine.choose_kernels(settings, facts, hardware.cpu, ruled_out),
+        draft=look_at_draft(settings, model),
+    )
+    drafting = digest(inputs.draft.parts, inputs.draft.header_bytes) if inputs.draft else None
     of_model = digest(model.parts, model.header_bytes)
-    key = make_key(settings, image, hardware, of_model, drafting, cpu_variant=kernels.variant)
-    return Prepared(image=image, engine=engine, hardware=hardware, model=model, kernels=kernels, key=key, draft=draft)
+    key = make_key(settings, image, hardware, of_model, drafting, cpu_variant=inputs.kernels.variant)
+    return Prepared(engine=engine, install=install, inputs=inputs, key=key)
+
+
+def load_engine(image: ImageFacts) -> Engine:
+    """Raises ConfigError for an image whose engine this appliance cannot start."""
+    return load(image.engine, said_by=f"{image.engine} {image.engine_version} ({image.cell})")
+
+
+def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:
+    return Install(
+        engine_dir=settings.engine_dir,
+        facts=facts,
+        cache_dir=settings.data_dir / "cache" / image.build_id,
+        driver_dir=hardware.gpus.driver_folder,
+        stall_timeout_s=settings.stall_timeout_s,
+        oom_kills=count_oom_kills,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +99,7 @@ class Foretold:
     any, with how it stands."""
 
     plans: list[Plan]
-    engine: EngineFacts
+    found: Prepared
     space: Space
     profile: Profile | None = None
     standing: Standing | None = None
@@ -87,31 +111,18 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     store = ProfileStore(settings.profiles_dir, lambda _: None)
     profile = store.peek(found.key)
     verdicts = profile.verdicts if profile else ()
-    space = found.space(settings, verdicts)
-    picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
+    space = found.space(verdicts)
+    picked = pick(profile, settings.mode, space, draft_path=found.inputs.draft_path) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
-        return Foretold(plans=[picked.plan], engine=found.engine, space=space, profile=profile, standing=standing)
-    plans = [found.predicted(settings, verdicts), *space.neighbours()]
-    return Foretold(plans=plans, engine=found.engine, space=space)
+        return Foretold(plans=[picked.plan], found=found, space=space, profile=profile, standing=standing)
+    plans = [found.predicted(verdicts), *space.neighbours()]
+    return Foretold(plans=plans, found=found, space=space)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
     """Of the profile that a start here would want."""
     return prepare(settings, environment).key
-
-
-def look(settings: Settings, environment: Mapping[str, str], image: ImageFacts) -> tuple[Hardware, Model]:
-    """The machine and the model; refuses what this image cannot run on."""
-    check_engine(image)
-    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
-    return check_supported(settings, image, probe(settings.data_dir, environment)), model
-
-
-def look_at_kernels(settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware) -> Kernels:
-    """The CPU variant that is to serve, with what is remembered of this CPU. Raises as `choose_kernels` does."""
-    store = KernelStore(settings.data_dir / "cache" / image.build_id, image.build_id, hardware.cpu)
-    return choose_kernels(settings, engine, hardware.cpu, store.ruled_out(store.load(may_set_aside=False)))
 
 
 def look_at_draft(settings: Settings, model: Model) -> Model | None:
@@ -126,21 +137,13 @@ def vouch(settings: Settings, found: Prepared, report: Report) -> None:
 
     Raises GpuUnusableError when it sees none although there is one.
     """
-    image, hardware = found.image, found.hardware
+    image, hardware = found.inputs.image, found.inputs.hardware
     for words in hardware.gpus.warnings:
         report.warning("hardware", words)
     if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
         return
-    uuids = tuple(gpu.uuid or "" for gpu in hardware.gpus.gpus)
-    cache_dir = settings.data_dir / "cache" / image.build_id
-    devices = query_devices_once(
-        settings.engine_dir,
-        cache_dir,
-        driver=hardware.gpus.driver,
-        uuids=uuids,
-        driver_dir=hardware.gpus.driver_folder,
-        cpu_variant=found.kernels.variant,
-    )
+    variant = found.inputs.kernels.variant
+    devices = found.engine.query_devices(found.install, hardware, cpu_variant=variant, may_recall=True)
     check_devices(image, hardware, devices.names, devices.said)
     if fewer := why_fewer(hardware, devices.names):
         report.warning("hardware", fewer)

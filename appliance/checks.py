@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 
 from appliance.errors import (
-    ConfigError,
     DriverTooOldError,
     FatalError,
     GpuUnusableError,
@@ -20,14 +19,6 @@ from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
 
 SELECT = "`python -m images select`"
-SERVED_ENGINES = ("llama",)
-
-
-def check_engine(image: ImageFacts) -> None:
-    """Raises ConfigError for an image whose engine this appliance cannot start."""
-    if image.engine not in SERVED_ENGINES:
-        message = f"the engine of this image cannot be served yet: {image.engine} {image.engine_version} ({image.cell})"
-        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED_ENGINES)}: python -m images select")
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:

@@ -19,17 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.command import Command
-from appliance.engines.llama.endings import as_error, shortage_of
-from appliance.engines.llama.kernel_guard import KernelGuard
-from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.kernels import Asked, asked_of
-from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
-from appliance.engines.llama.planning.kv_types import kv_candidates
-from appliance.engines.llama.planning.shortage import narrowed
-from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speculation import as_asked
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
-from appliance.engines.llama.server import Allocated, command, is_worth_showing, parse_allocated
+from appliance.engines.engine import Engine, Inputs, Install, Space
 from appliance.errors import (
     ConfigError,
     CpuBackendError,
@@ -39,10 +29,9 @@ from appliance.errors import (
     VolumeError,
 )
 from appliance.idle.serving import Serving
-from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
-from appliance.plan import Plan, Verdict, as_document, explain_memory, in_short
-from appliance.probe import Hardware, count_oom_kills, probe
+from appliance.model import plain_name
+from appliance.plan import Allocated, Kernels, Plan, Verdict, as_document, explain_memory, in_short
+from appliance.probe import Hardware, probe
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
@@ -79,49 +68,33 @@ LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few h
 class Prepared:
     """What a start knows before it starts anything."""
 
-    image: ImageFacts
-    engine: EngineFacts
-    hardware: Hardware
-    model: Model
-    kernels: Kernels
+    engine: Engine
+    install: Install
+    inputs: Inputs
     key: Key
-    draft: Model | None = None  # that guesses ahead for the model
 
-    @property
-    def draft_path(self) -> str | None:
-        return str(self.draft.path) if self.draft else None
-
-    def space(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Space:
+    def space(self, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
-        facts = (self.image, self.engine, self.hardware, self.model)
-        return Space(settings, *facts, verdicts=verdicts, kernels=self.kernels)
+        return self.engine.space(self.inputs, verdicts)
 
     def with_kernels(self, kernels: Kernels) -> Prepared:
-        return replace(self, kernels=kernels, key=Key(parts={**self.key.parts, "cpu_variant": kernels.variant}))
+        key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
+        return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
 
-    def asked(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Asked:
-        return asked_for(settings, self.engine, self.model, self.draft, verdicts)
+    def on(self, hardware: Hardware) -> Prepared:
+        """As if the machine were this one."""
+        return replace(self, inputs=replace(self.inputs, hardware=hardware))
 
-    def predicted(self, settings: Settings, verdicts: Sequence[Verdict] = ()) -> Plan:
+    def predicted(self, verdicts: Sequence[Verdict] = ()) -> Plan:
         """What is served where nothing was measured. Raises as `space` does."""
-        best = self.space(settings, verdicts).best
-        return as_asked(best, settings, model=self.model, draft=self.draft, isa=self.kernels.isa)
+        return self.engine.predict(self.inputs, verdicts)
 
-    def best_of(self, settings: Settings, profile: Profile | None) -> Plan:
+    def best_of(self, profile: Profile | None) -> Plan:
         """The best that was measured and fits, else the prediction. Raises as `space` does."""
         if profile is None:
-            return self.predicted(settings)
-        picked = pick(profile, settings.mode, self.space(settings), draft_path=self.draft_path)
-        return picked.plan if isinstance(picked, Picked) else self.predicted(settings, profile.verdicts)
-
-
-def asked_for(
-    settings: Settings, engine: EngineFacts, model: Model, draft: Model | None, verdicts: Sequence[Verdict] = ()
-) -> Asked:
-    """What the kernels of a plan for this model have to work with."""
-    models = (model, *((draft,) if draft else ()))
-    types = {matrices.type_name for each in models for matrices in each.matrices}
-    return asked_of(types, kv_candidates(settings, engine, model, verdicts, on_gpu=False))
+            return self.predicted()
+        picked = pick(profile, self.inputs.settings.mode, self.space(), draft_path=self.inputs.draft_path)
+        return picked.plan if isinstance(picked, Picked) else self.predicted(profile.verdicts)
 
 
 class House:
@@ -139,7 +112,7 @@ class House:
         self._environment = environment
         self._found = found
         self._key = found.key
-        self._space = found.space(settings)
+        self._space = found.space()
         self._store = store
         self._report = report
         # Short: 107 bytes is all that a socket has.
@@ -158,8 +131,14 @@ class House:
         self._is_given_up = False  # measuring while nobody asks: it was tried, and did not come to a plan
         self._stop = asyncio.Event()
         self._began_s = int(time.time())
-        self._guard = self._new_guard()
-        self.hardware = found.hardware
+        self._engine = found.engine
+        self._install = found.install
+        self._guard = found.engine.guard(found.install, found.inputs.image, found.inputs.hardware.cpu, report)
+        self.hardware = found.inputs.hardware
+
+    @property
+    def _inputs(self) -> Inputs:
+        return self._found.inputs
 
     @property
     def was_stopped(self) -> bool:
@@ -170,17 +149,11 @@ class House:
     def has_engine(self) -> bool:
         return self._serving.plan is not None
 
-    def _new_guard(self) -> KernelGuard:
-        cpu, folder = self._found.hardware.cpu, self._cache_dir
-        store = KernelStore(folder, self._found.image.build_id, cpu, partial(self._report.warning, "kernels_unknown"))
-        engine_dir = self._settings.engine_dir
-        return KernelGuard(store, self._report, engine_dir=engine_dir, cache_dir=folder, threads=cpu.cores)
-
     def adopt(self) -> None:
         """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were
         checked before."""
         profile = self._store.load(self._key)
-        self._guard.begin(self._found.kernels, self._found.asked(self._settings, profile.verdicts if profile else ()))
+        self._guard.begin(self._inputs, profile.verdicts if profile else ())
         if self._guard.is_checking:
             return
         if profile is not None and (start := self._at_start(profile, may_measure=True)).act is Act.USE:
@@ -190,22 +163,22 @@ class House:
     async def prove_kernels(self) -> None:
         """Before they serve for the first time. Variants that fail are ruled out; raises when none is left."""
         while True:
-            self._guard.begin(self._found.kernels, self._found.asked(self._settings))
+            self._guard.begin(self._inputs)
             if self._guard.is_checking:
-                self._report.phase(Phase.STARTING, f"checking the CPU's kernels: {self._found.kernels.variant}")
-            report = await self._guard.finish()
-            if report is None or report.why_not is None:
+                self._report.phase(Phase.STARTING, f"checking the CPU's kernels: {self._inputs.kernels.variant}")
+            failed = await self._guard.finish()
+            if failed is None:
                 return
-            self._rule_out(report.variant, report.why_not)
+            self._rule_out(*failed)
 
     def _rule_out(self, variant: str, seen: str) -> None:
         """The next variant is planned with from here on. Raises CpuUnsupportedError (22) where none is left,
         ConfigError (10) where this one was asked for."""
-        found = self._found
-        kernels = choose_kernels(self._settings, found.engine, found.hardware.cpu, self._guard.rule_out(variant, seen))
-        self._found = found.with_kernels(kernels)
+        inputs, ruled_out = self._inputs, self._guard.rule_out(variant, seen)
+        kernels = self._engine.choose_kernels(self._settings, inputs.facts, inputs.hardware.cpu, ruled_out)
+        self._found = self._found.with_kernels(kernels)
         self._key = self._found.key
-        self._space = self._found.space(self._settings)
+        self._space = self._found.space()
         self._profile = self._store.load(self._key)
 
     async def _without(self, variant: str | None, error: FatalError) -> Plan:
@@ -214,7 +187,7 @@ class House:
             raise error
         self._rule_out(variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
         await self.prove_kernels()
-        return self._found.best_of(self._settings, self._profile)
+        return self._found.best_of(self._profile)
 
     def _at_start(self, profile: Profile | None, *, may_measure: bool, busy: str | None = None) -> Start:
         found = None
@@ -245,19 +218,19 @@ class House:
     def _use(self, profile: Profile) -> Plan:
         """The best of what was measured that fits the memory which is free now; the prediction where nothing does."""
         self._profile = profile
-        build_id = self._found.image.build_id
+        build_id = self._inputs.image.build_id
         if (build := profile.key.parts.get("build")) != build_id:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        picked = pick(profile, self._settings.mode, self._space, draft_path=self._found.draft_path)
+        picked = pick(profile, self._settings.mode, self._space, draft_path=self._inputs.draft_path)
         self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
                 self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
             return picked.plan
         self._report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
-        return self._found.predicted(self._settings, profile.verdicts)
+        return self._found.predicted(profile.verdicts)
 
     def _say_passed_over(self, lacking: Sequence[str]) -> None:
         if not lacking:
@@ -277,16 +250,7 @@ class House:
         self._serving.launch(chosen)
 
     def _command(self, plan: Plan, socket_path: Path) -> Command:
-        return command(
-            plan,
-            self._found.engine,
-            engine_dir=self._settings.engine_dir,
-            socket_path=socket_path,
-            cache_dir=self._cache_dir,
-            stall_timeout_s=self._settings.stall_timeout_s,
-            driver_dir=self.hardware.gpus.driver_folder,
-            oom_kills=count_oom_kills,
-        )
+        return self._engine.command(plan, self._install, socket_path)
 
     def _supervisor(self, plan: Plan) -> Supervisor:
         lines: deque[str] = deque(maxlen=LOG_LINES)
@@ -297,24 +261,20 @@ class House:
         self._logs[made] = lines
         return made
 
-    @property
-    def _cache_dir(self) -> Path:
-        return self._settings.data_dir / "cache" / self._found.image.build_id
-
     async def decide(self) -> Plan:
         """As `_decide`, with the next CPU variant where one dies while it is measured."""
         while True:
             try:
                 return await self._decide()
             except FatalError as error:
-                await self._without(self._found.kernels.variant, error)
+                await self._without(self._inputs.kernels.variant, error)
 
     async def _decide(self) -> Plan:
         """Measures, unless told not to, or while another container does for the same key: nobody waits for it."""
         profile = self._store.load(self._key)
-        if profile is None and (changed := self._store.why_unused(self._key, self._found.model.path.name)):
+        if profile is None and (changed := self._store.why_unused(self._key, self._inputs.model.path.name)):
             self._report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
-        if self._found.model.is_embedding_model and self._settings.tune != "off":
+        if self._inputs.model.is_embedding_model and self._settings.tune != "off":
             self._report.info("tune_off", "the model gives vectors, not text: serving the prediction")
             return self._space.best
         with self._store.tuning(self._key) as is_ours:
@@ -326,13 +286,13 @@ class House:
             if start.act is Act.MEASURE:
                 self._profile = await self._new_study().run()
                 return self._profile.plan
-        return self._found.predicted(self._settings) if profile is None else self._use(profile)
+        return self._found.predicted() if profile is None else self._use(profile)
 
     async def tune_alone(self) -> None:
         """Raises ConfigError for a model that makes no text, for a profile that would stay as it is since it is pinned,
         and while another container measures for the same key: two would spoil each other's."""
-        if self._found.model.is_embedding_model:
-            message = f"nothing can be measured: {self._found.model.path.name} gives vectors, not text"
+        if self._inputs.model.is_embedding_model:
+            message = f"nothing can be measured: {self._inputs.model.path.name} gives vectors, not text"
             raise ConfigError(message, hint="serve it: its plan is the prediction")
         self._refuse_pinned()
         with self._store.tuning(self._key) as is_ours:
@@ -347,7 +307,7 @@ class House:
             try:
                 await self._new_study().run()
             except FatalError as error:
-                await self._without(self._found.kernels.variant, error)
+                await self._without(self._inputs.kernels.variant, error)
             else:
                 return
 
@@ -369,22 +329,22 @@ class House:
 
         bench = Bench(
             serve=partial(self._command, socket_path=self._sockets[2]),
-            engine=self._found.engine,
-            engine_dir=self._settings.engine_dir,
-            cache_dir=self._cache_dir,
-            stall_timeout_s=self._settings.stall_timeout_s,
-            driver_dir=self.hardware.gpus.driver_folder,
-            isa=self._found.kernels.isa,
+            engine=self._install.facts,
+            engine_dir=self._install.engine_dir,
+            cache_dir=self._install.cache_dir,
+            stall_timeout_s=self._install.stall_timeout_s,
+            driver_dir=self._install.driver_dir,
+            isa=self._inputs.kernels.isa,
         )
         self._study = Study(
             self._settings,
             self._environment,
             bench,
-            model=self._found.model,
-            draft=self._found.draft,
+            model=self._inputs.model,
+            draft=self._inputs.draft,
             hardware=self.hardware,
             key=self._key,
-            space=partial(self._found.space, self._settings),
+            space=self._found.space,
             store=self._store,
             report=self._report,
             shows_phase=shows_phase,
@@ -429,8 +389,8 @@ class House:
 
         app = create_app(
             socket_path=self._sockets[0],
-            engine_routes=ROUTES,
-            dropped_headers=DROPPED_HEADERS,
+            engine_routes=self._engine.routes,
+            dropped_headers=self._engine.dropped_headers,
             keys=Keys(frozenset({keys})) if keys else None,
             progress=lambda: self._report.progress,
             documents={
@@ -485,7 +445,7 @@ class House:
             if crash is None:
                 self._on_ready()
                 return
-            variant, error = plan.cpu_variant, as_error(crash)
+            variant, error = plan.cpu_variant, self._engine.as_error(crash)
 
     async def _until_given_up(self, gateway: Gateway) -> None:
         """Raises the error of the engine's ending."""
@@ -500,7 +460,7 @@ class House:
                     self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
                     message = f"the engine {crash.describe()}"
                     raise CpuUnsupportedError(message, log=crash.log)
-                raise as_error(crash, served=True)
+                raise self._engine.as_error(crash, served=True)
             for task in beside:
                 if task.done():
                     task.result()  # neither ever ends but by an error, which is the end of serving
@@ -519,7 +479,7 @@ class House:
             crash = await supervisor.wait_ready() if supervisor else None
             if crash is None:
                 return
-            error = as_error(crash)
+            error = self._engine.as_error(crash)
             lines = self._logs.pop(supervisor, ()) if supervisor else ()
             if isinstance(error, CpuUnsupportedError | CpuBackendError):
                 plan = await self._without(served.cpu_variant if served else None, error)
@@ -539,13 +499,13 @@ class House:
     def _stepped_down(self, found: Prepared, error: FatalError, lines: Iterable[str]) -> tuple[Prepared, Plan]:
         """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept,
         shown or measured later goes by the real machine. Raises the error where nothing smaller may be served."""
-        before, shortage = self._serving.plan, shortage_of(error, lines)
-        less = narrowed(found.hardware, before, shortage, self._settings) if before and shortage else None
+        before = self._serving.plan
+        less = self._engine.narrowed(found.inputs, before, error, lines) if before else None
         if before is None or less is None:
             raise error
-        found = replace(found, hardware=less.hardware)
+        found = found.on(less.hardware)
         try:
-            plan = found.best_of(self._settings, self._profile)
+            plan = found.best_of(self._profile)
         except ModelDoesNotFitError:  # what the engine lacked says more
             plan = before
         if not less.is_smaller(plan, before):
@@ -571,7 +531,7 @@ class House:
         """The engine that serves answers: the first one, one that was restarted, or another that took its place."""
         supervisor = self._serving.supervisor
         lines = self._logs.get(supervisor) if supervisor else None
-        self._allocated = parse_allocated(lines or ())
+        self._allocated = self._engine.allocated(lines or ())
         if lines is not None:
             lines.clear()
         if self._vouching is not None:
@@ -608,7 +568,7 @@ class House:
                 await asyncio.Event().wait()
 
     def _wants_measuring(self) -> bool:
-        if self._found.model.is_embedding_model or self._is_given_up:
+        if self._inputs.model.is_embedding_model or self._is_given_up:
             return False
         profile = self._profile
         if profile is None:
@@ -630,15 +590,16 @@ class House:
             report=self._report,
             measure=self._measure_idle,
             why_no_room=self._why_no_room,
+            as_error=self._engine.as_error,
             idle_s=self._settings.idle_s,
         )
         if self._begins_now:
             tuner.begin_now()
-        before, kernels = self._profile, self._found.kernels
+        before, kernels = self._profile, self._inputs.kernels
         await tuner.run()
         self._tuner, self._begins_now = None, False
         # With other kernels everything is to be measured anew.
-        has_same_kernels = self._found.kernels is kernels
+        has_same_kernels = self._inputs.kernels is kernels
         self._is_given_up = self._profile is before and has_same_kernels
         self._was_measured = not self._is_given_up and has_same_kernels
         self._vouching = None
@@ -672,7 +633,7 @@ class House:
         settings = self._settings
         if state != "off":
             return _TUNING[state]
-        if self._found.model.is_embedding_model:
+        if self._inputs.model.is_embedding_model:
             return "nothing is measured: the model gives vectors, not text"
         if settings.tune == "off":
             return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
@@ -695,13 +656,13 @@ class House:
             try:
                 self._profile = await self._new_study(shows_phase=False, beside=beside).run()
             except FatalError as error:
-                return await self._without(self._found.kernels.variant, error)
+                return await self._without(self._inputs.kernels.variant, error)
             return self._profile.plan
 
     async def _space_now(self) -> Space:
         """In the memory that is free beside the engine that serves."""
         hardware = await asyncio.to_thread(probe, self._settings.data_dir, self._environment)
-        return replace(self._found, hardware=hardware).space(self._settings)
+        return self._found.on(hardware).space()
 
     async def _why_no_room(self, plan: Plan | None) -> str:
         """Whether the memory that is free now, beside the engine that serves, holds a second one."""
@@ -776,7 +737,7 @@ class House:
             self._vouching.heard(line)
         if supervisor.state is State.STARTING:  # also beside another that serves
             lines.append(line)
-        if is_worth_showing(line):
+        if self._engine.is_worth_showing(line):
             self._report.warning("engine", line[:1000])
 
     @property
@@ -784,7 +745,12 @@ class House:
         return self._study.measurements if self._study else []
 
     def _status(self) -> dict[str, Any]:
-        progress, image, engine, plan = self._report.progress, self._found.image, self._found.engine, self._serving.plan
+        progress, image, engine, plan = (
+            self._report.progress,
+            self._inputs.image,
+            self._inputs.facts,
+            self._serving.plan,
+        )
         vouching = self._vouching.holds if self._vouching else None
         return {
             "phase": str(progress.phase),
@@ -814,7 +780,7 @@ class House:
 
     @property
     def _alias(self) -> str:
-        return self._settings.alias or plain_name(self._found.model.path)
+        return self._settings.alias or plain_name(self._inputs.model.path)
 
     def _standing(self) -> dict[str, Any] | None:
         """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""

@@ -17,10 +17,10 @@ from typing import cast
 
 from appliance.command import Command
 from appliance.engines import llama_bench
+from appliance.engines.engine import Space
 from appliance.engines.llama import fit, perplexity
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.slots import is_asked
-from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, kinds
 from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
 from appliance.image_facts import EngineFacts

@@ -26,10 +26,10 @@ from typing import Any
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.cpu_variant import runnable_variants
 from appliance.engines.llama.planning.space import plan
-from appliance.engines.llama.server import Allocated, arguments, environment, parse_allocated
+from appliance.engines.llama.server import arguments, environment, parse_allocated
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import read_model
-from appliance.plan import Plan
+from appliance.plan import Allocated, Plan
 from appliance.probe import probe
 from appliance.settings import resolve_settings
 from tests.shapes import SMALL, Shape, write_gguf

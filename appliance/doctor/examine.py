@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from appliance.boot import load_facts, look_at_draft
+from appliance.boot import install_of, load_engine, load_facts, look_at_draft
 from appliance.checks import check_supported
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
-from appliance.doctor.kernels import Subject, kernel_checks
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, volume_check
-from appliance.engines.llama.devices import query_devices
-from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.planning.cpu_variant import Kernels, RuledOut, choose_kernels
-from appliance.errors import FatalError
-from appliance.house import asked_for
+from appliance.engines.engine import Devices, Engine, Inputs, Install
+from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import read_model, resolve_model
-from appliance.plan import Plan
+from appliance.model import Model, read_model, resolve_model
+from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
 from appliance.settings import Settings
+from appliance.volume import open_volume
 
 _ROOT = Path("/")
 
@@ -46,59 +44,100 @@ class Findings:
         return next((check.exit_code for check in self.checks if check.status == "fail"), 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The image on this machine. `kernels` are those that a start would serve with, or what it would end with."""
+
+    settings: Settings
+    hardware: Hardware
+    image: ImageFacts
+    facts: EngineFacts
+    engine: Engine
+    install: Install
+    kernels: Kernels | FatalError
+    ruled_out: RuledOut
+
+    @property
+    def variant(self) -> str | None:
+        return self.kernels.variant if isinstance(self.kernels, Kernels) else None
+
+    def inputs(self, model: Model, draft: Model | None = None) -> Inputs:
+        """Where no kernels are left, those that the engine would take by itself: what else is wrong is told as well."""
+        usable = self.kernels if isinstance(self.kernels, Kernels) else None
+        return Inputs(
+            settings=self.settings,
+            image=self.image,
+            facts=self.facts,
+            hardware=_as_usable(self.settings, self.image, self.hardware),
+            model=model,
+            kernels=usable or Kernels(variant=None, isa=self.hardware.cpu.isa),
+            draft=draft,
+        )
+
+
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
     """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
-    facts = _facts(settings)
-    image, engine = (None, None) if isinstance(facts, Check) else facts
-    kernels, ruled_out = _kernels(settings, image, engine, hardware)
-    usable = kernels if isinstance(kernels, Kernels) else None
-    checks = [
-        volume_check(settings, hardware),
-        key_check(settings),
-        port_check(settings),
-        facts if isinstance(facts, Check) else passed("image", f"{facts[0].cell}, build {facts[0].build_id}"),
-        *host_checks(_ROOT, settings, hardware, kernels, ruled_out),
-        *_gpu_checks(settings, image, hardware, usable.variant if usable else None),
+    subject = _subject(settings, hardware)
+    checks = [volume_check(settings, hardware), key_check(settings), port_check(settings)]
+    if isinstance(subject, Check):
+        checks += [
+            subject,
+            *host_checks(_ROOT, settings, hardware, None),
+            *gpu_checks(settings, None, hardware, Devices),
+        ]
+        checks.append(_speeds(settings, hardware))
+        return Findings(checks=tuple(checks), hardware=hardware, image=None, engine=None, plan=None)
+    image, facts = subject.image, subject.facts
+    checks += [
+        passed("image", f"{image.cell}, build {image.build_id}"),
+        *host_checks(_ROOT, settings, hardware, subject.kernels, subject.ruled_out),
+        *gpu_checks(settings, image, hardware, partial(_devices, subject)),
         _speeds(settings, hardware),
+        engine_check(subject.engine, subject.install, image, subject.variant),
     ]
     best = None
-    if image is not None and engine is not None:
-        checks.append(engine_check(settings, image, engine, usable.variant if usable else None))
-        for check, found in model_checks(settings, image, engine, _as_usable(settings, image, hardware), usable):
-            checks.append(check)
-            best = found or best
-        if with_kernels:
-            checks += _kernel_checks(settings, image, engine, hardware, usable.variant if usable else None)
-    return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=engine, plan=best)
+    for check, found in model_checks(settings, image, subject.engine, subject.inputs):
+        checks.append(check)
+        best = found or best
+    if with_kernels:
+        checks += _kernel_checks(subject)
+    return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best)
 
 
-def _facts(settings: Settings) -> tuple[ImageFacts, EngineFacts] | Check:
+def _subject(settings: Settings, hardware: Hardware) -> Subject | Check:
     try:
-        return load_facts(settings)
+        image, facts = load_facts(settings)
+        engine = load_engine(image)
     except FatalError as error:
         return failed("image", error)
-
-
-def _kernels(
-    settings: Settings, image: ImageFacts | None, engine: EngineFacts | None, hardware: Hardware
-) -> tuple[Kernels | FatalError | None, RuledOut]:
-    """As a start chooses them, or what it would end with."""
-    if image is None or engine is None:
-        return None, RuledOut()
-    store = KernelStore(settings.data_dir / "cache" / image.build_id, image.build_id, hardware.cpu)
-    ruled_out = store.ruled_out(store.load(may_set_aside=False))
+    install = install_of(settings, image, facts, hardware)
+    ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
+    kernels: Kernels | FatalError
     try:
-        return choose_kernels(settings, engine, hardware.cpu, ruled_out), ruled_out
+        kernels = engine.choose_kernels(settings, facts, hardware.cpu, ruled_out)
     except FatalError as error:
-        return error, ruled_out
+        kernels = error
+    return Subject(
+        settings=settings,
+        hardware=hardware,
+        image=image,
+        facts=facts,
+        engine=engine,
+        install=install,
+        kernels=kernels,
+        ruled_out=ruled_out,
+    )
 
 
-def _kernel_checks(
-    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, cpu_variant: str | None
-) -> Iterator[Check]:
+def _devices(subject: Subject) -> Devices:
+    return subject.engine.query_devices(subject.install, subject.hardware, cpu_variant=subject.variant)
+
+
+def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
+    settings, image = subject.settings, subject.image
     try:
         recipe = image.recipe.file if image.recipe else None
         model = read_model(resolve_model(settings.model, recipe, settings.models_dir))
@@ -108,20 +147,16 @@ def _kernel_checks(
             "kernels", f"not checked, since there is no model: {error.message}", "name one with APPLIANCE_MODEL"
         )
         return
-    asked = asked_for(settings, engine, model, draft)
-    subject = Subject(
-        settings=settings, image=image, engine=engine, hardware=hardware, asked=asked, cpu_variant=cpu_variant
-    )
-    yield from kernel_checks(subject)
-
-
-def _gpu_checks(
-    settings: Settings, image: ImageFacts | None, hardware: Hardware, cpu_variant: str | None
-) -> Iterator[Check]:
-    cache_dir = settings.data_dir / "cache" / (image.build_id if image else "unknown")
-    driver_dir = hardware.gpus.driver_folder
-    ask = partial(query_devices, settings.engine_dir, cache_dir, driver_dir=driver_dir, cpu_variant=cpu_variant)
-    return gpu_checks(settings, image, hardware, ask)
+    with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
+        open_volume(settings.data_dir, image.build_id)
+    inputs = replace(subject.inputs(model, draft), hardware=subject.hardware)
+    for result in subject.engine.check_kernels(subject.install, inputs):
+        if result.error is not None:
+            yield failed(result.name, result.error)
+        elif result.problem:
+            yield warned(result.name, result.problem, result.hint)
+        else:
+            yield passed(result.name, result.words)
 
 
 def _as_usable(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:

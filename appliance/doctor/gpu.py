@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from appliance.checks import check_devices, check_driver, check_supported, why_fewer
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.llama.devices import Devices
+from appliance.engines.engine import Devices
 from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.llama.planning.cpu_variant import Kernels, RuledOut
 from appliance.errors import FatalError
+from appliance.plan import Kernels, RuledOut
 from appliance.probe import Hardware
 from appliance.settings import Settings
 

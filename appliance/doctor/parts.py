@@ -6,17 +6,14 @@ import errno
 import http.client
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.planning.cpu_variant import Kernels
-from appliance.engines.llama.planning.space import plan
-from appliance.engines.llama.server import BINARY
+from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
-from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.image_facts import ImageFacts
 from appliance.model import Model, list_models, read_model, resolve_model
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
@@ -71,20 +68,20 @@ def port_check(settings: Settings) -> Check:
     return passed("port", f"{seen} is free")
 
 
-def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts, cpu_variant: str | None = None) -> Check:
+def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_variant: str | None = None) -> Check:
     """Starts it for its version: what was written at build must be what is there."""
-    binary = settings.engine_dir / BINARY
+    binary, facts = install.engine_dir / engine.binary, install.facts
     try:
-        found = query_facts(binary, {"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else None)
+        found = engine.query_facts(binary, cpu_variant=cpu_variant)
     except OSError as error:
         message = f"the engine cannot be started: {binary}: {error.strerror}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
     except FatalError as error:
         return failed("engine", error)
-    if (found.build, found.commit) != (engine.build, engine.commit):
-        message = f"the engine is build {found.build} ({found.commit}), the image's facts say {engine.build}"
+    if (found.build, found.commit) != (facts.build, facts.commit):
+        message = f"the engine is build {found.build} ({found.commit}), the image's facts say {facts.build}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
-    missing = sorted(set(engine.backends) - set(found.backends))
+    missing = sorted(set(facts.backends) - set(found.backends))
     if missing:
         message = f"backends of the engine are missing: {', '.join(missing)}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
@@ -92,9 +89,9 @@ def engine_check(settings: Settings, image: ImageFacts, engine: EngineFacts, cpu
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: EngineFacts, hardware: Hardware, kernels: Kernels | None = None
+    settings: Settings, image: ImageFacts, engine: Engine, inputs: Callable[[Model], Inputs]
 ) -> Iterator[tuple[Check, Plan | None]]:
-    """Whether there is one, can be read and fits; the plan for it where there is one."""
+    """Whether there is one, can be read and fits; the plan for it where there is one. `inputs` are a start's."""
     recipe = image.recipe.file if image.recipe else None
     try:
         if not settings.model and not recipe and not list_models(settings.models_dir):
@@ -107,7 +104,7 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        best = plan(settings, image, engine, hardware, model, kernels=kernels)[0]
+        best = engine.space(inputs(model)).best
     except FatalError as error:
         yield failed("model fits", error), None
         return

@@ -7,11 +7,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from appliance.engines.llama.endings import as_error
 from appliance.errors import FatalError
 from appliance.idle.policy import SETTLE_S, Do, Situation, decide
 from appliance.progress import Phase
 from appliance.report import Report
+from appliance.supervisor import Crash
 
 if TYPE_CHECKING:
     # For the names only: what the gateway needs to run takes half a second to import.
@@ -28,7 +28,7 @@ class IdleTuner(Generic[P]):
     gone within a second then, so start it with a grace of 0. A FatalError of it ends the tuning and not the serving.
 
     `why_no_room(plan)` says why memory holds no second engine with that plan beside the one that serves, "" if it
-    does; None stands for whatever would be measured.
+    does; None stands for whatever would be measured. `as_error` names how an engine ended.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class IdleTuner(Generic[P]):
         report: Report,
         measure: Callable[[bool], Awaitable[P | None]],
         why_no_room: Callable[[P | None], Awaitable[str]],
+        as_error: Callable[[Crash], FatalError],
         idle_s: float,
         settle_s: float = SETTLE_S,
     ) -> None:
@@ -49,6 +50,7 @@ class IdleTuner(Generic[P]):
         self._report = report
         self._measure_on = measure
         self._why_no_room = why_no_room
+        self._as_error = as_error
         self._idle_s = idle_s
         self._settle_s = settle_s
         self._best: P | None = None
@@ -171,7 +173,7 @@ class IdleTuner(Generic[P]):
             crash = await self._serving.load(served)
         if crash is not None:
             self._report.phase(Phase.FAILED, crash.describe())
-            raise as_error(crash)
+            raise self._as_error(crash)
         self._report.phase(Phase.READY)
         words = f"the engine is back after {self._serving.load_s:.1f} s"
         self._report.info("idle_back", words, seconds=round(self._serving.load_s, 3), held=self._traffic.running)

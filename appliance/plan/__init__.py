@@ -1,8 +1,10 @@
 """Step 2: what every engine's plan has. How plans are made is each engine's own: engines/<name>/."""
 
+from appliance.plan.allocated import Allocated
 from appliance.plan.choice import Choice
 from appliance.plan.costs import Costs
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
+from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import Verdict
 from appliance.plan.plan import (
     CONTEXT_STEP,
@@ -32,13 +34,16 @@ __all__ = [
     "SIZES",
     "TASTES",
     "UNMEASURED",
+    "Allocated",
     "Choice",
     "Costs",
+    "Kernels",
     "Kind",
     "Memory",
     "Offer",
     "Placement",
     "Plan",
+    "RuledOut",
     "Share",
     "Shortage",
     "Speculation",

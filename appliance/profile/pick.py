@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from appliance.engines.llama.planning.space import Space
+from appliance.engines.engine import Space
 from appliance.engines.llama.planning.speculation import still_applied
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile

@@ -14,10 +14,9 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, cast
 
-from appliance.engines.llama.server import Allocated
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import KINDS, Choice, Memory, Placement, Plan, Share, Speculation, Speed, Verdict
+from appliance.plan import KINDS, Allocated, Choice, Memory, Placement, Plan, Share, Speculation, Speed, Verdict
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings

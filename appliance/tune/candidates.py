@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.engines.llama.planning.space import Space
+from appliance.engines.engine import Space
 from appliance.plan import Plan
 from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measurement import Measurement

@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from appliance.engines.llama.server import Allocated
-from appliance.plan import Plan
+from appliance.plan import Allocated, Plan
 from appliance.probe.conditions import Conditions
 from appliance.tune.curve import LONGER, SERVER, Curve, Point
 from appliance.tune.modes import Rated

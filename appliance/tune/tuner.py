@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines.llama.planning.space import SMALLEST_WINDOW, Space
-from appliance.engines.llama.server import Allocated
+from appliance.engines.engine import Space
+from appliance.engines.llama.planning.space import SMALLEST_WINDOW
 from appliance.engines.llama_bench import Cell, Grid, Steps, unsuitable
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan, with_measured
+from appliance.plan import Allocated, Plan, with_measured
 from appliance.probe.watch import Watch
 from appliance.tune.bench import bench
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within

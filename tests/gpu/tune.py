@@ -17,15 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.boot import prepare
 from appliance.command import Command
-from appliance.engines.llama.server import command
 from appliance.errors import FatalError
 from appliance.house import Prepared
 from appliance.plan import Plan
-from appliance.probe import as_document, count_oom_kills
+from appliance.probe import as_document
 from appliance.probe.watch import Watch
 from appliance.profile import Profile, ProfileStore
 from appliance.settings import Settings, load_settings, process_environment
@@ -92,9 +92,12 @@ class Bench:
         return load_settings({**self._base, **cell}, self._environment)
 
     def _place(self, found: Prepared, leave_mib: int | None) -> str:
-        gpu = ", ".join(each.name or "GPU" for each in found.hardware.gpus.gpus) or found.hardware.cpu.model_name
+        gpu = (
+            ", ".join(each.name or "GPU" for each in found.inputs.hardware.gpus.gpus)
+            or found.inputs.hardware.cpu.model_name
+        )
         own = name_of({name: self._base[name] for name in sorted(self._base) if not name.endswith(("dir", "model"))})
-        return f"{gpu}; {found.image.build_id}; {leave_mib or 'all'} MiB; {own}"
+        return f"{gpu}; {found.inputs.image.build_id}; {leave_mib or 'all'} MiB; {own}"
 
     def _write_model(self) -> None:
         if self._model.exists():
@@ -137,7 +140,7 @@ class Bench:
             if not self._has_time:
                 return
             try:
-                plan = found.space(self._settings(cell)).best
+                plan = found.engine.space(replace(found.inputs, settings=self._settings(cell))).best
             except FatalError as error:  # what the planner refuses cannot be measured through it: the table says so
                 self._add(Row(where=self._where, cell=name_of(cell), error=f"refused: {error.message}"))
                 continue
@@ -159,16 +162,10 @@ class Bench:
         look = Look(depths=tuple(depth for depth in DEPTHS if depth <= plan.context // 2), is_long=True)
         began = time.monotonic()
 
+        socket_path = self._settings({}).runtime_dir / "appliance-sweep.sock"
+
         def start(each: Plan) -> Command:
-            return command(
-                each,
-                found.engine,
-                engine_dir=settings.engine_dir,
-                socket_path=settings.runtime_dir / "appliance-sweep.sock",
-                cache_dir=settings.data_dir / "cache" / found.image.build_id,
-                stall_timeout_s=settings.stall_timeout_s,
-                oom_kills=count_oom_kills,
-            )
+            return found.engine.command(each, found.install, socket_path)
 
         row = Row(where=self._where, cell=cell, plan=plan.key)
         try:
@@ -178,19 +175,19 @@ class Bench:
             print(f"{cell}: no time was left for it", flush=True)
             return
         except FatalError as error:
-            row = dataclasses.replace(row, error=f"exit code {error.exit_code}: {error.message}")
+            row = replace(row, error=f"exit code {error.exit_code}: {error.message}")
         else:
             mix = scaled_mix(parse_mix(settings.workload), plan.context)
-            row = dataclasses.replace(
+            row = replace(
                 row,
                 job_s=cost_s(Curve(points=seen.points), mix),
                 decode_ms={str(point.depth): point.decode_ms for point in seen.points},
                 disturbance=seen.disturbance,
             )
-        self._add(dataclasses.replace(row, seconds=time.monotonic() - began))
+        self._add(replace(row, seconds=time.monotonic() - began))
 
     def _watch(self, found: Prepared) -> Callable[[], Watch]:
-        return lambda: Watch(found.hardware, self._environment)
+        return lambda: Watch(found.inputs.hardware, self._environment)
 
     def _load_rows(self) -> None:
         lines = self._kept.read_text(encoding="utf-8").splitlines() if self._kept.exists() else []
@@ -224,7 +221,7 @@ class Bench:
             "tuned": tuned,
             "verdict": verdict and dataclasses.asdict(verdict),
             "rows": [dataclasses.asdict(row) for row in self.rows],
-            "hardware": as_document(found.hardware),
+            "hardware": as_document(found.inputs.hardware),
         }
         out = self._options.out
         out.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from gateway_stage import KEY
 from supervisor_harness import fake_command
 
 from appliance.command import Command
+from appliance.engines.llama.endings import as_error
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.gateway.app import create_app
@@ -109,6 +110,7 @@ class IdleStage:
             report=self.report,
             measure=measure,
             why_no_room=why,
+            as_error=as_error,
             idle_s=idle_s,
             settle_s=settle_s,
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boot_stage import ROOT, Home
+from boot_stage import ROOT, Home, free_port
 
 from appliance.image_facts import ImageFacts, dump_facts, parse_engine_facts, parse_image_facts
 from tests.fakes.machines import build_library, describe
@@ -86,8 +86,8 @@ esac
         }
 
     def doctor(self, **settings: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        """Exit code and checks by name."""
-        done = self.command("doctor", "--json", **settings)
+        """Exit code and checks by name. The default port may be taken, by what `make up` started."""
+        done = self.command("doctor", "--json", **{"port": str(free_port()), **settings})
         document = json.loads(done.stdout)
         assert document["exit_code"] == done.returncode, done.stderr
         return done.returncode, {check["name"]: check for check in document["checks"]}
@@ -154,7 +154,7 @@ def test_each_ill_is_a_failed_check_with_the_code_of_a_start(ward: Ward, damage:
 
 
 def test_for_people_it_is_lines_with_the_remedy_below(ward: Ward) -> None:
-    done = ward.command("doctor")
+    done = ward.command("doctor", port=str(free_port()))
     assert done.returncode == 0, done.stderr
     assert "pass  engine" in done.stdout
     assert "-> it ends with the container: add -v" in done.stdout
@@ -325,7 +325,7 @@ def test_a_card_without_kernels_is_left_out_with_its_reason(ward: Ward, nvml: Pa
     ward.give_gpus(nvml, "24+8")
     ward.set_words(devices="  CUDA0: NVIDIA GeForce RTX 3090 (24576 MiB, 24000 MiB free)")
     _, checks = ward.doctor()
-    assert "is left out: llama-cu130-sm86 has kernels for SM 86" in ward.command("doctor").stdout
+    assert "is left out: llama-cu130-sm86 has kernels for SM 86" in ward.command("doctor", port=str(free_port())).stdout
     assert checks["driver"]["status"] == "pass"
     with ward.serving(tune="off") as serving:
         assert "is left out" in serving.event("hardware")["message"]

@@ -10,22 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.engines.llama.server import BINARY, gpu_environment
+from appliance.engines.engine import Devices
+from appliance.engines.llama.facts import BINARY
+from appliance.engines.llama.server import gpu_environment
 from appliance.run import RunTimeout, run
-from appliance.values import dataclass
 
 BACKEND = "libggml-cuda.so"
 TIMEOUT_S = 60.0  # a cold driver wakes its GPUs one after another
 _DEVICE = re.compile(r"^ {2}(CUDA\d+): .+ \(\d+ MiB, \d+ MiB free\)$", re.MULTILINE)
 _CAUSE = re.compile(r"cuda|fail|error|cannot", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """`names` as the engine numbers them: CUDA0. `said` is its last word on why there is none."""
-
-    names: tuple[str, ...] = ()
-    said: str = ""
 
 
 def query_devices(

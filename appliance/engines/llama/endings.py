@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
+from appliance.engines.engine import Ending
 from appliance.engines.llama.log import may_be_error
 from appliance.errors import (
     CpuBackendError,
@@ -32,24 +32,6 @@ from appliance.errors import (
 from appliance.plan import Shortage
 
 _NAME = "llama-server"
-
-
-class Ending(Protocol):
-    """What a supervisor tells of an engine that ended."""
-
-    @property
-    def signal(self) -> int | None: ...
-    @property
-    def first_error(self) -> str | None: ...
-    @property
-    def log(self) -> tuple[str, ...]: ...
-    @property
-    def was_ready(self) -> bool: ...
-    @property
-    def stalled(self) -> bool: ...
-    @property
-    def oom_kills(self) -> int | None: ...
-    def describe(self) -> str: ...
 
 
 _LAST_LINES = "its last lines are above"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import CpuVariant, EngineFacts
 from appliance.run import run
 
+BINARY = "llama-server"
 TIMEOUT_S = 30.0
 _VARIANTS = Path(__file__).with_name("cpu_variants.yaml")
 _CPU_BACKEND = re.compile(r"libggml-cpu-(.+)\.so")
@@ -24,6 +26,12 @@ def query_facts(binary: Path, environment: Mapping[str, str] | None = None) -> E
     around = environment or {}
     said, usage = _said(binary, "--version", around), _said(binary, "--help", around)
     return parse_facts(version=said, usage=usage, backends=backends)
+
+
+def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
+    """While an image is built. `kv_pairs` as `parse_kv_pairs` takes them."""
+    facts = query_facts(binary)
+    return replace(facts, kv_pairs=parse_kv_pairs(kv_pairs, facts.kv_types))
 
 
 def _said(binary: Path, flag: str, environment: Mapping[str, str]) -> str:

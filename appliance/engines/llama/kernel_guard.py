@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from appliance.engines.engine import Inputs, Install
 from appliance.engines.llama.kernel_record import Checked, KernelStore
-from appliance.engines.llama.kernels import CPU_PROGRAM, Asked, KernelReport, is_there, query_kernels
-from appliance.engines.llama.planning.cpu_variant import Kernels, RuledOut
+from appliance.engines.llama.kernels import CPU_PROGRAM, Asked, KernelReport, asked_of, is_there, query_kernels
+from appliance.engines.llama.planning.kv_types import kv_candidates
+from appliance.plan import RuledOut, Verdict
 from appliance.report import Report
 
 
@@ -24,12 +25,11 @@ class _Check:
 class KernelGuard:
     """Made inside the running loop. A check that nobody waits for any more is ended by `give_up`."""
 
-    def __init__(self, store: KernelStore, report: Report, *, engine_dir: Path, cache_dir: Path, threads: int) -> None:
+    def __init__(self, store: KernelStore, report: Report, install: Install, *, threads: int) -> None:
         self._store = store
         self._record = store.load()
         self._report = report
-        self._engine_dir = engine_dir
-        self._cache_dir = cache_dir
+        self._install = install
         self._threads = threads
         self._check: _Check | None = None
         self._warned: set[str] = set()
@@ -39,12 +39,14 @@ class KernelGuard:
     def is_checking(self) -> bool:
         return self._check is not None
 
-    def begin(self, kernels: Kernels, asked: Asked) -> None:
+    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None:
         """Starts the check, unless this was checked before, by this start or by one before on this volume."""
+        kernels = inputs.kernels
         if self._check is not None or kernels.variant is None:
             return
+        asked = asked_for(inputs, verdicts)
         known = self._record.check_of(kernels.variant, asked)
-        if known is None and not is_there(self._engine_dir):
+        if known is None and not is_there(self._install.engine_dir):
             known = Checked(asked=asked, problem=f"this image has no {CPU_PROGRAM}")
         if known is not None:
             if known.problem:
@@ -54,22 +56,22 @@ class KernelGuard:
         found = asyncio.get_running_loop().run_in_executor(None, self._ask, kernels.variant, asked)
         self._check = _Check(variant=kernels.variant, asked=asked, found=found)
 
-    async def finish(self) -> KernelReport | None:
-        """What the check says of the variant, and None where none runs. A good one is kept for the next start."""
+    async def finish(self) -> tuple[str, str] | None:
+        """The variant that fails and what was seen of it, else None. A good one is kept for the next start."""
         check = self._check
         if check is None:
             return None
         (report,) = await asyncio.shield(check.found)
         self._check = None
         if report.why_not:
-            return report
+            return report.variant, report.why_not
         if report.problem:
             self._warn(check.variant, report.problem)
         else:
             words = f"kernels of {check.variant} checked in {report.seconds:.1f} s: {report.in_words()}"
             self._report.info("kernels_checked", words, variant=check.variant, cases=report.cases)
         self._record = self._store.note(check.variant, Checked(asked=check.asked, problem=report.problem))
-        return report
+        return None
 
     def rule_out(self, variant: str, seen: str) -> RuledOut:
         """From now on, also for later starts on this CPU and build. What is ruled out altogether."""
@@ -84,10 +86,10 @@ class KernelGuard:
 
     def _ask(self, variant: str, asked: Asked) -> Sequence[KernelReport]:
         return query_kernels(
-            self._engine_dir,
+            self._install.engine_dir,
             (variant,),
             asked,
-            cache_dir=self._cache_dir,
+            cache_dir=self._install.cache_dir,
             threads=self._threads,
             is_wanted=lambda: not self._unwanted.is_set(),
         )
@@ -97,3 +99,10 @@ class KernelGuard:
             self._warned.add(variant)
             words = f"the kernels of {variant} are not checked: {problem}"
             self._report.warning("kernels_not_checked", words, variant=variant)
+
+
+def asked_for(inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Asked:
+    """What the kernels of a plan for these models have to work with."""
+    models = (inputs.model, *((inputs.draft,) if inputs.draft else ()))
+    types = {matrices.type_name for each in models for matrices in each.matrices}
+    return asked_of(types, kv_candidates(inputs.settings, inputs.facts, inputs.model, verdicts, on_gpu=False))

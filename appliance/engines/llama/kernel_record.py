@@ -17,7 +17,7 @@ from typing import Any
 
 from appliance.disk import Disk, put_file
 from appliance.engines.llama.kernels import Asked
-from appliance.engines.llama.planning.cpu_variant import RuledOut
+from appliance.plan import RuledOut
 from appliance.probe import Cpu
 
 SCHEMA = 1

@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appliance.command import Command, Readiness
+from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan
-from appliance.values import dataclass
+from appliance.plan import Allocated, Plan
 
-BINARY = "llama-server"
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
 # Buffer sizes appear at 4, not at the default 3. It cannot be lowered later; at 4 a request costs some twenty lines
 # without its text, which are kept for a crash and not repeated.
@@ -206,29 +205,15 @@ def gpu_environment(
     return found
 
 
-def cpu_environment(cache_dir: Path, cpu_variant: str | None) -> dict[str, str]:
+def variant_environment(cpu_variant: str | None) -> dict[str, str]:
     """With a variant the engine opens that one and no other (images/patches/llama-cpu-choice.patch); without, the one
     that scores highest by cpuid."""
+    return {"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else {}
+
+
+def cpu_environment(cache_dir: Path, cpu_variant: str | None) -> dict[str, str]:
     found = {"PATH": "/usr/bin:/bin", "HOME": str(cache_dir / "home"), "LANG": "C.UTF-8"}
-    return found | ({"GGML_CPU_VARIANT": cpu_variant} if cpu_variant else {})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Allocated:
-    """What the engine says that it allocated, in MiB: the sum over its buffers of each kind."""
-
-    model: float = 0.0
-    kv: float = 0.0
-    compute: float = 0.0
-    output: float = 0.0
-    recurrent: float = 0.0  # states
-    mapped: float = 0.0  # of `model`, what is a file in memory
-    repacked: float = 0.0  # of `model`, what the CPU backend copied
-    devices: tuple[tuple[str, float], ...] = ()  # the engine's name of each GPU, and the sum over its buffers
-
-    @property
-    def total(self) -> float:
-        return self.model + self.kv + self.compute + self.output + self.recurrent
+    return found | variant_environment(cpu_variant)
 
 
 # What the engine warns of and is as it should be, each with its reason; in the words of build 11312.

@@ -12,10 +12,11 @@ from pathlib import Path
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
 
+BINARY = "vllm"
 VERSION_FILE = Path("lib/vllm/_version.py")
 
 
-def query_facts(binary: Path) -> EngineFacts:
+def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     """`binary` is bin/vllm beside lib/. Raises EngineLibraryError when the wheel is not there."""
     path = binary.parent.parent / VERSION_FILE
     try:

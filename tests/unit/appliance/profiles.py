@@ -7,9 +7,8 @@ from dataclasses import replace
 from facts import ENGINE, IMAGE, SMALL, machine
 
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.server import Allocated
 from appliance.model import ModelDigest
-from appliance.plan import Plan, Verdict
+from appliance.plan import Allocated, Plan, Verdict
 from appliance.probe import GpuHolder
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key

@@ -12,9 +12,10 @@ from facts import IMAGE, machine, with_variants
 from profiles import DIGEST
 
 from appliance.engines.llama.facts import parse_variants
-from appliance.engines.llama.planning.cpu_variant import RuledOut, choose_kernels, runnable_variants
+from appliance.engines.llama.planning.cpu_variant import choose_kernels, runnable_variants
 from appliance.errors import ConfigError, CpuUnsupportedError, EngineArgumentsError
 from appliance.image_facts import CpuVariant, dump_facts, parse_engine_facts
+from appliance.plan import RuledOut
 from appliance.probe import Cpu
 from appliance.profile import make_key
 from appliance.settings import resolve_settings

@@ -20,7 +20,6 @@ from appliance.engines.llama.fit import parse_projection, query_projections
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.planning.space import plan
 from appliance.engines.llama.server import (
-    Allocated,
     arguments,
     command,
     environment,
@@ -30,7 +29,7 @@ from appliance.engines.llama.server import (
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Memory, Placement, Plan, Share
+from appliance.plan import Allocated, Memory, Placement, Plan, Share
 from appliance.settings import resolve_settings
 
 SOCKET = Path("/tmp/appliance-7.sock")

@@ -7,7 +7,7 @@ import pytest
 from facts import IMAGE
 
 from appliance.__main__ import main
-from appliance.checks import check_engine
+from appliance.boot import load_engine
 from appliance.engines.vllm import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
@@ -47,17 +47,17 @@ def test_the_verb_reads_the_wheel_beside_the_launcher(tmp_path: Path) -> None:
 
 def test_a_launcher_without_its_wheel_is_44(tmp_path: Path) -> None:
     with pytest.raises(EngineLibraryError, match=r"lib/vllm/_version\.py: No such file") as caught:
-        vllm_facts.query_facts(tmp_path / "bin/vllm")
+        vllm_facts.read_facts(tmp_path / "bin/vllm", "")
     assert caught.value.exit_code == 44
 
 
 def test_an_image_whose_engine_is_not_served_says_so_with_10() -> None:
     image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
     with pytest.raises(ConfigError, match=r"cannot be served yet: vllm 0\.33\.0 \(vllm-cu130\)") as caught:
-        check_engine(image)
+        load_engine(image)
     assert caught.value.exit_code == 10
     assert caught.value.hint == "use an image of llama: python -m images select"
-    check_engine(IMAGE)
+    assert load_engine(IMAGE).name == "llama"
 
 
 def test_serve_and_plan_end_with_10_before_they_look_for_a_model(

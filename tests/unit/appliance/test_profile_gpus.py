@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from profiles import profile
 
-from appliance.engines.llama.server import Allocated
+from appliance.plan import Allocated
 from appliance.profile.record import dump_profile, parse_profile
 from tests.golden.plans import CASES, plans
 

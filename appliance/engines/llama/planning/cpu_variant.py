@@ -6,33 +6,12 @@ loader takes what scores highest by cpuid alone, and has no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-
 from appliance.errors import ConfigError, CpuUnsupportedError
 from appliance.image_facts import CpuVariant, EngineFacts
+from appliance.plan import Kernels, RuledOut
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu
 from appliance.settings import Settings
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuledOut:
-    """Variants that failed on this CPU in this build: what was seen of each. `where` is the file that keeps it."""
-
-    seen: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    where: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """`isa` is what the kernels that serve are compiled for: it decides which weights they copy. Without `variant` the
-    engine takes its own choice, and the CPU's flags stand for it."""
-
-    variant: str | None
-    isa: tuple[str, ...]
-    choice: Choice | None = None
 
 
 def choose_kernels(settings: Settings, engine: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None) -> Kernels:

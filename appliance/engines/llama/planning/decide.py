@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions, reasons
-from appliance.engines.llama.planning.cpu_variant import Kernels, choose_kernels
+from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import Device, usable_devices
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.memory import (
@@ -31,7 +31,7 @@ from appliance.engines.llama.planning.window import Aim, Wanted, Window, choose_
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Memory, Placement, Plan, Verdict
+from appliance.plan import CONTEXT_STEP, Kernels, Memory, Placement, Plan, Verdict
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.costs import costs_of, with_threads
-from appliance.engines.llama.planning.cpu_variant import Kernels
 from appliance.engines.llama.planning.decide import (
     BATCH,
     UBATCH,
@@ -36,7 +35,7 @@ from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_
 from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import Costs, Placement, Plan, Share, Verdict
+from appliance.plan import Costs, Kernels, Placement, Plan, Share, Verdict
 from appliance.probe import Hardware
 from appliance.settings import Settings
 

@@ -1,0 +1,249 @@
+"""The doors of an engine: all that the rest of the appliance asks of it. `load` is the only way in.
+
+An engine is a folder beside this file with a module `engine.py`, whose ENGINE answers to `Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from appliance.command import Command
+from appliance.engine_route import EngineRoute
+from appliance.errors import ConfigError, FatalError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.plan import Allocated, Costs, Kernels, Plan, RuledOut, Verdict
+from appliance.probe import Cpu, Hardware
+from appliance.settings import Settings
+from appliance.values import dataclass
+
+if TYPE_CHECKING:
+    from appliance.model import Model
+    from appliance.report import Report
+
+KNOWN = ("llama", "vllm")
+SERVED = ("llama",)
+"""Engines that have images, and those of them that this appliance can serve. By folder, and by their images' facts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Install:
+    """Where the engine is, and what every program of it is started with. Made once."""
+
+    engine_dir: Path
+    facts: EngineFacts
+    cache_dir: Path  # of this build, on the volume
+    driver_dir: Path | None = None  # of the GPU's driver, where the dynamic loader does not look
+    stall_timeout_s: float = 120.0
+    oom_kills: Callable[[], int | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What plans are made from. Made once; only the kernels may change, when a variant is ruled out."""
+
+    settings: Settings
+    image: ImageFacts
+    facts: EngineFacts
+    hardware: Hardware
+    model: Model
+    kernels: Kernels
+    draft: Model | None = None  # of speculative decoding
+
+    @property
+    def draft_path(self) -> str | None:
+        return str(self.draft.path) if self.draft else None
+
+    def with_kernels(self, kernels: Kernels) -> Inputs:
+        return replace(self, kernels=kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """`names` as the engine numbers them. `said` is its last word on why there is none."""
+
+    names: tuple[str, ...] = ()
+    said: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelResult:
+    """One set of kernels that was checked. Right where there is neither `problem` nor `error`."""
+
+    name: str
+    words: str = ""
+    problem: str = ""  # why it was not checked
+    error: FatalError | None = None  # what is wrong with it
+    hint: str = ""  # for the problem
+
+
+class Ending(Protocol):
+    """What a supervisor tells of a program that ended."""
+
+    @property
+    def signal(self) -> int | None: ...
+    @property
+    def first_error(self) -> str | None: ...
+    @property
+    def log(self) -> tuple[str, ...]: ...
+    @property
+    def was_ready(self) -> bool: ...
+    @property
+    def stalled(self) -> bool: ...
+    @property
+    def oom_kills(self) -> int | None: ...
+    def describe(self) -> str: ...
+
+
+class Space(Protocol):
+    """Every plan for one set of inputs."""
+
+    @property
+    def best(self) -> Plan:
+        """The prediction."""
+
+    @property
+    def native(self) -> int:
+        """The model's own context length, or the one that was asked for."""
+
+    @property
+    def is_mixture(self) -> bool: ...
+
+    def all(self) -> list[Plan]:
+        """Every plan that fits, the best first."""
+
+    def neighbours(self) -> list[Plan]: ...
+
+    def only_for_context(self) -> list[Plan]: ...
+
+    def at_window(self, plan: Plan, context: int) -> Plan | None:
+        """The plan with another context length; None where it does not fit."""
+
+    def now(self, measured: Plan) -> Plan | str:
+        """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+
+    def costs(self, plan: Plan) -> Costs:
+        """For the predictor."""
+
+    def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
+        """Places with the MiB that the plan needs there, and those that it may take."""
+
+    def kinds_to_check(self) -> tuple[str, ...]:
+        """KV cache types that would carry a much longer context, if they were shown to be harmless."""
+
+    def modelled(self, plan: Plan) -> str | None:
+        """A line for `--explain` on what was not built yet, or None."""
+
+
+class Narrowed(Protocol):
+    """The machine as an engine found it that ran out of memory."""
+
+    @property
+    def hardware(self) -> Hardware: ...
+    @property
+    def missing_mib(self) -> float: ...
+    @property
+    def where(self) -> str: ...
+    def is_smaller(self, after: Plan, before: Plan) -> bool: ...
+
+
+class Guard(Protocol):
+    """The check of an engine's kernels before they serve on this machine for the first time."""
+
+    @property
+    def is_checking(self) -> bool: ...
+
+    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None:
+        """Starts the check unless a start before did it. Inside the running loop."""
+
+    async def finish(self) -> tuple[str, str] | None:
+        """The variant that failed, and what was seen of it; None where nothing is wrong."""
+
+    def rule_out(self, variant: str, seen: str) -> RuledOut:
+        """For this and later starts. All that is ruled out."""
+
+    def give_up(self) -> None: ...
+
+
+class Engine(Protocol):
+    """One engine. Methods that only read have no state; none keeps anything between calls but on the volume."""
+
+    @property
+    def name(self) -> str:
+        """As in the image's facts."""
+
+    @property
+    def binary(self) -> str:
+        """File name of the program that serves."""
+
+    @property
+    def routes(self) -> tuple[EngineRoute, ...]: ...
+
+    @property
+    def dropped_headers(self) -> frozenset[bytes]:
+        """Of a request, lower case: what the engine must not see."""
+
+    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
+        """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
+
+    def query_devices(
+        self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
+    ) -> Devices:
+        """GPUs that the engine itself sees. With `may_recall` a good answer of an earlier start is believed."""
+
+    def ruled_out(self, cache_dir: Path, image: ImageFacts, cpu: Cpu) -> RuledOut:
+        """What earlier starts saw of the kernels on this CPU. Writes nothing."""
+
+    def choose_kernels(
+        self, settings: Settings, facts: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None
+    ) -> Kernels:
+        """Raises ConfigError (10) for a variant that cannot be used, CpuUnsupportedError (22) where none is left."""
+
+    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard: ...
+
+    def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
+        """All that this machine can run, for the model's types. What fails is ruled out."""
+
+    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
+        """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+
+    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
+        """What is served where nothing was measured. Raises as `space` does."""
+
+    def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
+        """After `plan` ran out of memory as it loaded. None where the error, or the log, does not tell of memory."""
+
+    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
+
+    def is_worth_showing(self, line: str) -> bool:
+        """Whether a line of its log belongs into ours."""
+
+    def allocated(self, lines: Iterable[str]) -> Allocated:
+        """From the log of one start, up to readiness."""
+
+    def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
+        """What it ended with, as one of the errors of DESIGN.md section 6."""
+
+
+def load(name: str, *, said_by: str = "") -> Engine:
+    """The engine of that name. Raises ConfigError (10) for one that cannot be served."""
+    if name not in SERVED:
+        message = f"the engine of this image cannot be served yet: {said_by or name}"
+        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED)}: python -m images select")
+    found: Any = import_module(f"appliance.engines.{name}.engine")
+    engine: Engine = found.ENGINE
+    return engine
+
+
+def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
+    """Of the engine whose program this is, while an image is built. Raises ConfigError (10) for an unknown one."""
+    for name in KNOWN:
+        facts: Any = import_module(f"appliance.engines.{name}.facts")
+        if binary.name == facts.BINARY:
+            found: EngineFacts = facts.read_facts(binary, kv_pairs)
+            return found
+    message = f"no engine has a program of this name: {binary}"
+    raise ConfigError(message, hint=f"--bin is the server of one of {', '.join(KNOWN)}")

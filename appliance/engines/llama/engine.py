@@ -1,0 +1,104 @@
+"""llama.cpp behind the doors of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from appliance.command import Command
+from appliance.engine_route import EngineRoute
+from appliance.engines.engine import Devices, Ending, Inputs, Install, KernelResult
+from appliance.engines.llama import endings, server
+from appliance.engines.llama.devices import query_devices, query_devices_once
+from appliance.engines.llama.facts import BINARY, query_facts, read_facts
+from appliance.engines.llama.kernel_guard import KernelGuard
+from appliance.engines.llama.kernel_record import KernelStore
+from appliance.engines.llama.planning.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.shortage import Narrowed, narrowed
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.speculation import as_asked
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
+from appliance.errors import FatalError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.plan import Allocated, Kernels, Plan, RuledOut, Verdict
+from appliance.probe import Cpu, Hardware
+from appliance.report import Report
+from appliance.settings import Settings
+
+
+class Llama:
+    """See `appliance.engines.engine.Engine`."""
+
+    name = "llama"
+    binary = BINARY
+    routes: tuple[EngineRoute, ...] = ROUTES
+    dropped_headers = DROPPED_HEADERS
+
+    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
+        if kv_pairs:
+            return read_facts(binary, kv_pairs)
+        return query_facts(binary, server.variant_environment(cpu_variant))
+
+    def query_devices(
+        self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
+    ) -> Devices:
+        ask = query_devices
+        if may_recall:
+            uuids = tuple(gpu.uuid or "" for gpu in hardware.gpus.gpus)
+            ask = partial(query_devices_once, driver=hardware.gpus.driver, uuids=uuids)
+        return ask(install.engine_dir, install.cache_dir, driver_dir=install.driver_dir, cpu_variant=cpu_variant)
+
+    def ruled_out(self, cache_dir: Path, image: ImageFacts, cpu: Cpu) -> RuledOut:
+        store = KernelStore(cache_dir, image.build_id, cpu)
+        return store.ruled_out(store.load(may_set_aside=False))
+
+    def choose_kernels(
+        self, settings: Settings, facts: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None
+    ) -> Kernels:
+        return choose_kernels(settings, facts, cpu, ruled_out)
+
+    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> KernelGuard:
+        store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
+        return KernelGuard(store, report, install, threads=cpu.cores)
+
+    def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
+        from appliance.engines.llama.kernel_checks import check_kernels  # here: no start needs it
+
+        return check_kernels(install, inputs)
+
+    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
+        facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
+        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels)
+
+    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
+        best = self.space(inputs, verdicts).best
+        return as_asked(best, inputs.settings, model=inputs.model, draft=inputs.draft, isa=inputs.kernels.isa)
+
+    def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
+        shortage = endings.shortage_of(error, lines)
+        return narrowed(inputs.hardware, plan, shortage, inputs.settings) if shortage else None
+
+    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
+        return server.command(
+            plan,
+            install.facts,
+            engine_dir=install.engine_dir,
+            socket_path=socket_path,
+            cache_dir=install.cache_dir,
+            stall_timeout_s=install.stall_timeout_s,
+            driver_dir=install.driver_dir,
+            oom_kills=install.oom_kills,
+        )
+
+    def is_worth_showing(self, line: str) -> bool:
+        return server.is_worth_showing(line)
+
+    def allocated(self, lines: Iterable[str]) -> Allocated:
+        return server.parse_allocated(lines)
+
+    def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
+        return endings.as_error(ending, served=served)
+
+
+ENGINE = Llama()
