@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from images.errors import BuildError, MatrixError
-from images.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants, near_miss
+from images.errors import BuildError, MatrixError, near_miss
+from images.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants
 
 FACTS_FILE = Path(__file__).parent / "facts" / "nvidia.yaml"
 FACTS_NAME = "images/facts/nvidia.yaml"  # as a person sees it

@@ -26,7 +26,7 @@ TEXT = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
 DIST_INFO = re.compile(r"^(?P<wheel>(?P<name>[^/]+)-[^/-]+\.dist-info)/")
 CUDA_TEXT = re.compile(
     rf"^(?:{FOLDER}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
-    r"opt/vllm/lib/nvidia_[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
+    r"opt/[^/]+/lib/nvidia_(?!ml_py)[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
 )
 FACTS_FILE = Path(__file__).parent / "facts" / "licenses.yaml"
 FACTS_NAME = "images/facts/licenses.yaml"  # as a person sees it

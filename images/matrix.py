@@ -6,7 +6,6 @@ list of targets, and each pair is one Cell, so a CUDA release or an SM is a row 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from images.errors import MatrixError, UsageError
+from images.engines import ENGINES, EngineFiles, files_of
+from images.errors import MatrixError, UsageError, near_miss
 
 MATRIX_FILE = Path("build_matrix.yaml")
 LOCKS = Path("images/locks")
@@ -253,6 +253,7 @@ class Engine:
     version: str
     build: int | None  # None: its releases have no such number
     commit: str  # all 40 digits, or as many as its wheel tells
+    files: EngineFiles
     source: Source
     backend_lock: str | None
     patches: tuple[str, ...]  # applied to the source tree in this order; relative to the project
@@ -366,14 +367,14 @@ def load(root: Path) -> Matrix:
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
-def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
-    """`data` is the YAML as values; `locks` are the texts of the lock files by name."""
+def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, EngineFiles] = ENGINES) -> Matrix:
+    """`data` is the YAML as values; `locks` are the texts of the lock files by name, `files` the rows of engines."""
     try:
         rows = _MatrixFile.model_validate(data)
     except ValidationError as error:
         raise _explain(error) from error
     bases = {name: _base(name, row) for name, row in rows.bases.items()}
-    engines = {name: _engine(name, row, rows.locks, locks) for name, row in rows.engines.items()}
+    engines = {name: _engine(name, row, rows.locks, locks, files_of(name, files)) for name, row in rows.engines.items()}
     targets = {name: _target(name, row) for name, row in rows.targets.items()}
     toolkits = {cuda: _toolkit(cuda, row, bases, rows.locks, locks) for cuda, row in rows.toolkits.items()}
     cells = [cell for row in rows.cells for cell in _cells(row, engines, targets, bases, toolkits)]
@@ -502,7 +503,9 @@ def _refuse_contradictions(cells: Iterable[Cell], scopes: Iterable[Scope]) -> No
                 raise MatrixError(message, hint="take it out of cells or out of out_of_scope")
 
 
-def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str]) -> Engine:
+def _engine(
+    name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str], files: EngineFiles
+) -> Engine:
     for lock in filter(None, (row.source.lock, row.backend_lock)):
         _refuse_unknown(lock, known, f"engine {name}: lock")
     _refuse_half_compiled(name, row)
@@ -518,6 +521,7 @@ def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Ma
         cpu_variants=variants,
         sm_forms={sm: SmForm(sm=sm, **form.model_dump()) for sm, form in row.sm_forms.items()},
         cuda=parse_cuda(text, lock=row.source.lock) if row.source.wheels else None,
+        files=files,
     )
 
 
@@ -679,9 +683,3 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
     if location[:1] in (("bases",), ("snapshot",)) and kind is _SourceRow:
         kind = _BaseSourceRow
     return list(kind.model_fields)
-
-
-def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known spelling closest to `name`, if one is close."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"perhaps you meant {near[0]}" if near else None

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from images.errors import MatrixError
-from images.matrix import Cell, Platform, near_miss
+from images.errors import MatrixError, near_miss
+from images.matrix import Cell, Platform
 
 PROOFS_FILE = Path("images/proven.yaml")
 REPOSITORY = "appliance"

@@ -14,8 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from images.compat import Source
-from images.errors import MatrixError
-from images.matrix import near_miss
+from images.errors import MatrixError, near_miss
 
 FOLDER = Path(__file__).parent / "facts"
 
