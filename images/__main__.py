@@ -49,7 +49,7 @@ from images import (
     verify,
     wheel_gaps,
 )
-from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError
+from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
 from images.matrix import Cell, Matrix
 
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
@@ -468,7 +468,7 @@ def _lock(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.names if name not in known]
     if unknown:
         message = f"no such lock: {', '.join(unknown)}"
-        raise UsageError(message, hint=matrix.near_miss(unknown[0], known) or f"the locks are {', '.join(known)}")
+        raise UsageError(message, hint=near_miss(unknown[0], known) or f"the locks are {', '.join(known)}")
     if arguments.dry_run:
         _say(arguments, names, names)
         return 0
@@ -488,7 +488,7 @@ def _lock_bases(arguments: argparse.Namespace) -> int:
     unknown = [name for name in arguments.names if name not in known]
     if unknown:
         message = f"no such base: {', '.join(unknown)}"
-        raise UsageError(message, hint=matrix.near_miss(unknown[0], known) or f"the bases are {', '.join(known)}")
+        raise UsageError(message, hint=near_miss(unknown[0], known) or f"the bases are {', '.join(known)}")
     wanted = bases.choose(known, arguments.names)
     if arguments.dry_run:
         _say(arguments, [base.image for base in wanted], [f"{base.name}: {base.image}" for base in wanted])
@@ -718,7 +718,7 @@ def _refuse_missing(inputs: Sequence[Path]) -> None:
     if missing:
         message = f"{matrix.MATRIX_FILE} names files that are not there: {', '.join(missing)}"
         folder = [path.as_posix() for path in (ROOT / missing[0]).parent.glob("*")]
-        near = matrix.near_miss((ROOT / missing[0]).as_posix(), folder)
+        near = near_miss((ROOT / missing[0]).as_posix(), folder)
         raise MatrixError(message, hint=near and near.replace(f"{ROOT.as_posix()}/", ""))
 
 
@@ -767,7 +767,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
         wrong = (found[1] or found[2]).partition("=")[0] if found else ""
-        near = matrix.near_miss(wrong, self._words())
+        near = near_miss(wrong, self._words())
         message = message.partition(" (choose from")[0].removeprefix("argument VERB: ")
         raise UsageError(message, hint=f"{near}; {self.prog} --help lists all" if near else f"{self.prog} --help")
 

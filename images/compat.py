@@ -10,45 +10,24 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images.errors import BuildError, MatrixError
-from images.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants, near_miss
+from images import rows
+from images.errors import BuildError, MatrixError, near_miss
+from images.matrix import Base, Cell, Platform, SmForm, Toolkit, Variants
+from images.rows import Names, Row, Source, Text
 
-FACTS_FILE = Path(__file__).parent / "facts" / "nvidia.yaml"
 FACTS_NAME = "images/facts/nvidia.yaml"  # as a person sees it
 
-Text = Annotated[str, Field(min_length=1)]
 Driver = Annotated[str, Field(pattern=r"^\d{3}(?:\.\d+){0,2}$")]
 Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-Names = Annotated[tuple[str, ...], Field(min_length=1)]
 ReleaseFact = Literal["targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max", "glibc_max_of"]
 SmFact = Literal["chip", "platforms", "first_driver", "tegra"]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Source(_Row):
-    """Where a fact is from: what was read or measured, and on which day."""
-
-    kind: Literal["measured", "file", "document", "report", "inferred"]
-    what: Text
-    where: str | None = None
-    date: date
-
-    def __str__(self) -> str:
-        place = f", {self.where}" if self.where else ""
-        return f"{self.what}{place} ({self.kind}, {self.date})"
-
-
-class Release(_Row):
+class Release(Row):
     """One CUDA release. `driver` was shipped with it and runs its PTX; `minor_floor` runs its machine code."""
 
     cuda: Version
@@ -60,7 +39,7 @@ class Release(_Row):
     minor_floor: Driver
     compressed_floor: Driver | None
     glibc_max: Version | None
-    glibc_max_of: dict[Platform, Version] = {}  # lower, and no patch of ours helps
+    glibc_max_of: Mapping[Platform, Version] = {}  # lower, and no patch of ours helps
     sources: dict[ReleaseFact, Names]
 
     @property
@@ -69,7 +48,7 @@ class Release(_Row):
         return (*self.targets, *(f"{sm}a" for sm in self.arch_specific), *(f"{sm}f" for sm in self.family))
 
 
-class Sm(_Row):
+class Sm(Row):
     """One chip. `first_driver` is None where its drivers are numbered apart from the toolkits'."""
 
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")]
@@ -80,7 +59,7 @@ class Sm(_Row):
     sources: dict[SmFact, Names]
 
 
-class Host(_Row):
+class Host(Row):
     """One distribution. `gcc`: major versions that it packages, the default first."""
 
     distribution: Text
@@ -90,21 +69,21 @@ class Host(_Row):
     sources: Names
 
 
-class GpuNames(_Row):
+class GpuNames(Row):
     sm: str
     source: str
-    names: Annotated[tuple[str, ...], Field(min_length=1)]
+    names: Names
 
 
-class Older(_Row):
+class Older(Row):
     """A generation that no image is for; its numbers, so that a GPU of it is refused by what it is."""
 
-    sms: Annotated[tuple[str, ...], Field(min_length=1)]
+    sms: Names
     chip: Text
     source: str
 
 
-class _FactsFile(_Row):
+class _FactsFile(Row):
     sources: dict[str, Source]
     releases: tuple[Release, ...]
     sms: tuple[Sm, ...]
@@ -147,39 +126,26 @@ class Refusal:
 @functools.cache
 def facts() -> Facts:
     """The committed facts. MatrixError when they cannot be."""
-    try:
-        data = yaml.safe_load(FACTS_FILE.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
-        raise MatrixError(message) from error
-    return parse_facts(data)
+    return parse_facts(rows.load(FACTS_NAME))
 
 
 def parse_facts(data: object) -> Facts:
-    try:
-        rows = _FactsFile.model_validate(data)
-    except ValidationError as error:
-        # An unknown key first: the required key that is missing beside it is the same mistake seen from behind.
-        complaints = error.errors(include_url=False)
-        first = next((each for each in complaints if each["type"] == "extra_forbidden"), complaints[0])
-        where = ".".join(str(part) for part in first["loc"])
-        message = f"{FACTS_NAME}: {where}: {first['msg']}: {first['input']!r}"
-        raise MatrixError(message, hint=_meant(first)) from error
-    _refuse_twice("release", (row.cuda for row in rows.releases))
-    _refuse_twice("SM", (row.sm for row in rows.sms))
-    _refuse_twice("distribution", (row.distribution for row in rows.hosts))
-    _refuse_twice("SM", (sm for row in rows.older for sm in row.sms))
-    _refuse_twice("GPU name", (plain_name(name) for row in rows.gpus for name in row.names))
-    _check_every_fact_is_cited(rows)
-    _check_sources(rows)
-    _check_targets(rows)
+    file = rows.check(data, _FactsFile, name=FACTS_NAME)
+    rows.refuse_twice("release", (row.cuda for row in file.releases), name=FACTS_NAME)
+    rows.refuse_twice("SM", (row.sm for row in file.sms), name=FACTS_NAME)
+    rows.refuse_twice("distribution", (row.distribution for row in file.hosts), name=FACTS_NAME)
+    rows.refuse_twice("SM", (sm for row in file.older for sm in row.sms), name=FACTS_NAME)
+    rows.refuse_twice("GPU name", (plain_name(name) for row in file.gpus for name in row.names), name=FACTS_NAME)
+    _check_every_fact_is_cited(file)
+    _check_sources(file)
+    _check_targets(file)
     return Facts(
-        sources=rows.sources,
-        releases={row.cuda: row for row in sorted(rows.releases, key=lambda row: numbers(row.cuda))},
-        sms={row.sm: row for row in sorted(rows.sms, key=lambda row: int(row.sm))},
-        hosts={row.distribution: row for row in rows.hosts},
-        gpus=rows.gpus,
-        older={sm: row.chip for row in rows.older for sm in row.sms},
+        sources=file.sources,
+        releases={row.cuda: row for row in sorted(file.releases, key=lambda row: numbers(row.cuda))},
+        sms={row.sm: row for row in sorted(file.sms, key=lambda row: int(row.sm))},
+        hosts={row.distribution: row for row in file.hosts},
+        gpus=file.gpus,
+        older={sm: row.chip for row in file.older for sm in row.sms},
     )
 
 
@@ -389,38 +355,32 @@ def _check_variants(cell: Cell, platform: Platform) -> None:
         raise MatrixError(message, hint=near_miss(name, variants.built) or ", ".join(variants.built))
 
 
-def _check_sources(rows: _FactsFile) -> None:
-    lists = [names for row in rows.releases for names in row.sources.values()]
-    lists += [names for row in rows.sms for names in row.sources.values()] + [row.sources for row in rows.hosts]
-    lists += [(row.source,) for row in rows.gpus] + [(row.source,) for row in rows.older]
-    cited = {name for names in lists for name in names}
-    for name in sorted(cited - set(rows.sources)):
-        message = f"{FACTS_NAME}: a row cites a source that is not there: {name}"
-        raise MatrixError(message, hint=near_miss(name, rows.sources))
-    for name in sorted(set(rows.sources) - cited):
-        message = f"{FACTS_NAME}: no row cites the source: {name}"
-        raise MatrixError(message, hint="take it out, or cite it where it belongs")
+def _check_sources(file: _FactsFile) -> None:
+    lists = [names for row in file.releases for names in row.sources.values()]
+    lists += [names for row in file.sms for names in row.sources.values()] + [row.sources for row in file.hosts]
+    lists += [(row.source,) for row in file.gpus] + [(row.source,) for row in file.older]
+    rows.refuse_uncited((name for names in lists for name in names), file.sources, name=FACTS_NAME)
 
 
-def _check_every_fact_is_cited(rows: _FactsFile) -> None:
+def _check_every_fact_is_cited(file: _FactsFile) -> None:
     """A fact without a source is somebody's memory."""
     releases = {
         f"CUDA {row.cuda}": set(get_args(ReleaseFact))
         - set(row.sources)
         - ({"glibc_max_of"} - set(row.glibc_max_of and ("glibc_max_of",)))
-        for row in rows.releases
+        for row in file.releases
     }
-    sms = {f"SM {row.sm}": set(get_args(SmFact)) - set(row.sources) - {"tegra"} for row in rows.sms}
-    sms |= {f"Tegra {row.sm}": {"tegra"} - set(row.sources) for row in rows.sms if row.tegra}
+    sms = {f"SM {row.sm}": set(get_args(SmFact)) - set(row.sources) - {"tegra"} for row in file.sms}
+    sms |= {f"Tegra {row.sm}": {"tegra"} - set(row.sources) for row in file.sms if row.tegra}
     for row, missing in {**releases, **sms}.items():
         if missing:
             message = f"{FACTS_NAME}: {row} has no source for: {', '.join(sorted(missing))}"
             raise MatrixError(message, hint="name one of `sources`, or add one with what was read, where and when")
 
 
-def _check_targets(rows: _FactsFile) -> None:
-    known = {row.sm for row in rows.sms}
-    for release in rows.releases:
+def _check_targets(file: _FactsFile) -> None:
+    known = {row.sm for row in file.sms}
+    for release in file.releases:
         for sm in (*release.arch_specific, *release.family):
             if sm not in release.targets:
                 message = (
@@ -430,34 +390,10 @@ def _check_targets(rows: _FactsFile) -> None:
         if numbers(release.driver) < numbers(release.minor_floor):
             message = f"{FACTS_NAME}: CUDA {release.cuda}'s own driver is older than its floor: {release.driver}"
             raise MatrixError(message)
-    used = {sm for release in rows.releases for sm in release.targets} | {row.sm for row in rows.gpus}
-    for sm in sorted({sm for row in rows.older for sm in row.sms} & known):
+    used = {sm for release in file.releases for sm in release.targets} | {row.sm for row in file.gpus}
+    for sm in sorted({sm for row in file.older for sm in row.sms} & known):
         message = f"{FACTS_NAME}: a chip is under sms and under older: {sm}"
         raise MatrixError(message)
     for sm in sorted(used - known):
         message = f"{FACTS_NAME}: a chip has no row under sms: {sm}"
         raise MatrixError(message)
-
-
-def _refuse_twice(what: str, keys: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            message = f"{FACTS_NAME}: {what} is there twice: {key}"
-            raise MatrixError(message)
-        seen.add(key)
-
-
-def _meant(complaint: Any) -> str | None:  # noqa: ANN401 - pydantic's own mapping
-    """The key that was probably meant, when the complaint is about an unknown one."""
-    kinds: dict[str, type[_Row]] = {
-        "sources": Source,
-        "releases": Release,
-        "sms": Sm,
-        "hosts": Host,
-        "gpus": GpuNames,
-        "older": Older,
-    }
-    *place, key = complaint["loc"] or ("",)
-    kind = kinds.get(str(place[0]), _FactsFile) if place else _FactsFile
-    return near_miss(str(key), kind.model_fields) if complaint["type"] == "extra_forbidden" else None

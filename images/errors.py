@@ -12,6 +12,9 @@ A tree of its own: of `appliance`, this half may import `image_facts` and nothin
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class FatalError(Exception):
     """Ends the program with `exit_code`; the message has no final period and the value stands after the colon."""
@@ -42,3 +45,9 @@ class ArchiveError(BuildError):
 
 class VerificationError(FatalError):
     exit_code = 61
+
+
+def near_miss(name: str, known: Iterable[str]) -> str | None:
+    """A hint that names the known spelling closest to `name`, if one is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"perhaps you meant {near[0]}" if near else None

@@ -14,8 +14,8 @@ from typing import Literal
 
 from images import compat, proofs, wheel_facts
 from images.compat import Facts, Release, Sm
-from images.errors import UsageError
-from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit, near_miss
+from images.errors import UsageError, near_miss
+from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit
 
 CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})(?P<sms>(?:-sm[1-9]\d{1,2})*))$")
 NEAREST = 2

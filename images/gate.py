@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images import compat, docker
-from images.errors import MatrixError, VerificationError
+from images import compat, docker, rows
+from images.errors import VerificationError
 from images.matrix import Platform
+from images.rows import Row
 
 Kind = Literal["elf", "ptx"]
 T = TypeVar("T")
@@ -31,6 +31,7 @@ ARCH = re.compile(r"^arch = (\S+)$")
 KERNEL = re.compile(r"^FUNC\s+\w+\s+\w+\s+ENTRY\s+(\S+)$")
 PTX_KERNEL = re.compile(r"^(?:\.(?:visible|weak|extern)\s+)?\.entry\s+([\w$.@%]+)")
 LISTED = re.compile(r"^ELF file\s+\d+: .*\.sm_(\w+)\.cubin$")
+GAPS_FORM = "native: partial, source: …, gaps: [{library: …, kernels: […]}]"
 NO_CODE = "does not contain device code"
 
 # Of NVIDIA's own toolkit and of torch, by the file's name: what they carry is listed, and judged by nobody here.
@@ -146,8 +147,7 @@ class Report:
         return [*nothing, *(str(gap) for gap in self.gaps if not gap.is_declared), *self.stale]
 
 
-class _PlatformRow(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _PlatformRow(Row):
     library: str
     platforms: tuple[Platform, ...] | None = None  # None: any
 
@@ -172,8 +172,7 @@ class _ListedRow(_PlatformRow):
     targets: dict[str, int]
 
 
-class _GapFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _GapFile(Row):
     native: Literal["partial"]
     source: str  # what was read to know it
     libraries: tuple[_CountRow, ...] = ()
@@ -238,26 +237,16 @@ def _miscounted(libraries: Sequence[Library], sm: int, counts: Sequence[Count]) 
 
 def load_known_gaps(path: Path, platform: str | None = None) -> KnownGaps:
     """Those of one platform; None: of all. MatrixError when they cannot be read."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"known gaps cannot be read: {path}: {error}"
-        raise MatrixError(message) from error
-    return parse_known_gaps(text, where=path.as_posix(), platform=platform)
+    return parse_known_gaps(rows.load(path, root=Path(), hint=GAPS_FORM), where=path.as_posix(), platform=platform)
 
 
-def parse_known_gaps(text: str, *, where: str, platform: str | None = None) -> KnownGaps:
-    """A YAML file: `native: partial`, `source`, and `gaps` by library. MatrixError when it says something else."""
-    try:
-        rows = _GapFile.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, ValidationError) as error:
-        message = f"{where}: not a list of known gaps: {' '.join(str(error).split())}"
-        raise MatrixError(message, hint="native: partial, source: …, gaps: [{library: …, kernels: […]}]") from error
+def parse_known_gaps(data: object, *, where: str, platform: str | None = None) -> KnownGaps:
+    file = rows.check(data, _GapFile, name=where, hint=GAPS_FORM)
     return KnownGaps(
-        kernels=tuple((row.library, kernel) for row in rows.gaps if row.is_for(platform) for kernel in row.kernels),
+        kernels=tuple((row.library, kernel) for row in file.gaps if row.is_for(platform) for kernel in row.kernels),
         counts=tuple(
             Count(library=row.library, kernels=row.kernels, native=row.native, ptx=row.ptx)
-            for row in rows.libraries
+            for row in file.libraries
             if row.is_for(platform)
         ),
     )

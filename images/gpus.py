@@ -9,17 +9,15 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images import compat
-from images.compat import Facts, Source
-from images.errors import MatrixError, UsageError
+from images import compat, rows
+from images.compat import Facts
+from images.errors import UsageError
+from images.rows import Row, Source
 
-FACTS_FILE = Path(__file__).parent / "facts" / "gpus.yaml"
 FACTS_NAME = "images/facts/gpus.yaml"  # as a person sees it
 ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm NN"
 SHORTEST_PART = 3  # of a name that stands for the whole: `3090` and `Orin` do, and `40` does not
@@ -29,11 +27,7 @@ Figure = Annotated[float, Field(gt=0, strict=True)]
 Number = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _File(_Row):
+class _File(Row):
     source: Source
     products: dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
     older: dict[Number, tuple[str, ...]]
@@ -62,18 +56,9 @@ class Gpu:
 @functools.cache
 def products() -> Mapping[str, Gpu]:
     """Every product of the committed facts by its plain name. MatrixError when they cannot be."""
-    try:
-        data = yaml.safe_load(FACTS_FILE.read_text("utf-8"))
-        rows = _File.model_validate(data)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
-        raise MatrixError(message) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message = f"{FACTS_NAME}: {'.'.join(map(str, first['loc']))}: {first['msg']}: {first['input']!r}"
-        raise MatrixError(message) from error
-    older = [Gpu(name=name, sm=sm) for sm, names in rows.older.items() for name in names]
-    newer = [_product(name, sm, figures) for sm, listed in rows.products.items() for name, figures in listed.items()]
+    file = rows.check(rows.load(FACTS_NAME), _File, name=FACTS_NAME)
+    older = [Gpu(name=name, sm=sm) for sm, names in file.older.items() for name in names]
+    newer = [_product(name, sm, figures) for sm, listed in file.products.items() for name, figures in listed.items()]
     return {compat.plain_name(each.name): each for each in (*older, *newer)}
 
 

@@ -10,15 +10,12 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import model_validator
 
-from images import gate
-from images.compat import Source
-from images.errors import MatrixError
+from images import gate, rows
+from images.rows import Names, Row, Source, Text
 from images.tree import Entry
 
 FOLDER = "opt/appliance/licenses/"
@@ -26,19 +23,12 @@ TEXT = re.compile(r"(?:licen[cs]e|copying|notice)", re.IGNORECASE)
 DIST_INFO = re.compile(r"^(?P<wheel>(?P<name>[^/]+)-[^/-]+\.dist-info)/")
 CUDA_TEXT = re.compile(
     rf"^(?:{FOLDER}[^/]*(?:nvidia|cuda)[^/]*/.+|usr/share/doc/libcu[^/]+/copyright|"
-    r"opt/vllm/lib/nvidia_[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
+    r"opt/[^/]+/lib/nvidia_(?!ml_py)[^/]+\.dist-info/(?:licenses/)?[^/]*[Ll]icense[^/]*)$"
 )
-FACTS_FILE = Path(__file__).parent / "facts" / "licenses.yaml"
 FACTS_NAME = "images/facts/licenses.yaml"  # as a person sees it
 
-Text = Annotated[str, Field(min_length=1)]
 
-
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Wheel(_Row):
+class Wheel(Row):
     """A wheel without a text in its dist-info. One of: `in_package`, a file below the folder that it was installed to;
     `in_base`, a file that the base image has; `says`, what its METADATA says of a license whose text is nowhere."""
 
@@ -46,10 +36,17 @@ class Wheel(_Row):
     in_package: Text | None = None
     in_base: Text | None = None
     says: Text | None = None
-    sources: Annotated[tuple[str, ...], Field(min_length=1)]
+    sources: Names
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if sum(place is not None for place in (self.in_package, self.in_base, self.says)) != 1:
+            message = f"wheel {self.name} needs one of in_package, in_base and says"
+            raise ValueError(message)
+        return self
 
 
-class _FactsFile(_Row):
+class _FactsFile(Row):
     sources: Mapping[str, Source]
     wheels: tuple[Wheel, ...]
 
@@ -67,29 +64,13 @@ class Found:
 @functools.cache
 def facts() -> Mapping[str, Wheel]:
     """The committed rows by the wheel's name, as its folder spells it. MatrixError when they cannot be read."""
-    try:
-        return parse_facts(yaml.safe_load(FACTS_FILE.read_text("utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        message = f"{FACTS_NAME} cannot be read: {' '.join(str(error).split())}"
-        raise MatrixError(message, hint="it says which wheels have their license text elsewhere") from error
+    return parse_facts(rows.load(FACTS_NAME, hint="it says which wheels have their license text elsewhere"))
 
 
 def parse_facts(data: object) -> Mapping[str, Wheel]:
-    try:
-        file = _FactsFile.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = f"{FACTS_NAME} is not valid: {where}: {first['msg']}"
-        raise MatrixError(message, hint="see its other rows") from error
-    cited = {name for wheel in file.wheels for name in wheel.sources}
-    if strangers := sorted(cited ^ set(file.sources)):
-        message = f"{FACTS_NAME} is not valid: sources that are cited and not there, or the reverse: {strangers}"
-        raise MatrixError(message, hint="each row names a source of the head of the file")
-    for wheel in file.wheels:
-        if sum(place is not None for place in (wheel.in_package, wheel.in_base, wheel.says)) != 1:
-            message = f"{FACTS_NAME} is not valid: wheel {wheel.name} needs one of in_package, in_base and says"
-            raise MatrixError(message, hint="see its other rows")
+    file = rows.check(data, _FactsFile, name=FACTS_NAME, hint="see its other rows")
+    rows.refuse_uncited((name for wheel in file.wheels for name in wheel.sources), file.sources, name=FACTS_NAME)
+    rows.refuse_twice("wheel", (wheel.name for wheel in file.wheels), name=FACTS_NAME)
     return {wheel.name: wheel for wheel in file.wheels}
 
 

@@ -6,7 +6,6 @@ list of targets, and each pair is one Cell, so a CUDA release or an SM is a row 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping
@@ -14,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images.errors import MatrixError, UsageError
+from images import rows
+from images.engines import ENGINES, EngineFiles, files_of
+from images.errors import MatrixError, UsageError, near_miss
+from images.rows import Row
 
 MATRIX_FILE = Path("build_matrix.yaml")
 LOCKS = Path("images/locks")
@@ -36,18 +37,14 @@ ToolkitForm = Literal["debian", "image", "wheels"]
 Whole = Annotated[int, Field(strict=True)]  # `true` is no number
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _BaseSourceRow(_Row):
+class _BaseSourceRow(Row):
     repository: str
     path: str
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     date: str | object
 
 
-class _BaseRow(_Row):
+class _BaseRow(Row):
     image: str
     digest: Digest | None = None
     status: BaseStatus
@@ -58,12 +55,12 @@ class _BaseRow(_Row):
     suite: Name | None = None
 
 
-class _SnapshotRow(_Row):
+class _SnapshotRow(Row):
     root: Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9._~:/%+-]*[A-Za-z0-9]$")]
     source: _BaseSourceRow
 
 
-class _ToolkitRow(_Row):
+class _ToolkitRow(Row):
     form: ToolkitForm
     release: str
     lock: Name | None = None
@@ -73,27 +70,27 @@ class _ToolkitRow(_Row):
     glibc_patch: str | None = None
 
 
-class _SourceRow(_Row):
+class _SourceRow(Row):
     distribution: Name
     release: str
     lock: Name
-    wheels: dict[Platform, Sha256] = {}
+    wheels: Mapping[Platform, Sha256] = {}
 
 
-class _VariantsRow(_Row):
+class _VariantsRow(Row):
     offered: list[Name]
     built: list[Name]
-    emulated: dict[Name, Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,=+-]*$")]] = {}
+    emulated: Mapping[Name, Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,=+-]*$")]] = {}
 
 
-class _SmFormRow(_Row):
+class _SmFormRow(Row):
     form: Annotated[str, Field(pattern=r"^\d{2,3}[af]?$")]
     why: str
     ptx: tuple[str, ...] = ()
     platforms: list[Platform] | None = None
 
 
-class _EngineRow(_Row):
+class _EngineRow(Row):
     title: str
     license: str
     version: str
@@ -102,18 +99,18 @@ class _EngineRow(_Row):
     source: _SourceRow
     backend_lock: Name | None = None
     patches: tuple[str, ...] = ()
-    cpu_variants: dict[Platform, _VariantsRow] = {}
-    sm_forms: dict[Sm, _SmFormRow] = {}
+    cpu_variants: Mapping[Platform, _VariantsRow] = {}
+    sm_forms: Mapping[Sm, _SmFormRow] = {}
     fatbin_compression: Literal["size", "balance"] | None = None
     fast_kv_pairs: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_]+-[a-z0-9_]+$")], ...] = ()
 
 
-class _TargetRow(_Row):
+class _TargetRow(Row):
     cuda: Cuda | None = None
     sm: Sm | Annotated[list[Sm], Field(min_length=2)] | None = None
 
 
-class _CellRow(_Row):
+class _CellRow(Row):
     engine: Name
     targets: Annotated[list[Name], Field(min_length=1)]
     template: Name
@@ -122,7 +119,7 @@ class _CellRow(_Row):
     size_budget_mib: Annotated[int, Field(gt=0, strict=True)]
 
 
-class _ScopeRow(_Row):
+class _ScopeRow(Row):
     engine: Name | None = None
     cuda: list[Cuda] | None = None
     sm: list[Sm] | None = None
@@ -130,18 +127,18 @@ class _ScopeRow(_Row):
     why: str
 
 
-class _LockRow(_Row):
+class _LockRow(Row):
     form: LockForm
 
 
-class _MatrixFile(_Row):
+class _MatrixFile(Row):
     bases: dict[Name, _BaseRow]
     snapshot: _SnapshotRow
-    toolkits: dict[Cuda, _ToolkitRow] = {}
+    toolkits: Mapping[Cuda, _ToolkitRow] = {}
     engines: dict[Name, _EngineRow]
     targets: dict[Name, _TargetRow]
     cells: list[_CellRow]
-    out_of_scope: list[_ScopeRow] = []
+    out_of_scope: tuple[_ScopeRow, ...] = ()
     locks: dict[Name, _LockRow]
 
 
@@ -253,6 +250,7 @@ class Engine:
     version: str
     build: int | None  # None: its releases have no such number
     commit: str  # all 40 digits, or as many as its wheel tells
+    files: EngineFiles
     source: Source
     backend_lock: str | None
     patches: tuple[str, ...]  # applied to the source tree in this order; relative to the project
@@ -354,40 +352,30 @@ class Matrix:
 
 def load(root: Path) -> Matrix:
     """Reads build_matrix.yaml and the locks that it names, below `root`. MatrixError when they cannot be."""
-    path = root / MATRIX_FILE
-    try:
-        data = yaml.load(path.read_bytes(), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except (OSError, yaml.YAMLError) as error:
-        message = f"{MATRIX_FILE} cannot be read: {' '.join(str(error).split())}"
-        raise MatrixError(message) from error
-    except RecursionError as error:
-        message = f"{MATRIX_FILE} cannot be read: its values are nested too deeply"
-        raise MatrixError(message, hint="no key of the matrix goes deeper than five levels") from error
+    data = rows.load(MATRIX_FILE, root=root)
     return parse_matrix(data, {path.stem: _lock_text(path) for path in sorted((root / LOCKS).glob("*.txt"))})
 
 
-def parse_matrix(data: object, locks: Mapping[str, str]) -> Matrix:
-    """`data` is the YAML as values; `locks` are the texts of the lock files by name."""
-    try:
-        rows = _MatrixFile.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error) from error
-    bases = {name: _base(name, row) for name, row in rows.bases.items()}
-    engines = {name: _engine(name, row, rows.locks, locks) for name, row in rows.engines.items()}
-    targets = {name: _target(name, row) for name, row in rows.targets.items()}
-    toolkits = {cuda: _toolkit(cuda, row, bases, rows.locks, locks) for cuda, row in rows.toolkits.items()}
-    cells = [cell for row in rows.cells for cell in _cells(row, engines, targets, bases, toolkits)]
-    _refuse_duplicates(cell.id for cell in cells)
-    scopes = tuple(_scope(row) for row in rows.out_of_scope)
+def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, EngineFiles] = ENGINES) -> Matrix:
+    """`data` is the YAML as values; `locks` are the texts of the lock files by name, `files` the rows of engines."""
+    file = rows.check(data, _MatrixFile, name=MATRIX_FILE)
+    bases = {name: _base(name, row) for name, row in file.bases.items()}
+    engines = {name: _engine(name, row, file.locks, locks, files_of(name, files)) for name, row in file.engines.items()}
+    targets = {name: _target(name, row) for name, row in file.targets.items()}
+    toolkits = {cuda: _toolkit(cuda, row, bases, file.locks, locks) for cuda, row in file.toolkits.items()}
+    cells = [cell for row in file.cells for cell in _cells(row, engines, targets, bases, toolkits)]
+    hint = "an engine and a target make one cell; take it out of one of the rows"
+    rows.refuse_twice("cell", (cell.id for cell in cells), name=MATRIX_FILE, hint=hint)
+    scopes = tuple(_scope(row) for row in file.out_of_scope)
     _refuse_contradictions(cells, scopes)
-    forms = {name: row.form for name, row in rows.locks.items()}
+    forms = {name: row.form for name, row in file.locks.items()}
     return Matrix(
         cells=tuple(cells),
         locks=forms,
         engines=engines,
         toolkits=toolkits,
         out_of_scope=scopes,
-        snapshot=rows.snapshot.root,
+        snapshot=file.snapshot.root,
     )
 
 
@@ -418,19 +406,6 @@ def _lock_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         message = f"lock cannot be read: {LOCKS / path.name}: {error}"
         raise MatrixError(message, hint=f"python -m images lock {path.stem}") from error
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key written twice, where YAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key is there twice: {key}", node.start_mark
-                )  # fmt: skip
-        return super().construct_mapping(node, deep)
 
 
 def _base(name: str, row: _BaseRow) -> Base:
@@ -502,7 +477,9 @@ def _refuse_contradictions(cells: Iterable[Cell], scopes: Iterable[Scope]) -> No
                 raise MatrixError(message, hint="take it out of cells or out of out_of_scope")
 
 
-def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str]) -> Engine:
+def _engine(
+    name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Mapping[str, str], files: EngineFiles
+) -> Engine:
     for lock in filter(None, (row.source.lock, row.backend_lock)):
         _refuse_unknown(lock, known, f"engine {name}: lock")
     _refuse_half_compiled(name, row)
@@ -518,6 +495,7 @@ def _engine(name: str, row: _EngineRow, known: Mapping[str, _LockRow], locks: Ma
         cpu_variants=variants,
         sm_forms={sm: SmForm(sm=sm, **form.model_dump()) for sm, form in row.sm_forms.items()},
         cuda=parse_cuda(text, lock=row.source.lock) if row.source.wheels else None,
+        files=files,
     )
 
 
@@ -635,53 +613,3 @@ def _refuse_unknown(name: str, known: Iterable[str], where: str) -> None:
     if name not in names:
         message = f"{MATRIX_FILE}: {where} is not defined: {name}"
         raise MatrixError(message, hint=near_miss(name, names) or f"defined are {', '.join(names)}")
-
-
-def _refuse_duplicates(ids: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for cell_id in ids:
-        if cell_id in seen:
-            message = f"{MATRIX_FILE}: cell is there twice: {cell_id}"
-            raise MatrixError(message, hint="an engine and a target make one cell; take it out of one of the rows")
-        seen.add(cell_id)
-
-
-def _explain(error: ValidationError) -> MatrixError:
-    """One complaint of pydantic in words: where, which value, and for a key the one that was probably meant."""
-    # An unknown key first: the required key that is missing beside it is the same mistake seen from behind.
-    complaints = error.errors(include_url=False)
-    first = next((each for each in complaints if each["type"] == "extra_forbidden"), complaints[0])
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] != "extra_forbidden":
-        return MatrixError(f"{MATRIX_FILE}: {where}: {first['msg']}: {first['input']!r}")
-    key = str(first["loc"][-1])
-    return MatrixError(f"{MATRIX_FILE}: unknown key: {where}", hint=near_miss(key, _keys_at(first["loc"][:-1])))
-
-
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    """The keys that may stand at a place of the file."""
-    kinds: dict[str, type[_Row]] = {
-        "bases": _BaseRow,
-        "snapshot": _SnapshotRow,
-        "toolkits": _ToolkitRow,
-        "engines": _EngineRow,
-        "targets": _TargetRow,
-        "cells": _CellRow,
-        "out_of_scope": _ScopeRow,
-        "locks": _LockRow,
-        "source": _SourceRow,
-        "cpu_variants": _VariantsRow,
-        "sm_forms": _SmFormRow,
-    }
-    kind: type[_Row] = _MatrixFile
-    for part in location:
-        kind = kinds.get(str(part), kind)
-    if location[:1] in (("bases",), ("snapshot",)) and kind is _SourceRow:
-        kind = _BaseSourceRow
-    return list(kind.model_fields)
-
-
-def near_miss(name: str, known: Iterable[str]) -> str | None:
-    """A hint that names the known spelling closest to `name`, if one is close."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"perhaps you meant {near[0]}" if near else None

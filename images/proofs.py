@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images.errors import MatrixError
-from images.matrix import Cell, Platform, near_miss
+from images import rows
+from images.errors import MatrixError, near_miss
+from images.matrix import Cell, Platform
+from images.rows import Row, Text
 
 PROOFS_FILE = Path("images/proven.yaml")
 REPOSITORY = "appliance"
@@ -34,13 +36,10 @@ TELLING = (
 LONGEST_DETAIL = 200
 
 State = Literal["proven", "built", "rendered"]
-Text = Annotated[str, Field(min_length=1)]
 
 
-class Proof(BaseModel):
+class Proof(Row):
     """One image that was built. None: nobody wrote it down."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     cell: Text
     platform: Platform
@@ -56,9 +55,7 @@ class Proof(BaseModel):
         return f"proven on {self.date}, built of {commit}: {'; '.join(self.ran)}"
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _File(Row):
     proofs: tuple[Proof, ...] = ()
 
 
@@ -67,40 +64,25 @@ Proofs = Mapping[tuple[str, str], Proof]
 
 def load(root: Path, cells: Iterable[Cell]) -> Proofs:
     """By cell and platform. MatrixError for a row that is about no cell of the matrix."""
-    try:
-        text = (root / PROOFS_FILE).read_text("utf-8")
-    except OSError as error:
-        message = f"{PROOFS_FILE} cannot be read: {error.strerror}"
-        raise MatrixError(message, hint=f"git checkout {PROOFS_FILE}") from error
-    return parse(text, {cell.id: cell.platforms for cell in cells})
+    data = rows.load(PROOFS_FILE, root=root, hint=f"git checkout {PROOFS_FILE}")
+    return parse(data, {cell.id: cell.platforms for cell in cells})
 
 
-def parse(text: str, platforms: Mapping[str, tuple[Platform, ...]]) -> Proofs:
-    try:
-        rows = _File.model_validate(yaml.safe_load(text))
-    except (yaml.YAMLError, RecursionError) as error:
-        message = f"{PROOFS_FILE} cannot be read: {' '.join(str(error).split())}"
-        raise MatrixError(message) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        message = f"{PROOFS_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}: {first['input']!r}"
-        raise MatrixError(message) from error
-    found: dict[tuple[str, str], Proof] = {}
-    for proof in rows.proofs:
+def parse(data: object, platforms: Mapping[str, tuple[Platform, ...]]) -> Proofs:
+    found = rows.check(data, _File, name=PROOFS_FILE).proofs
+    for proof in found:
         if proof.platform not in platforms.get(proof.cell, ()):
             message = f"{PROOFS_FILE}: no cell of the matrix is {proof.cell} on {proof.platform}"
             raise MatrixError(message, hint=near_miss(proof.cell, platforms) or "take the row out")
-        if (proof.cell, proof.platform) in found:
-            message = f"{PROOFS_FILE}: a cell is there twice: {proof.cell} on {proof.platform}"
-            raise MatrixError(message, hint="the newest is enough; git has the others")
-        found[proof.cell, proof.platform] = proof
-    return found
+    names = (f"{proof.cell} on {proof.platform}" for proof in found)
+    rows.refuse_twice("a cell", names, name=PROOFS_FILE, hint="the newest is enough; git has the others")
+    return {_key(proof): proof for proof in found}
 
 
 def dump(proofs: Iterable[Proof]) -> str:
     """In the order of the cells' names; parse(dump(x)) is x."""
-    rows = [proof.model_dump(mode="python") | {"ran": list(proof.ran)} for proof in sorted(proofs, key=_key)]
-    return HEADER + yaml.safe_dump({"proofs": rows}, sort_keys=False, width=120, allow_unicode=True)
+    data = [proof.model_dump(mode="python") | {"ran": list(proof.ran)} for proof in sorted(proofs, key=_key)]
+    return HEADER + yaml.safe_dump({"proofs": data}, sort_keys=False, width=120, allow_unicode=True)
 
 
 def record(root: Path, cells: Iterable[Cell], proof: Proof) -> None:

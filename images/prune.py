@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from images import bake, build, docker, packages
+from images.engines import ENGINES
 
 LABEL = "io.appliance.cell"
 FOLDERS = (build.ARCHIVES, bake.ARCHIVES)
 ARCHIVE = re.compile(r"^[a-z0-9.-]+\.(?:oci|saved|sbom)\.tar$|^[a-z0-9.-]+\.part$")
 # A younger archive may belong to a build that runs now; buildx writes to it until the end.
 ARCHIVE_AGE_S = 3600.0
-OUR_PATHS = re.compile(
-    r"/opt/appliance\b|/opt/llama\b|\bAPPLIANCE_[A-Z]|\bimages/(?:builder|locks|patches|rendered|rootfs)/"
-)
+OUR_FOLDERS = "|".join(("/opt/appliance", *(files.folder for files in ENGINES.values())))
+OUR_PATHS = re.compile(rf"(?:{OUR_FOLDERS})\b|\bAPPLIANCE_[A-Z]|\bimages/(?:builder|locks|patches|rendered|rootfs)/")
 EXEC = "mount / from exec /bin/sh -c "
 STEP = re.compile(r"^\[[^\]]+\] ")
 INSTRUCTION = re.compile(r"^(?:RUN|COPY|ADD)\s", re.MULTILINE)

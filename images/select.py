@@ -13,9 +13,9 @@ from typing import get_args
 
 from images import compat, gpus
 from images.compat import Facts
-from images.errors import MatrixError, UsageError
+from images.errors import MatrixError, UsageError, near_miss
 from images.gpus import Gpu
-from images.matrix import Cell, Matrix, Platform, Scope, near_miss
+from images.matrix import Cell, Matrix, Platform, Scope
 from images.proofs import Proof
 
 SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")

@@ -23,11 +23,11 @@ from appliance.image_facts import (
 )
 from images import compat, cpu_kernels, debian, docker, gate, licenses, packages, render, wheel_gaps
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
+from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
-LIBRARY_FOLDER = "opt/appliance/lib/"
 VARIANT = re.compile(r"^opt/llama/libggml-cpu-([a-z0-9_.-]+)\.so$")
 BINARY_FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin")
 TOOL = re.compile(
@@ -41,11 +41,6 @@ CUDA_TOOLKIT = re.compile(
     r"libnvvm\.so[\d.]*|libdevice\.\d+\.bc|libcu[\w]+\.a)$"
 )
 HEADER = re.compile(r"\.(?:h|hh|hpp|cuh|inl)$")
-# What cuobjdump is asked about. Of vLLM its own libraries: those that its lock brings beside them are 8 GB.
-GPU_FILES: Mapping[str, re.Pattern[str]] = {
-    "llama": re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
-    "vllm": re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
-}
 GPU_BACKEND = re.compile(r"(?:^|/)libggml-(?:cuda|hip|musa)\.so$")
 ELF_MACHINES: Mapping[Platform, int] = {"linux/amd64": 62, "linux/arm64": 183}
 TOOL_PARTS = ("/cc1", "/cc1plus", "/dist-packages/pip/", "/site-packages/pip/", "/lib/pip/")
@@ -59,38 +54,6 @@ SECRET_NAME = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)"
 UNCHECKED_HASH = b"\x01\x00\x00\x00"  # flags of PEP 552: by hash, never compared with the source
 SETUID_BITS = 0o6000
 STATUS = "var/lib/dpkg/status"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnList:
-    """What an engine's image may have and must have beyond the others, by path. `code`: must be compiled ahead."""
-
-    tools: re.Pattern[str] | None = None
-    headers: re.Pattern[str] | None = None
-    needed: tuple[re.Pattern[str], ...] = ()
-    code: tuple[str, ...] = (LIBRARY_FOLDER,)
-    wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
-
-
-# vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
-# FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel.
-OWN_LISTS: Mapping[str, OwnList] = {
-    "llama": OwnList(),
-    "vllm": OwnList(
-        tools=re.compile(
-            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
-            r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
-        ),
-        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
-        needed=(
-            re.compile(r"^usr/bin/gcc$"),
-            re.compile(r"^usr/include/stdio\.h$"),
-            re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
-        ),
-        code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
-        wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +78,8 @@ class Evidence:
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
 
     @property
-    def own_list(self) -> OwnList:
-        return OWN_LISTS[self.cell.engine.name]
+    def engine_files(self) -> EngineFiles:
+        return self.cell.engine.files
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -160,8 +123,9 @@ def gather(
     if found is None:
         raise _absent((cell,), image)
     platform = own_platform(cell, image, engine_platform=engine.platform, image_platform=found.platform)
+    gpu_files = cell.engine.files.gpu_files if cell.target.cuda else None
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
-        tree = _saved_tree(Path(folder), engine, image, gpu_files=_gpu_files(cell))
+        tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     return Evidence(
         cell=cell,
@@ -169,7 +133,7 @@ def gather(
         config=found.config,
         tree=tree,
         version=engine.run(image, ("version",)),
-        engine_version=engine.run(image, ("--version",), entrypoint=(render.ENGINE_BINARIES[cell.engine.name],)),
+        engine_version=engine.run(image, ("--version",), entrypoint=(cell.engine.files.binary,)),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
@@ -206,10 +170,6 @@ def _archives(root: Path) -> Path:
     return folder
 
 
-def _gpu_files(cell: Cell) -> re.Pattern[str] | None:
-    return GPU_FILES[cell.engine.name] if cell.target.cuda else None
-
-
 def _saved_tree(folder: Path, engine: docker.Engine, image: str, *, gpu_files: re.Pattern[str] | None) -> Tree:
     """Reads the image by way of `folder`; the libraries of a CUDA cell stay there for cuobjdump."""
     archive = folder / "saved.tar"
@@ -241,12 +201,10 @@ def check_start(evidence: Evidence) -> Check:
 
 def check_engine_version(evidence: Evidence) -> Check:
     engine = evidence.cell.engine
-    if engine.is_compiled:
-        expected = f"version: {engine.version} (build {engine.build}, commit {engine.commit_short})"
-        said = next((line for line in evidence.engine_version.lines if line.startswith("version:")), "no version line")
-    else:  # warnings of a machine without a GPU come first
-        expected = engine.version
-        said = next(reversed(evidence.engine_version.lines), "no version line")
+    form = evidence.engine_files.version_line
+    expected = form.format(version=engine.version, build=engine.build, commit=engine.commit_short)
+    lines = reversed(evidence.engine_version.lines)  # warnings of a machine without a GPU come first
+    said = next((line for line in lines if line.startswith(form.partition("{")[0])), "no version line")
     return Check(
         name="engine is the pinned one",
         ok=evidence.engine_version.code == 0 and said == expected,
@@ -305,8 +263,8 @@ def check_no_driver(evidence: Evidence) -> Check:
 
 
 def check_tools(evidence: Evidence) -> Check:
-    """Compiler, toolkit and headers are those on the engine's own list, which is empty for llama."""
-    own = evidence.own_list
+    """Compiler, toolkit and headers are those of the engine's row, which has none for an engine that only runs."""
+    own = evidence.engine_files
     files = [entry.path for entry in evidence.tree.files.values() if entry.kind != "folder"]
     tools = [path for path in files if (_is_tool(path) or CUDA_TOOLKIT.search(path)) and not _on(own.tools, path)]
     added = [path for path in files if HEADER.search(path) and path not in evidence.tree.base]
@@ -318,7 +276,7 @@ def check_tools(evidence: Evidence) -> Check:
 
 def check_licenses(evidence: Evidence) -> Check:
     """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
-    title, folders = evidence.cell.engine.title, evidence.own_list.wheel_folders
+    title, folders = evidence.cell.engine.title, evidence.engine_files.wheel_folders
     found = licenses.look(evidence.tree.files, engine=title, folders=folders)
     wrong = _difference("missing", found.missing) + _difference(
         "has a text by now, and is listed as without", found.outdated
@@ -468,7 +426,7 @@ def check_run_line(evidence: Evidence) -> Check:
 def check_byte_code(evidence: Evidence) -> Check:
     """Without it a read-only container compiles its imports at every start; with times in it no rebuild is the same."""
     files = evidence.tree.files
-    sources = [path for path in files if path.startswith(evidence.own_list.code) and path.endswith(".py")]
+    sources = [path for path in files if path.startswith(evidence.engine_files.code) and path.endswith(".py")]
     python = compat.python_of(evidence.cell.base)
     missing = [path for path in sources if _byte_code(path, python) not in files]
     code = [entry for entry in files.values() if entry.path.endswith(".pyc")]

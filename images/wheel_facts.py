@@ -7,27 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from images.compat import Source
-from images.errors import MatrixError
-from images.matrix import near_miss
-
-FOLDER = Path(__file__).parent / "facts"
-
-Text = Annotated[str, Field(min_length=1)]
-Names = Annotated[tuple[str, ...], Field(min_length=1)]
+from images import rows
+from images.rows import Names, Row, Source, Text
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Jit(_Row):
+class Jit(Row):
     """A compiler that stays in the image and works when the engine runs."""
 
     name: Text
@@ -36,7 +24,7 @@ class Jit(_Row):
     sources: Names
 
 
-class Attention(_Row):
+class Attention(Row):
     """The backends that serve these chips, in the order in which the engine tries them."""
 
     sms: Names
@@ -45,7 +33,7 @@ class Attention(_Row):
     sources: Names
 
 
-class WheelFacts(_Row):
+class WheelFacts(Row):
     sources: Mapping[str, Source]
     jits: Annotated[tuple[Jit, ...], Field(min_length=1)]
     attention: Annotated[tuple[Attention, ...], Field(min_length=1)]
@@ -61,41 +49,13 @@ class WheelFacts(_Row):
 @functools.cache
 def facts(engine: str) -> WheelFacts:
     """The committed facts. MatrixError when they cannot be."""
-    path = FOLDER / f"{engine}.yaml"
-    try:
-        data = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
-        message = f"facts of engine {engine} cannot be read: images/facts/{engine}.yaml: {said}"
-        raise MatrixError(message, hint="an engine from wheels needs them: what it compiles when it runs") from error
-    return parse_facts(data, name=f"images/facts/{engine}.yaml")
+    name = f"images/facts/{engine}.yaml"
+    return parse_facts(rows.load(name, hint="an engine from wheels needs it: what it compiles when it runs"), name=name)
 
 
 def parse_facts(data: object, *, name: str) -> WheelFacts:
-    try:
-        rows = WheelFacts.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = f"{name}: {where}: {first['msg']}: {first['input']!r}"
-        raise MatrixError(message) from error
-    _check_sources(rows, name)
-    _refuse_twice(rows, name)
-    return rows
-
-
-def _check_sources(rows: WheelFacts, name: str) -> None:
-    lists = [row.sources for row in rows.jits] + [row.sources for row in rows.attention]
-    cited = {source for names in lists for source in names}
-    for source in sorted(cited ^ set(rows.sources)):
-        what = "no row cites the source" if source in rows.sources else "a row cites a source that is not there"
-        message = f"{name}: {what}: {source}"
-        raise MatrixError(message, hint=near_miss(source, rows.sources) if source in cited else "take it out")
-
-
-def _refuse_twice(rows: WheelFacts, name: str) -> None:
-    chips = [sm for row in rows.attention for sm in row.sms]
-    for sm in chips:
-        if chips.count(sm) > 1:
-            message = f"{name}: attention of a chip is there twice: {sm}"
-            raise MatrixError(message)
+    file = rows.check(data, WheelFacts, name=name)
+    sourced: tuple[Jit | Attention, ...] = (*file.jits, *file.attention)
+    rows.refuse_uncited((source for row in sourced for source in row.sources), file.sources, name=name)
+    rows.refuse_twice("attention of a chip", (sm for row in file.attention for sm in row.sms), name=name)
+    return file

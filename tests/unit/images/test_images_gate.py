@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -205,13 +206,19 @@ def test_declared_gaps_pass_and_stale_ones_do_not() -> None:
 
 def test_known_gaps_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "gaps.yaml").write_bytes(b"\xff")
-    with pytest.raises(MatrixError, match=r"known gaps cannot be read: .*gaps\.yaml"):
+    with pytest.raises(MatrixError, match=r"gaps\.yaml cannot be read: unacceptable character"):
         gate.load_known_gaps(tmp_path / "gaps.yaml")
+
+
+def test_known_gaps_are_looked_for_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gaps.yaml").write_text("native: partial\nsource: x\ngaps: [{library: a, kernels: [k]}]")
+    monkeypatch.chdir(tmp_path)
+    assert gate.load_known_gaps(Path("gaps.yaml")).kernels == (("a", "k"),)
 
 
 def test_known_gaps_are_data() -> None:
     text = "native: partial\nsource: wheel 0.33.0\ngaps:\n- {library: a.so, kernels: [k, 'm*']}\n"
-    assert gate.parse_known_gaps(text, where="x").kernels == (("a.so", "k"), ("a.so", "m*"))
+    assert gate.parse_known_gaps(yaml.safe_load(text), where="x").kernels == (("a.so", "k"), ("a.so", "m*"))
 
 
 @pytest.mark.parametrize(
@@ -221,13 +228,13 @@ def test_known_gaps_are_data() -> None:
         "native: partial\ngaps: [{library: a, kernels: [k]}]",
         "native: partial\nsource: x\ngaps: []",
         "native: partial\nsource: x\ngaps: [{library: a, kernel: [k]}]",
-        "[",
         "",
     ],
 )
 def test_a_wrong_list_of_gaps_is_refused(text: str) -> None:
-    with pytest.raises(MatrixError, match=r"gaps/x\.yaml: not a list of known gaps"):
-        gate.parse_known_gaps(text, where="gaps/x.yaml")
+    with pytest.raises(MatrixError, match=r"^gaps/x\.yaml: ") as caught:
+        gate.parse_known_gaps(yaml.safe_load(text), where="gaps/x.yaml")
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(

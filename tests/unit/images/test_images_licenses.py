@@ -68,7 +68,7 @@ def test_what_is_listed_is_in_a_lock(lock_texts: dict[str, str]) -> None:
     [
         ({"says": "MIT"}, "needs one of in_package, in_base and says"),
         ({"in_package": None}, "needs one of in_package, in_base and says"),
-        ({"sources": ["rumour"]}, "cited and not there"),
+        ({"sources": ["rumour"]}, "a row cites a source that is not there: rumour"),
         ({"sources": []}, "wheels.0.sources"),
         ({"in_pakage": "LICENSE"}, "wheels.0.in_pakage"),
     ],
@@ -80,6 +80,8 @@ def test_a_fault_in_the_list_is_named(fault: dict[str, object], said: str) -> No
     assert list(licenses.parse_facts(sound)) == ["small"]
     with pytest.raises(MatrixError, match=re.escape(said)):
         licenses.parse_facts({**sound, "wheels": [row | fault]})
+    with pytest.raises(MatrixError, match="wheel is there twice: small"):
+        licenses.parse_facts({**sound, "wheels": [row, row]})
 
 
 def _image(folder: Path, wheels: dict[str, list[str]]) -> Tree:

@@ -225,8 +225,8 @@ def test_one_thing_is_locked_at_a_time(flags: tuple[str, str], capsys: pytest.Ca
         ("build_matrix.yaml", b"a:\n\t- b", "build_matrix.yaml cannot be read: "),
         ("images/locks/appliance.txt", b"\xff", "lock cannot be read: images/locks/appliance.txt: "),
         ("images/facts/nvidia.yaml", b"a: [b", "images/facts/nvidia.yaml cannot be read: "),
-        ("images/facts/vllm.yaml", b"a: [b", "images/facts/vllm.yaml: "),
-        ("images/models/demo.yaml", b"\xff", "recipe cannot be read: "),
+        ("images/facts/vllm.yaml", b"a: [b", "images/facts/vllm.yaml cannot be read: "),
+        ("images/models/demo.yaml", b"\xff", "images/models/demo.yaml cannot be read: "),
     ],
 )
 def test_a_file_that_is_none_is_one_line_and_exit_10(

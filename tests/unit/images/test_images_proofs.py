@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+import yaml
 
 from images import __main__ as command
 from images import docker, matrix, proofs, render, verify
@@ -59,7 +60,7 @@ def test_a_new_row_takes_the_place_of_the_old_one(project: Path, tmp_path: Path,
 def test_what_is_not_known_stays_not_known() -> None:
     text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
     text += "machine: null, size_mib: null, ran: [x]}]"
-    (proof,) = proofs.parse(text, PLATFORMS).values()
+    (proof,) = proofs.parse(yaml.safe_load(text), PLATFORMS).values()
     assert str(proof) == "proven on 2026-11-21, built of a commit that is not known: x"
 
 
@@ -68,24 +69,23 @@ def test_what_is_not_known_stays_not_known() -> None:
     [
         ("llama-cpu", "llama-cpx", "no cell of the matrix is llama-cpx on linux/amd64"),
         ("linux/amd64", "linux/arm64", "no cell of the matrix is llama-cpu on linux/arm64"),
-        ("date: 2026-11-21", "day: 2026-11-21", "proofs.0.date: Field required"),
+        ("date: 2026-11-21", "day: 2026-11-21", "unknown key: proofs.0.day"),
         ("commit: null", "commit: main", "proofs.0.commit: String should match pattern"),
         ("size_mib: null", "size_mib: true", "proofs.0.size_mib: Input should be a valid integer: True"),
         ("ran: [x]", "ran: []", "proofs.0.ran: Tuple should have at least 1 item"),
-        ("proofs: [", "proofs: [{", "images/proven.yaml cannot be read"),
     ],
 )
 def test_a_row_that_says_something_else_is_refused(old: str, new: str, said: str) -> None:
     text = "proofs: [{cell: llama-cpu, platform: linux/amd64, commit: null, digest: null, date: 2026-11-21, "
     text += "machine: null, size_mib: null, ran: [x]}]"
     with pytest.raises(MatrixError) as caught:
-        proofs.parse(text.replace(old, new), PLATFORMS)
+        proofs.parse(yaml.safe_load(text.replace(old, new)), PLATFORMS)
     assert said in caught.value.message
 
 
 def test_a_cell_that_is_there_twice_is_refused(cell: Cell) -> None:
     with pytest.raises(MatrixError, match="a cell is there twice: llama-cpu on linux/amd64"):
-        proofs.parse(proofs.dump([_proof(cell), _proof(cell)]), PLATFORMS)
+        proofs.parse(yaml.safe_load(proofs.dump([_proof(cell), _proof(cell)])), PLATFORMS)
 
 
 def test_no_file_at_all_is_said(tmp_path: Path, cell: Cell) -> None:

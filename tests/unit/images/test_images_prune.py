@@ -88,6 +88,7 @@ def test_instructions_read_as_the_cache_describes_them() -> None:
         ("mount / from exec /bin/sh -c if [ -s /run/ca.crt ]; then x; fi  && install", True),
         ("[x 2/4] COPY --from=base /a /b", True),
         ("[runtime 3/10] COPY --from=engine /opt/llama /opt/llama", True),
+        ("[runtime 3/10] COPY --from=engine /opt/vllm /opt/vllm", True),
         ("mount / from exec /bin/sh -c install", False),
         ("[x 2/4] COPY --from=base /a /c", False),
         ("mount / from exec /bin/sh -c ls /opt/llamafile /opt/appliances", False),

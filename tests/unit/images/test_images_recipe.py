@@ -86,7 +86,7 @@ def test_an_unknown_recipe_is_exit_10_before_anything_is_built(capsys: pytest.Ca
         ({"default": "other.gguf"}, "default is none of its weights: other.gguf"),
         ({"weights": []}, "at least 1 item"),
         ({"name": "Qwen 3"}, "should match pattern"),
-        ({"weihgts": []}, "Extra inputs are not permitted"),
+        ({"weihgts": []}, "images/models/x.yaml: unknown key: weihgts"),
         ({"url": "https://host/x/resolve/main/w.gguf"}, "should match pattern"),
         ({"source": None}, "has a size and a hash without a source"),
         ({"url": None}, "comes from a wheel or from a url"),

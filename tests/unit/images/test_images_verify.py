@@ -104,7 +104,7 @@ def test_a_vllm_image_is_held_to_its_own_engine(sound: Evidence) -> None:
 
 def test_of_vllm_its_own_libraries_are_judged(project: Path) -> None:
     """What its lock brings beside it is listed in images/gaps, and 8 GB of it."""
-    pattern = verify.GPU_FILES["vllm"]
+    pattern = VLLM_CELL.engine.files.gpu_files
     assert pattern.match("opt/vllm/lib/vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so")
     assert not pattern.match("opt/vllm/lib/torch/lib/libtorch_cuda.so")
     known = gate.load_known_gaps(project / "images/gaps/vllm-cu130-sm90.yaml", "linux/amd64")

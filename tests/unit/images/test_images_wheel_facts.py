@@ -34,8 +34,9 @@ def test_every_chip_of_its_cells_has_an_attention(project: Path) -> None:
 
 
 def test_an_engine_without_facts_is_named() -> None:
-    with pytest.raises(MatrixError, match=r"facts of engine sglang cannot be read: images/facts/sglang\.yaml"):
+    with pytest.raises(MatrixError, match=r"images/facts/sglang\.yaml cannot be read: No such file") as caught:
         wheel_facts.facts("sglang")
+    assert caught.value.hint == "an engine from wheels needs it: what it compiles when it runs"
 
 
 def _unsourced(data: dict[str, Any]) -> None:
@@ -65,7 +66,7 @@ def _misspelt(data: dict[str, Any]) -> None:
         (_stranger, "a row cites a source that is not there: flash-atn"),
         (_unused, "no row cites the source: rumour"),
         (_twice, "attention of a chip is there twice: 75"),
-        (_misspelt, "x.yaml: jits.0.compiles"),
+        (_misspelt, "x.yaml: unknown key: jits.0.compils"),
     ],
 )
 def test_a_planted_fault_is_refused(data: dict[str, Any], spoil: Any, said: str) -> None:

@@ -115,10 +115,11 @@ def test_a_report_declares_what_it_saw_and_nothing_else(hopper: Cell, sm90: SmFo
     text = wheel_gaps.report(hopper, sm90, wheels)
     assert "listed:  #" in text
     assert '{"80": 2, "90a": 1}' in text
+    data = yaml.safe_load(text)
     for wheel in wheels[:2]:
-        known = gate.parse_known_gaps(text, where="x", platform=wheel.platform)
+        known = gate.parse_known_gaps(data, where="x", platform=wheel.platform)
         assert gate.judge(wheel.libraries, 90, known).faults == []
-    foreign = gate.judge(wheels[0].libraries, 90, gate.parse_known_gaps(text, where="x", platform="linux/arm64"))
+    foreign = gate.judge(wheels[0].libraries, 90, gate.parse_known_gaps(data, where="x", platform="linux/arm64"))
     assert "_C.abi3.so: 3 kernels, 1 native, 1 from PTX, known were 2 kernels, 1 native, 1 from PTX" in foreign.faults
 
 
@@ -129,7 +130,7 @@ def test_a_cell_that_claims_native_fails_on_the_first_kernel() -> None:
 
 def test_planted_changes_of_a_wheel_are_caught(hopper: Cell, sm90: SmForm) -> None:
     text = wheel_gaps.report(replace(hopper, platforms=("linux/amd64",)), sm90, [_wheel("linux/amd64")])
-    known = gate.parse_known_gaps(text, where="x", platform="linux/amd64")
+    known = gate.parse_known_gaps(yaml.safe_load(text), where="x", platform="linux/amd64")
 
     def faults(*kernels: Kernel) -> list[str]:
         return gate.judge([Library(path="lib/vllm/_C.abi3.so", kernels=kernels)], 90, known).faults

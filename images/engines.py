@@ -1,0 +1,87 @@
+"""What differs between engines inside an image: one row an engine, looked up once, when the matrix is loaded.
+
+Versions, sources and CPU variants stand in build_matrix.yaml, and how an engine gets into an image in its template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from images.errors import MatrixError, near_miss
+
+ENGINES_NAME = "images/engines.py"  # as a person sees it
+LIBRARY_FOLDER = "opt/appliance/lib/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFiles:
+    """Patterns and prefixes are of paths as an image's layers have them, without the first slash."""
+
+    folder: str  # only images of this engine have it
+    binary: str  # `appliance engine-facts` asks it while the image is built
+    version_line: str  # what it says to --version, with {version}, {build} and {commit} of the matrix
+    packages: str  # what the runtime stage asks Debian for
+    caches: Mapping[str, str]  # variable -> folder below the cache of this build; what is not named here goes to HOME
+    gpu_files: re.Pattern[str]  # what cuobjdump is asked about
+    # What an image may have beyond the others, and must have.
+    tools: re.Pattern[str] | None = None
+    headers: re.Pattern[str] | None = None
+    needed: tuple[re.Pattern[str], ...] = ()
+    code: tuple[str, ...] = (LIBRARY_FOLDER,)  # must be compiled ahead
+    wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
+
+
+ENGINES: Mapping[str, EngineFiles] = {
+    "llama": EngineFiles(
+        folder="/opt/llama",
+        binary="/opt/llama/llama-server",
+        version_line="version: {version} (build {build}, commit {commit})",
+        packages="libgomp1 libstdc++6 python3 tini",
+        caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
+        gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
+    ),
+    # vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
+    # FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel. Its own
+    # libraries alone are judged: those that its lock brings beside them are 8 GB.
+    "vllm": EngineFiles(
+        folder="/opt/vllm",
+        binary="/opt/vllm/bin/vllm",
+        version_line="{version}",
+        packages="g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
+        caches={
+            "HOME": "home",
+            "CUDA_CACHE_PATH": "cuda",
+            "DG_JIT_CACHE_DIR": "deep_gemm",
+            "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+            "HF_HOME": "huggingface",
+            "TORCHINDUCTOR_CACHE_DIR": "inductor",
+            "TRITON_CACHE_DIR": "triton",
+            "VLLM_CACHE_ROOT": "vllm",
+            "XDG_CACHE_HOME": "xdg",
+        },
+        gpu_files=re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
+        tools=re.compile(
+            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
+            r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
+        ),
+        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
+        needed=(
+            re.compile(r"^usr/bin/gcc$"),
+            re.compile(r"^usr/include/stdio\.h$"),
+            re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
+        ),
+        code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
+        wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
+    ),
+}
+
+
+def files_of(engine: str, table: Mapping[str, EngineFiles] = ENGINES) -> EngineFiles:
+    """MatrixError for an engine without a row."""
+    if engine not in table:
+        message = f"{ENGINES_NAME} has no row for engine: {engine}"
+        known = f"it has {', '.join(table)}; a new engine needs its packages, binary, caches and files to check"
+        raise MatrixError(message, hint=near_miss(engine, table) or known)
+    return table[engine]
