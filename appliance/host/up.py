@@ -28,6 +28,7 @@ from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 QUESTION = "In one sentence: what is a lighthouse for?"
 INNER_PORT = "11435/tcp"
 POLL_S = 0.25
+_JSON = {"Content-Type": "application/json"}
 _STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "from_profile", "tuning"})
 
 
@@ -138,7 +139,7 @@ def _ended(container: Container, err: Console) -> int:
 class _Answer:
     text: str
     tokens: int
-    tokens_per_s: float
+    tokens_per_s: float | None  # None: too short to tell
 
 
 def _report(container: Container, question: str) -> str:
@@ -148,7 +149,7 @@ def _report(container: Container, question: str) -> str:
     endpoint = "http://{}:{}/v1".format(*_address(container))
     rows = {
         "question": question,
-        "answer": f"{answer.text.strip()}  ({answer.tokens} tokens at {answer.tokens_per_s:.1f} tok/s)",
+        "answer": f"{answer.text.strip()}  ({answer.tokens} tokens{_at(answer.tokens_per_s)})",
         "endpoint": endpoint,
         "model": f"{status['model']}, context {status['context']:,}",
         "key": f"docker exec {container.name} appliance key",
@@ -157,6 +158,10 @@ def _report(container: Container, question: str) -> str:
         "found": _found(status),
     }
     return "\n".join(f"{name:<9} {value}" for name, value in rows.items())
+
+
+def _at(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f" at {tokens_per_s:.1f} tok/s"
 
 
 def _speed(status: Mapping[str, Any]) -> str:
@@ -193,18 +198,42 @@ def _status(container: Container, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _ask(container: Container, headers: Mapping[str, str], question: str) -> _Answer:
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0.2}
-    reply = _request(container, "POST", "/v1/chat/completions", headers, json.dumps(body))
+    """As a stream, timed by our own clock: what a user sees, of any engine."""
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 64,
+        "temperature": 0.2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    words: list[str] = []
+    times: list[float] = []
+    tokens, line = 0, b""
     try:
-        timings = reply["timings"]
-        return _Answer(
-            text=str(reply["choices"][0]["message"]["content"] or ""),
-            tokens=int(reply["usage"]["completion_tokens"]),
-            tokens_per_s=float(timings["predicted_per_second"]),
-        )
-    except (KeyError, IndexError, TypeError) as error:
-        message = f"the answer is not what was expected: {json.dumps(reply)[:500]}"
+        connection = http.client.HTTPConnection(*_address(container), timeout=300)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {**_JSON, **headers})
+        for row in connection.getresponse():
+            line = row.strip() or line
+            if not row.startswith(b"data: {"):
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            tokens = int((event.get("usage") or {}).get("completion_tokens", tokens))
+            for delta in (choice["delta"] for choice in event["choices"]):
+                # A model that thinks may come to no answer within so few tokens.
+                if text := delta.get("content") or delta.get("reasoning_content"):
+                    words.append(text)
+                    times.append(time.monotonic())
+    except (OSError, http.client.HTTPException) as error:
+        message = f"the answer broke off after {len(words)} tokens: {type(error).__name__}: {error}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`") from error
+    except (ValueError, KeyError, TypeError):  # an error instead of an answer, or a stream that says something else
+        words.clear()
+    if not words or not tokens:
+        message = f"the answer is not what was expected: {line.decode(errors='replace').strip()[:500]}"
+        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
+    seconds = times[-1] - times[0]
+    # The first token comes of the prompt's reading: n tokens are n - 1 steps.
+    return _Answer(text="".join(words), tokens=tokens, tokens_per_s=(tokens - 1) / seconds if seconds else None)
 
 
 def _get(container: Container, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -217,7 +246,7 @@ def _request(
     """JSON, or nothing while the port does not answer yet. ConfigError when no port is published."""
     try:
         connection = http.client.HTTPConnection(*_address(container), timeout=300)
-        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+        connection.request(method, path, body, {**_JSON, **headers})
         return dict(json.loads(connection.getresponse().read()))
     except (OSError, http.client.HTTPException, ValueError, TypeError):
         return {}

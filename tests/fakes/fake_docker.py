@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import struct
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,11 +19,8 @@ STATUS = {
     **{"model": "m", "context": 512, "chosen": "2 threads", "speed": "10 tok/s", "from_profile": True},
     **{"predicted_speed": "12 tok/s of decode", "tuning": "measured"},
 }
-REPLY = {
-    "choices": [{"message": {"content": "It guides ships."}}],
-    "usage": {"completion_tokens": 5},
-    "timings": {"predicted_per_second": 10.0},
-}
+WORDS = ("It ", "guides ", "ships", " at ", "night.")
+TOKEN_S = 0.1
 ERROR = {"error": {"message": "shutting down", "type": "service_unavailable", "param": None, "code": "shutting_down"}}
 
 
@@ -60,9 +58,25 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/appliance/v1/tuning":
             self._begin_tuning()
         elif path == "/v1/chat/completions":
-            self._json(REPLY)
+            self._stream()
         else:
             self._json({"message": "no such thing"}, 404)
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for word in WORDS:
+            if self.knobs.answer == "error" and word == WORDS[-1]:
+                self._event(ERROR)
+                return
+            self._event({"choices": [{"delta": {"content": word}}]})
+            time.sleep(TOKEN_S)
+        self._event({"choices": [], "usage": {"completion_tokens": len(WORDS)}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, document: Any) -> None:
+        self.wfile.write(f"data: {json.dumps(document)}\n\n".encode())
 
     def _begin_tuning(self) -> None:
         type(self).asked += 1
@@ -107,6 +121,7 @@ def main() -> None:
     parser.add_argument("--ports", choices=("bound", "exposed", "absent", "none"), default="bound")
     parser.add_argument("--state", default="running")
     parser.add_argument("--ready", type=int, default=1)
+    parser.add_argument("--answer", choices=("whole", "error"), default="whole", help="error: breaks off with one")
     parser.add_argument("--status-document", choices=("whole", "error", "list"), default="whole")
     states = ("measured", "waiting", "measuring", "off", "failed")
     parser.add_argument("--tuning", choices=states, default="measured")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.fakes.fake_docker import TOKEN_S
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_docker.py"
@@ -54,8 +57,10 @@ def ended(*knobs: str, words: tuple[str, ...] = ()) -> tuple[int, str, str]:
 def test_it_asks_and_reports() -> None:
     code, out, err = ended()
     assert code == 0, err
-    assert "It guides ships." in out
-    assert "5 tokens at 10.0 tok/s" in out
+    assert "It guides ships at night." in out
+    rate = re.search(r"\(5 tokens at ([0-9.]+) tok/s\)", out)
+    assert rate
+    assert 0 < float(rate[1]) <= 1 / TOKEN_S
     assert "speed     10 tok/s\n" in out
     assert "in the profile on the volume" in out
 
@@ -64,7 +69,7 @@ def test_it_asks_and_reports() -> None:
 def test_the_first_answer_comes_with_the_predicted_speed_and_that_measuring_goes_on(state: str) -> None:
     code, out, err = ended("--tuning", state)
     assert code == 0, err
-    assert "It guides ships." in out
+    assert "It guides ships at night." in out
     assert "speed     predicted: 12 tok/s of decode" in out
     assert "measuring goes on while nobody asks" in out
     assert "`make up WAIT=tuned` waits for it" in out
@@ -116,6 +121,13 @@ def test_another_document_than_the_status_is_shown(document: str, shown: str) ->
     assert "error: the container does not tell its state: no chosen, context" in err
     assert shown in err
     assert "docker logs one" in err
+
+
+def test_an_answer_that_breaks_off_is_43_with_what_was_said() -> None:
+    code, out, err = ended("--answer", "error")
+    assert (code, out) == (43, "")
+    assert "error: the answer is not what was expected: data: {" in err
+    assert "shutting down" in err
 
 
 def test_a_container_that_is_removed_meanwhile_is_said() -> None:
