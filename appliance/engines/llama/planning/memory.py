@@ -249,7 +249,8 @@ def _experts_width(model: Model) -> int:
     inner = used * (model.expert_length or model.feed_forward_length)
     if used * d <= 2 * inner:
         return 3 * inner + 5 * d
-    holes = model.heads * model.key_length  # what attention leaves free
+    # What attention leaves free in each layer; in a delta net most layers have none.
+    holes = 0 if model.architecture in _DELTA_NETS else model.heads * model.key_length
     return used * d + 3 * inner + (2 if inner <= holes else 4) * d
 
 
