@@ -19,6 +19,7 @@ from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Phase, Progress
+from appliance.race import first_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -138,8 +139,8 @@ class EngineEndpoint:
         if not (progress.is_ready or progress.is_held):
             raise refusal.not_ready(progress)
         reading = read_body(receive, _declared_length(scope), self._max_body_bytes)
-        body = await first_of(reading, must_end=must_end)
-        await first_of(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
+        body = await _unless_over(reading, must_end=must_end)
+        await _unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _has_stood_in(self, reply: Reply) -> bool:
         """Whether the request was answered without the engine, which does not answer now."""
@@ -223,27 +224,21 @@ async def until_client_left(receive: Receive) -> None:
             raise ClientLeft
 
 
-async def first_of(
+async def _unless_over(
     work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None], must_end: asyncio.Future[None]
 ) -> T:
     """The result of `work`, unless a watcher raises or `must_end` is done before; whatever is left is cancelled and
     has ended when this returns."""
-    working = asyncio.create_task(work)
-    watching = [asyncio.create_task(watcher) for watcher in watchers]
-    tasks: list[asyncio.Task[Any]] = [working, *watching]
-    try:
-        await asyncio.wait([*tasks, must_end], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
+    # Shielded: others wait for it as well.
+    working, *watching, _ = await first_of(work, *watchers, asyncio.shield(must_end))
+    for future in (working, *watching):
+        if not future.cancelled():
             # The first of them that came to an end by itself, `work` before the watchers.
-            task.result()
+            future.result()
     if working.cancelled():
         raise refusal.shutting_down()
-    return working.result()
+    result: T = working.result()
+    return result
 
 
 def _declared_length(scope: Scope) -> int:

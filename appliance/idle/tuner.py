@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from appliance.errors import FatalError
 from appliance.idle.policy import SETTLE_S, Do, Situation, decide
 from appliance.progress import Phase
+from appliance.race import first_of
 from appliance.report import Report
 from appliance.supervisor import Crash
 
@@ -97,15 +98,8 @@ class IdleTuner(Generic[P]):
         if self._traffic.running:
             await self._traffic.until_idle(timeout_s)
             return
-        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(self._traffic.until_arrival())}
-        if not self._hurry.is_set():
-            waiting.add(asyncio.create_task(self._hurry.wait()))
-        try:
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        hurrying = () if self._hurry.is_set() else (self._hurry.wait(),)
+        await first_of(self._traffic.until_arrival(), *hurrying, timeout_s=timeout_s)
 
     def _situation(self, *, has_room: bool) -> Situation:
         traffic = self._traffic
@@ -197,17 +191,16 @@ class IdleTuner(Generic[P]):
     async def _measure(self, *, is_alone: bool) -> None:
         """Until it ends by itself or a request comes."""
         period = self._traffic.arrivals
-        measuring = asyncio.ensure_future(self._measure_on(is_alone))
-        arriving = asyncio.create_task(self._traffic.until_arrival())
-        try:
-            await asyncio.wait({measuring, arriving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped_at = time.monotonic()
-            measuring.cancel()
-            arriving.cancel()
-            await asyncio.gather(measuring, arriving, return_exceptions=True)
+        arrived_at = 0.0
+
+        async def arrival() -> None:
+            nonlocal arrived_at
+            await self._traffic.until_arrival()
+            arrived_at = time.monotonic()
+
+        measuring, _ = await first_of(self._measure_on(is_alone), arrival())
         if measuring.cancelled():
-            seconds = time.monotonic() - stopped_at
+            seconds = time.monotonic() - arrived_at
             words = f"a request came: measuring stopped within {seconds:.2f} s and goes on when nobody asks"
             self._report.info("idle_stopped", words, seconds=round(seconds, 3))
             return

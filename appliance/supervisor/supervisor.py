@@ -13,6 +13,7 @@ from typing import Any
 
 from appliance.command import Command
 from appliance.errors import EngineNotReadyError
+from appliance.race import first_of
 from appliance.supervisor.child import Child
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.state import State, checked
@@ -266,17 +267,11 @@ class Supervisor:
 
 async def _first_of(waits: Mapping[_Event, Coroutine[Any, Any, object]]) -> _Event:
     """What happened first; of things that happened together, what stands first."""
-    tasks = {asyncio.create_task(wait): event for event, wait in waits.items()}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done = [task for task in tasks if task.done()]
-        for task in done:
-            task.result()  # a readiness check that raises is a bug, and comes out here
-        return tasks[done[0]]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    ended = zip(waits, await first_of(*waits.values()), strict=True)
+    happened = {event: future for event, future in ended if not future.cancelled()}
+    for future in happened.values():
+        future.result()  # a readiness check that raises is a bug, and comes out here
+    return next(iter(happened))
 
 
 async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
