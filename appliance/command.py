@@ -24,7 +24,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ready: Readiness
     is_error: Callable[[str], bool] = _never_an_error  # whether a line of its log says that something went wrong
-    # Never the volume: ggml also looks for backends to load in the working directory, and whoever can write a file
+    # Never the volume: an engine may look for code to load in its working directory, and whoever can write a file
     # there would run code in every container that shares it.
     folder: Path = Path("/")
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail

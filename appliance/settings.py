@@ -21,7 +21,7 @@ from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
 FILE_NAME = "appliance.yaml"
-MIN_CONTEXT = 256  # llama.cpp's own padding: less is rounded up, and every figure would be short by a page
+MIN_CONTEXT = 256  # engines keep their cache in pages: less is rounded up, and every figure would be short by one
 
 
 def _text(value: str) -> str:

@@ -45,7 +45,7 @@ class UpstreamPool:
     async def asked(self, scope: Scope, path: str, body: bytes) -> AsyncIterator[upstream.Response]:
         """The engine's answer, of which the headers are there; the connection is closed at the end of the block.
 
-        One connection a request: llama-server closes kept ones after 5 s of its own accord, a POST that meets that
+        One connection a request: an engine closes kept ones of its own accord, a POST that meets that
         moment fails on a healthy engine, and a new connection on a unix socket costs some 50 µs.
         """
         query = scope["query_string"].decode("latin-1")

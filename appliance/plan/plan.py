@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from appliance.plan.choice import Choice
 from appliance.values import dataclass
 
-CONTEXT_STEP = 256  # llama.cpp pads the cache to this many cells
+CONTEXT_STEP = 256  # context lengths are multiples of it: a page of an engine's cache, or several
 Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of

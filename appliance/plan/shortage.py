@@ -8,7 +8,7 @@ from appliance.values import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
     """What an engine's log tells of it. `refused_mib` is the size of the buffer that was refused, so at most that much
-    was missing. `device` is the engine's name of the GPU, CUDA0 being the plan's first; None: the host. `free_mib` was
+    was missing. `device` is the engine's name of the GPU; None: the host. `free_mib` was
     free there when the engine began, before it allocated anything."""
 
     refused_mib: float
