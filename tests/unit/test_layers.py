@@ -48,7 +48,7 @@ STRICT_LEAVES = {
 }
 WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama_server", "appliance/tune/candidates",
               "appliance/tune/measurement", "appliance/tune/acceptance", "appliance/tune/slots",
-              "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/validate",
+              "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/drift",
               "appliance/profile/at_start",
               "appliance/engines/llama_perplexity", "appliance/tune/paired",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
