@@ -43,11 +43,11 @@ from appliance.values import dataclass
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
+    from appliance.drift_monitor import DriftMonitor
     from appliance.gateway.server import Gateway
     from appliance.idle.tuner import IdleTuner
     from appliance.study import Study
     from appliance.tune.measurement import Measurement
-    from appliance.vouching import Vouching
 
 GLANCE_S = 1.0  # at the machine, to see whether something else is at work: less than half of it tells nothing
 STEPS_DOWN = 3  # to smaller plans, when memory runs out as the engine loads
@@ -123,7 +123,7 @@ class House:
         self._profile: Profile | None = None
         self._allocated: Allocated | None = None
         self._study: Study | None = None
-        self._vouching: Vouching | None = None
+        self._drift_monitor: DriftMonitor | None = None
         self._logs: dict[Supervisor, deque[str]] = {}
         self._tuner: IdleTuner[Plan] | None = None
         self._was_measured = False  # by this process, to the end
@@ -534,8 +534,6 @@ class House:
         self._allocated = self._engine.allocated(lines or ())
         if lines is not None:
             lines.clear()
-        if self._vouching is not None:
-            self._vouching.restarted()
         self._report.phase(Phase.READY)
         seconds = supervisor.ready_seconds if supervisor else None
         words = f"ready: the engine loaded in {seconds or 0.0:.1f} s and allocated {self._allocated.total:,.0f} MiB"
@@ -559,11 +557,11 @@ class House:
 
     async def _tend(self, gateway: Gateway) -> None:
         """Beside serving: measuring while nobody asks, if that is set and there is something to measure, and whether
-        real requests bear the profile out. Never returns. Raises FatalError when an engine does not come back."""
+        the profile still holds. Never returns. Raises FatalError when an engine does not come back."""
         while True:
             if self._settings.tune == "idle" and self._wants_measuring():
                 await self._tune_idle(gateway)
-            await self._vouch(gateway)
+            await self._watch_drift(gateway)
             if self._settings.tune != "idle" or not self._wants_measuring():
                 await asyncio.Event().wait()
 
@@ -602,7 +600,7 @@ class House:
         has_same_kernels = self._inputs.kernels is kernels
         self._is_given_up = self._profile is before and has_same_kernels
         self._was_measured = not self._is_given_up and has_same_kernels
-        self._vouching = None
+        self._drift_monitor = None
 
     def _measure_now(self) -> tuple[int, dict[str, Any]]:
         """Asked for by somebody who waits for the result. Raises Refusal where nothing will be measured."""
@@ -675,31 +673,38 @@ class House:
             return error.message
         return found if isinstance(found, str) else ""
 
-    async def _vouch(self, gateway: Gateway) -> None:
-        """Until real requests have shown whether the profile holds; it is said, and kept on the volume if not."""
+    async def _watch_drift(self, gateway: Gateway) -> None:
+        """Until probes have shown whether the profile holds; it is said, and kept on the volume if not."""
         profile, plan = self._profile, self._serving.plan
         if profile is None or plan is None:
             return
-        from appliance.vouching import Vouching  # here: the first request comes long after the start
+        # Here: a start compares nothing before its engine serves.
+        from appliance.drift_monitor import PROBE_AFTER_S, DriftMonitor
+        from appliance.probe.watch import Watch
 
-        self._vouching = Vouching(profile, plan)
-        holds = await self._vouching.run(
-            idle_s=lambda: 0.0 if gateway.traffic.running else gateway.traffic.idle_s,
-            ask=partial(self._ask, gateway, profile),
+        self._drift_monitor = DriftMonitor(
+            profile,
+            plan,
+            self._command(plan, gateway.engine.socket_path),
+            traffic=gateway.traffic,
+            report=self._report,
+            watch=partial(Watch, self.hardware, self._environment),
+            after_s=min(PROBE_AFTER_S, self._settings.idle_s),
         )
-        if holds is None:
+        drift = await self._drift_monitor.run()
+        if drift.note:
+            self._report.info("profile_faster", f"profile {profile.key.id}: {drift.note}")
+        if drift.state == "open":
             return
-        if holds.note:
-            self._report.info("profile_faster", f"profile {profile.key.id}: {holds.note}")
-        if holds.verdict == "holds" and not (holds.note and profile.disturbance):
-            self._report.info("profile_holds", f"profile {profile.key.id} holds: {holds.words}")
+        if drift.state == "holds" and not (drift.note and profile.disturbance):
+            self._report.info("profile_holds", f"profile {profile.key.id} holds: {drift.words}")
             return
         then = {
             "first": "measured again at the next start on a quiet machine",
             "idle": "measured again while nobody asks",
         }
         # What was measured while something else was at work may be too slow as well: then another plan may be the best.
-        why = holds.words if holds.verdict == "stale" else f"{holds.note}; {profile.disturbance} when it was measured"
+        why = drift.words if drift.state == "stale" else f"{drift.note}; {profile.disturbance} when it was measured"
         words = f"profile {profile.key.id} no longer holds: {why}; {then.get(self._settings.tune, 'kept')}"
         self._report.warning("profile_stale", words)
         try:
@@ -707,34 +712,7 @@ class House:
         except VolumeError as error:  # serving goes on; the next start finds out again
             self._report.warning("profile_not_marked", error.message)
 
-    async def _ask(self, gateway: Gateway, profile: Profile) -> None:
-        """A question of our own, while nobody else asks; given up when somebody does."""
-        # Here: a start from a profile never needs them.
-        from appliance.tune.measure import DECODE_TOKENS, Probe
-        from appliance.tune.measurement import curve_of
-
-        plan = self._serving.plan
-        looks = [m for m in profile.measurements if m.points]
-        if plan is None or not looks or not self._serving.is_ready:
-            return
-        depths = [point.depth for point in curve_of(looks).ordered]
-
-        async def ask() -> None:
-            async with Probe(self._command(plan, gateway.engine.socket_path)) as asking:
-                await asking.complete(asking.prompt(depths[len(depths) // 2]), 2 * DECODE_TOKENS)
-
-        asking = asyncio.create_task(ask())
-        arriving = asyncio.create_task(gateway.traffic.until_arrival())
-        try:
-            await asyncio.wait((asking, arriving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (asking, arriving):
-                task.cancel()
-            await asyncio.gather(asking, arriving, return_exceptions=True)
-
     def _on_line(self, supervisor: Supervisor, lines: deque[str], line: str) -> None:
-        if self._vouching is not None:
-            self._vouching.heard(line)
         if supervisor.state is State.STARTING:  # also beside another that serves
             lines.append(line)
         if self._engine.is_worth_showing(line):
@@ -751,7 +729,7 @@ class House:
             self._inputs.facts,
             self._serving.plan,
         )
-        vouching = self._vouching.holds if self._vouching else None
+        drift = self._drift_monitor.state if self._drift_monitor else None
         return {
             "phase": str(progress.phase),
             "message": progress.sentence(),
@@ -768,7 +746,7 @@ class House:
             "tuning": self._tuning_state(),
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
             "from_profile": self._profile is not None and self._study is None,
-            "profile_holds": str(vouching.verdict) if vouching else None,
+            "profile_holds": str(drift) if drift else None,
             "standing": self._standing(),
             "engine_restarts": self._serving.restarts,
         }

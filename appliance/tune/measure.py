@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +180,30 @@ class Probe:
         reply = await post(self._session, "/completion", body | {"ignore_eos": True, "temperature": 0})
         return parse_timings(reply, EMPTY, WARM_TOKENS)
 
-    async def complete(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+    async def complete(self, prompt: list[int], tokens: int, **more: object) -> dict[str, Any]:
         """In whichever slot the engine chooses, as any client's request."""
         body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
-        return await post(self._session, "/completion", body)
+        return await post(self._session, "/completion", body | more)
+
+    async def repeat(self, depth: int, tokens: int, *, is_speculating: bool) -> Point:
+        """What `run` measures, on an engine that serves: in whichever slot it chooses, with the whole prompt read.
+
+        An engine that speculates is asked for two tokens at a time, each request going on where the last one ended:
+        llama-server guesses at most as many tokens as are left after the next one, so that the second is a plain step.
+        What decoding with guesses takes is a matter of the text, and no request can turn them off.
+        """
+        whole = {"cache_prompt": False}
+        warmed = await self.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, **whole)
+        body = {"id_slot": warmed.get("id_slot", -1), "return_tokens": True}  # one slot loses its prompt, not two
+        prompt, each = self.prompt(depth), 2 if is_speculating else tokens
+        reply = await self.complete(prompt, each, **body, **whole)
+        first = parse_timings(reply, depth, each)
+        steps_ms = [first.decode_ms]
+        for _ in range(each, tokens, 2):
+            prompt = prompt + reply.get("tokens", [])
+            reply = await self.complete(prompt, each, **body)
+            steps_ms.append(parse_timings(reply, len(prompt), each).decode_ms)
+        return replace(first, decode_ms=sum(steps_ms) / len(steps_ms))
 
     def prompt(self, depth: int) -> list[int]:
         """The text over and over, each round begun a little further on, so that no long stretch repeats."""
@@ -198,11 +218,14 @@ class Probe:
 
 def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
     """The engine's own `timings`. Raises EngineNotReadyError when it did not do what was asked, so that no figure is of
-    something else: fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
+    something else: fewer tokens than asked for, a prompt that does not add up to the depth, guesses, no time at all."""
     timings = reply.get("timings", {})
     read, cached, made = (timings.get(name, 0) for name in ("prompt_n", "cache_n", "predicted_n"))
     if read + cached != depth or made != tokens:
         message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made} of {tokens}"
+        raise EngineNotReadyError(message)
+    if timings.get("draft_n"):
+        message = f"engine guessed {timings['draft_n']} tokens where plain steps were to be timed"
         raise EngineNotReadyError(message)
     prompt_ms, predicted_ms = (float(timings.get(name, 0)) for name in ("prompt_ms", "predicted_ms"))
     if prompt_ms <= 0 or predicted_ms <= 0:

@@ -49,7 +49,6 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.disconnects = 0
-        self.tasks = 0
         self.open_streams = 0
         self.finished_streams = 0
 
@@ -176,7 +175,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, path: str, request: dict[str, Any]) -> None:
         if path == "/completion" and self.server.options.hang_on_completion:
-            threading.Event().wait()  # neither an answer nor work, as after a lock that nobody lets go
+            select.select([self.connection], [], [])  # neither an answer nor work, as after a lock that nobody lets go
+            self.server.ledger.add("disconnects", 1)
+            return
         text = prompt_of(request)
         words = max(1, len(text.split()))
         is_of_tokens = path == "/completion" and isinstance(request.get("prompt"), list)
@@ -196,8 +197,6 @@ class Handler(BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": words, "completion_tokens": words, "total_tokens": 2 * words},
             "timings": self.token_timings(request) if is_of_tokens else timings(words, words),
         }
-        if not is_of_tokens and self.server.options.served_ms:
-            log_times(self.server.ledger, self.server.options.served_ms)
         if request.get("return_tokens"):
             made = reply["timings"]["predicted_n"]
             reply["tokens"] = [0] * made if self.server.options.loop else list(range(made))
@@ -213,8 +212,9 @@ class Handler(BaseHTTPRequestHandler):
             self.server.slot = prompt
         options = self.server.options
         read = len(prompt) - cached
-        step_ms = by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
-        prefill_ms = by_number(options.prefill_ms, options.ubatch_size)
+        slower = float(options.slowdown.read_text()) if options.slowdown and options.slowdown.exists() else 1.0
+        step_ms = slower * by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
+        prefill_ms = slower * by_number(options.prefill_ms, options.ubatch_size)
         steps, guessed, right = guesses(options, max(1, made - 1), request.get("seed", 1))
         return {
             "cache_n": cached,
@@ -311,18 +311,6 @@ def prompt_of(request: dict[str, Any]) -> str:
     return str(content)
 
 
-def log_times(ledger: Ledger, decode_ms: float) -> None:
-    """What llama-server logs of one request: 10 tokens read, 31 made."""
-    with ledger.lock:
-        ledger.tasks += 1
-        slot = f"id  0 | task {ledger.tasks} |"
-        log("I", f"slot launch_slot_: {slot} processing task, is_child = 0")
-        log("I", f"slot   operator(): {slot} new prompt, n_ctx_slot = 4096, n_keep = 0, task.n_tokens = 10")
-        log("I", f"slot print_timing: {slot} prompt eval time = {10.0:10.2f} ms /    10 tokens (    1.00 ms per token)")
-        log("I", f"slot print_timing: {slot}        eval time = {30 * decode_ms:10.2f} ms /    31 tokens (each slow)")
-        log("I", f"slot      release: {slot} stop processing: n_tokens = 40, truncated = 0")
-
-
 def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     return {
         "prompt_n": prompt_n,
@@ -335,9 +323,11 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
 
 
 def guesses(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
-    """How many steps' time `made` tokens take, how many were guessed, and how many of those were right."""
+    """How many steps' time `made` tokens take, how many were guessed, and how many of those were right. As llama-server
+    it guesses at most as many as are left after the next one."""
     cost, chances = next((guess[1:] for guess in options.guess if guess[0] == options.spec_type), (0.0, ()))
     at_most = options.spec_ngram_mod_n_max if options.spec_type == "ngram-mod" else options.spec_draft_n_max
+    at_most = min(at_most, made - 1)
     if not chances or not at_most:
         return made, 0, 0
     chance = chances[seed % len(chances)]
@@ -392,7 +382,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
     add("--threads", type=int, default=1)
     add("--ubatch-size", type=int, default=512)
-    add("--served-ms", type=float, default=0.0, help="log each chat's times as llama-server does: so long a token")
+    add(
+        "--slowdown",
+        type=Path,
+        metavar="FILE",
+        help="all takes as many times as long as the file says, once it is there",
+    )
     add(
         "--decode-ms", default="10", metavar="TABLE", help="a token, by --threads: 1:40,2:20 (timings only, no waiting)"
     )

@@ -15,8 +15,9 @@ from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, Plan
 
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
-# Buffer sizes appear at 4, not at the default 3. It cannot be lowered later; at 4 a request costs some twenty lines
-# without its text, which are kept for a crash and not repeated.
+# `parse_allocated` reads buffer sizes, and what every library says at its level "info" appears at 4, not at the default
+# 3. It cannot be lowered later; at 4 a request costs some twenty lines without its text, which are kept for a crash and
+# not repeated.
 LOG_LEVEL = 4
 # The share of a request that a slot must hold to be taken. A turn longer than all before it does not find its
 # conversation any more: less than half of its tokens are read that could have been kept.
