@@ -103,10 +103,6 @@ class Space:
         """The model's own window, or the one that was asked for."""
         return self._scene.settings.ctx_size or self._scene.model.native_context
 
-    @property
-    def is_mixture(self) -> bool:
-        return bool(self._scene.model.experts)
-
     def kinds_to_check(self) -> tuple[str, ...]:
         """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps
         most first. The best plan that is possible already is what they are checked with."""

@@ -54,7 +54,6 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama_serv
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/guided", "appliance/engines/endings",
               "appliance/probe/conditions",
-              "appliance/engines/llama_bench", "appliance/tune/companions",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),
