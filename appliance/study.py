@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines import llama_bench
 from appliance.engines.engine import Space
 from appliance.engines.llama import fit, perplexity
 from appliance.engines.llama.planning.refine import refine
@@ -41,7 +40,7 @@ from appliance.tune.modes import Mode
 from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
 from appliance.tune.speculate import Tried, choose_speculation, least_s
-from appliance.tune.tuner import Goal, SharedLoad, Tuned, Tuner, speed_in_words
+from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
 from appliance.tune.workload import Workload, parse_mix, scaled
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
@@ -67,19 +66,6 @@ class Bench:
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
         return replace(self.serve(plan), stop_grace_s=0.0)
-
-    def together(self) -> SharedLoad:
-        """Of llama-bench."""
-        start = partial(
-            llama_bench.command,
-            engine_dir=self.engine_dir,
-            cache_dir=self.cache_dir,
-            stall_timeout_s=self.stall_timeout_s,
-            driver_dir=self.driver_dir,
-            oom_kills=count_oom_kills,
-        )
-        facts = self.engine
-        return SharedLoad(facts=facts, start=lambda plan, grid, steps: start(plan, facts, grid, steps))
 
     def reader(self, plan: Plan, extent: perplexity.Extent, text: Path) -> Command:
         """Of the program that reads a text."""
@@ -199,7 +185,6 @@ class Study:
             done=self._on_measured,
             watch=lambda: Watch(self._hardware, self._environment),
             kept=kept,
-            together=self._bench.together() if (self._bench.engine_dir / llama_bench.BINARY).exists() else None,
         )
         return await tuner.run()
 

@@ -83,10 +83,10 @@ class Course:
         self.seconds: list[float] = []
 
     def points(
-        self, candidate: Candidate, *, is_long: bool, is_up: bool, depths: tuple[int, ...] = (), tokens: int = 0
+        self, candidate: Candidate, *, is_long: bool, depths: tuple[int, ...] = (), tokens: int = 0
     ) -> tuple[tuple[Point, ...], Missing | None, float]:
         """What is seen, or what is missing, and the seconds of the load."""
-        load = 0.0 if is_up else self._world.load_s()
+        load = self._world.load_s()
         if (missing := self._world.fails(candidate)) is not None:
             self._spend(load * FAILS_AFTER)
             return (), missing, load
@@ -118,7 +118,7 @@ def run_ours(course: Course, found: Sequence[Candidate], workload: Workload, eff
     search = Search(found, without_limits(only(workload)), effort)
     trials: list[Trial] = []
     while len(trials) < max(AT) and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
-        points, missing, load = course.points(ask.candidate, is_long=ask.is_long, is_up=not ask.needs_load)
+        points, missing, load = course.points(ask.candidate, is_long=ask.is_long)
         lacking = OutOfMemory(device=missing.device, missing_mib=missing.mib) if missing else None
         trials.append(Trial(key=ask.candidate.key, points=points, is_long=ask.is_long, load_s=load, lacking=lacking))
         ranked = search.rank(trials)
@@ -131,7 +131,7 @@ def run_rival(name: str, course: Course, found: Sequence[Candidate], workload: W
     def measure(candidate: Candidate) -> Seen:
         nonlocal best
         how = WALKED if name == "walk-down" else {}
-        points, _, _ = course.points(candidate, is_long=True, is_up=False, **how)
+        points, _, _ = course.points(candidate, is_long=True, **how)
         seen = Seen(job_s=math.inf, empty_ms=math.inf)
         if points:
             seen = Seen(job_s=job_s(Curve(points=points), workload), empty_ms=points[0].decode_ms)

@@ -9,6 +9,7 @@ from appliance.plan.choice import Choice
 from appliance.values import dataclass
 
 CONTEXT_STEP = 256  # context lengths are multiples of it: a page of an engine's cache, or several
+SMALLEST_WINDOW = 8192  # or the model's own: clients of today do not work below it
 Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of

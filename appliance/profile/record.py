@@ -25,7 +25,7 @@ from appliance.tune.measurement import Judged, Measurement
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 3
+SCHEMA = 4
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",

@@ -47,9 +47,7 @@ def trial_of(measurement: Measurement) -> Trial:
         key=measurement.key,
         points=measurement.points,
         is_long=measurement.is_long,
-        via=measurement.via,
         load_s=measurement.load_s,
-        seconds=measurement.seconds,
         lacking=lacking,
     )
 

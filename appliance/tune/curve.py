@@ -15,7 +15,6 @@ from functools import cached_property
 
 from appliance.values import dataclass
 
-SERVER = "server"  # what plans are compared on; a look by anything else has corrections of its own
 LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often
 NOISE = 0.07  # relative, of one time in a short look: 3 to 10 % is usual
 SPREAD = 1.5  # how much steeper or flatter than its last stretch a curve may go on

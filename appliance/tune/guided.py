@@ -3,8 +3,8 @@
 Every candidate is predicted, the predictor's corrections are fitted to what was measured (refit.py), and the next
 measurement is the one that is worth most a second. Worth is the knowledge gradient (Frazier, Powell, Dayanik 2009,
 "The knowledge-gradient policy for correlated normal beliefs"): by how much the best is expected to become better
-through it. What was measured once and is still in the running is measured again, longer; a load is part of the price,
-so candidates of the engine that is up come first when they promise as much.
+through it. What was measured once and is still in the running is measured again, longer. Every measurement starts an
+engine, so a load is part of its price.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from appliance.tune.curve import LONGER, NOISE, SERVER, Curve, Point
+from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.refit import Fit, Observation, Term, fit
 from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
@@ -42,19 +42,13 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own.
-
-    `via` is "server", or "bench": of llama-bench, whose figures lack what a server adds, whose window is small, and
-    whose process has ended.
-    """
+    """What came of one candidate. Without points it failed: of memory with `lacking`, else for a reason of its own."""
 
     key: str
     points: tuple[Point, ...] = ()
     is_long: bool = False
-    load_s: float = 0.0  # 0 when the engine was up already
-    seconds: float = 0.0
+    load_s: float = 0.0
     lacking: OutOfMemory | None = None
-    via: str = SERVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +63,10 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Measure this. `needs_load` when the engine of the trial before cannot be used."""
+    """Measure this."""
 
     candidate: Candidate
     is_long: bool
-    needs_load: bool
     seconds: float  # as predicted, the load included
     why: str
 
@@ -91,7 +84,6 @@ class Effort:
     tokens_each: int = 24
     load_s: float = 5.0  # as predicted; what was seen replaces it
     noise: float = NOISE
-    reuses_engine: bool = True  # one that is up takes other threads and ubatches; a server has to be started anew
 
     def noise_of(self, trial_is_long: bool) -> float:
         return self.noise / math.sqrt(LONGER) if trial_is_long else self.noise
@@ -140,12 +132,11 @@ class Search:
         candidate, noise = self._by_key[trial.key], self.effort.noise_of(trial.is_long)
         seen = []
         for p in trial.points:
-            terms = _via(trial, "decode", decode_terms(candidate, self._effects, p.depth))
+            terms = decode_terms(candidate, self._effects, p.depth)
             seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noisier))
             # A few tokens fill no batch, and no prediction is of them.
             if p.prefill_tokens >= 128:
-                read = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
-                terms = _via(trial, "prefill", read)
+                terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
                 seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
         return [observation for observation in seen if observation.terms]
 
@@ -219,8 +210,6 @@ class State:
         found = []
         for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
             trials = [trial for trial in self._trials if trial.key == key and trial.points]
-            if key in self._failed and not _on_server(trials):
-                continue  # llama-bench had room in its small window, and the server had none
             seen, variance = self._seen(trials)
             model = math.log(self.fit.predict_ms(self._search.job(key)))
             trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
@@ -234,22 +223,10 @@ class State:
         return self.chance(candidate) >= LIKELY_FIT
 
     def _seen(self, trials: Sequence[Trial]) -> tuple[float, float]:
-        """Of one candidate: ln of the job's time as the server would have it, and its variance. What is not known of
-        the way from llama-bench to the server does not become less by more of its trials, so those count less."""
-        means = []
-        for via in dict.fromkeys(trial.via for trial in trials):
-            same = [(math.log(self._job_ms(t)), self._noise_of(t) ** -2) for t in trials if t.via == via]
-            precision = sum(weight for _, weight in same)
-            mean = sum(seen * weight for seen, weight in same) / precision
-            means.append((mean, 1 / precision + self._unknown_of(via) ** 2))
-        precision = sum(1 / variance for _, variance in means)
-        return sum(mean / variance for mean, variance in means) / precision, 1 / precision
-
-    def _unknown_of(self, via: str) -> float:
-        """Standard deviation of ln(time by `via` / time on the server), after what was measured on both."""
-        if via == SERVER:
-            return 0.0
-        return max(self.fit.spread((Term(ms=1.0, by=(f"{via}:{phase}",)),)) for phase in ("decode", "prefill"))
+        """Of one candidate: ln of the job's time, and its variance."""
+        seen = [(math.log(self._job_ms(trial)), self._noise_of(trial) ** -2) for trial in trials]
+        precision = sum(weight for _, weight in seen)
+        return sum(ms * weight for ms, weight in seen) / precision, 1 / precision
 
     @property
     def leader(self) -> Estimate | None:
@@ -304,30 +281,20 @@ class State:
             variance = self.fit.spread(*jobs) ** 2 + estimate.spread**2
             told = variance / math.sqrt(variance + noise**2)
             worth = gain(told, abs(math.log(estimate.ms / other.ms)))
-            if not self._was_served(estimate.candidate):
-                worth *= self.chance(estimate.candidate)
             found.append((worth, self._ask(estimate.candidate, is_long=True, why="longer, to tell it from the next")))
         return found
 
     def _look(self, candidate: Candidate, why: str) -> Ask:
         """The first at a candidate: short, unless the load makes a longer one as cheap."""
         short, long = (self._ask(candidate, is_long=is_long, why=why) for is_long in (False, True))
-        return long if long.needs_load and long.seconds <= AS_CHEAP * short.seconds else short
+        return long if long.seconds <= AS_CHEAP * short.seconds else short
 
     def _ask(self, candidate: Candidate, *, is_long: bool, why: str) -> Ask:
-        needs_load = not self._is_up(candidate)
-        seconds = self._search.seconds(candidate, self.fit, is_long=is_long) + (self.load_s if needs_load else 0.0)
-        return Ask(candidate=candidate, is_long=is_long, needs_load=needs_load, seconds=seconds, why=why)
-
-    def _is_up(self, candidate: Candidate) -> bool:
-        if not self._search.effort.reuses_engine:
-            return False
-        if not self._trials or not self._trials[-1].points or self._trials[-1].via != SERVER:
-            return False
-        return self._search.candidate(self._trials[-1].key).load == candidate.load
+        seconds = self._load_s + self._search.seconds(candidate, self.fit, is_long=is_long)
+        return Ask(candidate=candidate, is_long=is_long, seconds=seconds, why=why)
 
     @cached_property
-    def load_s(self) -> float:
+    def _load_s(self) -> float:
         loads = [trial.load_s for trial in self._trials if trial.load_s]
         return sum(loads) / len(loads) if loads else self._search.effort.load_s
 
@@ -337,23 +304,10 @@ class State:
     def _noise_of(self, trial: Trial) -> float:
         return self.noise(is_long=trial.is_long) * max(point.noisier for point in trial.points)
 
-    def _was_served(self, candidate: Candidate) -> bool:
-        return any(_on_server([trial]) for trial in self._trials if trial.key == candidate.key)
-
     def _job_ms(self, trial: Trial) -> float:
         """At the depths that all are looked at."""
-        curve = Curve(points=self._as_served(trial)).up_to(max(self._search.effort.depths))
+        curve = Curve(points=trial.points).up_to(max(self._search.effort.depths))
         return 1000 * cost_s(curve, self._search.mix)
-
-    def _as_served(self, trial: Trial) -> tuple[Point, ...]:
-        """Without what tells llama-bench from the server, as far as it is known."""
-        if trial.via == SERVER:
-            return trial.points
-        by_decode, by_prefill = (self.fit.correction(f"{trial.via}:{phase}") for phase in ("decode", "prefill"))
-        return tuple(
-            replace(point, decode_ms=point.decode_ms / by_decode, prefill_ms=point.prefill_ms / by_prefill)
-            for point in trial.points
-        )
 
     def chance(self, candidate: Candidate) -> float:
         """That it fits: 1 below what was seen to fit, 0 from what was seen not to."""
@@ -369,18 +323,6 @@ class State:
             if need.need_mib > self._held.get(need.device, 0.0):
                 chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_SPREAD * max(1.0, need.need_mib)))
         return chance
-
-
-def _via(trial: Trial, phase: str, terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    """With the correction of what is not the server."""
-    if trial.via == SERVER:
-        return terms
-    return tuple(Term(ms=term.ms, by=(*term.by, f"{trial.via}:{phase}")) for term in terms)
-
-
-def _on_server(trials: Sequence[Trial]) -> bool:
-    """Whether any of them was measured there."""
-    return any(trial.points and trial.via == SERVER for trial in trials)
 
 
 def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
@@ -406,8 +348,7 @@ def _ubatch(candidate: Candidate) -> int:
 def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
     held: dict[str, float] = {}
     for trial in trials:
-        # llama-bench's window is small: that it had room says nothing of the plan's.
-        for need in search.candidate(trial.key).needs if _on_server([trial]) else ():
+        for need in search.candidate(trial.key).needs if trial.points else ():
             held[need.device] = max(need.need_mib, held.get(need.device, 0.0))
     return held
 

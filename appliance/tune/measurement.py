@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from appliance.plan import Allocated, Plan
 from appliance.probe.conditions import Conditions
-from appliance.tune.curve import LONGER, SERVER, Curve, Point
+from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.modes import Rated
 from appliance.values import dataclass
 
@@ -25,14 +25,12 @@ TRIES = 2
 class Measurement:
     """One look at the plan of this key. With `error` there are no points: the engine ended, and these are its words.
 
-    `is_long` is a look of LONGER times the tokens; `load_s` is 0 where the engine was up already. `conditions` are what
-    else the machine was doing.
+    `is_long` is a look of LONGER times the tokens; `conditions` are what else the machine was doing.
     """
 
     key: str
     points: tuple[Point, ...] = ()
     is_long: bool = False
-    via: str = SERVER  # or "bench": llama-bench, where several share one load
     load_s: float = 0.0
     seconds: float = 0.0
     allocated: Allocated | None = None
@@ -72,9 +70,8 @@ class Judged:
 
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
     """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
-    it decoded more; disturbed ones, and those of llama-bench, only where there is no other."""
+    it decoded more; disturbed ones only where there is no other."""
     seen = [m for m in measurements if m.points]
-    seen = [m for m in seen if m.via == SERVER] or seen
     calm = [m for m in seen if m.disturbance is None] or seen
     by_depth: dict[int, list[tuple[float, Point]]] = {}
     for measurement in calm:
@@ -100,8 +97,8 @@ def merit(plan: Plan) -> int:
 
 
 def _closely(look: Measurement) -> int:
-    """How closely it was looked: a glance, longer, or longer and on the server in a deep context too."""
-    return look.is_long + (look.is_long and look.via == SERVER and len(look.points) > 2)
+    """How closely it was looked: a glance, longer, or longer and in a deep context too."""
+    return look.is_long + (look.is_long and len(look.points) > 2)
 
 
 def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: Mapping[str, str]) -> list[Rated]:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP
+from appliance.plan import CONTEXT_STEP, SMALLEST_WINDOW
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass
 
 Mode = Literal["speed", "balanced", "context"]
-SMALLEST_WINDOW = 8192  # or the model's own, if that is smaller: below it clients of today do not work
 SPEED_KEPT = 0.7  # balanced: of the best plan's speed at the workload's depth
 READABLE_TOKENS_PER_S = 15.0  # context: about what one reads along with
 NOISE = 0.03  # two plans nearer than this are as fast as each other

@@ -57,10 +57,6 @@ class Fit:
     def misfit(self) -> float:
         return MISFIT * self.noisier
 
-    def correction(self, name: str) -> float:
-        """The factor, 1.0 for what no observation spoke of."""
-        return math.exp(self.theta[self.names.index(name)]) if name in self.names else 1.0
-
     def predict_ms(self, terms: Iterable[Term]) -> float:
         index = {name: at for at, name in enumerate(self.names)}
         return sum(term.ms * math.exp(sum(self.theta[index[n]] for n in term.by if n in index)) for term in terms)

@@ -17,9 +17,6 @@ from appliance.tune.refit import Term
 from appliance.tune.workload import Mix, Workload
 
 Value = int | str
-NOT_RELOADED = frozenset(
-    {"threads", "ubatch", "kv_type", "flash_attention", "window"}
-)  # what one llama-bench process varies
 
 # Standard deviations of ln(true / predicted). Of rates: tuning.md's eta and its measured cases, where a bandwidth taken
 # for granted was off by 2 now and then. Of one step of a knob: from the spread of such steps in its section 3.
@@ -36,7 +33,6 @@ PRIORS: Mapping[str, float] = {
     "threads": 0.3,
     "ubatch": 0.15,
     "knob": 0.1,
-    "bench": 0.05,  # llama-bench against llama-server: what a server adds to each token
 }
 _ON_CPU = ("cpu", "cpu_depth", "cpu_prefill")
 
@@ -63,11 +59,6 @@ class Candidate:
     @cached_property
     def by_knob(self) -> dict[str, Value]:
         return dict(self.knobs)
-
-    @cached_property
-    def load(self) -> tuple[tuple[str, Value], ...]:
-        """What the engine must be started with: candidates of the same load are measured in one process."""
-        return tuple(pair for pair in self.knobs if pair[0] not in NOT_RELOADED)
 
 
 class Effects:

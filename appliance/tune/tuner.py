@@ -10,16 +10,11 @@ from typing import cast
 
 from appliance.command import Command
 from appliance.engines.engine import Space
-from appliance.engines.llama.planning.space import SMALLEST_WINDOW
-from appliance.engines.llama_bench import Cell, Grid, Steps, unsuitable
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
-from appliance.image_facts import EngineFacts
-from appliance.plan import Allocated, Plan, with_measured
+from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
 from appliance.probe.watch import Watch
-from appliance.tune.bench import bench
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
-from appliance.tune.companions import Together, companions
-from appliance.tune.curve import LONGER, SERVER, Curve, Point
+from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.judge import judge
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
@@ -45,7 +40,6 @@ SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depth
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
 FINALISTS = 3
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
-STRETCH = 512  # tokens that llama-bench reads at a time
 NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
 
@@ -57,14 +51,6 @@ class Goal:
     mix: Mix
     mode: Mode
     native: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedLoad:
-    """How llama-bench is started."""
-
-    facts: EngineFacts
-    start: Callable[[Plan, Grid, Steps], Command]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +92,6 @@ class Tuner:
         done: Callable[[Measurement], None],
         watch: Callable[[], Watch],
         kept: Sequence[Measurement] = (),
-        together: SharedLoad | None = None,
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
@@ -119,8 +104,6 @@ class Tuner:
         self._kept = tuple(kept)
         known = [m for m in kept if m.key in self._plans]
         self._seen = known if any(m.points for m in known) else []
-        self._bench = together
-        self._bench_failed = ""
         self._failures: list[EngineError] = []
         windows = [plan.context for plan in plans]
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
@@ -152,11 +135,7 @@ class Tuner:
         search = self._new_search()
         while isinstance(ask := search.ask(self._trials, left_s=self._left_for_search_s), Ask):
             plan = self._unlike_the_failed() or self._plans[ask.candidate.key]
-            together = self._together(search, plan, ask)
-            if together is None:
-                await self._measure(plan, is_long=ask.is_long)
-            else:
-                await self._measure_together(plan, together, is_long=ask.is_long)
+            await self._measure(plan, is_long=ask.is_long)
             self._end_if_hopeless()
             if search.effort != self._effort():  # the first look has shown how deep all are looked at
                 search = self._new_search()
@@ -188,64 +167,12 @@ class Tuner:
         left = [candidate for candidate in self._candidates if candidate.key not in failed]
         return self._plans[max(left, key=unlike).key] if left and knobs else None
 
-    def _together(self, search: Search, plan: Plan, ask: Ask) -> Together | None:
-        """What one llama-bench process would measure with one load. The first look is on the server: it decides how
-        deep all others are."""
-        if self._bench is None or not self._depths or self._bench_failed:
-            return None
-        steps = Steps(stretch=max(EMPTY, min(STRETCH, self._depths[-1])), decode_tokens=DECODE_TOKENS)
-        if unsuitable(plan, steps, has_experts=self._space.is_mixture):
-            return None
-        left_s = self._left_for_search_s
-        return companions(search, self._trials, ask, kv_type=plan.kv_type, steps=steps, left_s=left_s)
-
-    async def _measure_together(self, plan: Plan, together: Together, *, is_long: bool) -> None:
-        """Each cell is kept as it comes. Out of memory counts as the asked plan's failure; after any other the search
-        goes on with the server alone."""
-        engine = self._bench
-        if engine is None:
-            message = "there is no llama-bench to measure with"
-            raise RuntimeError(message)
-        keys, began = dict(together.keys), time.monotonic()
-        cells: list[tuple[Cell, tuple[Point, ...]]] = []
-
-        def done(cell: Cell, points: tuple[Point, ...]) -> None:
-            cells.append((cell, points))
-
-        async with self._watch() as watching:
-            try:
-                run = await bench(
-                    plan, together.grid, together.steps, engine.facts, engine.start, tell=self._tell, done=done
-                )
-            except SAME_FOR_EVERY_PLAN:
-                raise
-            except EngineError as error:
-                self._failures.append(error)
-                if error.was_memory:
-                    self._keep(_failed(plan, error, time.monotonic() - began))
-                else:
-                    self._bench_failed = error.message
-                run = None
-        load_s = run.load_s if run else 0.0
-        each_s = (time.monotonic() - began) / max(1, len(cells))
-        for at, (cell, points) in enumerate(cells):
-            seen = Measurement(
-                key=keys[cell],
-                points=points,
-                is_long=is_long,
-                via="bench",
-                load_s=0.0 if at else load_s,
-                seconds=each_s,
-                conditions=watching.conditions,
-            )
-            self._keep(seen)
-
     def _keep(self, seen: Measurement) -> None:
         self._seen.append(seen)
         self._done(seen)
 
     async def _compare(self, search: Search) -> None:
-        """The last two or three against each other: longer, through the API, at every depth."""
+        """The last two or three against each other: longer, at every depth."""
         ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
         for estimate in ranked[:FINALISTS]:
             if estimate.ms <= ranked[0].ms * NEAR_THE_BEST:
@@ -253,7 +180,7 @@ class Tuner:
 
     async def _look_closely(self, plan: Plan) -> bool:
         """Longer and at every depth; False where that is done already, there is no time, or the engine failed."""
-        own = [m for m in self._seen if m.key == plan.key and m.is_long and m.via == SERVER]
+        own = [m for m in self._seen if m.key == plan.key and m.is_long]
         is_done = any(len(m.points) >= len(self._looked_at(plan, is_deep=True)) for m in own)
         if is_done or self._expected_s(plan, is_long=True, is_deep=True) > self.left_s:
             return False
@@ -357,7 +284,7 @@ class Tuner:
     def _depths(self) -> tuple[int, ...]:
         """Those of the first look, for all: plans are compared at the same. Of one that was broken off, too, should its
         first plan no longer be possible."""
-        looks = [m for m in (*self._kept, *self._seen) if m.points and m.via == SERVER]
+        looks = [m for m in (*self._kept, *self._seen) if m.points]
         first = max(looks, key=lambda look: len(look.points), default=None)
         return tuple(sorted(point.depth for point in first.points)) if first else ()
 
@@ -372,7 +299,7 @@ class Tuner:
 
     def _effort(self) -> Effort:
         depths = self._depths[:2] or (EMPTY, self._mix.depth)
-        return Effort(depths=depths, tokens_each=DECODE_TOKENS, reuses_engine=False)
+        return Effort(depths=depths, tokens_each=DECODE_TOKENS)
 
     def _expected_s(self, plan: Plan, *, is_long: bool, is_deep: bool) -> float:
         """What a look at this plan may take, going by what looks at as many depths took, or at the next more."""

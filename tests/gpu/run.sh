@@ -71,7 +71,7 @@ build() {
   # Ends by itself before the call does: what is compiled is kept, and the same call goes on.
   timeout 500 ninja -C "$WORK/out-cuda" ggml-cuda | tail -1 || die "not finished: the same call goes on"
   say "CUDA backend after $((SECONDS - began)) s"
-  timeout $((560 - SECONDS)) ninja -C "$WORK/out" llama-server llama-bench llama-fit-params llama-perplexity | tail -1 \
+  timeout $((560 - SECONDS)) ninja -C "$WORK/out" llama-server llama-fit-params llama-perplexity | tail -1 \
     || die "not finished: the same call goes on"
   say "built in $((SECONDS - began)) s with $(nproc) cores"
   mkdir -p "$engine" "$OUT"

@@ -26,7 +26,8 @@ from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms,
 from appliance.tune.workload import CHAT, only
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)
-EFFORT = Effort(depths=(32, 512), load_s=10.0, noise=0.02)
+LOAD_S = 10.0
+EFFORT = Effort(depths=(32, 512), load_s=LOAD_S, noise=0.02)
 
 
 def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None = None) -> Candidate:
@@ -50,11 +51,17 @@ class Box:
     """A machine: rates other than predicted, a cliff above `cliff` threads, less memory than there seems to be."""
 
     def __init__(
-        self, *, gpu: float = 1.0, cpu: float = 1.0, cliff: int = 8, room_mib: float = 9000.0, seed: int = 0
+        self,
+        *,
+        gpu: float = 1.0,
+        cpu: float = 1.0,
+        cliff: int = 8,
+        room_mib: float = 9000.0,
+        load_s: float = LOAD_S,
+        seed: int = 0,
     ) -> None:
-        self.gpu, self.cpu, self.cliff, self.room_mib = gpu, cpu, cliff, room_mib
+        self.gpu, self.cpu, self.cliff, self.room_mib, self.load_s = gpu, cpu, cliff, room_mib, load_s
         self._draw = random.Random(seed)
-        self.loads = 0
 
     def decode_ms(self, work: Costs, threads: int) -> float:
         return work.gpu_ms * self.gpu + work.cpu_ms * self.cpu * (2.2 if threads > self.cliff else 1.0) + work.fixed_ms
@@ -68,13 +75,9 @@ class Box:
 
     def measure(self, ask: Ask) -> Trial:
         found = ask.candidate
-        self.loads += ask.needs_load
-        load_s = 10.0 if ask.needs_load else 0.0
         missing = found.needs[0].need_mib - self.room_mib
         if missing > 0:
-            return Trial(
-                key=found.key, lacking=OutOfMemory(device="gpu", missing_mib=missing), load_s=load_s, seconds=5.0
-            )
+            return Trial(key=found.key, lacking=OutOfMemory(device="gpu", missing_mib=missing), load_s=self.load_s)
         work, ubatch = found.work, int(found.by_knob["ubatch"])
         points, done = [], 0
         for depth in EFFORT.depths:
@@ -87,7 +90,7 @@ class Box:
                 Point(depth=depth, decode_ms=decode_ms, prefill_ms=read_ms * noise, prefill_tokens=depth - done)
             )
             done = depth
-        return Trial(key=found.key, points=tuple(points), is_long=ask.is_long, load_s=load_s, seconds=ask.seconds)
+        return Trial(key=found.key, points=tuple(points), is_long=ask.is_long, load_s=self.load_s)
 
 
 def tune(box: Box, space: tuple[Candidate, ...] = SPACE, *, most: int = 12, left_s: float = math.inf) -> list[Trial]:
@@ -124,13 +127,12 @@ def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> N
     ask = Search(SPACE, only(CHAT), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == "4/8/2048"  # 0 layers on the CPU would be faster and does not fit
-    assert ask.needs_load
     assert ask.why == "the best prediction"
 
 
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
-    """One box is slower with eight threads than with two, and slowest with four: no model expects it, and a load for
-    so small a chance is not worth its time. It costs 5.6 % there."""
+    """Two boxes are slower with eight threads than with two, and slowest with four: no model expects it, and a load for
+    so small a chance is not worth its time. It costs 5.6 and 8.3 % there."""
     rates = [(1.0, 1.0), (2.0, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 0.5), (0.5, 2.0)]
     regrets = []
     for (gpu, cpu), cliff in product(rates, (2, 4, 8)):
@@ -139,7 +141,8 @@ def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
         assert len({trial.key for trial in trials}) < len(SPACE) / 2
         regrets.append(box.job_s(picked(trials)) / min(box.job_s(found) for found in SPACE) - 1)
     assert statistics.median(regrets) <= 0.02
-    assert max(regrets) <= 0.06
+    assert sorted(regrets)[-3] <= 0.01
+    assert max(regrets) <= 0.085
 
 
 def test_a_candidate_that_needs_as_much_as_one_that_failed_is_not_tried() -> None:
@@ -189,14 +192,7 @@ def test_what_costs_more_than_is_left_is_not_asked_for() -> None:
     search = Search(SPACE, only(CHAT), EFFORT)
     trials = tune(Box(), most=2)
     assert search.ask(trials, left_s=0.1) == Stop(why="budget")
-    no_load = search.ask(trials, left_s=9.0)
-    assert isinstance(no_load, Stop) or not no_load.needs_load
-
-
-def test_candidates_of_the_engine_that_is_up_come_first_so_loads_are_few() -> None:
-    box = Box(cliff=4)
-    trials = tune(box)
-    assert box.loads <= len({trial.key.split("/")[0] for trial in trials}) + 2 < len(trials)
+    assert search.ask(trials, left_s=0.9 * LOAD_S) == Stop(why="budget"), "each of them costs a load"
 
 
 def test_no_prediction_tells_twins_apart_and_one_stands_for_all() -> None:
@@ -216,8 +212,8 @@ def test_it_ends_when_no_measurement_promises_more_than_the_noise() -> None:
 
 def test_two_that_are_near_are_measured_again_and_longer() -> None:
     space = (candidate(4, 8, 512), candidate(4, 8, 2048))
-    search = Search(space, only(CHAT), Effort(depths=(32, 512), load_s=0.1, noise=0.1))
-    box, trials = Box(), list[Trial]()
+    search = Search(space, only(CHAT), Effort(depths=(32, 512), load_s=0.01, noise=0.1))
+    box, trials = Box(load_s=0.01), list[Trial]()
     while len(trials) < 6 and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
         trials.append(box.measure(ask))
     assert [trial.is_long for trial in trials[:2]] == [False, False]
@@ -277,10 +273,6 @@ def test_threads_scale_what_the_cpu_does_and_nothing_else() -> None:
     by_part = {term.by[0]: term.by for term in decode_terms(candidate(4, 8, 512), effects, 0)}
     assert any(name.startswith("threads") for name in by_part["cpu"])
     assert not any(name.startswith("threads") for name in by_part["gpu"])
-
-
-def test_what_a_process_can_vary_needs_no_load() -> None:
-    assert candidate(4, 2, 128).load == candidate(4, 8, 2048).load != candidate(8, 8, 2048).load
 
 
 @given(st.floats(1e-6, 2), st.floats(-3, 3))

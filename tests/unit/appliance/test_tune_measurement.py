@@ -47,9 +47,9 @@ def test_candidates_have_the_keys_and_the_order_of_the_plans_and_their_knobs() -
 
 def test_what_failed_of_memory_is_a_trial_that_lacked_it_and_any_other_failure_is_not() -> None:
     lacked = Measurement(key="a", error="out of memory", lacking_device="CUDA1", lacking_mib=12.0, seconds=3.0)
-    wanted = Trial(key="a", seconds=3.0, lacking=OutOfMemory(device="CUDA1", missing_mib=12.0))
+    wanted = Trial(key="a", lacking=OutOfMemory(device="CUDA1", missing_mib=12.0))
     assert trial_of(lacked) == wanted
-    assert trial_of(replace(lacked, lacking_device=None, lacking_mib=None)) == Trial(key="a", seconds=3.0)
+    assert trial_of(replace(lacked, lacking_device=None, lacking_mib=None)) == Trial(key="a")
     good = replace(look(point(32, 10.0), is_long=True), load_s=2.0)
     assert trial_of(good) == Trial(key="a", points=good.points, is_long=True, load_s=2.0)
 

@@ -35,7 +35,7 @@ from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_
 from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import Costs, Kernels, Placement, Plan, Share, Verdict
+from appliance.plan import SMALLEST_WINDOW, Costs, Kernels, Placement, Plan, Share, Verdict
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
@@ -44,7 +44,6 @@ UBATCHES_GPU = (512, 1024, 2048)  # host weights are copied once a batch: twice 
 ALL_UBATCHES = (128, 256, 512, 1024)
 ALL_UBATCHES_GPU = (256, 512, 1024, 2048, 4096)
 EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
-SMALLEST_WINDOW = 8192  # or the model's own: clients of today do not work below it
 PLANS_MAX = 12
 NEAR = 1.25  # of the predicted job's time, what is still worth measuring: predictions are not that exact
 
@@ -101,10 +100,6 @@ class Space:
     def native(self) -> int:
         """The model's own window, or the one that was asked for."""
         return self._scene.settings.ctx_size or self._scene.model.native_context
-
-    @property
-    def is_mixture(self) -> bool:
-        return bool(self._scene.model.experts)
 
     def kinds_to_check(self) -> tuple[str, ...]:
         """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps
