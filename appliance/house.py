@@ -328,13 +328,7 @@ class House:
         from appliance.study import Bench, Study  # here: a start from a profile never needs it
 
         bench = Bench(
-            serve=partial(self._command, socket_path=self._sockets[2]),
-            engine=self._install.facts,
-            engine_dir=self._install.engine_dir,
-            cache_dir=self._install.cache_dir,
-            stall_timeout_s=self._install.stall_timeout_s,
-            driver_dir=self._install.driver_dir,
-            isa=self._inputs.kernels.isa,
+            engine=self._engine, install=self._install, socket_path=self._sockets[2], isa=self._inputs.kernels.isa
         )
         self._study = Study(
             self._settings,

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import cast
 
 from appliance.command import Command
-from appliance.engines.engine import Space
-from appliance.engines.llama import fit, perplexity
-from appliance.engines.llama.planning.refine import refine
+from appliance.engines.engine import Engine, Extent, Install, Space, TextReader
 from appliance.engines.llama.planning.slots import is_asked
 from appliance.engines.llama.planning.speculation import applied, kinds
 from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
-from appliance.image_facts import EngineFacts
 from appliance.model import Model
 from appliance.plan import TASTES, Choice, Plan, Verdict, with_choice
-from appliance.probe import Hardware, count_oom_kills, gpu_uuids
+from appliance.probe import Hardware, gpu_uuids
 from appliance.probe.watch import Watch
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import GuessLook, Partial, SlotsLook
@@ -52,34 +49,19 @@ REFINED = 12  # plans that the engine's own loader is asked about
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured with: `serve` is the command of the server, on a socket of its own, and where the other programs
-    are."""
+    """What is measured with: the engine's server, on a socket of its own, and the engine's other programs."""
 
-    serve: Callable[[Plan], Command]
-    engine: EngineFacts
-    engine_dir: Path
-    cache_dir: Path
-    stall_timeout_s: float
-    driver_dir: Path | None = None  # what the dynamic loader has to be told
+    engine: Engine
+    install: Install
+    socket_path: Path
     isa: tuple[str, ...] = ()  # what the CPU's kernels that are measured are compiled for
 
     def command(self, plan: Plan) -> Command:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
-        return replace(self.serve(plan), stop_grace_s=0.0)
+        return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
 
-    def reader(self, plan: Plan, extent: perplexity.Extent, text: Path) -> Command:
-        """Of the program that reads a text."""
-        return perplexity.command(
-            plan,
-            self.engine,
-            extent,
-            text=text,
-            engine_dir=self.engine_dir,
-            cache_dir=self.cache_dir,
-            stall_timeout_s=self.stall_timeout_s,
-            driver_dir=self.driver_dir,
-            oom_kills=count_oom_kills,
-        )
+    def reader(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
+        return self.engine.text_reader(plan, self.install, extent, text)
 
 
 class Study:
@@ -197,7 +179,7 @@ class Study:
 
     @property
     def _has_guesses(self) -> bool:
-        offers = kinds(self._settings, self._model, self._bench.engine, self._draft)
+        offers = kinds(self._settings, self._model, self._bench.install.facts, self._draft)
         return any(offer.is_tried for offer in offers)
 
     @property
@@ -222,7 +204,7 @@ class Study:
                 self._bench.command,
                 settings=settings,
                 model=self._model,
-                engine=self._bench.engine,
+                engine=self._bench.install.facts,
                 left_s=left_s,
                 tell=self._on_step,
                 draft=self._draft,
@@ -353,24 +335,20 @@ class Study:
         first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
         given_up = threading.Event()
         try:
-            projections = await asyncio.to_thread(
-                fit.query_projections,
-                self._bench.engine_dir,
+            refined = await asyncio.to_thread(
+                self._bench.engine.refine,
                 first,
-                self._bench.engine,
-                cache_dir=self._bench.cache_dir,
+                self._bench.install,
                 budget_s=self._settings.budget_s / 10,
-                driver_dir=self._bench.driver_dir,
                 is_wanted=lambda: not given_up.is_set(),
             )
         finally:
             given_up.set()  # a thread is not cancelled, and its children would go on beside whoever asks
-        refined = {plan.key: plan for plan in refine(first, projections)}
-        answered = sum(found is not None for found in projections)
-        words = f"the engine's loader reckoned {answered} of {len(first)} plans: {len(refined)} fit by its figures"
+        fitting = {plan.key: plan for plan in refined}
+        words = f"the engine's loader was asked about {len(first)} plans: {len(fitting)} fit by its figures"
         self._report.info("plans_refined", words)
-        dropped = {plan.key for plan in first} - set(refined)
-        return [refined.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
+        dropped = {plan.key for plan in first} - set(fitting)
+        return [fitting.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
 
     def _phase(self, words: str) -> None:
         """While something else serves, clients are not told that it is being measured."""

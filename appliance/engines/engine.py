@@ -80,6 +80,23 @@ class KernelResult:
     hint: str = ""  # for the problem
 
 
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much text is read: pieces of the same number of tokens, each from an empty cache."""
+
+    piece_tokens: int
+    pieces: int
+
+    @property
+    def scored_in_piece(self) -> int:
+        """The first half of a piece only fills the cache, and its last token has no next (perplexity.cpp)."""
+        return self.piece_tokens - self.piece_tokens // 2 - 1
+
+    @property
+    def read(self) -> int:
+        return self.piece_tokens * self.pieces
+
+
 class Ending(Protocol):
     """What a supervisor tells of a program that ended."""
 
@@ -168,6 +185,33 @@ class Guard(Protocol):
     def give_up(self) -> None: ...
 
 
+class TextReader(Protocol):
+    """One run of a program that says how well the model predicts a text, chunk by chunk. Its log is fed to `add`."""
+
+    @property
+    def name(self) -> str:
+        """Of the program."""
+
+    @property
+    def command(self) -> Command: ...
+
+    @property
+    def pieces(self) -> int | None:
+        """That it said it would read; None until then."""
+
+    @property
+    def rows(self) -> int:
+        """Pieces that were read so far."""
+
+    @property
+    def nll(self) -> tuple[float, ...]:
+        """Nats for each scored token, the mean of each piece."""
+
+    def add(self, line: str) -> None: ...
+
+    def as_error(self, ending: Ending) -> FatalError: ...
+
+
 class Engine(Protocol):
     """One engine. Methods that only read have no state; none keeps anything between calls but on the volume."""
 
@@ -216,7 +260,16 @@ class Engine(Protocol):
     def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
         """After `plan` ran out of memory as it loaded. None where the error, or the log, does not tell of memory."""
 
+    def refine(
+        self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
+    ) -> Sequence[Plan]:
+        """In their order, with what the engine's own loader says that they need, without those that do not fit by it.
+        Blocks for `budget_s` at most, and ends once `is_wanted` says no, from whichever thread."""
+
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
+
+    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
+        """For the check of KV cache types that `Space.kinds_to_check` names."""
 
     def is_worth_showing(self, line: str) -> bool:
         """Whether a line of its log belongs into ours."""

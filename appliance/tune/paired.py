@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from appliance.engines.llama.perplexity import Extent
+from appliance.engines.engine import Extent
 from appliance.plan import Verdict
 
 LIMIT = math.log(1.01)  # nats for each token

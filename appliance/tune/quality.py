@@ -14,11 +14,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.command import Command
-from appliance.engines.llama.endings import as_error
-from appliance.engines.llama.perplexity import BINARY, Extent, Table
+from appliance.engines.engine import Extent, TextReader
 from appliance.errors import EngineError, EngineNotReadyError
 from appliance.plan import Plan, Verdict
+from appliance.race import first_of
 from appliance.supervisor import Crash, Supervisor
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
@@ -38,7 +37,7 @@ EXACT = "f16"
 # The program does not wait for its log at its end, so that on a busy machine the last row is lost. With one piece more
 # the last that is wanted comes before the end, and the program is stopped then.
 SPARE = 1
-Start = Callable[[Plan, Extent, Path], Command]
+Start = Callable[[Plan, Extent, Path], TextReader]
 
 
 async def check(
@@ -121,7 +120,7 @@ class _Check:
             return refused(kind, error.message)
         pairs = self._pairs(kind)
         if len(pairs) < min(PIECES_MIN, self._pieces):
-            words = f"engine {BINARY} did not read the text within {self._budget_s:.0f} s"
+            words = f"engine did not read the text within {self._budget_s:.0f} s"
             return refused(kind, f"{words}: {len(pairs)} pieces of at least {PIECES_MIN}")
         seconds = sum(passage.seconds for each in (EXACT, kind) for passage in self._of(each))
         return judge(kind, self._extent, pairs.values(), seconds=seconds)
@@ -161,18 +160,21 @@ class _Check:
         began = time.monotonic()
         extent = replace(self._extent, pieces=pieces)
         self._tell(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {kind}"))
-        table, is_enough = Table(), asyncio.Event()
+        is_enough = asyncio.Event()
+        reader: TextReader | None = None
 
         def on_line(line: str) -> None:
-            table.add(line)
-            if table.rows >= pieces:
-                is_enough.set()
+            if reader is not None:
+                reader.add(line)
+                if reader.rows >= pieces:
+                    is_enough.set()
 
         crash: Crash | None = None
         supervisor = Supervisor(on_line=on_line)
         try:
             with _text_from(int(first * extent.piece_tokens * BYTES_PER_TOKEN)) as path:
-                supervisor.start(self._start(plan, replace(extent, pieces=pieces + SPARE), path))
+                reader = self._start(plan, replace(extent, pieces=pieces + SPARE), path)
+                supervisor.start(reader.command)
                 async with asyncio.timeout(max(0.0, self._left_s)):
                     crash = await _ending(supervisor, is_enough)
         except TimeoutError:
@@ -182,29 +184,29 @@ class _Check:
             raise
         finally:
             await supervisor.stop()
-            if crash is None:
-                self._keep(plan, extent, first, table, began)
-        if crash is not None:
-            self._pass_ending(plan, extent, crash, table)
-            self._keep(plan, extent, first, table, began)
-            self._pieces = min(self._pieces, first + table.rows)  # the text has no more
+            if crash is None and reader is not None:
+                self._keep(plan, extent, first, reader, began)
+        if crash is not None and reader is not None:
+            self._pass_ending(plan, extent, crash, reader)
+            self._keep(plan, extent, first, reader, began)
+            self._pieces = min(self._pieces, first + reader.rows)  # the text has no more
 
-    def _pass_ending(self, plan: Plan, extent: Extent, crash: Crash, table: Table) -> None:
+    def _pass_ending(self, plan: Plan, extent: Extent, crash: Crash, reader: TextReader) -> None:
         """Returns for a run that has read all that there is. Raises what any other ended with."""
         if crash.exit_code != 0 or crash.stalled:
-            error = as_error(crash, name=BINARY)
-        elif table.pieces is not None and 0 < table.pieces <= table.rows:
+            error = reader.as_error(crash)
+        elif reader.pieces is not None and 0 < reader.pieces <= reader.rows:
             return
         else:
-            of = "an unknown number of" if table.pieces is None else min(table.pieces, extent.pieces)
-            message = f"engine {BINARY} read {table.rows} of {of} pieces of text and ended"
+            of = "an unknown number of" if reader.pieces is None else min(reader.pieces, extent.pieces)
+            message = f"engine {reader.name} read {reader.rows} of {of} pieces of text and ended"
             error = EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
         if isinstance(error, EngineError):
             self._note_failure(plan, extent, error)
         raise error
 
-    def _keep(self, plan: Plan, extent: Extent, first: int, table: Table, began: float) -> None:
-        nll = table.reading.nll[: extent.pieces]
+    def _keep(self, plan: Plan, extent: Extent, first: int, reader: TextReader, began: float) -> None:
+        nll = reader.nll[: extent.pieces]
         if not nll:
             return
         seconds = time.monotonic() - began
@@ -223,14 +225,8 @@ async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | N
     async def end() -> Crash:
         return await supervisor.wait_ready() or await supervisor.wait_failed()  # it is never ready
 
-    reading, ending = asyncio.create_task(is_enough.wait()), asyncio.create_task(end())
-    try:
-        await asyncio.wait((reading, ending), return_when=asyncio.FIRST_COMPLETED)
-        return None if is_enough.is_set() else ending.result()
-    finally:
-        for task in (reading, ending):
-            task.cancel()
-        await asyncio.gather(reading, ending, return_exceptions=True)
+    _, ending = await first_of(is_enough.wait(), end())
+    return None if is_enough.is_set() else ending.result()
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from engine_stage import COPIED, find_engine
 from supervisor_harness import eventually
 
 from appliance.command import Command
+from appliance.engines.engine import Extent, Install, TextReader
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.log import is_error
-from appliance.engines.llama.perplexity import BINARY, Extent, arguments, command
+from appliance.engines.llama.perplexity import BINARY, Perplexity, arguments
 from appliance.errors import ModelUnreadableError
 from appliance.plan import Plan, Verdict
 from appliance.tune.measure import Step
@@ -30,7 +31,8 @@ FAKE = Path(__file__).parents[1] / "fakes" / "fake_perplexity.py"
 SMOLLM2 = COPIED.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _, ENGINE = facts(has_cuda=False)
 DAY_S, SLOW = 86_400.0, 0.1113  # makes twelve pieces of 256 tokens, however busy this machine is
-Start = Callable[[Plan, Extent, Path], Command]
+Start = Callable[[Plan, Extent, Path], TextReader]
+INSTALL = Install(engine_dir=Path("/nowhere"), facts=ENGINE, cache_dir=Path("/nowhere"))
 
 
 @pytest.fixture
@@ -44,14 +46,16 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
     async def never() -> bool:
         return False
 
-    def start(plan: Plan, extent: Extent, text: Path) -> Command:
+    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
         words = (*arguments(plan, ENGINE, text, extent), *knobs.get(plan.kv_type, ()))
-        return Command(
+        reader = Perplexity(plan, INSTALL, extent, text)
+        reader.command = Command(
             argv=(sys.executable, "-I", "-S", str(FAKE), *words),
             is_ready=never,
             is_error=is_error,
             stall_timeout_s=stall_timeout_s,
         )
+        return reader
 
     return start
 
@@ -127,9 +131,7 @@ async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
     assert "did not read the text within 10 s: 11 pieces of at least 12" in late.why
     (never,) = await checked(plan, faked({}), "q4_0", budget_s=5.0, prefill_tokens_per_s=10.0)
     assert "5 s are too short at 10 tokens a second" in never.why
-    (absent,) = await checked(
-        plan, lambda *_: Command(argv=("/nowhere/llama-perplexity",), is_ready=asyncio.Event().wait), "q4_0"
-    )
+    (absent,) = await checked(plan, lambda plan, extent, text: Perplexity(plan, INSTALL, extent, text), "q4_0")
     assert "cannot be started: /nowhere/llama-perplexity" in absent.why
     (vectors,) = await checked(replace(plan, is_embedding=True), faked({}), "q4_0")
     assert "foretells no text" in vectors.why
@@ -146,7 +148,7 @@ class Counted:
         self._start = faked(knobs)
         self.kinds: list[str] = []
 
-    def __call__(self, plan: Plan, extent: Extent, text: Path) -> Command:
+    def __call__(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
         self.kinds.append(plan.kv_type)
         return self._start(plan, extent, text)
 
@@ -201,7 +203,7 @@ async def test_a_row_of_checks_that_are_broken_off_gets_to_its_end(plan: Plan, t
 async def test_what_is_read_from_a_later_piece_on_is_another_text_of_whole_words(plan: Plan) -> None:
     texts: list[bytes] = []
 
-    def start(plan: Plan, extent: Extent, text: Path) -> Command:
+    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
         texts.append(text.read_bytes())
         return faked({})(plan, extent, text)
 
@@ -279,11 +281,10 @@ def real(folder: Path) -> tuple[Plan, Start]:
     binary = find_engine(BINARY)
     engine = query_facts(find_engine("llama-server"))
     plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096"})
+    install = Install(engine_dir=binary.parent, facts=engine, cache_dir=folder)
 
-    def start(plan: Plan, extent: Extent, text: Path) -> Command:
-        return command(
-            plan, engine, extent, text=text, engine_dir=binary.parent, cache_dir=folder, stall_timeout_s=120.0
-        )
+    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
+        return Perplexity(plan, install, extent, text)
 
     return plan, start
 

@@ -17,6 +17,8 @@ import pytest
 from supervisor_harness import eventually, fake_command
 
 from appliance.command import Command
+from appliance.engines.engine import Install
+from appliance.engines.llama.engine import Llama
 from appliance.engines.llama.perplexity import BINARY
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import speculation_arguments
@@ -54,6 +56,16 @@ def space(verdicts: object) -> Space:
     return Space(SETTINGS, IMAGE, ENGINE, MACHINE, small(), verdicts=verdicts)
 
 
+class Served(Llama):
+    """The engine, its server another program."""
+
+    def __init__(self, serve: Callable[[Plan], Command]) -> None:
+        self._serve = serve
+
+    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
+        return self._serve(plan)
+
+
 class Stage:
     """Studies one after the other on one volume; `steps` are what they say that they start an engine for."""
 
@@ -84,9 +96,8 @@ esac
         return fake_command(self.socket_path, *QUICK, *GUESSES, *speculation_arguments(plan, ENGINE), *self.knobs(plan))
 
     def study(self) -> Study:
-        bench = Bench(
-            serve=self._serve, engine=ENGINE, engine_dir=self.folder, cache_dir=self.folder, stall_timeout_s=60.0
-        )
+        install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
+        bench = Bench(engine=Served(self._serve), install=install, socket_path=self.socket_path)
         return Study(
             SETTINGS,
             {},

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Devices, Ending, Inputs, Install, KernelResult
+from appliance.engines.engine import Devices, Ending, Extent, Inputs, Install, KernelResult
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts, read_facts
+from appliance.engines.llama.fit import query_projections
 from appliance.engines.llama.kernel_guard import KernelGuard
 from appliance.engines.llama.kernel_record import KernelStore
+from appliance.engines.llama.perplexity import Perplexity
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.shortage import Narrowed, narrowed
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import as_asked
@@ -79,6 +82,20 @@ class Llama:
         shortage = endings.shortage_of(error, lines)
         return narrowed(inputs.hardware, plan, shortage, inputs.settings) if shortage else None
 
+    def refine(
+        self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
+    ) -> Sequence[Plan]:
+        found = query_projections(
+            install.engine_dir,
+            plans,
+            install.facts,
+            cache_dir=install.cache_dir,
+            budget_s=budget_s,
+            driver_dir=install.driver_dir,
+            is_wanted=is_wanted,
+        )
+        return refine(plans, found)
+
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         return server.command(
             plan,
@@ -90,6 +107,9 @@ class Llama:
             driver_dir=install.driver_dir,
             oom_kills=install.oom_kills,
         )
+
+    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> Perplexity:
+        return Perplexity(plan, install, extent, text)
 
     def is_worth_showing(self, line: str) -> bool:
         return server.is_worth_showing(line)

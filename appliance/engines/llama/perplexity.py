@@ -8,42 +8,17 @@ to pair two runs over the same text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from appliance.command import Command
+from appliance.engines.engine import Ending, Extent, Install
+from appliance.engines.llama.endings import as_error
 from appliance.engines.llama.server import command_of_job, placement_arguments
+from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
 
 BINARY = "llama-perplexity"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extent:
-    """How much text is read: pieces of the same number of tokens, each from an empty cache."""
-
-    piece_tokens: int
-    pieces: int
-
-    @property
-    def scored_in_piece(self) -> int:
-        """The first half of a piece only fills the cache, and its last token has no next (perplexity.cpp)."""
-        return self.piece_tokens - self.piece_tokens // 2 - 1
-
-    @property
-    def read(self) -> int:
-        return self.piece_tokens * self.pieces
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """`nll`: nats for each scored token, the mean of each piece; `pieces`: how many the program said it would read."""
-
-    pieces: int | None
-    nll: tuple[float, ...]
 
 
 def arguments(plan: Plan, facts: EngineFacts, text: Path, extent: Extent) -> tuple[str, ...]:
@@ -69,30 +44,6 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, extent: Extent) -> tup
     return (*flags, *placement_arguments(plan, facts), "--no-warmup", "--offline", "--log-prefix")
 
 
-def command(
-    plan: Plan,
-    facts: EngineFacts,
-    extent: Extent,
-    *,
-    text: Path,
-    engine_dir: Path,
-    cache_dir: Path,
-    stall_timeout_s: float,
-    driver_dir: Path | None = None,
-    oom_kills: Callable[[], int | None] | None = None,
-) -> Command:
-    """Ready for a supervisor."""
-    argv = (str(engine_dir / BINARY), *arguments(plan, facts, text, extent))
-    return command_of_job(
-        argv,
-        plan,
-        cache_dir=cache_dir,
-        stall_timeout_s=stall_timeout_s,
-        driver_dir=driver_dir,
-        oom_kills=oom_kills,
-    )
-
-
 # `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.
 _NUMBER = r"(-?\d+\.\d+|-?nan|-?inf)"
 _ROW = re.compile(rf" *(\d+) +{_NUMBER} +{_NUMBER} +{_NUMBER}")
@@ -104,7 +55,7 @@ class Table:
     within 0.0001. What is no number comes as nan; a row that is out of its order ends the table."""
 
     def __init__(self) -> None:
-        self.pieces: int | None = None
+        self.pieces: int | None = None  # that the program said it would read
         self._step = 0
         self._sums = [0.0]
 
@@ -119,12 +70,27 @@ class Table:
         return len(self._sums) - 1
 
     @property
-    def reading(self) -> Reading:
-        return Reading(pieces=self.pieces, nll=tuple(after - before for before, after in pairwise(self._sums)))
+    def nll(self) -> tuple[float, ...]:
+        """Nats for each scored token, the mean of each piece."""
+        return tuple(after - before for before, after in pairwise(self._sums))
 
 
-def parse_reading(lines: Iterable[str]) -> Reading:
-    table = Table()
-    for line in lines:
-        table.add(line)
-    return table.reading
+class Perplexity(Table):
+    """One run of the program, and what its log says so far."""
+
+    name = BINARY
+
+    def __init__(self, plan: Plan, install: Install, extent: Extent, text: Path) -> None:
+        super().__init__()
+        argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, text, extent))
+        self.command = command_of_job(
+            argv,
+            plan,
+            cache_dir=install.cache_dir,
+            stall_timeout_s=install.stall_timeout_s,
+            driver_dir=install.driver_dir,
+            oom_kills=install.oom_kills,
+        )
+
+    def as_error(self, ending: Ending) -> FatalError:
+        return as_error(ending, name=BINARY)

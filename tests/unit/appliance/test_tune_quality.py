@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +13,9 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from appliance.engines.engine import Extent, Install
 from appliance.engines.llama.facts import parse_flags
-from appliance.engines.llama.perplexity import Extent, Reading, arguments, command, parse_reading
+from appliance.engines.llama.perplexity import Perplexity, Table, arguments
 from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
 from appliance.engines.llama.planning.space import Space, plan
 from appliance.plan import Plan, Verdict
@@ -41,6 +43,13 @@ PRINTED = """\
 
 def settings(**flags: str) -> Settings:
     return resolve_settings(flags, {})
+
+
+def parse_reading(lines: Iterable[str]) -> Table:
+    found = Table()
+    for line in lines:
+        found.add(line)
+    return found
 
 
 def chosen() -> Plan:
@@ -85,7 +94,8 @@ def test_any_lines_are_read_without_an_error(lines: list[str]) -> None:
 def test_a_table_with_a_hole_or_without_a_head_ends_there() -> None:
     rows = table([3.0, 2.0, 4.0])
     assert len(parse_reading([*rows[:2], *rows[3:]]).nll) == 1
-    assert parse_reading(rows[1:]) == Reading(pieces=None, nll=())
+    headless = parse_reading(rows[1:])
+    assert (headless.pieces, headless.nll) == (None, ())
     assert math.isnan(parse_reading([rows[0], "       0  nan  -nan   nan"]).nll[0])
 
 
@@ -102,9 +112,8 @@ def test_the_command_reads_as_the_plan_would_and_asks_for_nothing_unknown() -> N
 
 
 async def test_the_program_is_never_ready_and_gets_a_small_environment() -> None:
-    found = command(
-        chosen(), ENGINE, EXTENT, text=TEXT, engine_dir=Path("/opt/llama"), cache_dir=Path("/c"), stall_timeout_s=9.0
-    )
+    install = Install(engine_dir=Path("/opt/llama"), facts=ENGINE, cache_dir=Path("/c"), stall_timeout_s=9.0)
+    found = Perplexity(chosen(), install, EXTENT, TEXT).command
     assert found.argv[0] == "/opt/llama/llama-perplexity"
     assert found.socket_path is None
     assert dict(found.environment) == {"PATH": "/usr/bin:/bin", "HOME": "/c/home", "LANG": "C.UTF-8"}
