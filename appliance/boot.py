@@ -69,10 +69,9 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Foretold:
-    """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if
-    any, with how it stands."""
+    """What a start would serve: the plan, and the profile that it is from, if any, with how it stands."""
 
-    plans: list[Plan]
+    plan: Plan
     engine: EngineFacts
     space: Space
     profile: Profile | None = None
@@ -89,9 +88,8 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     picked = pick(profile, settings.mode, space, draft_path=found.draft_path) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
-        return Foretold(plans=[picked.plan], engine=found.engine, space=space, profile=profile, standing=standing)
-    plans = [found.predicted(settings, verdicts), *space.neighbours()]
-    return Foretold(plans=plans, engine=found.engine, space=space)
+        return Foretold(plan=picked.plan, engine=found.engine, space=space, profile=profile, standing=standing)
+    return Foretold(plan=found.predicted(settings, verdicts), engine=found.engine, space=space)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:

@@ -27,7 +27,7 @@ from appliance.engines.llama_facts import query_facts
 from appliance.engines.llama_server import Allocated, arguments, environment, parse_allocated
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import read_model
-from appliance.plan import Plan, plan, runnable_variants
+from appliance.plan import Plan, Space, runnable_variants
 from appliance.probe import probe
 from appliance.settings import resolve_settings
 from tests.shapes import SMALL, Shape, write_gguf
@@ -167,7 +167,7 @@ def planned_for(facts: EngineFacts, path: Path, flags: dict[str, str]) -> Plan:
         build_id="none", cell="none", engine="llama", engine_version="", engine_build=0, engine_commit=""
     )
     hardware = probe(path.parent, {})
-    return plan(resolve_settings(flags, {}), image, facts, hardware, read_model(path))[0]
+    return Space(resolve_settings(flags, {}), image, facts, hardware, read_model(path)).best
 
 
 def allocated_by(binary: Path, planned: Plan, facts: EngineFacts, folder: Path) -> Allocated:

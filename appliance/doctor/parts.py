@@ -16,7 +16,7 @@ from appliance.engines.llama_server import BINARY
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models, read_model, resolve_model
-from appliance.plan import Kernels, Plan, explain_memory, plan
+from appliance.plan import Kernels, Plan, Space, explain_memory
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
@@ -105,7 +105,7 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        best = plan(settings, image, engine, hardware, model, kernels=kernels)[0]
+        best = Space(settings, image, engine, hardware, model, kernels=kernels).best
     except FatalError as error:
         yield failed("model fits", error), None
         return

@@ -10,7 +10,7 @@ from appliance.plan.memory import Memory
 from appliance.plan.placement import Placement, Share
 from appliance.plan.refine import Projection, refine
 from appliance.plan.shortage import Narrowed, Shortage, narrowed
-from appliance.plan.space import SMALLEST_WINDOW, Space, plan
+from appliance.plan.space import SMALLEST_WINDOW, Space
 from appliance.plan.speculation import (
     SIZES,
     TASTES,
@@ -61,7 +61,6 @@ __all__ = [
     "in_short",
     "kinds",
     "narrowed",
-    "plan",
     "reckon",
     "refine",
     "runnable_variants",

@@ -133,8 +133,7 @@ class Holds:
 
 def baseline_of(profile: Profile, serving: Plan, *, draft_cost: float | None = None) -> Baseline | None:
     """None where the plan that serves was not measured."""
-    key = profile.like.get(serving.key, serving.key)
-    looks = [m for m in profile.measurements if m.key == key and m.points]
+    looks = [m for m in profile.measurements if m.key == serving.key and m.points]
     return Baseline(curve=curve_of(looks), ubatch=serving.ubatch, draft_cost=draft_cost) if looks else None
 
 
@@ -217,8 +216,7 @@ def _compared(
 def _longest_decode_s(curve: Curve, first: int, tokens: int) -> float:
     """The integral of what a step takes at most: straight lines, with corners where the curve has some."""
     last = first + tokens
-    corners = [depth for depth in (*(p.depth for p in curve.points), curve.window or 0) if first < depth < last]
-    marks = (first, *sorted(set(corners)), last)
+    marks = (first, *(p.depth for p in curve.ordered if first < p.depth < last), last)
     areas = ((b - a) * (curve.decode(a).high_ms + curve.decode(b).high_ms) / 2 for a, b in itertools.pairwise(marks))
     return sum(areas) / 1000
 

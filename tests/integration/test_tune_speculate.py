@@ -19,7 +19,7 @@ from appliance.engines.llama_server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, read_draft, read_model
-from appliance.plan import Kind, Plan, Speculation, applied, plan, reckon
+from appliance.plan import Kind, Plan, Space, Speculation, applied, reckon
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
@@ -48,7 +48,7 @@ def model(tmp_path: Path) -> Model:
 
 def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: str) -> Plan:
     settings = resolve_settings({"ctx_size": "4096", "threads": "1", "devices": "none", **flags}, {})
-    return plan(settings, IMAGE, engine, hardware, model)[0]
+    return Space(settings, IMAGE, engine, hardware, model).best
 
 
 class Stage:

@@ -28,7 +28,7 @@ from appliance.engines.llama_server import (
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Memory, Placement, Plan, Projection, Share, plan
+from appliance.plan import Memory, Placement, Plan, Projection, Share, Space
 from appliance.settings import resolve_settings
 
 SOCKET = Path("/tmp/appliance-7.sock")
@@ -63,7 +63,7 @@ NEEDED = (
 
 def chosen(**flags: str) -> Plan:
     given_flags = {"ctx_size": "4096", "threads": "3", "ubatch": "256", "cache_ram_mib": "300", **flags}
-    return plan(resolve_settings(given_flags, {}), IMAGE, ENGINE, machine(), SMALL)[0]
+    return Space(resolve_settings(given_flags, {}), IMAGE, ENGINE, machine(), SMALL).best
 
 
 def without(*flags: str) -> EngineFacts:

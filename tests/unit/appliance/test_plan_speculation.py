@@ -20,12 +20,12 @@ from appliance.plan import (
     Choice,
     Kind,
     Plan,
+    Space,
     applied,
     as_asked,
     as_document,
     in_short,
     kinds,
-    plan,
     reckon,
     still_applied,
 )
@@ -46,7 +46,7 @@ def settings(**flags: str) -> Settings:
 
 
 def first(model: Model = SMALL, total_mib: int = 16384, **flags: str) -> Plan:
-    return plan(settings(**flags), IMAGE, ENGINE, machine(total_mib=total_mib), model)[0]
+    return Space(settings(**flags), IMAGE, ENGINE, machine(total_mib=total_mib), model).best
 
 
 def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model = WITH_DRAFTS) -> Plan:
@@ -70,7 +70,7 @@ def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model
 )
 def test_what_cannot_be_done_is_refused_at_the_start(model: Model, flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        plan(settings(**flags), IMAGE, ENGINE, machine(), model)
+        Space(settings(**flags), IMAGE, ENGINE, machine(), model)
     assert words in refusal.value.message
     assert refusal.value.exit_code == 10
     assert refusal.value.hint

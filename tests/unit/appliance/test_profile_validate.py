@@ -235,8 +235,7 @@ def test_the_baseline_is_of_the_plan_that_was_measured() -> None:
     assert baseline is not None
     assert baseline.curve.points == found.measurements[0].points
     assert baseline.ubatch == 512
-    assert baseline_of(found, replace(serving, context=serving.context // 2)) == baseline
-    for changed in ({"kv_type": "q8_0"}, {"threads": 3}, {"ubatch": 256}, {"load_mode": "dio"}):
+    for changed in ({"context": 4096}, {"kv_type": "q8_0"}, {"threads": 3}, {"ubatch": 256}, {"load_mode": "dio"}):
         assert baseline_of(found, replace(serving, **changed)) is None
     failed = replace(found.plan, threads=64)
     only_failed = replace(found, measurements=(Measurement(key=failed.key, error="engine exited with code 1"),))

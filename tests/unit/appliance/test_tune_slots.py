@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import EngineNotReadyError
-from appliance.plan import Plan, plan
+from appliance.plan import Plan, Space
 from appliance.settings import resolve_settings
 from appliance.tune.concurrency import parse_job
 from appliance.tune.slots import Concurrency, Job, choose, counts, with_slots
@@ -18,7 +18,7 @@ from appliance.tune.workload import CHAT, CODING_AGENT, Workload
 
 
 def planned(**flags: str) -> Plan:
-    return plan(resolve_settings(flags, {}), IMAGE, ENGINE, machine(), SMALL)[0]
+    return Space(resolve_settings(flags, {}), IMAGE, ENGINE, machine(), SMALL).best
 
 
 def seen(slots: int, *seconds: float, ttft_s: float = 1.0, workload: Workload = CHAT) -> Concurrency:
