@@ -218,14 +218,13 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     from appliance.plan import as_document, explain, explain_settings
 
     found = foretell(settings, environment)
-    plans, profile, standing = found.plans, found.profile, found.standing
-    chosen = plans[0]
+    chosen, profile, standing = found.plan, found.profile, found.standing
     prepared, socket_path = found.found, settings.runtime_dir / "appliance.sock"
     argv = prepared.engine.command(chosen, prepared.install, socket_path).argv
     if options.json:
         of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
-        document = {"plan": as_document(chosen), **of, "plans": [as_document(plan) for plan in plans]}
-        print(json.dumps({**document, "argv": argv}, indent=1))
+        document = {"plan": as_document(chosen), **of, "configurations": len(found.space.all()), "argv": argv}
+        print(json.dumps(document, indent=1))
     elif options.dry_run:
         import shlex
 
@@ -237,7 +236,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(
             f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
             if profile
-            else f"a prediction; measuring decides between it and others, such as its {len(plans) - 1} neighbours"
+            else f"a prediction: the best of {len(found.space.all()):,} configurations, which measuring decides between"
         )
         if standing and standing.in_words():
             print(_indented("\n".join(standing.in_words())))

@@ -95,10 +95,9 @@ def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardwa
 
 @dataclass(frozen=True, kw_only=True)
 class Foretold:
-    """What a start would serve: the plans, the one that it would take first, and the profile that this is from, if
-    any, with how it stands."""
+    """What a start would serve: the plan, and the profile that it is from, if any, with how it stands."""
 
-    plans: list[Plan]
+    plan: Plan
     found: Prepared
     space: Space
     profile: Profile | None = None
@@ -115,9 +114,8 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     picked = pick(profile, settings.mode, space, draft_path=found.inputs.draft_path) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
-        return Foretold(plans=[picked.plan], found=found, space=space, profile=profile, standing=standing)
-    plans = [found.predicted(verdicts), *space.neighbours()]
-    return Foretold(plans=plans, found=found, space=space)
+        return Foretold(plan=picked.plan, found=found, space=space, profile=profile, standing=standing)
+    return Foretold(plan=found.predicted(verdicts), found=found, space=space)
 
 
 def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:

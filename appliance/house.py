@@ -33,7 +33,7 @@ from appliance.model import plain_name
 from appliance.plan import Allocated, Kernels, Plan, Verdict, as_document, explain_memory, in_short
 from appliance.probe import Hardware, probe
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Key, Picked, Profile, ProfileStore, pick
+from appliance.profile import Key, Picked, Profile, ProfileStore, pick, wants_more
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.progress import Phase
 from appliance.report import Report
@@ -227,10 +227,17 @@ class House:
         self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
-                self._report.info("plan_picked", f"serving {picked.plan.key}: {picked.why}", mode=self._settings.mode)
+                words = f"serving {picked.plan.key}: {picked.why}{self._measured_for(profile)}"
+                self._report.info("plan_picked", words, mode=self._settings.mode)
             return picked.plan
         self._report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
         return self._found.predicted(profile.verdicts)
+
+    def _measured_for(self, profile: Profile) -> str:
+        if self._settings.mode in (profile.mode, *profile.other_modes):
+            return ""
+        words = f"; chosen among what was measured for mode '{profile.mode}'"
+        return words if self._settings.tune == "idle" else f"{words}, and tune '{self._settings.tune}' measures no more"
 
     def _say_passed_over(self, lacking: Sequence[str]) -> None:
         if not lacking:
@@ -553,16 +560,17 @@ class House:
         """Beside serving: measuring while nobody asks, if that is set and there is something to measure, and whether
         the profile still holds. Never returns. Raises FatalError when an engine does not come back."""
         while True:
-            if self._settings.tune == "idle" and self._wants_measuring():
+            if self._settings.tune == "idle" and (self._wants_measuring() or await self._wants_more(self._profile)):
                 await self._tune_idle(gateway)
             await self._watch_drift(gateway)
             if self._settings.tune != "idle" or not self._wants_measuring():
                 await asyncio.Event().wait()
 
     def _wants_measuring(self) -> bool:
-        if self._inputs.model.is_embedding_model or self._is_given_up:
-            return False
-        profile = self._profile
+        return not (self._inputs.model.is_embedding_model or self._is_given_up) and self._needs_measuring(self._profile)
+
+    def _needs_measuring(self, profile: Profile | None) -> bool:
+        """To be measured, or measured anew."""
         if profile is None:
             return True
         if self._store.is_pinned(profile.key.id):
@@ -571,6 +579,13 @@ class House:
         may_try_again = profile.disturbed_times < TRIES and not self._was_measured
         is_provisional = profile.disturbance is not None and may_try_again
         return is_provisional or self._store.why_stale(profile) is not None
+
+    async def _wants_more(self, profile: Profile | None) -> bool:
+        """Whether the mode that is set may want a context that no plan has which was measured for another mode."""
+        if profile is None or self._settings.mode == profile.mode or self._store.is_pinned(profile.key.id):
+            return False
+        space = self._found.space(profile.verdicts)
+        return await asyncio.to_thread(wants_more, profile, self._settings.mode, space)
 
     async def _tune_idle(self, gateway: Gateway) -> None:
         from appliance.idle.tuner import IdleTuner  # here: a start from a profile that holds never needs it
@@ -642,11 +657,16 @@ class House:
             if not is_ours:
                 return None
             found = self._store.load(self._key)
-            if found is not None and found.disturbance is None and self._store.why_stale(found) is None:
+            if found is not None and self._needs_measuring(found):
+                found = None  # it is measured anew
+            if found is not None and not await self._wants_more(found):
                 return self._use(found)
             beside = None if is_alone else await self._space_now()
+            study = self._new_study(shows_phase=False, beside=beside)
             try:
-                self._profile = await self._new_study(shows_phase=False, beside=beside).run()
+                if found is not None:
+                    return self._use(await study.widen(found))
+                self._profile = await study.run()
             except FatalError as error:
                 return await self._without(self._inputs.kernels.variant, error)
             return self._profile.plan

@@ -45,6 +45,7 @@ SHARE_FOR_KV = 0.25
 SHARE_FOR_GUESSES = 0.25
 SHARE_FOR_SLOTS = 0.15
 REFINED = 12  # plans that the engine's own loader is asked about
+MORE_PLANS = 2  # at most, that are measured for another mode than the profile's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,31 @@ class Study:
         self._save(profile)
         return profile
 
+    async def widen(self, profile: Profile) -> Profile:
+        """The profile, saved, with what the mode that is set wants of contexts that no measured plan has."""
+        self._began = time.monotonic()
+        self._partial = self._store.kept(self._key)
+        kept = self._partial.measurements
+        self.measurements[:] = (*profile.measurements, *kept)
+        space = self._make_space(profile.verdicts)
+        possible = await asyncio.to_thread(self._possible, space)
+        plans = {plan.key: plan for plan in (*profile.plans, *possible)}
+        mode = self._settings.mode
+        words = f"profile {profile.key.id} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"
+        self._report.info("tune_more", words, profile=profile.key.id)
+        tuner = self._tuner(space, list(plans.values()), self._settings.budget_s)
+        await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}))
+        widened = replace(
+            profile,
+            plans=tuner.measured,
+            measurements=tuple(self.measurements),
+            other_modes=(*profile.other_modes, mode),
+        )
+        self._store.save(widened)
+        count = len(widened.plans) - len(profile.plans)
+        self._report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=profile.key.id)
+        return widened
+
     @property
     def _left_s(self) -> float:
         return self._settings.budget_s - (time.monotonic() - self._began)
@@ -157,18 +183,23 @@ class Study:
             words += f"; {len(kept)} measurements are there from a start that was interrupted"
         self._report.info("tune_start", words)
         reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * self._has_slots
-        tuner = Tuner(
+        budget_s = max(1.0, self._left_s - reserved * settings.budget_s)
+        return await self._tuner(space, plans, budget_s).run()
+
+    def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
+        """That goes on from what was measured so far."""
+        settings = self._settings
+        return Tuner(
             space,
             plans,
             self._bench.command,
             Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=space.native),
-            budget_s=max(1.0, self._left_s - reserved * settings.budget_s),
+            budget_s=budget_s,
             tell=self._on_step,
             done=self._on_measured,
             watch=lambda: Watch(self._hardware, self._environment),
-            kept=kept,
+            kept=self.measurements,
         )
-        return await tuner.run()
 
     def _possible(self, space: Space) -> list[Plan]:
         """Every plan that fits; beside an engine that serves, only what memory holds as well, lest it be killed."""
@@ -290,8 +321,6 @@ class Study:
             key=self._key,
             plan=plan,
             plans=tuned.plans,
-            like=tuned.like,
-            judged=tuned.judged,
             measurements=tuned.measurements,
             verdicts=tuple(verdicts),
             notes=notes,
@@ -362,7 +391,7 @@ class Study:
 
     def _on_measured(self, measurement: Measurement) -> None:
         self.measurements.append(measurement)
-        self._keep(replace(self._partial, measurements=tuple(self.measurements)))
+        self._keep(replace(self._partial, measurements=(*self._partial.measurements, measurement)))
         if measurement.error:
             self._report.warning("tune_failed", measurement.in_words())
             return

@@ -25,7 +25,7 @@ from typing import Any
 
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.cpu_variant import runnable_variants
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments, environment, parse_allocated
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import read_model
@@ -169,7 +169,7 @@ def planned_for(facts: EngineFacts, path: Path, flags: dict[str, str]) -> Plan:
         build_id="none", cell="none", engine="llama", engine_version="", engine_build=0, engine_commit=""
     )
     hardware = probe(path.parent, {})
-    return plan(resolve_settings(flags, {}), image, facts, hardware, read_model(path))[0]
+    return Space(resolve_settings(flags, {}), image, facts, hardware, read_model(path)).best
 
 
 def allocated_by(binary: Path, planned: Plan, facts: EngineFacts, folder: Path) -> Allocated:

@@ -132,10 +132,6 @@ class Space(Protocol):
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first."""
 
-    def neighbours(self) -> list[Plan]: ...
-
-    def only_for_context(self) -> list[Plan]: ...
-
     def at_window(self, plan: Plan, context: int) -> Plan | None:
         """The plan with another context length; None where it does not fit."""
 

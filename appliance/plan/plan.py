@@ -182,16 +182,12 @@ class Plan:
         return self.placement.in_short() + ("" if self.load_mode == "mmap" else f", load mode {self.load_mode}")
 
 
-def with_measured(plan: Plan, words: str, *, is_judged: bool = False) -> Plan:
-    """The plan with measuring as the reason for what it decided; of one that was judged by another's figures, the
-    window too."""
+def with_measured(plan: Plan, words: str) -> Plan:
+    """The plan with measuring as the reason for what it decided."""
     measured = {"threads": f"{plan.threads}", "ubatch": f"{plan.ubatch}"}
-    if is_judged:
-        measured["context"] = f"{plan.context:,}"
-    source = "judged by what was measured" if is_judged else "measured"
     choices = tuple(
-        replace(choice, value=measured[choice.name], reason=words, source=source)
-        if choice.name in measured and (choice.source in ("probe", "default") or choice.name == "context")
+        replace(choice, value=measured[choice.name], reason=words, source="measured")
+        if choice.name in measured and choice.source in ("probe", "default")
         else choice  # what was asked for stays asked for
         for choice in plan.choices
     )

@@ -1,7 +1,18 @@
 """Step 4: the best plan and how it was found, kept on the volume."""
 
-from appliance.profile.pick import Picked, pick
+from appliance.profile.pick import Picked, pick, wants_more
 from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile
 from appliance.profile.store import ProfileStore, Standing
 
-__all__ = ["Key", "Picked", "Profile", "ProfileStore", "Standing", "dump_profile", "make_key", "parse_profile", "pick"]
+__all__ = [
+    "Key",
+    "Picked",
+    "Profile",
+    "ProfileStore",
+    "Standing",
+    "dump_profile",
+    "make_key",
+    "parse_profile",
+    "pick",
+    "wants_more",
+]

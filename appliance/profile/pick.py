@@ -1,4 +1,5 @@
-"""Which plan of a profile a start serves: the best for the mode that the memory which is free now carries. Pure."""
+"""Which plan of a profile a start serves: the best for the mode that the memory which is free now carries, and whether
+that mode wants more measured. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from appliance.engines.llama.planning.speculation import still_applied
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
 from appliance.tune.measurement import rated
-from appliance.tune.modes import Mode, choose
+from appliance.tune.modes import Mode, choose, wanted_window
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
@@ -30,18 +31,27 @@ def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = 
     plans = {plan.key: plan for plan in profile.plans}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
-    while left := rated(plans.values(), profile.measurements, like=profile.like):
-        judged = [each.rated(plans[each.key]) for each in profile.judged if each.mode == mode and each.key in plans]
-        chosen = choose(cast("Mode", mode), [*left, *judged], mix, native=profile.native)
+    while left := rated(plans.values(), profile.measurements):
+        chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
-            plan = with_measured(found, chosen.why, is_judged=bool(chosen.rated.judged_by))
-            plan = _with_slots(plan, profile.plan)
+            plan = _with_slots(with_measured(found, chosen.why), profile.plan)
             plan = still_applied(plan, profile.plan, draft_path=draft_path)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
         del plans[chosen.rated.key]  # without it, one of its window that was only glanced at may be the best
     return tuple(lacking)
+
+
+def wants_more(profile: Profile, mode: str, space: Space) -> bool:
+    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has. `space`
+    is that of the mode."""
+    seen = rated(profile.plans, profile.measurements)
+    if not seen or mode in (profile.mode, *profile.other_modes):
+        return False
+    windows = {plan.context for plan in space.all()}
+    mix = parse_mix(profile.workload)
+    return wanted_window(cast("Mode", mode), windows, seen, mix, native=profile.native) is not None
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

@@ -20,8 +20,8 @@ from appliance.plan import KINDS, Allocated, Choice, Memory, Placement, Plan, Sh
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
-from appliance.tune.curve import Curve, Point
-from appliance.tune.measurement import Judged, Measurement
+from appliance.tune.curve import Point
+from appliance.tune.measurement import Measurement
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
@@ -69,17 +69,15 @@ def make_key(
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was found: the plan that was best for `mode`, and every other that was measured or that another mode wants.
+    """What was found: the plan that was best for `mode`, and every other that was measured.
 
-    `like` names, for a plan that was not measured itself, the one whose figures are its own; `judged` are those that a
-    mode takes by a guess at theirs. `disturbance` says what spoilt the figures of the best: then the profile is
-    provisional, and never replaces one that is not.
+    `disturbance` says what spoilt the figures of the best: then the profile is provisional, and never replaces one that
+    is not.
     """
 
     key: Key
     plan: Plan
     plans: tuple[Plan, ...]
-    like: dict[str, str]
     measurements: tuple[Measurement, ...]
     verdicts: tuple[Verdict, ...]  # on types of the KV cache below q8_0
     notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
@@ -94,19 +92,18 @@ class Profile:
     allocated: Allocated | None = None
     disturbance: str | None = None
     disturbed_times: int = 0  # tunings in a row that it came of
-    judged: tuple[Judged, ...] = ()
+    other_modes: tuple[str, ...] = ()  # what these want of other contexts was measured later
     gpu_uuids: tuple[str, ...] = ()  # which cards they were, in PCI order: to look up, never compared
 
     @property
     def prediction_error(self) -> float | None:
         """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read.
 
-        Of the plan as it was measured: what guesses ahead came later, and one that is `like` another was not started.
+        Of the plan as it was measured: what guesses ahead came later.
         """
         if self.allocated is None or not self.allocated.total:
             return None
-        key = self.like.get(self.plan.key, self.plan.key)
-        plan = next((plan for plan in self.plans if plan.key == key), self.plan)
+        plan = next((plan for plan in self.plans if plan.key == self.plan.key), self.plan)
         return (plan.predicted_mib - self.allocated.total) / self.allocated.total
 
 
@@ -146,9 +143,8 @@ def _profile(document: dict[str, Any]) -> Profile:
             "key": key,
             "plan": _plan(document["plan"]),
             "plans": tuple(_plan(plan) for plan in document["plans"]),
-            "like": {str(key): str(of) for key, of in document["like"].items()},
             "measurements": tuple(parse_measurement(m) for m in document["measurements"]),
-            "judged": tuple(_judged(each) for each in document["judged"]),
+            "other_modes": _texts("Profile.other_modes", document["other_modes"]),
             "verdicts": tuple(Verdict(**fields_of(Verdict, verdict)) for verdict in document["verdicts"]),
             "notes": _texts("Profile.notes", document["notes"]),
             "allocated": _allocated(document["allocated"]),
@@ -207,15 +203,6 @@ def parse_measurement(data: dict[str, Any]) -> Measurement:
             "conditions": None if conditions is None else parse_conditions(conditions),
         }
     )
-
-
-def _judged(data: dict[str, Any]) -> Judged:
-    judged = Judged(**{**fields_of(Judged, data), "points": tuple(_point(point) for point in data["points"])})
-    if not 1 <= judged.spread < math.inf:
-        message = f"Judged.spread is no factor of 1 or more: {judged.spread}"
-        raise TypeError(message)
-    Curve(points=judged.points)  # which refuses none, and two at one depth
-    return judged
 
 
 def _point(data: dict[str, Any]) -> Point:

@@ -35,12 +35,6 @@ class Rate:
     accepted: float
     by_kind: tuple[tuple[str, float], ...] = ()
 
-    @classmethod
-    def of_every_step(cls, tokens: int, ms: float, acceptance: float) -> Rate:
-        """Of a speculation that guesses `tokens` in every step, with that share of them right."""
-        steps = 1 / (1 + tokens * acceptance)
-        return cls(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
-
     @property
     def acceptance(self) -> float:
         return self.accepted / self.drafted if self.drafted else 0.0

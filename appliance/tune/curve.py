@@ -65,17 +65,9 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """At least one point, in any order, of different depths.
-
-    `window` is where sliding-window layers see no further, `past_window` the share of the slope that remains there:
-    that of the layers which see everything, 0 where there are none. `spread` is a factor that all of it may be off by,
-    either way: 1 for what was measured, more for what was concluded from another plan's curve.
-    """
+    """At least one point, in any order, of different depths."""
 
     points: tuple[Point, ...]
-    window: int | None = None
-    past_window: float = 0.0
-    spread: float = 1.0
 
     def __post_init__(self) -> None:
         depths = [point.depth for point in self.points]
@@ -118,11 +110,10 @@ class Curve:
     def decode(self, depth: float) -> Figure:
         if depth <= self.deepest:
             ms = self._between(depth)
-            low, high = ms / self.spread, ms * self.spread
-            return Figure(ms=ms, low_ms=low, high_ms=high, is_extrapolated=self.spread > 1)
-        beyond = self._steps(self.deepest, depth)
+            return Figure(ms=ms, low_ms=ms, high_ms=ms)
+        beyond = depth - self.deepest
         likely, low, high = (self.ordered[-1].decode_ms + slope * beyond for slope in self._ahead)
-        return Figure(ms=likely, low_ms=low / self.spread, high_ms=high * self.spread, is_extrapolated=True)
+        return Figure(ms=likely, low_ms=low, high_ms=high, is_extrapolated=True)
 
     def decode_ms(self, depth: float) -> float:
         return self.decode(depth).ms
@@ -130,8 +121,7 @@ class Curve:
     def decode_s(self, first: float, tokens: float) -> float:
         """Seconds to decode `tokens` tokens from depth `first` on: the integral of the curve, exactly."""
         end = first + tokens
-        marks = [mark for mark in (*(p.depth for p in self.ordered), self.window or 0) if first < mark < end]
-        corners = (first, *sorted(marks), end)
+        corners = (first, *(p.depth for p in self.ordered if first < p.depth < end), end)
         areas = ((b - a) * (self.decode_ms(a) + self.decode_ms(b)) / 2 for a, b in itertools.pairwise(corners))
         return sum(areas) / 1000
 
@@ -172,13 +162,6 @@ class Curve:
             if depth <= high.depth:
                 return low.decode_ms + (depth - low.depth) * slope
         return self.ordered[-1].decode_ms
-
-    def _steps(self, start: float, end: float) -> float:
-        """Tokens of depth from start to end that cost something: past the window only a share of each."""
-        if self.window is None:
-            return end - start
-        inside = max(0.0, min(end, self.window) - start)
-        return inside + self.past_window * (end - start - inside)
 
 
 def _fit_two(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

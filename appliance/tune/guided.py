@@ -68,7 +68,6 @@ class Ask:
     candidate: Candidate
     is_long: bool
     seconds: float  # as predicted, the load included
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +118,13 @@ class Search:
         state = State(self, trials)
         return state.measured or state.predicted[:POOL]
 
-    def best(self, trials: Sequence[Trial], window: int) -> Estimate | None:
-        """Of those with this window that were not measured and are likely to fit, the best prediction."""
+    def best(self, trials: Sequence[Trial], window: int) -> Candidate | None:
+        """Of those with this window that were not tried and are likely to fit, the best prediction: also one that no
+        prediction can tell from one that was measured with another window."""
         state = State(self, trials)
-        likely = (e for e in state.predicted if e.candidate.window == window and state.is_likely(e.candidate))
-        return next(likely, None)
+        tried = {trial.key for trial in trials}
+        likely = (c for c in self.candidates if c.window == window and c.key not in tried and state.is_likely(c))
+        return min(likely, key=lambda each: state.fit.predict_ms(self.job(each.key)), default=None)
 
     def observations(self, trials: Sequence[Trial]) -> list[Observation]:
         return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
@@ -154,24 +155,11 @@ class Search:
     def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
         """Of measuring it, without the load: the text is read once, and decoded from at each depth."""
         effort = self.effort
-        tokens = self.tokens(is_long=is_long)
-        decode = sum(self.decode_ms(candidate, fitted, depth) for depth in effort.depths)
+        tokens = effort.tokens_each * (LONGER if is_long else 1)
         stretches = itertools.pairwise((0, *sorted(effort.depths)))
-        read = sum(self.read_ms(candidate, fitted, first, last) for first, last in stretches)
+        decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
+        read = sum(fitted.predict_ms(prefill_terms(candidate, self._effects, *stretch)) for stretch in stretches)
         return (read + tokens * decode) / 1000
-
-    def tokens(self, *, is_long: bool) -> int:
-        """How many are decoded at each depth."""
-        return self.effort.tokens_each * (LONGER if is_long else 1)
-
-    def decode_ms(self, candidate: Candidate, fitted: Fit, depth: float) -> float:
-        return fitted.predict_ms(self.decoding(candidate, depth))
-
-    def decoding(self, candidate: Candidate, depth: float) -> tuple[Term, ...]:
-        return decode_terms(candidate, self._effects, depth)
-
-    def read_ms(self, candidate: Candidate, fitted: Fit, first: int, last: int) -> float:
-        return fitted.predict_ms(prefill_terms(candidate, self._effects, first, last))
 
 
 class State:
@@ -244,7 +232,7 @@ class State:
             return []
         likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
         first = likely[0] if likely else max(self.predicted, key=lambda e: self.chance(e.candidate))
-        return [(1.0, self._look(first.candidate, "the best prediction"))]
+        return [(1.0, self._look(first.candidate))]
 
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
         pool = self.predicted[:POOL]
@@ -252,28 +240,22 @@ class State:
         pool += [e for e in self.predicted[POOL:] if e.candidate.key not in inside and is_next_to(e, leader)]
         found = []
         for estimate in pool:
-            step = "one step from the best" if is_next_to(estimate, leader) else "may be the best"
-            ask = self._look(estimate.candidate, step)
-            found.append((self.worth(estimate, leader, is_long=ask.is_long), ask))
+            ask = self._look(estimate.candidate)
+            found.append((self._worth(estimate, leader, is_long=ask.is_long), ask))
         return found
 
-    def worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
+    def _worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
         """The share of a job's time that measuring one more candidate is expected to save."""
         against = self._search.job(best.candidate.key)
         variance = self.fit.reach(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
-        told = variance / math.sqrt(variance + self.noise(is_long=is_long) ** 2)
+        told = variance / math.sqrt(variance + self._noise(is_long=is_long) ** 2)
         return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """As predicted."""
-        ms = self.fit.predict_ms(self._search.job(candidate.key))
-        return Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False)
 
     def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
         """Longer, for those that are near the best; the best itself against the next."""
         if len(self.measured) < 2:
             return []
-        noise = self.noise(is_long=True)
+        noise = self._noise(is_long=True)
         found = []
         for estimate in self.measured:
             other = self.measured[1] if estimate is leader else leader
@@ -281,28 +263,28 @@ class State:
             variance = self.fit.spread(*jobs) ** 2 + estimate.spread**2
             told = variance / math.sqrt(variance + noise**2)
             worth = gain(told, abs(math.log(estimate.ms / other.ms)))
-            found.append((worth, self._ask(estimate.candidate, is_long=True, why="longer, to tell it from the next")))
+            found.append((worth, self._ask(estimate.candidate, is_long=True)))
         return found
 
-    def _look(self, candidate: Candidate, why: str) -> Ask:
+    def _look(self, candidate: Candidate) -> Ask:
         """The first at a candidate: short, unless the load makes a longer one as cheap."""
-        short, long = (self._ask(candidate, is_long=is_long, why=why) for is_long in (False, True))
+        short, long = (self._ask(candidate, is_long=is_long) for is_long in (False, True))
         return long if long.seconds <= AS_CHEAP * short.seconds else short
 
-    def _ask(self, candidate: Candidate, *, is_long: bool, why: str) -> Ask:
+    def _ask(self, candidate: Candidate, *, is_long: bool) -> Ask:
         seconds = self._load_s + self._search.seconds(candidate, self.fit, is_long=is_long)
-        return Ask(candidate=candidate, is_long=is_long, seconds=seconds, why=why)
+        return Ask(candidate=candidate, is_long=is_long, seconds=seconds)
 
     @cached_property
     def _load_s(self) -> float:
         loads = [trial.load_s for trial in self._trials if trial.load_s]
         return sum(loads) / len(loads) if loads else self._search.effort.load_s
 
-    def noise(self, *, is_long: bool) -> float:
+    def _noise(self, *, is_long: bool) -> float:
         return self._search.effort.noise_of(is_long) * self.fit.noisier
 
     def _noise_of(self, trial: Trial) -> float:
-        return self.noise(is_long=trial.is_long) * max(point.noisier for point in trial.points)
+        return self._noise(is_long=trial.is_long) * max(point.noisier for point in trial.points)
 
     def _job_ms(self, trial: Trial) -> float:
         """At the depths that all are looked at."""

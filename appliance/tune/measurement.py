@@ -6,7 +6,7 @@ A start from a profile imports this: what only the search needs stays out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from appliance.plan import Allocated, Plan
@@ -52,22 +52,6 @@ class Measurement:
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A plan that nobody measured and that `mode` takes: `points` are those of the plan `by`, as much slower as it is
-    predicted to be, which is true to a factor of `spread`."""
-
-    key: str
-    mode: str
-    by: str
-    points: tuple[Point, ...]
-    spread: float
-
-    def rated(self, plan: Plan) -> Rated:
-        curve = Curve(points=self.points, spread=self.spread)
-        return Rated(key=plan.key, window=plan.context, curve=curve, merit=merit(plan), judged_by=self.by)
-
-
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
     """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
     it decoded more; disturbed ones only where there is no other."""
@@ -101,8 +85,8 @@ def _closely(look: Measurement) -> int:
     return look.is_long + (look.is_long and len(look.points) > 2)
 
 
-def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: Mapping[str, str]) -> list[Rated]:
-    """Every plan that was measured, and those that are `like` a measured one but for a smaller window: key -> key.
+def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Rated]:
+    """Every plan that was measured.
 
     A plan that was only glanced at is left out where another of its window was looked at longer, and deeper: the best
     of many glances is the luckiest. So is one that failed at the last look, unless all did.
@@ -115,11 +99,9 @@ def rated(plans: Iterable[Plan], measurements: Sequence[Measurement], *, like: M
     seen = {key: looks for key, looks in seen.items() if not has_failed[key]} or seen
     found = []
     for plan in plans:
-        looks = seen.get(like.get(plan.key, plan.key))
-        if looks:
+        if looks := seen.get(plan.key):
             closely = max(_closely(look) for look in looks)
-            by = like.get(plan.key, "")
-            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan), judged_by=by)
+            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan))
             found.append((closely, each))
     closest: dict[int, int] = {}
     for closely, each in found:

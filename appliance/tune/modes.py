@@ -1,16 +1,17 @@
-"""Which of the measured plans serves: speed, balanced or context. Pure, and needs no new run to change the mode.
+"""Which of the measured plans serves: speed, balanced or context, and which context a mode wants measured beside them.
+Pure.
 
-Plans are compared at the same depth and by the same job, never one plan at two depths. A plan that was not measured is
-judged by another one's curve, and whatever is said of it says so.
+Plans are compared at the same depth and by the same job, never one plan at two depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from appliance.plan import CONTEXT_STEP, SMALLEST_WINDOW
+from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass
@@ -24,14 +25,12 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken.
-    `judged_by` is the key of the plan that was measured in its place, empty where it was measured itself."""
+    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken."""
 
     key: str
     window: int
     curve: Curve
     merit: int = 0
-    judged_by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +45,24 @@ class Chosen:
 
 def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chosen:
     """`rated` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
-    floor = min(native, SMALLEST_WINDOW)
-    usable = [plan for plan in rated if plan.window >= floor]
-    below = ""
-    if not usable:
-        largest = max(plan.window for plan in rated)
-        usable = [plan for plan in rated if plan.window == largest]
-        below = f"; memory forbids a window of {floor:,}"
+    usable, floor = _usable(rated, native), _least(native)
+    below = "" if usable[0].window >= floor else f"; memory forbids a window of {floor:,}"
     job = scaled_mix(mix, min(plan.window for plan in usable))
     compared = usable if mode == "context" else at_same_depths(usable)
     chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](compared, job)
     whole = usable[compared.index(chosen.rated)]
     speed = whole.curve.decode(chosen.at)
-    return Chosen(rated=whole, at=chosen.at, speed=speed, why=chosen.why + _judged(whole) + below)
+    return Chosen(rated=whole, at=chosen.at, speed=speed, why=chosen.why + below)
+
+
+def _least(native: int) -> int:
+    return min(native, SMALLEST_WINDOW)
+
+
+def _usable(rated: Sequence[Rated], native: int) -> list[Rated]:
+    """Those with a window that clients work with; where memory holds none, those with the largest."""
+    largest = max(plan.window for plan in rated)
+    return [plan for plan in rated if plan.window >= min(largest, _least(native))]
 
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
@@ -94,22 +98,13 @@ def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
 
 
 def best_ms(rated: Sequence[Rated], depth: float) -> float:
-    """A token of the fastest at this depth, of those measured: what nobody saw sets no standard."""
-    return min(plan.curve.decode_ms(depth) for plan in [p for p in rated if not p.judged_by] or rated)
+    """A token of the fastest at this depth."""
+    return min(plan.curve.decode_ms(depth) for plan in rated)
 
 
-def is_readable(curve: Curve, window: int) -> bool:
-    return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S
-
-
-def readable_window(curve: Curve, window: int, *, least: int) -> int | None:
-    """The largest smaller window that can be read along with when it is full, at the same speed."""
-    sizes = range((window - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
-    return next((size for size in sizes if is_readable(curve, size)), None)
-
-
-def _judged(plan: Rated) -> str:
-    return f"; it was not measured itself, but judged by {plan.judged_by}" if plan.judged_by else ""
+def is_readable(curve: Curve, window: int, *, spare: float = 0.0) -> bool:
+    """Whether a full window is read along with, and that with so much to spare, as a share."""
+    return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S * (1 + spare)
 
 
 def looked_at_deepest(plans: Sequence[Rated]) -> list[Rated]:
@@ -130,7 +125,60 @@ def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
     return Chosen(rated=plan, at=plan.window - ROOM, speed=speed, why=why)
 
 
-def next_window(windows: Sequence[int], held: Sequence[tuple[int, bool]]) -> int | None:
+def wanted_window(
+    mode: Mode,
+    windows: Collection[int],
+    rated: Sequence[Rated],
+    mix: Mix,
+    *,
+    native: int,
+    failed: Collection[int] = (),
+) -> int | None:
+    """Which window to measure next, so that the mode finds the largest that meets its condition; None where it knows.
+
+    `windows` are those that there are plans for, `failed` those whose engine failed: as good as too slow. For `context`
+    it may lie between them: as much of one that is too slow when full as is likely to be read along with.
+    """
+    if mode == "speed":
+        return None
+    if mode == "context":
+        deepest = looked_at_deepest(rated)
+        held = [(plan.window, is_readable(plan.curve, plan.window)) for plan in deepest]
+        window = next_window(windows, [*held, *((size, False) for size in failed)])
+        return _part_of_a_window(windows, deepest, least=_least(native), failed=failed) if window is None else window
+    compared = at_same_depths(rated)
+    depth = scaled_mix(mix, min(plan.window for plan in _usable(rated, native))).depth
+    best = best_ms(compared, depth)
+    held = [(plan.window, best / plan.curve.decode_ms(depth) >= SPEED_KEPT) for plan in compared]
+    return next_window(windows, [*held, *((size, False) for size in failed)])
+
+
+def _part_of_a_window(
+    windows: Collection[int], deepest: Sequence[Rated], *, least: int, failed: Collection[int]
+) -> int | None:
+    """Of the smallest that is too slow when full. None where less of it than of a readable one would be left, and for
+    one that is such a part itself."""
+    most = max((plan.window for plan in deepest if is_readable(plan.curve, plan.window)), default=0)
+    slow = min((plan for plan in deepest if plan.window > most), key=slowness_when_full, default=None)
+    if slow is None or slow.window not in windows:
+        return None
+    size = readable_window(slow.curve, slow.window, least=max(least, most + 1))
+    return None if size in failed else size
+
+
+def slowness_when_full(plan: Rated) -> tuple[int, float]:
+    """The smallest window first, and of one window the fastest plan."""
+    return plan.window, plan.curve.decode_ms(plan.window - ROOM)
+
+
+def readable_window(curve: Curve, window: int, *, least: int) -> int | None:
+    """The largest smaller window that is read along with when it is full, with room for the noise of the look that is
+    to confirm it."""
+    sizes = range((window - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
+    return next((size for size in sizes if is_readable(curve, size, spare=NOISE_OF_A_LOOK)), None)
+
+
+def next_window(windows: Collection[int], held: Sequence[tuple[int, bool]]) -> int | None:
     """Which window to measure next for `balanced` or `context`: bisection over `windows`, given those that were
     measured and whether they met the mode's condition: of several plans with one window it is enough that one did. None
     when the largest that does is known."""

@@ -30,14 +30,12 @@ SLOWER = 1.5  # a quantized cache beside f16, in prefill on a CPU: 1.4 was seen
 BUDGET_SHARE = 0.8  # of the seconds, what is planned to be used: the rest is for a machine that is slower than it was
 
 
-def extent_for(
-    *, seconds: float, load_s: float, prefill_tokens_per_s: float, text_bytes: int, context: int
-) -> Extent | None:
+def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, context: int) -> Extent | None:
     """What two runs can read in so many seconds; None when that is too little for a verdict.
 
     The longest pieces of which there are enough; the shortest where there are not.
     """
-    each_s = (seconds * BUDGET_SHARE - 2 * load_s) / (1 + SLOWER)
+    each_s = seconds * BUDGET_SHARE / (1 + SLOWER)
     tokens = int(min(each_s * prefill_tokens_per_s, text_bytes / BYTES_PER_TOKEN))
     sizes = [size for size in PIECE_TOKENS if size <= context]
     size = next((size for size in sizes if tokens >= PIECES_GOOD * size), min(sizes, default=0))

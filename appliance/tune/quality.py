@@ -47,7 +47,6 @@ async def check(
     *,
     budget_s: float,
     prefill_tokens_per_s: float,
-    load_s: float = 0.0,
     tell: Callable[[Step], None],
     kept: Sequence[Passage] = (),
     done: Callable[[Passage], None] = lambda _: None,
@@ -66,7 +65,6 @@ async def check(
         return tuple(refused(kind, "the model gives vectors and foretells no text") for kind in kinds)
     extent = extent_for(
         seconds=budget_s,
-        load_s=load_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         text_bytes=TEXT.stat().st_size,
         context=plan.context,

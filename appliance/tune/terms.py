@@ -94,7 +94,7 @@ def _prior_name(knob: str) -> str:
 
 
 # Expert layers and windows are not among them: what they do is in the predicted work already.
-_EVERYWHERE = ("kv_type", "flash_attention", "load_mode", "split")
+_EVERYWHERE = ("kv_type", "load_mode", "split")
 
 
 def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[Term, ...]:

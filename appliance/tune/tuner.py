@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from appliance.command import Command
 from appliance.engines.engine import Space
@@ -14,23 +14,18 @@ from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryErr
 from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
 from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
-from appliance.tune.curve import LONGER, Curve, Point
+from appliance.tune.curve import LONGER
 from appliance.tune.guided import Ask, Effort, Search, Trial
-from appliance.tune.judge import judge
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
-from appliance.tune.measurement import Judged, Measurement, curve_of, rated
+from appliance.tune.measurement import Measurement, rated
 from appliance.tune.modes import (
-    SPEED_KEPT,
     Chosen,
     Mode,
     Rated,
-    at_same_depths,
-    best_ms,
     choose,
-    is_readable,
     looked_at_deepest,
-    next_window,
-    readable_window,
+    slowness_when_full,
+    wanted_window,
 )
 from appliance.tune.terms import Candidate
 from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
@@ -41,7 +36,6 @@ SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few,
 FINALISTS = 3
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
 NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
-MODES: tuple[Mode, ...] = ("balanced", "speed", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +49,16 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The winner and everything that was seen on the way. `plans` hold every measured one, and what the other modes
-    would serve; `like` names, for one that was not measured itself, the one whose figures are its own, and `judged`
-    holds what is concluded of those that only another mode takes, or this one for lack of time."""
+    """The winner and everything that was seen on the way. `plans` hold every measured one."""
 
     plan: Plan
     chosen: Chosen
     plans: tuple[Plan, ...]
-    like: dict[str, str]
-    judged: tuple[Judged, ...]
     measurements: tuple[Measurement, ...]
     mix: Mix  # as scaled to the windows that were compared
     seconds: float
     stopped_by: str
-    allocated: Allocated | None  # by the winner, or by the one whose figures are its own
+    allocated: Allocated | None  # by the winner
     disturbance: str | None
 
     @property
@@ -111,7 +101,6 @@ class Tuner:
         # What they took is spent: begun anew with every short pause, the search would look on for ever.
         self._began = time.monotonic() - sum(m.seconds for m in self._seen)
         self._stopped_by = ""
-        self._like: dict[str, str] = {}
 
     @property
     def left_s(self) -> float:
@@ -130,6 +119,17 @@ class Tuner:
         await self._widen(search)
         await self._confirm()
         return await asyncio.to_thread(self._tuned)  # while something else may serve
+
+    async def widen(self, most: int) -> None:
+        """At most so many more plans, where this mode is another than the one that was measured for. Of what is kept at
+        least one was measured; what it took is not counted."""
+        self._began = time.monotonic()
+        await self._widen(self._new_search(), most)
+
+    @property
+    def measured(self) -> tuple[Plan, ...]:
+        keys = {m.key for m in self._seen if m.points}
+        return tuple(plan for plan in self._plans.values() if plan.key in keys)
 
     async def _search(self) -> Search:
         search = self._new_search()
@@ -191,56 +191,38 @@ class Tuner:
         look may make another the winner, so a few times."""
         for _ in range(FINALISTS):
             key = choose(self._goal.mode, self._rated(), self._mix, native=self._goal.native).rated.key
-            if not await self._look_closely(self._plans[self._like.get(key, key)]):
+            if not await self._look_closely(self._plans[key]):
                 return
 
-    async def _widen(self, search: Search) -> None:
-        """Where a larger window is paid for with speed: which still meets the mode's condition, found by halving."""
-        if self._goal.mode == "speed":
-            return
-        windows = sorted({plan.context for plan in self._plans.values()})
-        held = self._held(self._goal.mode)
-        while (window := next_window(windows, held)) is not None:
-            curve = self._as_measured(search, window) or await self._measured_at(search, window)
-            if curve is None:
+    async def _widen(self, search: Search, most: float = math.inf) -> None:
+        """Where a larger window is paid for with speed: which still meets the mode's condition, found by halving, with
+        at most so many more plans."""
+        windows = {plan.context for plan in self._plans.values()}
+        failed: list[int] = []
+        while most > 0 and (window := self._wanted_window(windows, failed)) is not None:
+            plan = self._plan_at(search, windows, window)
+            is_deep = self._goal.mode == "context"  # whose condition is of a full window
+            if plan is None or self._expected_s(plan, is_long=False, is_deep=is_deep) > self.left_s:
                 return
-            held.append((window, self._meets(self._goal.mode, curve, window)))
+            self._plans[plan.key] = plan
+            if not (await self._measure(plan, is_long=False, is_deep=is_deep)).points:
+                failed.append(window)
+            most -= 1
 
-    def _held(self, mode: Mode) -> list[tuple[int, bool]]:
-        """Windows of measured plans, and whether they meet the mode's condition."""
-        seen = looked_at_deepest(self._rated()) if mode == "context" else self._rated()
-        return [(each.window, self._meets(mode, each.curve, each.window)) for each in seen]
+    def _wanted_window(self, windows: Collection[int], failed: Collection[int]) -> int | None:
+        goal = self._goal
+        return wanted_window(goal.mode, windows, self._rated(), self._mix, native=goal.native, failed=failed)
 
-    def _as_measured(self, search: Search, window: int) -> Curve | None:
-        """Of a plan with this window that no prediction can tell from a measured one: its figures are that one's."""
-        measured = {search.twins(m.key): m.key for m in self._seen if m.points}
-        for candidate in self._candidates:
-            key = measured.get(search.twins(candidate.key))
-            if candidate.window == window and key is not None:
-                self._like[candidate.key] = key
-                return curve_of([m for m in self._seen if m.key == key])
-        return None
+    def _plan_at(self, search: Search, windows: Collection[int], window: int) -> Plan | None:
+        """None where nothing with this window is likely to fit. Part of a window is of the plan that has all of it."""
+        if window in windows:
+            best = search.best(self._trials, window)
+            return self._plans[best.key] if best else None
+        larger = [each for each in looked_at_deepest(self._rated()) if each.window > window]
+        return self._space.at_window(self._plans[min(larger, key=slowness_when_full).key], window)
 
-    async def _measured_at(self, search: Search, window: int) -> Curve | None:
-        """None where nothing with this window is likely to fit, or there is no time; an engine that failed counts as
-        infinitely slow."""
-        best = search.best(self._trials, window)
-        is_deep = self._goal.mode == "context"  # whose condition is of a full window
-        plan = self._plans[best.candidate.key] if best else None
-        if plan is None or self._expected_s(plan, is_long=False, is_deep=is_deep) > self.left_s:
-            return None
-        seen = await self._measure(plan, is_long=False, is_deep=is_deep)
-        never = Point(depth=1, decode_ms=float("inf"), prefill_ms=float("inf"), prefill_tokens=1)
-        return curve_of([seen]) if seen.points else Curve(points=(never,))
-
-    def _meets(self, mode: Mode, curve: Curve, window: int) -> bool:
-        if mode == "context":
-            return is_readable(curve, window)
-        here, *others = at_same_depths([Rated(key="", window=window, curve=curve), *self._rated()])
-        return best_ms(others, self._mix.depth) / here.curve.decode_ms(self._mix.depth) >= SPEED_KEPT
-
-    def _rated(self, more: Sequence[Plan] = ()) -> list[Rated]:
-        return rated([*self._plans.values(), *more], self._seen, like=self._like)
+    def _rated(self) -> list[Rated]:
+        return rated(self._plans.values(), self._seen)
 
     async def _measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
         """Once more where something else disturbed it, if there is time."""
@@ -312,102 +294,20 @@ class Tuner:
         return 1.5 * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
     def _tuned(self) -> Tuned:
-        more = self._smaller_windows()
-        found = self._rated(more)
-        further, judged = self._unmeasured()
-        plans = {plan.key: plan for plan in (*self._plans.values(), *more, *further)}
-        chosen = {
-            mode: choose(
-                mode,
-                [*found, *(each.rated(plans[each.key]) for each in judged if each.mode == mode)],
-                self._mix,
-                native=self._goal.native,
-            )
-            for mode in MODES
-        }
-        winner = chosen[self._goal.mode]
-        measured = {m.key for m in self._seen if m.points}
-        kept = measured | {each.rated.key for each in chosen.values()}
-        is_judged = bool(winner.rated.judged_by)
-        plan = with_measured(plans[winner.rated.key], _why(winner, found, self._mix), is_judged=is_judged)
-        source = self._like.get(plan.key, plan.key)
+        found = self._rated()
+        winner = choose(self._goal.mode, found, self._mix, native=self._goal.native)
+        looks = [m for m in self._seen if m.key == winner.rated.key]
         return Tuned(
-            plan=plan,
+            plan=with_measured(self._plans[winner.rated.key], _why(winner, found, self._mix)),
             chosen=winner,
-            plans=tuple(each for key, each in plans.items() if key in kept),
-            like={key: of for key, of in self._like.items() if key in kept},
-            judged=tuple(each for each in judged if each.key == chosen[cast("Mode", each.mode)].rated.key),
+            plans=self.measured,
             measurements=tuple(self._seen),
             mix=self._mix,
             seconds=time.monotonic() - self._began,
             stopped_by=self._stopped_by,
-            allocated=next((m.allocated for m in self._seen if m.key == source and m.allocated), None),
-            disturbance=_disturbance([m for m in self._seen if m.key in (source, winner.rated.judged_by)]),
+            allocated=next((look.allocated for look in looks if look.allocated), None),
+            disturbance=_disturbance(looks),
         )
-
-    def _smaller_windows(self) -> list[Plan]:
-        """Measured plans with smaller windows: a window that is not filled costs memory and no time. Only `context`
-        ever wants one, where the largest cannot be read along with when it is full."""
-        more: list[Plan] = []
-        measured = {m.key for m in self._seen if m.points}
-        for each in self._rated():
-            smaller = self._smaller(self._plans[each.key], each.curve)
-            if smaller is not None and smaller.key not in measured:
-                more.append(smaller)
-                self._like[smaller.key] = self._like.get(each.key, each.key)
-        return more
-
-    def _smaller(self, plan: Plan, curve: Curve) -> Plan | None:
-        """The same with as much of its window as can be read along with; None where all of it can, or not the least."""
-        if is_readable(curve, plan.context):
-            return None
-        size = readable_window(curve, plan.context, least=min(self._goal.native, SMALLEST_WINDOW))
-        return None if size is None else self._space.at_window(plan, size)
-
-    def _unmeasured(self) -> tuple[list[Plan], list[Judged]]:
-        """What another mode may take of the windows that nobody measured, and `context` where there was no time for
-        them. For the others a plan that was measured goes before one that was not."""
-        further = self._space.only_for_context()
-        plans = {plan.key: plan for plan in (*self._plans.values(), *further)}
-        narrow = self._new_search()
-        judged: list[Judged] = []
-        if self._goal.mode != "balanced":
-            judged += self._judged(narrow, plans, "balanced")
-        wide = narrow
-        if further:
-            wide = Search([*self._candidates, *candidates(self._space, further)], narrow.mix, narrow.effort)
-        for each in self._judged(wide, plans, "context"):
-            judged.append(each)
-            smaller = self._smaller(plans[each.key], Curve(points=each.points))
-            if smaller is not None and not any(m.key == smaller.key and m.points for m in self._seen):
-                plans[smaller.key] = smaller
-                judged.append(replace(each, key=smaller.key))
-        return list(plans.values()), judged
-
-    def _judged(self, search: Search, plans: Mapping[str, Plan], mode: Mode) -> list[Judged]:
-        """By the same halving as those that are measured; and the largest that fits, should none be readable."""
-        curves = {m.key: curve_of([o for o in self._seen if o.key == m.key]) for m in self._seen if m.points}
-        deepest = max(curve.deepest for curve in curves.values())
-        curves = {key: curve for key, curve in curves.items() if curve.deepest == deepest}
-        windows = sorted({candidate.window for candidate in search.candidates})
-        held = self._held(mode)
-        found: list[Judged] = []
-
-        def judged(window: int) -> bool:
-            each = judge(search, self._trials, curves, window, mode)
-            if each is not None:
-                found.append(each)
-            return each is not None
-
-        while (window := next_window(windows, held)) is not None:
-            is_met = judged(window) and self._meets(mode, Curve(points=found[-1].points), window)
-            held.append((window, is_met))
-        if mode == "context" and not any(is_met for _, is_met in held):
-            known = {each.window for each in self._rated()} | {plans[each.key].context for each in found}
-            for window in reversed(windows):
-                if window in known or judged(window):
-                    break
-        return found
 
 
 def _seconds(look: Measurement, *, is_long: bool) -> float:
@@ -446,12 +346,5 @@ def speed_in_words(tuned: Tuned) -> str:
     first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
     speeds = ", ".join((f"{first} tokens of context", *rest))
     jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
-    words = f"decodes {speeds}; {jobs}" + ("" if _is_covered(tuned) else " (extrapolated)")
-    is_judged = any(each.key == tuned.plan.key for each in tuned.judged)
-    return f"not measured itself, judged by {tuned.chosen.rated.judged_by}: {words}" if is_judged else words
-
-
-def _is_covered(tuned: Tuned) -> bool:
-    return tuned.chosen.rated.curve.spread == 1 and all(
-        each.tokens_in + each.tokens_out <= tuned.chosen.rated.curve.deepest * 1.2 for each, _ in tuned.mix.parts
-    )
+    is_covered = all(each.tokens_in + each.tokens_out <= curve.deepest * 1.2 for each, _ in tuned.mix.parts)
+    return f"decodes {speeds}; {jobs}" + ("" if is_covered else " (extrapolated)")

@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 
 from appliance.engines.llama.facts import parse_facts
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments, environment
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, read_model
-from appliance.plan import Plan, explain, in_short
+from appliance.plan import explain
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 from tests.golden.machines import MACHINES
@@ -114,11 +114,11 @@ def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
     return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
 
 
-def plans(case: Case) -> list[Plan]:
+def space(case: Case) -> Space:
     hardware = MACHINES[case.machine]
     image, engine = facts_for(hardware)
     settings = resolve_settings({"alias": case.model, **case.flags}, {})
-    return plan(settings, image, engine, hardware, model(case.model, case.quantization))
+    return Space(settings, image, engine, hardware, model(case.model, case.quantization))
 
 
 def text(case: Case) -> str:
@@ -126,14 +126,13 @@ def text(case: Case) -> str:
     asked = "".join(f", {name} {value}" for name, value in case.flags.items())
     head = f"{case.model} at {case.quantization} on {case.machine}{asked}"
     try:
-        first, *others = plans(case)
+        first = space(case).best
     except FatalError as error:
         return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
     argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
     variables = environment(first, Path("/opt/llama"), Path("/data/cache/golden"))
     cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith(("CUDA", "GGML")))
     lines = [_wrapped(line, indent="    ") for line in explain(first).splitlines()]
-    neighbours = [f"{in_short(p)}: {p.speed.job_s:.2f} s" if p.speed else in_short(p) for p in others]
     return "\n".join(
         (
             head,
@@ -141,9 +140,6 @@ def text(case: Case) -> str:
             *lines,
             "",
             _wrapped(f"{cuda}llama-server {argv}", indent="    "),
-            "",
-            "measured beside it:",
-            *neighbours,
             "",
         )
     )

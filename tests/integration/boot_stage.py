@@ -153,8 +153,8 @@ esac
                 check=False,
             )
 
-    def plans(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.command("plan", "--json").stdout)["plans"]
+    def plan(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.command("plan", "--json").stdout)["plan"]
         return found
 
     @property
@@ -317,11 +317,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def write_model(path: Path) -> None:
-    """A model of zeros with a window of 4,096 tokens."""
+def write_model(path: Path, context: int = 4096) -> None:
+    """A model of zeros."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
-    writer.add_context_length(4096)
+    writer.add_context_length(context)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(128)
     writer.add_head_count(8)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from boot_stage import Home, eventually
+from boot_stage import Home, eventually, write_model
 
 WAIT_S = 120.0  # a dozen starts of the fake, on a machine that may be busy
 
@@ -21,7 +21,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home) -> None:
-    predicted = home.plans()[0]["threads"]
+    predicted = home.plan()["threads"]
     home.set_engine("--decode-ms", f"{predicted}:40,5", where="--threads")
     with home.serving(tune="idle", idle_s="1", budget_s="20", speculation="off") as serving:
         serving.wait_ready()
@@ -38,6 +38,41 @@ def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home
         serving.terminate()
     (path,) = home.profiles.glob("*.json")
     assert json.loads(path.read_text())["plan"]["threads"] != predicted
+
+
+def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path: Path) -> None:
+    """The fake takes 10 ms a token and 10 more with every 2,048: with 16,384 in the context nobody reads along."""
+    home = Home.make(tmp_path / "home")
+    write_model(home.data / "models/small.gguf", context=16384)
+    done = home.command("tune")
+    assert done.returncode == 0, done.stderr
+    (path,) = home.profiles.glob("*.json")
+    before = json.loads(path.read_text())
+    assert before["plan"]["context"] == 16384
+    with home.serving(tune="off", mode="context") as serving:
+        serving.wait_ready()
+        said = serving.event("plan_picked")["message"]
+        assert "no window decodes 15 tok/s when full" in said
+        assert said.endswith("; chosen among what was measured for mode 'balanced', and tune 'off' measures no more")
+        serving.terminate()
+    with home.serving(tune="idle", idle_s="1", mode="context") as serving:
+        serving.wait_ready()
+        assert serving.document("plan")["context"] == 16384
+        assert serving.event("tuned_more", timeout_s=WAIT_S)["message"] == "measured 1 more for mode 'context'"
+        serving.event("idle_changed", timeout_s=WAIT_S)
+        assert serving.document("plan")["context"] == 10752
+        assert serving.chat()[0] == 200
+        serving.terminate()
+    (path,) = home.profiles.glob("*.json")
+    after = json.loads(path.read_text())
+    assert (after["mode"], after["other_modes"], after["plan"]) == ("balanced", ["context"], before["plan"])
+    assert after["measurements"][: len(before["measurements"])] == before["measurements"]
+    with home.serving(tune="idle", idle_s="1", mode="context") as serving:
+        serving.wait_ready()
+        assert serving.document("plan")["context"] == 10752
+        assert serving.document("status")["tuning"] == "measured"
+        assert "tune_more" not in serving.names()
+        serving.terminate()
 
 
 def test_sigterm_while_it_measures_beside_leaves_nothing(home: Home) -> None:

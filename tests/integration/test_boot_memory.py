@@ -86,7 +86,7 @@ def on_gpu_mib(plan: dict[str, Any]) -> float:
 
 
 def test_a_smaller_plan_is_served_where_the_gpu_had_less(home: Home) -> None:
-    before = home.plans()[0]
+    before = home.plan()
     refuse(home, 6, where=WHOLE)
     with home.serving(tune="off") as serving:
         serving.wait_ready()

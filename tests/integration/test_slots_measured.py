@@ -23,7 +23,7 @@ from appliance.tune.slots import Concurrency, choose
 from appliance.tune.workload import CHAT, Workload
 from benchmarks.memory import planned_for
 from tests.golden.plans import CASES
-from tests.golden.plans import plans as golden_plans
+from tests.golden.plans import space as golden_space
 from tests.shapes import SMALL, write_gguf
 
 AGENT = Workload(name="agent", tokens_in=256, tokens_out=16, tokens_reused=192)
@@ -169,4 +169,4 @@ async def test_an_engine_that_fails_is_classified(
 
 @pytest.fixture
 def fake_plan() -> Plan:
-    return golden_plans(CASES[0])[0]
+    return golden_space(CASES[0]).best

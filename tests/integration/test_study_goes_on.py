@@ -7,11 +7,12 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervisor_harness import eventually, fake_command
@@ -27,8 +28,8 @@ from appliance.plan import Plan, Verdict
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import Partial
 from appliance.report import Report
-from appliance.settings import resolve_settings
-from appliance.study import Bench, Study
+from appliance.settings import Settings, resolve_settings
+from appliance.study import MORE_PLANS, Bench, Study
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -39,6 +40,7 @@ IMAGE, ENGINE = facts(has_cuda=False)
 # is left out for lack of time.
 FLAGS = {"threads": "4", "ubatch": "512", "load_mode": "mmap", "users": "3", "mode": "speed", "cache_ram_mib": "1792"}
 SETTINGS = resolve_settings({**FLAGS, "budget_s": "3000"}, {})
+FOR_CONTEXT = replace(SETTINGS, mode="context")
 MACHINE = MACHINES["cpu-limit-8g"]
 GUESSES = ("--guess", "ngram-mod:0.01,0.9")
 QUICK = ("--decode-ms", "0.001", "--prefill-ms", "0.001")  # as told, not as it takes: no answer is later than its time
@@ -64,6 +66,13 @@ class Served(Llama):
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         return self._serve(plan)
+
+
+@cache
+def on_laptop(verdicts: object) -> Space:
+    assert isinstance(verdicts, tuple)
+    hardware, of = MACHINES["laptop-5060"], model("qwen3-30b-a3b", "Q3_K_M")
+    return Space(FOR_CONTEXT, *facts(has_cuda=True), hardware, of, verdicts=verdicts)
 
 
 class Stage:
@@ -95,18 +104,18 @@ esac
         self.served += 1
         return fake_command(self.socket_path, *QUICK, *GUESSES, *speculation_arguments(plan, ENGINE), *self.knobs(plan))
 
-    def study(self) -> Study:
+    def study(self, settings: Settings = SETTINGS, make_space: Callable[[Sequence[Verdict]], Space] = space) -> Study:
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
         bench = Bench(engine=Served(self._serve), install=install, socket_path=self.socket_path)
         return Study(
-            SETTINGS,
+            settings,
             {},
             bench,
             model=small(),
             draft=None,
             hardware=MACHINE,
             key=KEY,
-            space=space,
+            space=make_space,
             store=self.store,
             report=Report("json", self.log),
         )
@@ -131,7 +140,14 @@ esac
 
     async def run_until(self, is_there: Callable[[Partial], bool]) -> Profile | None:
         """The profile of a study that gets to its end before that is there; else it is broken off then."""
-        task = asyncio.create_task(self.study().run())
+        return await self._until(self.study().run(), is_there)
+
+    async def widen_until(self, profile: Profile, is_there: Callable[[Partial], bool]) -> Profile | None:
+        """The same of what the mode `context` wants beside the profile, on a laptop."""
+        return await self._until(self.study(FOR_CONTEXT, on_laptop).widen(profile), is_there)
+
+    async def _until(self, story: Coroutine[Any, Any, Profile], is_there: Callable[[Partial], bool]) -> Profile | None:
+        task = asyncio.create_task(story)
         try:
             await eventually(lambda: task.done() or is_there(self.kept), timeout_s=WAIT_S)
             return task.result() if task.done() else None
@@ -246,6 +262,28 @@ async def test_a_number_of_slots_that_failed_is_tried_once_more(stage: Stage) ->
     assert (found := await stage.run_until(lambda kept: False)) is not None
     assert len(stage.events("slots_failed")) == 2
     assert any("3 users:" in note for note in found.notes)
+
+
+async def test_what_another_mode_wants_is_kept_and_goes_on_where_it_was_broken_off(stage: Stage) -> None:
+    """On a laptop with a GPU, where there are many contexts, and all of them hold."""
+    found = await stage.run_until(lambda kept: False)
+    assert found is not None
+    plan = min(on_laptop(found.verdicts).all(), key=lambda each: each.context)
+    look = replace(next(m for m in found.measurements if len(m.points) > 2), key=plan.key)
+    profile = replace(found, plans=(plan,), measurements=(look,))
+    assert await stage.widen_until(profile, lambda kept: len(kept.measurements) == 1) is None
+    (first,) = stage.kept.measurements
+    widened = await stage.widen_until(profile, lambda kept: False)
+    assert widened is not None
+    assert widened.measurements[:2] == (look, first)
+    assert len(widened.measurements) == len(widened.plans) == 1 + MORE_PLANS
+    contexts = {each.key: each.context for each in widened.plans}
+    first_context, second_context = (contexts[m.key] for m in widened.measurements[1:])
+    assert plan.context < first_context < second_context
+    assert (widened.mode, widened.other_modes, widened.plan) == ("speed", ("context",), found.plan)
+    assert stage.store.load(KEY) == widened
+    assert stage.kept == Partial()
+    assert stage.events("tuned_more") == ["measured 2 more for mode 'context'"]
 
 
 async def test_looks_at_another_plan_are_not_mixed_with_those_of_this_one(stage: Stage) -> None:

@@ -15,7 +15,7 @@ from supervisor_harness import MakeCommand
 
 from appliance.command import Command
 from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, reckon
 from appliance.engines.llama.server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Model:
 
 def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: str) -> Plan:
     settings = resolve_settings({"ctx_size": "4096", "threads": "1", "devices": "none", **flags}, {})
-    return plan(settings, IMAGE, engine, hardware, model)[0]
+    return Space(settings, IMAGE, engine, hardware, model).best
 
 
 class Stage:

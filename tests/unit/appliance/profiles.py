@@ -15,7 +15,7 @@ from appliance.profile import Key, Profile, make_key
 from appliance.profile.partial import GuessLook, Partial, SlotsLook
 from appliance.settings import resolve_settings
 from appliance.tune.curve import Point
-from appliance.tune.measurement import Judged, Measurement
+from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
@@ -58,20 +58,15 @@ def profile(
     speed: str = "fast",
     disturbance: str | None = None,
 ) -> Profile:
-    """The best, one that is nearly as fast, one that failed, and one whose figures are the best's."""
-    best, second, failed = SPACE.best, *SPACE.neighbours()[:2]
-    smaller, guessed = SPACE.at_window(best, 4096), SPACE.at_window(best, 2048)
-    assert smaller is not None
-    assert guessed is not None
+    """The best, one that is nearly as fast, and one that failed."""
+    best, second, failed, *_ = SPACE.all()
     good = measured(best)
     words = "engine exited with code 1: „schade“"
     bad = Measurement(key=failed.key, error=words, seconds=0.1, lacking_device="CUDA0", lacking_mib=12.5)
     return Profile(
         key=of or key(),
         plan=best,
-        plans=(best, second, smaller, guessed),
-        like={smaller.key: best.key},
-        judged=(Judged(key=guessed.key, mode="context", by=best.key, points=good.points, spread=1.2),),
+        plans=(best, second),
         measurements=(good, bad, measured(second, faster=0.9, conditions=BUSY)),
         verdicts=(VERDICT,),
         notes=("no guesses: 8.1 ms a token, 12 answers",),
@@ -85,13 +80,14 @@ def profile(
         created=created,
         allocated=good.allocated,
         disturbance=disturbance,
+        other_modes=("context",),
     )
 
 
 def partial() -> Partial:
     """Something of each kind, a failure among each."""
     best = SPACE.best.key
-    texts = [(best, (3.1, 2.9), None), (SPACE.neighbours()[0].key, (), "engine was killed by SIGKILL")]
+    texts = [(best, (3.1, 2.9), None), (SPACE.all()[1].key, (), "engine was killed by SIGKILL")]
     passages = (Passage(key=k, piece_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)
     answer = Answer(name="chat: tides", made=63, ms=510.5, drafted=40, accepted=31, is_looping=False)
     tried = (

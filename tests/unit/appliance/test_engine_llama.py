@@ -18,7 +18,7 @@ from appliance.engines.llama.facts import (
 )
 from appliance.engines.llama.fit import parse_projection, query_projections
 from appliance.engines.llama.planning.refine import Projection
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import (
     arguments,
     command,
@@ -64,7 +64,7 @@ NEEDED = (
 
 def chosen(**flags: str) -> Plan:
     given_flags = {"ctx_size": "4096", "threads": "3", "ubatch": "256", "cache_ram_mib": "300", **flags}
-    return plan(resolve_settings(given_flags, {}), IMAGE, ENGINE, machine(), SMALL)[0]
+    return Space(resolve_settings(given_flags, {}), IMAGE, ENGINE, machine(), SMALL).best
 
 
 def without(*flags: str) -> EngineFacts:

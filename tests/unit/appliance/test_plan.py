@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
-from appliance.engines.llama.planning.space import Space, plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
@@ -20,7 +20,7 @@ from appliance.settings import resolve_settings
 
 
 def first(model: Model = SMALL, hardware: Hardware | None = None, **flags: str) -> Plan:
-    return plan(resolve_settings(flags, {}), IMAGE, ENGINE, hardware or machine(), model)[0]
+    return Space(resolve_settings(flags, {}), IMAGE, ENGINE, hardware or machine(), model).best
 
 
 def reason(found: Plan, name: str) -> str:
@@ -138,14 +138,13 @@ def test_context_asked_for_beyond_memory_is_refused_and_beyond_native_is_said() 
 
 @pytest.mark.parametrize(
     ("logical", "physical", "quota", "threads"),
-    [(8, 4, None, (4, 8, 2)), (8, 4, 2.0, (2, 1)), (8, 4, 0.5, (1,)), (2, 2, 1.5, (1,)), (16, 16, 6.9, (6, 3))],
+    [(8, 4, None, 4), (8, 4, 2.0, 2), (8, 4, 0.5, 1), (2, 2, 1.5, 1), (16, 16, 6.9, 6)],
 )
-def test_threads_never_exceed_the_quota(
-    logical: int, physical: int, quota: float | None, threads: tuple[int, ...]
-) -> None:
-    settings = resolve_settings({"ubatch": "512"}, {})
-    found = plan(settings, IMAGE, ENGINE, machine(logical=logical, physical=physical, quota=quota), SMALL)
-    assert tuple(p.threads for p in found) == threads
+def test_threads_never_exceed_the_quota(logical: int, physical: int, quota: float | None, threads: int) -> None:
+    hardware = machine(logical=logical, physical=physical, quota=quota)
+    here = Space(resolve_settings({}, {}), IMAGE, ENGINE, hardware, SMALL)
+    assert here.best.threads == threads
+    assert max(each.threads for each in here.all()) == hardware.cpu.threads_max
 
 
 def test_threads_asked_for_are_held_at_the_quota_and_said() -> None:
@@ -172,7 +171,7 @@ def test_mlock_beyond_the_limit_is_reported_and_not_fatal() -> None:
 def test_kv_type_that_the_engine_lacks_is_refused() -> None:
     engine = replace(ENGINE, kv_types=("f16",))
     with pytest.raises(ConfigError, match="not offered by this engine: 'q4_0'"):
-        plan(resolve_settings({"kv_type": "q4_0"}, {}), IMAGE, engine, machine(), SMALL)
+        Space(resolve_settings({"kv_type": "q4_0"}, {}), IMAGE, engine, machine(), SMALL)
 
 
 def test_cache_that_cannot_be_reckoned_is_refused_and_not_guessed() -> None:
@@ -202,10 +201,10 @@ def test_what_is_planned_fits_and_is_the_same_every_time(
     )
     settings = resolve_settings({}, {})
     try:
-        plans = plan(settings, IMAGE, ENGINE, hardware, model)
+        plans = Space(settings, IMAGE, ENGINE, hardware, model).all()
     except ModelDoesNotFitError:
         return
-    assert plans == plan(settings, IMAGE, ENGINE, hardware, model)
+    assert plans == Space(settings, IMAGE, ENGINE, hardware, model).all()
     for found in plans:
         assert found.memory.total <= hardware.memory.usable_mib
         assert found.context <= model.native_context

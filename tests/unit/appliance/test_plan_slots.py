@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.memory import kv_mib, layers_of
 from appliance.engines.llama.planning.slots import conversation_mib, slots
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.model import Model
 from appliance.plan import Choice, Plan
@@ -22,7 +22,7 @@ SOCKET = Path("/tmp/e.sock")
 
 
 def first(model: Model = SMALL, *, total_mib: int = 16384, **flags: str) -> Plan:
-    return plan(resolve_settings(flags, {}), IMAGE, ENGINE, machine(total_mib=total_mib), model)[0]
+    return Space(resolve_settings(flags, {}), IMAGE, ENGINE, machine(total_mib=total_mib), model).best
 
 
 def choice(found: Plan, name: str) -> Choice:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from profiles import profile
 
 from appliance.engines.llama.planning.memory import kv_mib, layers_of, weights_mib
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import CACHE_LEFT_MIB, applied, as_asked, kinds, reckon, still_applied
 from appliance.engines.llama.server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
@@ -33,7 +33,7 @@ def settings(**flags: str) -> Settings:
 
 
 def first(model: Model = SMALL, total_mib: int = 16384, **flags: str) -> Plan:
-    return plan(settings(**flags), IMAGE, ENGINE, machine(total_mib=total_mib), model)[0]
+    return Space(settings(**flags), IMAGE, ENGINE, machine(total_mib=total_mib), model).best
 
 
 def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model = WITH_DRAFTS) -> Plan:
@@ -57,7 +57,7 @@ def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model
 )
 def test_what_cannot_be_done_is_refused_at_the_start(model: Model, flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        plan(settings(**flags), IMAGE, ENGINE, machine(), model)
+        Space(settings(**flags), IMAGE, ENGINE, machine(), model)
     assert words in refusal.value.message
     assert refusal.value.exit_code == 10
     assert refusal.value.hint

@@ -15,9 +15,9 @@ from test_plan_space import LAPTOP, laptop_plans, with_host
 
 from appliance.engines.llama.planning.space import Space
 from appliance.plan import Plan
-from appliance.profile import Picked, Profile, pick
+from appliance.profile import Picked, Profile, pick, wants_more
 from appliance.tune.curve import Point
-from appliance.tune.measurement import Judged, Measurement
+from appliance.tune.measurement import Measurement
 
 MODEL = "qwen3-30b-a3b"
 MODES = ("speed", "balanced", "context")
@@ -47,7 +47,9 @@ def ladder() -> tuple[Plan, ...]:
 
 
 def of(plans: Sequence[Plan], seen: Sequence[Measurement], **more: object) -> Profile:
-    made = replace(profile(), plan=plans[0], plans=tuple(plans), like={}, measurements=tuple(seen), native=262144)
+    made = replace(
+        profile(), plan=plans[0], plans=tuple(plans), measurements=tuple(seen), native=262144, other_modes=()
+    )
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -118,53 +120,19 @@ def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
     assert keys == [small.key, middle.key, middle.key]
 
 
-def test_a_plan_that_was_not_measured_itself_is_served_by_the_figures_of_its_like() -> None:
-    best = max(windows(), key=lambda plan: plan.context)
-    here = space(LAPTOP, shape(MODEL))
-    smaller = here.at_window(best, 8192)
-    assert smaller is not None
-    slow = of((best, smaller), [measured(best, 20.0, per_1000=5.0)], like={smaller.key: best.key})
-    found = pick(slow, "context", here)
-    assert isinstance(found, Picked)
-    assert found.plan.key == smaller.key
-    unlike = pick(replace(slow, like={}), "context", here)
-    assert isinstance(unlike, Picked)
-    assert unlike.plan.key == best.key
-
-
-def judged_profile() -> tuple[Profile, Plan, Plan]:
-    """Measured with a small window; a larger one is what `context` takes, by a guess."""
+def test_a_mode_that_was_not_measured_for_wants_what_may_be_a_larger_context() -> None:
     small, *_, large = windows()
-    seen = measured(small, 20.0)
-    guess = Judged(key=large.key, mode="context", by=small.key, points=measured(large, 25.0).points, spread=1.2)
-    return of((small, large), [seen], mode="speed", judged=(guess,)), small, large
-
-
-def test_a_mode_takes_a_window_that_nobody_measured_by_the_figures_of_another_and_says_so() -> None:
-    found, small, large = judged_profile()
-    here = space(LAPTOP, shape(MODEL))
-    picked = {mode: pick(found, mode, here) for mode in MODES}
-    assert {mode: each.plan.key for mode, each in picked.items() if isinstance(each, Picked)} == {
-        "speed": small.key,
-        "balanced": small.key,
-        "context": large.key,
-    }
-    context = picked["context"]
-    assert isinstance(context, Picked)
-    assert "(extrapolated: " in context.why
-    assert context.why.endswith(f"it was not measured itself, but judged by {small.key}")
-    words = {choice.name: choice for choice in context.plan.choices}
-    assert words["context"].reason == words["threads"].reason == context.why
-    assert words["context"].source == "judged by what was measured"
-
-
-def test_where_memory_no_longer_holds_what_was_guessed_what_was_measured_serves() -> None:
-    found, small, large = judged_profile()
-    assert vram_mib(small) + 1 < vram_mib(large)
-    picked = pick(found, "context", with_vram(vram_mib(small)))
-    assert isinstance(picked, Picked)
-    assert picked.plan.key == small.key
-    assert [words.split(": it needs ")[0] for words in picked.passed_over] == [large.key]
+    found = of((small,), [measured(small, 20.0)], mode="speed")
+    here = {mode: space(LAPTOP, shape(MODEL), mode=mode) for mode in MODES}
+    assert [mode for mode in MODES if wants_more(found, mode, here[mode])] == ["balanced", "context"]
+    widened = replace(found, other_modes=("context",))
+    assert [mode for mode in MODES if wants_more(widened, mode, here[mode])] == ["balanced"]
+    assert not wants_more(replace(found, mode="context"), "context", here["context"]), "it was measured for it"
+    largest = max(plan.context for plan in here["balanced"].all())
+    assert largest == large.context
+    both = of((small, large), [measured(small, 20.0), measured(large, 25.0)], mode="speed")
+    assert not wants_more(both, "balanced", here["balanced"]), "there is no larger one"
+    assert not wants_more(of((small,), []), "context", here["context"])
 
 
 def test_a_profile_in_which_nothing_was_measured_gives_nothing() -> None:

@@ -29,13 +29,19 @@ SIZES = tuple(range(1, 9))
 BASE, PUBLISHED = 22.92, ((1, 27.58, 0.884), (2, 29.39, 0.815), (3, 27.78, 0.713), (4, 26.09, 0.642))
 
 
+def of_every_step(tokens: int, ms: float, acceptance: float) -> Rate:
+    """Of a speculation that guesses `tokens` in every step, with that share of them right."""
+    steps = 1 / (1 + tokens * acceptance)
+    return Rate(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
+
+
 def published(count: int) -> list[Rate]:
-    return [Rate.of_every_step(tokens, 1000 / speed, share) for tokens, speed, share in PUBLISHED[:count]]
+    return [of_every_step(tokens, 1000 / speed, share) for tokens, speed, share in PUBLISHED[:count]]
 
 
 def true_rate(law: Law, tokens: int, base_ms: float = 100.0) -> Rate:
     right = sum(law.chance(i) for i in range(1, tokens + 1))
-    return Rate.of_every_step(tokens, base_ms / law.speedup(tokens), right / tokens)
+    return of_every_step(tokens, base_ms / law.speedup(tokens), right / tokens)
 
 
 def test_one_parameter_says_the_four_published_speeds() -> None:
@@ -64,7 +70,7 @@ def test_what_is_measured_in_turn() -> None:
 
 def of_kinds(tokens: int, chat: float, edit: float) -> Rate:
     """With the time of each kind of request as a share of that without guesses."""
-    rate = Rate.of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
+    rate = of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
     return replace(rate, by_kind=(("chat", chat), ("edit", edit)))
 
 
@@ -83,7 +89,7 @@ def test_a_gain_of_one_kind_within_its_noise_or_without_guesses_is_none() -> Non
 
 
 def test_a_first_guess_that_does_not_pay_ends_it() -> None:
-    slow = Rate.of_every_step(1, 120.0, 0.3)
+    slow = of_every_step(1, 120.0, 0.3)
     assert next_tokens(100.0, [slow], SIZES) is None
     assert chosen(100.0, [slow]) is None
 

@@ -11,12 +11,12 @@ from appliance.tune.curve import Curve, Point
 KNEE = {32: 14.5, 512: 17.7, 1024: 25.6, 2048: 55.5, 4096: 94.0}  # ms by depth, seen on a CPU
 
 
-def curve(decode: dict[int, float], *, window: int | None = None, past_window: float = 0.0) -> Curve:
+def curve(decode: dict[int, float]) -> Curve:
     points, done = [], 0
     for depth, ms in decode.items():
         points.append(Point(depth=depth, decode_ms=ms, prefill_ms=2.0, prefill_tokens=depth - done))
         done = depth
-    return Curve(points=tuple(points), window=window, past_window=past_window)
+    return Curve(points=tuple(points))
 
 
 def read(*stretches: tuple[int, int, float]) -> Curve:
@@ -54,20 +54,11 @@ def test_one_point_may_be_level_or_proportional_to_depth_beyond_it() -> None:
     assert (figure.low_ms, figure.ms, figure.high_ms) == (10.0, 10.0, pytest.approx(30.0))
 
 
-def test_a_sliding_window_flattens_the_curve_past_it() -> None:
-    open_ended, sliding = curve({0: 10, 1000: 20}), curve({0: 10, 1000: 20}, window=1500)
-    mixed = curve({0: 10, 1000: 20}, window=1500, past_window=0.25)
-    assert sliding.decode_ms(1500) == open_ended.decode_ms(1500) == 25
-    assert (sliding.decode_ms(9500), mixed.decode_ms(9500), open_ended.decode_ms(9500)) == (25, 45, 105)
-    already_past = curve({0: 10, 1000: 20}, window=512)
-    assert already_past.decode_ms(9000) == already_past.decode(9000).high_ms == 20
-
-
 def test_decode_is_integrated_over_the_depths_of_a_job_corners_included() -> None:
-    found = curve({0: 10, 1000: 20, 2000: 50}, window=2500)
+    found = curve({0: 10, 1000: 20, 2000: 50})
     assert found.decode_s(0, 1000) == pytest.approx(15.0)
     assert found.decode_s(500, 1000) == pytest.approx((500 * 17.5 + 500 * 27.5) / 1000)
-    assert found.decode_s(2000, 1000) == pytest.approx((500 * 57.5 + 500 * 65) / 1000)
+    assert found.decode_s(2000, 1000) == pytest.approx(65.0)
 
 
 def test_prefill_is_fitted_as_p1_n_plus_p2_n_squared() -> None:
@@ -109,11 +100,9 @@ def test_inside_what_was_measured_speed_stays_between_slowest_and_fastest(
     assert min(found.values()) - 1e-6 <= curve(found).decode_ms(at) <= max(found.values()) + 1e-6
 
 
-@given(points, st.floats(0, 50_000), st.none() | st.integers(1, 50_000), st.floats(0, 1))
-def test_the_interval_holds_the_figure_and_never_shrinks_with_depth(
-    found: dict[int, float], beyond: float, window: int | None, past: float
-) -> None:
-    shape = curve(found, window=window, past_window=past)
+@given(points, st.floats(0, 50_000))
+def test_the_interval_holds_the_figure_and_never_shrinks_with_depth(found: dict[int, float], beyond: float) -> None:
+    shape = curve(found)
     near, far = shape.decode(shape.deepest + beyond), shape.decode(shape.deepest + 2 * beyond)
     for figure in (near, far):
         assert figure.low_ms <= figure.ms + 1e-6

@@ -127,7 +127,6 @@ def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> N
     ask = Search(SPACE, only(CHAT), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == "4/8/2048"  # 0 layers on the CPU would be faster and does not fit
-    assert ask.why == "the best prediction"
 
 
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:

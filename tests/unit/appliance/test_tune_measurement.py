@@ -71,28 +71,27 @@ def test_disturbed_looks_count_only_where_there_is_no_other() -> None:
     assert curve_of([busy]).ordered[0].decode_ms == pytest.approx(90.0)
 
 
-def test_plans_are_rated_by_their_own_looks_or_by_those_of_the_one_they_are_like() -> None:
-    best, other, failed, never = PLANS[:4]
+def test_plans_are_rated_by_their_own_looks() -> None:
+    best, failed, never, *_ = PLANS
     seen = [
         look(point(32, 10.0), key=best.key),
         Measurement(key=failed.key, error="no"),
         look(point(32, 30.0), key="of no plan"),
     ]
-    found = rated([best, other, failed, never], seen, like={other.key: best.key})
-    assert [each.key for each in found] == [best.key, other.key]
-    assert found[0].curve == found[1].curve
+    assert [each.key for each in rated([best, failed, never], seen)] == [best.key]
 
 
 def test_a_glance_does_not_compete_with_what_was_looked_at_longer_in_the_same_window() -> None:
     best, other = PLANS[:2]
     smaller = SPACE.at_window(other, 4096)
     assert smaller is not None
+    glanced = look(point(32, 1.0), key=smaller.key)
     lucky = look(point(32, 1.0), key=other.key)
     longer = look(point(32, 10.0), key=best.key, is_long=True)
-    assert [each.key for each in rated([best, other], [lucky, longer], like={})] == [best.key]
-    found = rated([best, other, smaller], [lucky, longer], like={smaller.key: other.key})
+    assert [each.key for each in rated([best, other], [lucky, longer])] == [best.key]
+    found = rated([best, other, smaller], [lucky, longer, glanced])
     assert [each.key for each in found] == [best.key, smaller.key]
-    assert [each.key for each in rated([best, other], [lucky], like={})] == [other.key]
+    assert [each.key for each in rated([best, other], [lucky])] == [other.key]
 
 
 def test_nor_one_that_was_looked_at_longer_with_one_that_was_looked_at_deeper_too() -> None:
@@ -101,8 +100,8 @@ def test_nor_one_that_was_looked_at_longer_with_one_that_was_looked_at_deeper_to
     longer = look(point(32, 5.0), point(640, 6.0), key=other.key, is_long=True)
     first = replace(deep, key=third.key, is_long=False)
     plans = [best, other, third]
-    assert [each.key for each in rated(plans, [first, longer, deep], like={})] == [best.key]
-    assert [each.key for each in rated(plans, [first, longer], like={})] == [other.key]
+    assert [each.key for each in rated(plans, [first, longer, deep])] == [best.key]
+    assert [each.key for each in rated(plans, [first, longer])] == [other.key]
 
 
 def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> None:
@@ -110,9 +109,9 @@ def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> N
     good = look(point(32, 10.0), key=best.key)
     failed = Measurement(key=best.key, error="out of memory in a deep context")
     fine = look(point(32, 20.0), key=other.key)
-    assert [each.key for each in rated([best, other], [good, fine, failed], like={})] == [other.key]
-    assert [each.key for each in rated([best, other], [failed, fine, good], like={})] == [best.key, other.key]
-    assert [each.key for each in rated([best, other], [good, failed], like={})] == [best.key]
+    assert [each.key for each in rated([best, other], [good, fine, failed])] == [other.key]
+    assert [each.key for each in rated([best, other], [failed, fine, good])] == [best.key, other.key]
+    assert [each.key for each in rated([best, other], [good, failed])] == [best.key]
 
 
 def test_an_exact_cache_is_worth_more_than_mapped_weights() -> None:

@@ -16,6 +16,7 @@ from appliance.tune.modes import (
     looked_at_deepest,
     next_window,
     readable_window,
+    wanted_window,
 )
 from appliance.tune.workload import CHAT, only, parse_mix
 
@@ -117,18 +118,51 @@ def test_the_readable_part_of_a_window_is_the_largest(ms: float, per_1000: float
     curve = rated(window, ms, per_1000=per_1000).curve
     size = readable_window(curve, window, least=least)
     smaller = range(256, window, 256)
-    readable = [each for each in smaller if each >= least and is_readable(curve, each)]
+    readable = [each for each in smaller if each >= least and is_readable(curve, each, spare=0.07)]
     assert size == max(readable, default=None)
 
 
-def test_what_nobody_measured_sets_no_standard_of_speed_and_says_that_it_was_not() -> None:
-    measured = (rated(8192, 20.0), rated(16384, 26.0))
-    guessed = replace(rated(32768, 5.0), judged_by="8192")
-    found = choose("balanced", (*measured, guessed), CHATS, native=131072)
-    assert found.rated == guessed
-    assert found.why.endswith("; it was not measured itself, but judged by 8192")
-    slow = replace(rated(4096, 5.0), judged_by="8192")
-    assert choose("balanced", (*measured, slow), CHATS, native=4096).rated.window == 16384
+def wanted(mode: Mode, *plans: Rated, failed: tuple[int, ...] = (), native: int = 131072) -> int | None:
+    return wanted_window(mode, (8192, 16384, 32768, 65536), plans, CHATS, native=native, failed=failed)
+
+
+def test_a_mode_wants_the_middle_of_the_windows_that_may_be_the_largest_to_meet_its_condition() -> None:
+    fast = rated(8192, 20.0)
+    assert wanted("speed", fast) is None
+    assert wanted("balanced", fast) == wanted("context", fast) == 32768
+    assert wanted("balanced", fast, rated(32768, 27.0)) == 65536
+    assert wanted("balanced", fast, rated(32768, 30.0)) == 16384, "slower than seven tenths of the best"
+    assert wanted("context", fast, rated(32768, 30.0)) == 65536, "but still read along with"
+    assert wanted("context", fast, failed=(32768,)) == 16384
+    assert wanted("balanced", fast, failed=(16384,)) is None
+    assert wanted("context", fast, rated(65536, 60.0)) is None
+
+
+def test_for_context_a_part_of_a_window_is_wanted_where_all_of_it_is_too_slow_when_full() -> None:
+    """10 ms and 5 more with every 1,000 tokens: 15 tok/s are reached at 11,333, with 7 % to spare at 10,461."""
+    slow = rated(16384, 10.0, per_1000=5.0)
+    assert wanted("context", slow) == 8192
+    assert wanted("context", slow, failed=(8192,)) == 10496
+    assert wanted("context", slow, rated(8192, 10.0)) == 10496
+    assert wanted("context", slow, rated(8192, 10.0), rated(10496, 10.0)) is None
+    assert wanted("context", slow, rated(8192, 10.0), rated(10496, 90.0)) is None, "one look at a part is enough"
+    assert wanted("context", slow, failed=(8192, 10496)) is None
+    assert wanted("context", rated(8192, 90.0)) is None, "no mode goes below that"
+    assert wanted("context", rated(8192, 10.0, per_1000=15.0), native=2048) == 3328
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 100), st.floats(0, 20)), min_size=4, max_size=4),
+    st.sampled_from(["balanced", "context"]),
+)
+def test_measuring_what_a_mode_wants_comes_to_an_end(speeds: list[tuple[float, float]], mode: Mode) -> None:
+    windows = (8192, 16384, 32768, 65536)
+    plans = [rated(windows[0], speeds[0][0], per_1000=speeds[0][1])]
+    while (window := wanted(mode, *plans)) is not None:
+        assert window not in {plan.window for plan in plans}
+        ms, per_1000 = speeds[windows.index(window)] if window in windows else (90.0, 0.0)
+        plans.append(rated(window, ms, per_1000=per_1000))
+        assert len(plans) <= 4
 
 
 @pytest.mark.parametrize("mode", ["speed", "balanced"])

@@ -17,7 +17,7 @@ from appliance.engines.engine import Extent, Install
 from appliance.engines.llama.facts import parse_flags
 from appliance.engines.llama.perplexity import Perplexity, Table, arguments
 from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
-from appliance.engines.llama.planning.space import Space, plan
+from appliance.engines.llama.planning.space import Space
 from appliance.plan import Plan, Verdict
 from appliance.settings import Settings, resolve_settings
 from appliance.tune.paired import LIMIT, PIECES_MIN, Passage, extent_for, judge, next_gap, paired, percent, t_975
@@ -53,7 +53,7 @@ def parse_reading(lines: Iterable[str]) -> Table:
 
 
 def chosen() -> Plan:
-    return plan(settings(), IMAGE, ENGINE, machine(), SMALL)[0]
+    return Space(settings(), IMAGE, ENGINE, machine(), SMALL).best
 
 
 def table(nll: list[float], step: int = 512) -> list[str]:
@@ -176,21 +176,16 @@ def test_a_change_is_of_the_perplexity() -> None:
     assert percent(1e6).endswith(" %")
 
 
-@given(st.floats(1.0, 3600.0), st.floats(0.0, 60.0), st.floats(1.0, 1e5), st.integers(256, 200_000))
-def test_what_is_read_fits_the_seconds_and_the_text(
-    seconds: float, load_s: float, prefill: float, context: int
-) -> None:
+@given(st.floats(1.0, 3600.0), st.floats(1.0, 1e5), st.integers(256, 200_000))
+def test_what_is_read_fits_the_seconds_and_the_text(seconds: float, prefill: float, context: int) -> None:
     text_bytes = TEXT.stat().st_size
-    found = extent_for(
-        seconds=seconds, load_s=load_s, prefill_tokens_per_s=prefill, text_bytes=text_bytes, context=context
-    )
+    found = extent_for(seconds=seconds, prefill_tokens_per_s=prefill, text_bytes=text_bytes, context=context)
     if found is None:
         return
     assert found.piece_tokens <= context
     assert found.pieces >= PIECES_MIN
     assert found.read * 4.4 < text_bytes  # SmolLM2's tokens of this text are 4.4 bytes
-    took_s = load_s + found.read / prefill
-    assert took_s * 2 <= seconds
+    assert 2 * found.read / prefill <= seconds
 
 
 def passage(first: int, nll: list[float], key: str = "f16") -> Passage:
@@ -234,7 +229,7 @@ def test_any_row_of_broken_off_runs_comes_to_its_end(pieces: int, stretches: lis
 
 def test_more_seconds_buy_longer_pieces_once_there_are_enough() -> None:
     def of(seconds: float, context: int = 8192) -> Extent | None:
-        return extent_for(seconds=seconds, load_s=0.0, prefill_tokens_per_s=1000.0, text_bytes=146_919, context=context)
+        return extent_for(seconds=seconds, prefill_tokens_per_s=1000.0, text_bytes=146_919, context=context)
 
     assert of(9.0) is None
     assert of(10.0) == Extent(piece_tokens=256, pieces=12)
@@ -291,7 +286,7 @@ def test_whatever_is_worth_a_check_carries_more_than_what_may_be_used(carried: d
 
 def test_a_proven_type_carries_a_larger_window_and_says_its_proof() -> None:
     tight = machine(total_mib=7500)
-    before = plan(settings(), IMAGE, ENGINE, tight, LARGE)[0]
+    before = Space(settings(), IMAGE, ENGINE, tight, LARGE).best
     assert before.kv_type == "q8_0"
     kinds = Space(settings(), IMAGE, ENGINE, tight, LARGE).kinds_to_check()
     assert "q4_0" in kinds
@@ -308,11 +303,11 @@ def test_a_proven_type_carries_a_larger_window_and_says_its_proof() -> None:
 
 def test_no_exactness_is_given_up_where_q8_0_carries_enough() -> None:
     roomy = machine(total_mib=11000)
-    without = plan(settings(), IMAGE, ENGINE, roomy, LARGE)[0]
+    without = Space(settings(), IMAGE, ENGINE, roomy, LARGE).best
     assert 32_768 <= without.context < LARGE.native_context
     assert Space(settings(), IMAGE, ENGINE, roomy, LARGE, verdicts=(Q4,)).best == without
     assert Space(settings(), IMAGE, ENGINE, roomy, LARGE).kinds_to_check() == ()
-    assert "q4_0" in Space(settings(), IMAGE, ENGINE, roomy, LARGE, aim="context").kinds_to_check()
+    assert "q4_0" in Space(settings(mode="context"), IMAGE, ENGINE, roomy, LARGE).kinds_to_check()
     for asked in (settings(kv_type="f16"), settings(allow_disk="on")):
         assert Space(asked, IMAGE, ENGINE, machine(total_mib=9000), LARGE).kinds_to_check() == ()
 

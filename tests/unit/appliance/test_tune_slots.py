@@ -9,7 +9,7 @@ from facts import ENGINE, IMAGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.space import plan
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.settings import resolve_settings
@@ -19,7 +19,7 @@ from appliance.tune.workload import CHAT, CODING_AGENT, Workload
 
 
 def planned(**flags: str) -> Plan:
-    return plan(resolve_settings(flags, {}), IMAGE, ENGINE, machine(), SMALL)[0]
+    return Space(resolve_settings(flags, {}), IMAGE, ENGINE, machine(), SMALL).best
 
 
 def seen(slots: int, *seconds: float, ttft_s: float = 1.0, workload: Workload = CHAT) -> Concurrency:

@@ -1,5 +1,5 @@
-"""All plans of one start: the predicted one, its neighbours, every other that fits, and the plans of an earlier start
-within the memory that is free now. Pure; reckoned when asked for, since a start from a profile needs only the last."""
+"""All plans of one start: the predicted one, every other that fits, and the plans of an earlier start within the memory
+that is free now. Pure; reckoned when asked for, since a start from a profile needs only the last."""
 
 from __future__ import annotations
 
@@ -39,28 +39,9 @@ from appliance.plan import SMALLEST_WINDOW, Costs, Kernels, Placement, Plan, Sha
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
-UBATCHES = (512, 256)  # on a CPU: more than a chat brings along cannot show in a chat's time
-UBATCHES_GPU = (512, 1024, 2048)  # host weights are copied once a batch: twice the batch, half the copies
-ALL_UBATCHES = (128, 256, 512, 1024)
-ALL_UBATCHES_GPU = (256, 512, 1024, 2048, 4096)
+UBATCHES = (128, 256, 512, 1024)
+UBATCHES_GPU = (256, 512, 1024, 2048, 4096)  # host weights are copied once a batch: twice the batch, half the copies
 EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
-PLANS_MAX = 12
-NEAR = 1.25  # of the predicted job's time, what is still worth measuring: predictions are not that exact
-
-
-def plan(
-    settings: Settings,
-    image: ImageFacts,
-    engine: EngineFacts,
-    hardware: Hardware,
-    model: Model,
-    *,
-    aim: Aim | None = None,
-    kernels: Kernels | None = None,
-) -> list[Plan]:
-    """The predicted one and its neighbours. Raises what Space does."""
-    space = Space(settings, image, engine, hardware, model, aim=aim, kernels=kernels)
-    return [space.best, *space.neighbours()]
 
 
 class Space:
@@ -74,7 +55,6 @@ class Space:
         hardware: Hardware,
         model: Model,
         *,
-        aim: Aim | None = None,
         verdicts: Sequence[Verdict] = (),
         kernels: Kernels | None = None,
     ) -> None:
@@ -84,7 +64,7 @@ class Space:
         scene = scene_of(settings, image, engine, hardware, model, kernels)
         self._scene = replace(scene, verdicts=tuple(verdicts))
         self._image = image
-        self._aim: Aim = aim or _aim(settings)
+        self._aim = _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
@@ -113,44 +93,23 @@ class Space:
         window = choose_window(scene.work, scene.machine, replace(wanted, kinds=(*wanted.kinds, *more)))
         return worth_checking(window.carried, enough=enough_of(wanted)) if window else ()
 
-    def neighbours(self) -> list[Plan]:
-        """What differs from the best in little, only what fits, each once."""
-        best, scene = self.best, self._scene
-        around = _around_gpu if best.placement.shares else _around_cpu
-        found = [self._with_caches(p) or p for p in around(scene, best, self.window)]
-        near = [p for p in self._fitting(found) if _is_near(p, best)]
-        return [p for p in near if p.key != best.key][: PLANS_MAX - 1]
-
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first: each type of the cache, window, ubatch, number of threads, way to load,
         and some more or fewer experts in host memory. Thousands where there are GPUs."""
-        return self._all(self._aim)
-
-    def only_for_context(self) -> list[Plan]:
-        """What would fit beside all those if the largest window were wanted: windows that only a type of the cache
-        carries which is not worth its rounding otherwise."""
-        known = {plan.key for plan in self.all()}
-        return [plan for plan in self._all("context") if plan.key not in known]
-
-    def _all(self, aim: Aim) -> list[Plan]:
-        found = [self.best, *(each for plan in self._placements(aim) for each in self._around(plan))]
-        return self._fitting(found)
-
-    def _fitting(self, plans: list[Plan]) -> list[Plan]:
         best = self.best
         room = float("inf") if self._scene.settings.allow_disk else max(best.usable_mib, best.memory.total)
         found: dict[str, Plan] = {}
-        for plan in plans:
+        for plan in (best, *(each for placed in self._placements() for each in self._around(placed))):
             if plan.memory.total <= room:
                 found.setdefault(plan.key, plan)
         return list(found.values())
 
-    def _placements(self, aim: Aim) -> Iterator[Plan]:
+    def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, window, ubatch and number of experts in host memory."""
         settings, has_gpu = self._scene.settings, bool(self._scene.machine.devices)
-        ubatches = ALL_UBATCHES_GPU if has_gpu else ALL_UBATCHES
+        ubatches = UBATCHES_GPU if has_gpu else UBATCHES
         for kv_type in offered_kinds(self._scene):
-            for context in self._windows(kv_type, aim):
+            for context in self._windows(kv_type):
                 window = replace(self.window, kv_type=kv_type, context=context)
                 for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
                     if ubatch > padded(context):
@@ -166,7 +125,7 @@ class Space:
                 experts = placed.placement.cpu_expert_layers + more
                 yield _again(self._scene, window, ubatch=ubatch, experts=experts)
 
-    def _windows(self, kv_type: str, aim: Aim) -> tuple[int, ...]:
+    def _windows(self, kv_type: str) -> tuple[int, ...]:
         """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
         settings, best = self._scene.settings, self.best
         if settings.ctx_size:
@@ -176,7 +135,7 @@ class Space:
             return ()
         has_gpu = bool(self._scene.machine.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
-        if kv_type != best.kv_type and aim != "context":
+        if kv_type != best.kv_type and self._aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
         least = min(self.native, SMALLEST_WINDOW, best.context)  # no mode serves less
@@ -350,52 +309,6 @@ def _split_by_rows(plan: Plan) -> Plan:
     return _reworded(replace(plan, placement=split), placement=(split.in_short(), why))
 
 
-def _is_near(other: Plan, best: Plan) -> bool:
-    """Not worth measuring is what bandwidths alone make much slower."""
-    return other.speed is None or best.speed is None or other.speed.job_s <= best.speed.job_s * NEAR
-
-
-def _around_cpu(scene: Scene, best: Plan, window: Window) -> Iterator[Plan]:
-    """Other threads, other ubatches, and both."""
-    settings = scene.settings
-    threads, _ = thread_counts(settings, scene.hardware)
-    ubatches = (
-        (best.ubatch,) if settings.ubatch else tuple(dict.fromkeys(min(u, padded(best.context)) for u in UBATCHES))
-    )
-    for ubatch in ubatches:
-        placed = _again(scene, window, ubatch=ubatch)
-        for count in threads:
-            if placed:
-                yield _with(scene, best, placed, ubatch=ubatch, threads=count)
-
-
-def _around_gpu(scene: Scene, best: Plan, window: Window) -> Iterator[Plan]:
-    """Experts of a few layers more or fewer in host memory, larger batches where something is copied for each, other
-    threads where the CPU works, weights loaded and not mapped, rows split where cards are linked."""
-    settings, placement = scene.settings, best.placement
-    works_on_cpu = bool(placement.cpu_layers or placement.cpu_expert_layers)
-    if works_on_cpu and settings.n_cpu_moe is None and placement.cpu_expert_layers:
-        for more in EXPERTS_AROUND:
-            placed = _again(scene, window, ubatch=best.ubatch, experts=placement.cpu_expert_layers + more)
-            if placed and placed.placement.cpu_layers == placement.cpu_layers:
-                yield _with(scene, best, placed, ubatch=best.ubatch)
-    if not settings.ubatch:
-        for ubatch in UBATCHES_GPU:
-            if ubatch <= padded(best.context) and (placed := _again(scene, window, ubatch=ubatch)):
-                yield _with(scene, best, placed, ubatch=ubatch)
-    if works_on_cpu:
-        threads, _ = thread_counts(settings, scene.hardware)
-        yield from (replace(best, threads=count, threads_batch=count) for count in threads)
-        # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
-        if settings.load_mode == "auto" and best.memory.total <= best.usable_mib:
-            why = "host weights are loaded, and pinned for the GPU, instead of mapped; measured beside mmap"
-            yield _reworded(replace(best, load_mode="none"), load_mode=("none", why))
-    elif "row" in scene.engine.split_modes and _are_linked(scene, placement):
-        split = replace(placement, split_mode="row")
-        why = "rows of each matrix are split over the linked cards; measured beside whole layers"
-        yield _reworded(replace(best, placement=split), placement=(split.in_short(), why))
-
-
 def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     """With another value and reason for some of its choices."""
     choices = tuple(
@@ -417,18 +330,15 @@ def _again(scene: Scene, window: Window, *, ubatch: int, experts: int | None = N
     return place(work if experts is None else replace(work, cpu_expert_layers=experts), scene.machine)
 
 
-def _with(scene: Scene, best: Plan, placed: Placed, *, ubatch: int, threads: int | None = None) -> Plan:
+def _with(scene: Scene, best: Plan, placed: Placed, *, ubatch: int) -> Plan:
     host = host_memory(scene, placed.host, best.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
-    count = threads or best.threads
     where = reasons.placement(placed, scene.machine, scene.notes, scene.settings)
     words = {"placement": (where.value, where.reason)}
     if ubatch != best.ubatch:
         words["ubatch"] = (str(ubatch), f"measured beside {best.ubatch}")
     return replace(
         _reworded(best, **words),
-        threads=count,
-        threads_batch=count,
         ubatch=ubatch,
         batch=max(BATCH, ubatch),
         memory=host,
