@@ -190,19 +190,19 @@ class Probe:
 
         An engine that speculates is asked for two tokens at a time, each request going on where the last one ended:
         llama-server guesses at most as many tokens as are left after the next one, so that the second is a plain step.
-        What decoding with guesses takes is a matter of the text, and no request can turn them off.
+        No request can turn its guesses off.
         """
         whole = {"cache_prompt": False}
         warmed = await self.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, **whole)
         body = {"id_slot": warmed.get("id_slot", -1), "return_tokens": True}  # one slot loses its prompt, not two
         prompt, each = self.prompt(depth), 2 if is_speculating else tokens
         reply = await self.complete(prompt, each, **body, **whole)
-        first = _plain(reply, depth, each)
+        first = parse_plain(reply, depth, each)
         steps_ms = [first.decode_ms]
         for _ in range(each, tokens, 2):
             prompt = prompt + reply.get("tokens", [])
             reply = await self.complete(prompt, each, **body)
-            steps_ms.append(_plain(reply, len(prompt), each).decode_ms)
+            steps_ms.append(parse_plain(reply, len(prompt), each).decode_ms)
         return replace(first, decode_ms=sum(steps_ms) / len(steps_ms))
 
     def prompt(self, depth: int) -> list[int]:
@@ -216,10 +216,10 @@ class Probe:
         return ids[:depth]
 
 
-def _plain(reply: dict[str, Any], depth: int, tokens: int) -> Point:
-    """As `parse_timings`; raises EngineNotReadyError for draft tokens, too."""
-    if drafted := reply.get("timings", {}).get("draft_n"):
-        message = f"engine made {drafted} draft tokens where plain steps were to be timed"
+def parse_plain(reply: dict[str, Any], depth: int, tokens: int) -> Point:
+    """As `parse_timings`, and refuses what was decoded with guesses: how long that takes is a matter of the text."""
+    if guessed := reply.get("timings", {}).get("draft_n"):
+        message = f"engine guessed {guessed} tokens where plain steps were to be timed"
         raise EngineNotReadyError(message)
     return parse_timings(reply, depth, tokens)
 

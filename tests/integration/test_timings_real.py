@@ -21,7 +21,7 @@ from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command, is_worth_showing
 from appliance.errors import EngineNotReadyError
 from appliance.tune.engine import running, session_with
-from appliance.tune.measure import Probe, parse_timings
+from appliance.tune.measure import Probe, parse_plain
 from benchmarks.memory import planned_for
 from tests.shapes import SMALL, write_gguf
 
@@ -93,7 +93,7 @@ async def test_an_engine_that_guesses_is_timed_without_guesses(serving: Command,
         reply = await probe.complete(probe.prompt(60), 200, logit_bias=[[98, 100.0]])
         assert reply["timings"]["draft_n"] > 0
         with pytest.raises(EngineNotReadyError, match="engine guessed"):
-            parse_timings(reply, 60, 200)
+            parse_plain(reply, 60, 200)
         for _ in range(2):
             point = await probe.repeat(DEPTH, TOKENS, is_speculating=True)
             assert (point.depth, point.prefill_tokens) == (DEPTH, DEPTH)

@@ -18,7 +18,7 @@ from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
 from appliance.tune.curve import LONGER, Point
 from appliance.tune.guided import OutOfMemory, Trial
-from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, parse_timings, tokens_within
+from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, parse_plain, parse_timings, tokens_within
 from appliance.tune.measurement import Measurement, curve_of, merit, rated
 
 SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
@@ -217,6 +217,12 @@ def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> N
 def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: dict[str, Any]) -> None:
     with pytest.raises(EngineNotReadyError, match=r"other work than asked|gave no times"):
         parse_timings(reply(**changes), 512, DECODE_TOKENS)
+
+
+def test_what_was_decoded_with_guesses_is_no_figure_of_plain_steps() -> None:
+    assert parse_plain(reply(draft_n=0), 512, DECODE_TOKENS) == parse_timings(reply(draft_n=9), 512, DECODE_TOKENS)
+    with pytest.raises(EngineNotReadyError, match="engine guessed 9 tokens where plain steps"):
+        parse_plain(reply(draft_n=9), 512, DECODE_TOKENS)
 
 
 @pytest.mark.parametrize("document", [{}, {"timings": {}}, {"error": {"message": "no"}}])
