@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
+from appliance.engines.engine import Engine
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
@@ -32,6 +33,7 @@ class DriftMonitor:
         self,
         profile: Profile,
         serving: Plan,
+        engine: Engine,
         command: Command,
         *,
         traffic: Traffic,
@@ -42,6 +44,7 @@ class DriftMonitor:
         self._id = profile.key.id
         self._baseline = baseline_of(profile, serving)
         self._is_speculating = serving.speculation is not None
+        self._engine = engine
         self._command = command
         self._traffic = traffic
         self._report = report
@@ -90,11 +93,12 @@ class DriftMonitor:
         self._drift = self._drift.observe(found, disturbance)
 
     async def _probe(self, baseline: Baseline) -> tuple[Point, str | None]:
-        from appliance.tune.measure import Probe  # here: a start from a profile has no use for an HTTP library
+        from appliance.tune.measure import Probe  # here: a start from a profile may never probe
 
-        async with Probe(self._command) as asking, self._watch() as watching:
+        async with self._engine.client(self._command, doing="probing") as client, self._watch() as watching:
             ends = time.monotonic() + WATCHED_S
-            point = await asking.repeat(baseline.point.depth, TOKENS, is_speculating=self._is_speculating)
+            probe = await Probe.of(client)
+            point = await probe.repeat(baseline.point.depth, TOKENS, is_speculating=self._is_speculating)
             await asyncio.sleep(ends - time.monotonic())
         return point, watching.conditions.disturbance
 

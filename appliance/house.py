@@ -332,15 +332,15 @@ class House:
             self._report.warning("profile_pinned", words, profile=pinned.key.id)
 
     def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
-        from appliance.study import Bench, Study  # here: a start from a profile never needs it
+        from appliance.study import Programs, Study  # here: a start from a profile never needs it
 
-        bench = Bench(
+        programs = Programs(
             engine=self._engine, install=self._install, socket_path=self._sockets[2], isa=self._inputs.kernels.isa
         )
         self._study = Study(
             self._settings,
             self._environment,
-            bench,
+            programs,
             model=self._inputs.model,
             draft=self._inputs.draft,
             hardware=self.hardware,
@@ -699,6 +699,7 @@ class House:
         self._drift_monitor = DriftMonitor(
             profile,
             plan,
+            self._engine,
             self._command(plan, gateway.engine.socket_path),
             traffic=gateway.traffic,
             report=self._report,

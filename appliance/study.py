@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from appliance.command import Command
 from appliance.engines.engine import Engine, Extent, Install, Space, TextReader
 from appliance.engines.llama.planning.slots import is_asked
 from appliance.engines.llama.planning.speculation import applied, kinds
@@ -31,6 +30,7 @@ from appliance.report import Report
 from appliance.settings import Settings
 from appliance.tune import quality
 from appliance.tune.concurrency import measure_slots
+from appliance.tune.engine import Bench
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES, Measurement
 from appliance.tune.modes import Mode
@@ -49,7 +49,7 @@ MORE_PLANS = 2  # at most, that are measured for another mode than the profile's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Programs:
     """What is measured with: the engine's server, on a socket of its own, and the engine's other programs."""
 
     engine: Engine
@@ -57,9 +57,13 @@ class Bench:
     socket_path: Path
     isa: tuple[str, ...] = ()  # what the CPU's kernels that are measured are compiled for
 
-    def command(self, plan: Plan) -> Command:
-        """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
-        return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
+    @property
+    def starts(self) -> Bench:
+        """Killed when they are no longer needed: they have served nobody, and somebody may be waiting."""
+        return Bench(
+            engine=self.engine,
+            start=lambda plan: replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0),
+        )
 
     def reader(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
         return self.engine.text_reader(plan, self.install, extent, text)
@@ -78,7 +82,7 @@ class Study:
         self,
         settings: Settings,
         environment: Mapping[str, str],
-        bench: Bench,
+        programs: Programs,
         *,
         model: Model,
         draft: Model | None,
@@ -92,7 +96,7 @@ class Study:
     ) -> None:
         self._settings = settings
         self._environment = environment
-        self._bench = bench
+        self._programs = programs
         self._model = model
         self._draft = draft
         self._hardware = hardware
@@ -160,7 +164,7 @@ class Study:
         found = await quality.check(
             best,
             wanted,
-            self._bench.reader,
+            self._programs.reader,
             budget_s=self._settings.budget_s * SHARE_FOR_KV,
             prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
             tell=self._on_step,
@@ -192,7 +196,7 @@ class Study:
         return Tuner(
             space,
             plans,
-            self._bench.command,
+            self._programs.starts,
             Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=space.native),
             budget_s=budget_s,
             tell=self._on_step,
@@ -210,7 +214,7 @@ class Study:
 
     @property
     def _has_guesses(self) -> bool:
-        offers = kinds(self._settings, self._model, self._bench.install.facts, self._draft)
+        offers = kinds(self._settings, self._model, self._programs.install.facts, self._draft)
         return any(offer.is_tried for offer in offers)
 
     @property
@@ -232,14 +236,14 @@ class Study:
         try:
             found, why, tried = await choose_speculation(
                 plan,
-                self._bench.command,
+                self._programs.starts,
                 settings=settings,
                 model=self._model,
-                engine=self._bench.install.facts,
+                engine=self._programs.install.facts,
                 left_s=left_s,
                 tell=self._on_step,
                 draft=self._draft,
-                isa=self._bench.isa,
+                isa=self._programs.isa,
                 kept=kept,
                 done=partial(self._on_guessed, plan.key),
             )
@@ -280,7 +284,7 @@ class Study:
             try:
                 found = await measure_slots(
                     each,
-                    self._bench.command,
+                    self._programs.starts,
                     users=settings.users,
                     workload=seen[0].workload if seen else workload,
                     left_s=left_s,
@@ -365,9 +369,9 @@ class Study:
         given_up = threading.Event()
         try:
             refined = await asyncio.to_thread(
-                self._bench.engine.refine,
+                self._programs.engine.refine,
                 first,
-                self._bench.install,
+                self._programs.install,
                 budget_s=self._settings.budget_s / 10,
                 is_wanted=lambda: not given_up.is_set(),
             )

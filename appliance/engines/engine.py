@@ -6,6 +6,7 @@ An engine is a folder beside this file with a module `engine.py`, whose ENGINE a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -181,6 +182,41 @@ class Guard(Protocol):
     def give_up(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine did for one prompt, by its own clock. The first of the tokens comes out of the prompt's reading:
+    `made` tokens are `made - 1` steps."""
+
+    read: int  # tokens of the prompt
+    cached: int  # tokens of it that were there already
+    made: int
+    tokens: tuple[int, ...]  # that were made
+    prefill_ms: float  # of those that were read
+    decode_ms: float
+    drafted: int = 0  # draft tokens
+    accepted: int = 0
+    slot: int | None = None  # where the prompt is kept, where an engine has such places
+
+
+class Client(Protocol):
+    """Asks one engine that is up. EngineNotReadyError (43) when it refuses or breaks off."""
+
+    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
+        """With `as_chat` as the model's template puts a user's message."""
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        uses_cache: bool = True,
+        slot: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Greedy and exactly `tokens` long; with a seed sampled as the model wants it, and it may end before. What is
+        cached of the prompt is not read again with `uses_cache`. Without a slot the engine chooses."""
+
+
 class TextReader(Protocol):
     """One run of a program that says how well the model predicts a text, chunk by chunk. Its log is fed to `add`."""
 
@@ -263,6 +299,9 @@ class Engine(Protocol):
         Blocks for `budget_s` at most, and ends once `is_wanted` says no, from whichever thread."""
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
+
+    def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        """For an engine that `command` started; `doing` says in errors what it was for."""
 
     def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
         """For the check of KV cache types that `Space.kinds_to_check` names."""

@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
-from appliance.command import Command
+from appliance.engines.engine import Client, Completion
 from appliance.engines.llama.planning.speculation import applied, kinds, reckon
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
@@ -24,7 +21,7 @@ from appliance.model import Model
 from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste
 from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
-from appliance.tune.engine import in_time, post, running, session_with, unless_stalled
+from appliance.tune.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
 from appliance.tune.tuner import Tuned
@@ -115,7 +112,7 @@ def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
 
 async def choose_speculation(
     plan: Plan,
-    start: Callable[[Plan], Command],
+    bench: Bench,
     *,
     settings: Settings,
     model: Model,
@@ -143,7 +140,7 @@ async def choose_speculation(
         return None, f"nothing to guess with: {'; '.join(reasons)}", []
     asked = tried[0] if settings.speculation == tried[0] else None
     taste = next((taste for taste in TASTES if taste == settings.speculation), TASTES[0])
-    run = _Run(plan, start, taste, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s, kept=kept, done=done)
+    run = _Run(plan, bench, taste, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s, kept=kept, done=done)
     await run.measure_base(is_asked=asked is not None)
     for kind in tried:
         await run.measure_kind(kind, is_asked=kind == asked)
@@ -167,7 +164,7 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        start: Callable[[Plan], Command],
+        bench: Bench,
         taste: Taste,
         *,
         model: Model,
@@ -178,7 +175,7 @@ class _Run:
         kept: Sequence[Tried],
         done: Callable[[Tried], None],
     ) -> None:
-        self._plan, self._start, self._tell, self._done = plan, start, tell, done
+        self._plan, self._bench, self._tell, self._done = plan, bench, tell, done
         self._taste = taste
         self._kept = list(kept)
         self._model, self._draft, self._isa = model, draft, isa
@@ -272,7 +269,7 @@ class _Run:
 
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
         """None when the time is up before it has ended."""
-        work = measure_speculation(plan, self._start, ask_s=ask_s, like=self._base, tell=self._tell)
+        work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, tell=self._tell)
         found = await in_time(self._deadline - time.monotonic(), work)
         if found is not None:
             self._done(found)
@@ -331,7 +328,7 @@ class _Run:
 
 async def measure_speculation(
     plan: Plan,
-    start: Callable[[Plan], Command],
+    bench: Bench,
     *,
     ask_s: float,
     like: Tried | None,
@@ -339,14 +336,14 @@ async def measure_speculation(
 ) -> Tried:
     """One start, asked several prompts: those of `like`, with answers as long, or what fits into `ask_s`.
 
-    Raises what `as_error` makes of it when the engine fails on the way.
+    Raises the engine's error when it fails on the way.
     """
     began = time.monotonic()
     guesses = f"guessing up to {plan.speculation.tokens}" if plan.speculation else "guessing nothing"
     tell(Step(plan=plan, what=f"loading, {guesses}"))
-    command = start(plan)
-    async with running(command) as supervisor, session_with(command) as session:
-        asking = _ask(_Client(session), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
+    command = bench.start(plan)
+    async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:
+        asking = _ask(_Asker(client), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
         tokens_each, answers = await unless_stalled(asking, supervisor, command.stall_timeout_s, doing=DOING)
     speculation = plan.speculation
     return Tried(
@@ -359,23 +356,23 @@ async def measure_speculation(
 
 
 async def _ask(
-    client: _Client, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
+    asker: _Asker, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
 ) -> tuple[int, list[Answer]]:
     """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
     answers as long as lets it hold six. A prompt that the window does not hold is left out."""
     prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
     began = time.monotonic()
-    warm = await client.ask("warm", WARM, WARM_TOKENS, seed=0)
+    warm = await asker.ask("warm", WARM, WARM_TOKENS, seed=0)
     each = ask_s * 1000 / PROMPTS_AIMED / max(0.1, warm.ms / max(1, warm.made))
     tokens_each = like.tokens_each if like else int(max(TOKENS_LEAST, min(TOKENS_MOST, each)))
     wanted = {answer.name for answer in like.answers} if like else set(prompts)
     answers: list[Answer] = []
     for seed, (name, text) in enumerate(prompts.items(), 1):
         is_late = like is None and len(answers) >= PROMPTS_LEAST and time.monotonic() - began > ask_s
-        if name not in wanted or is_late or len(await client.read(text)) + tokens_each > plan.context - 2:
+        if name not in wanted or is_late or len(await asker.read(text)) + tokens_each > plan.context - 2:
             continue
         say(name)
-        answers.append(await client.ask(name, text, tokens_each, seed=seed))
+        answers.append(await asker.ask(name, text, tokens_each, seed=seed))
     return tokens_each, answers
 
 
@@ -388,40 +385,36 @@ def parse_prompts(text: str) -> dict[str, str]:
     return prompts
 
 
-class _Client:
-    """Asks through the socket as a chat does: the model's template, its own sampling."""
+class _Asker:
+    """Asks as a chat does: the model's template, its own sampling."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._read: dict[str, list[int]] = {}
 
     async def read(self, text: str) -> list[int]:
         """The prompt's tokens, as the model's template puts it."""
         if text not in self._read:
-            message = {"role": "user", "content": text}
-            whole = (await post(self._session, "/apply-template", {"messages": [message]}, doing=DOING))["prompt"]
-            body = {"content": whole, "add_special": True, "parse_special": True}
-            self._read[text] = (await post(self._session, "/tokenize", body, doing=DOING))["tokens"]
+            self._read[text] = await self._client.tokenize(text, as_chat=True)
         return self._read[text]
 
     async def ask(self, name: str, text: str, tokens: int, *, seed: int) -> Answer:
         prompt = await self.read(text)
-        body = {"prompt": prompt, "n_predict": tokens, "seed": seed, "id_slot": 0, "return_tokens": True}
-        return parse_answer(name, await post(self._session, "/completion", body, doing=DOING), len(prompt))
+        return answer_of(name, await self._client.complete(prompt, tokens, seed=seed, slot=0), len(prompt))
 
 
-def parse_answer(name: str, reply: dict[str, Any], depth: int) -> Answer:
-    """From the engine's own `timings`; EngineNotReadyError when they are of another prompt, or there are none."""
-    timings = reply.get("timings", {})
-    read, cached, made = (timings.get(key, 0) for key in ("prompt_n", "cache_n", "predicted_n"))
-    if read + cached != depth or made < 1:
-        message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made}"
+def answer_of(name: str, found: Completion, depth: int) -> Answer:
+    """EngineNotReadyError when it is of another prompt, or nothing was made."""
+    if found.read + found.cached != depth or found.made < 1:
+        message = (
+            f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, made {found.made}"
+        )
         raise EngineNotReadyError(message)
     return Answer(
         name=name,
-        made=made - 1,
-        ms=float(timings.get("predicted_ms", 0.0)),
-        drafted=int(timings.get("draft_n", 0)),
-        accepted=int(timings.get("draft_n_accepted", 0)),
-        is_looping=is_looping(reply.get("tokens", [])),
+        made=found.made - 1,
+        ms=found.decode_ms,
+        drafted=found.drafted,
+        accepted=found.accepted,
+        is_looping=is_looping(found.tokens),
     )

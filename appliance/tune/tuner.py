@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from appliance.command import Command
 from appliance.engines.engine import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
 from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
 from appliance.tune.curve import LONGER
+from appliance.tune.engine import Bench
 from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
 from appliance.tune.measurement import Measurement, rated
@@ -74,7 +74,7 @@ class Tuner:
         self,
         space: Space,
         plans: Sequence[Plan],
-        start: Callable[[Plan], Command],
+        bench: Bench,
         goal: Goal,
         *,
         budget_s: float,
@@ -85,7 +85,7 @@ class Tuner:
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
-        self._start = start
+        self._bench = bench
         self._goal = goal
         self._budget_s = budget_s
         self._tell = tell
@@ -239,7 +239,7 @@ class Tuner:
         limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
             async with asyncio.timeout(limit_s):
-                seen = await measure(plan, self._start, how, tell=self._tell, watch=self._watch)
+                seen = await measure(plan, self._bench, how, tell=self._tell, watch=self._watch)
         except SAME_FOR_EVERY_PLAN:
             raise
         except TimeoutError:

@@ -14,12 +14,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from boot_stage import Home
 from supervisor_harness import MakeCommand, eventually
 
 from appliance.command import Command
 from appliance.drift_monitor import DriftMonitor
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.gateway.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import GpuProbe, Hardware, probe
@@ -27,7 +29,7 @@ from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import PROBES_MAX, DriftState
 from appliance.report import Report
-from appliance.tune.engine import post, running, session_with
+from appliance.tune.engine import running
 
 LIMIT_S = 60.0
 QUICK_TO_READ = ("--prefill-ms", "1")  # so that the middle depth is one whose reading is compared
@@ -115,6 +117,7 @@ class Stage:
         return DriftMonitor(
             self.profile,
             plan or self.plan(kind),
+            LLAMA,
             command,
             traffic=self.traffic,
             report=Report("json", self.log),
@@ -125,7 +128,7 @@ class Stage:
     @asynccontextmanager
     async def monitoring(self, *knobs: str, kind: Kind | None = None) -> AsyncIterator[DriftMonitor]:
         command = self.command(kind, *knobs)
-        async with asyncio.timeout(LIMIT_S), running(command), self.machine.passing():
+        async with asyncio.timeout(LIMIT_S), running(LLAMA, command), self.machine.passing():
             monitor = self.monitor(command, kind)
             assert monitor.state is DriftState.UNDECIDED
             yield monitor
@@ -183,6 +186,10 @@ async def test_beside_a_neighbour_nothing_is_decided_and_without_it_the_same_spe
     assert len(stage.said) == len(disturbed) + 2
 
 
+def session_with(command: Command) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
+
+
 async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_asks(stage: Stage) -> None:
     async with stage.monitoring("--hang-on-completion") as monitor, session_with(stage.command(None)) as session:
 
@@ -198,7 +205,8 @@ async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_ask
         with stage.traffic.admitted():
             await eventually(lambda: len(stage.said) == 1, timeout_s=1.0)
             await eventually(lambda: _gave_up(seen), timeout_s=1.0)
-            assert (await post(session, "/v1/chat/completions", {"messages": []}))["object"] == "chat.completion"
+            async with session.post("http://engine/v1/chat/completions", json={"messages": []}) as reply:
+                assert (await reply.json())["object"] == "chat.completion"
             await asyncio.sleep(0.1)
             assert await is_at_work(1)
         await eventually(lambda: is_at_work(2))

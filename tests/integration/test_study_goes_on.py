@@ -29,7 +29,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import Partial
 from appliance.report import Report
 from appliance.settings import Settings, resolve_settings
-from appliance.study import MORE_PLANS, Bench, Study
+from appliance.study import Programs, Study
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -106,11 +106,11 @@ esac
 
     def study(self, settings: Settings = SETTINGS, make_space: Callable[[Sequence[Verdict]], Space] = space) -> Study:
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
-        bench = Bench(engine=Served(self._serve), install=install, socket_path=self.socket_path)
+        programs = Programs(engine=Served(self._serve), install=install, socket_path=self.socket_path)
         return Study(
             settings,
             {},
-            bench,
+            programs,
             model=small(),
             draft=None,
             hardware=MACHINE,

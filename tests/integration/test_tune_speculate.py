@@ -14,6 +14,7 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, reckon
@@ -24,6 +25,7 @@ from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
+from appliance.tune.engine import Bench
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
 from tests.shapes import SMALL, write_gguf
 
@@ -71,7 +73,7 @@ class Stage:
 
         work = choose_speculation(
             planned(self.hardware, self.model, **flags),
-            start,
+            Bench(engine=LLAMA, start=start),
             settings=resolve_settings(flags, {}),
             model=self.model,
             engine=ENGINE,
@@ -221,7 +223,9 @@ class Real:
             cache_dir=self.folder,
             stall_timeout_s=120.0,
         )
-        return asyncio.run(measure_speculation(of, start, ask_s=0.5, like=like, tell=lambda step: None))
+        return asyncio.run(
+            measure_speculation(of, Bench(engine=LLAMA, start=start), ask_s=0.5, like=like, tell=lambda step: None)
+        )
 
     def guessing(
         self, model: Model, kind: Kind, tokens: int, draft: Model | None = None, like: Tried | None = None

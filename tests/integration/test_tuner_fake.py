@@ -12,6 +12,7 @@ import pytest
 from supervisor_harness import fake_command
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.model import Model
@@ -21,6 +22,7 @@ from appliance.probe.conditions import SHORTEST_S
 from appliance.probe.load import TICKS_PER_S
 from appliance.probe.watch import Watch
 from appliance.settings import resolve_settings
+from appliance.tune import engine
 from appliance.tune.measure import Step
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
@@ -56,6 +58,10 @@ def laptop_plans() -> tuple[Plan, ...]:
     best = on_laptop().best
     alike = (best.kv_type, best.threads, best.load_mode)
     return tuple(p for p in on_laptop().all() if (p.kv_type, p.threads, p.load_mode) == alike)
+
+
+def measured_with(start: Callable[[Plan], Command]) -> engine.Bench:
+    return engine.Bench(engine=LLAMA, start=start)
 
 
 class Bench:
@@ -127,7 +133,7 @@ class Bench:
         return Tuner(
             here,
             plans,
-            self.start,
+            measured_with(self.start),
             Goal(mix=parse_mix(workload), mode=mode, native=here.native),
             budget_s=budget_s,
             tell=self.tell,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Devices, Ending, Extent, Inputs, Install, KernelResult
+from appliance.engines.engine import Client, Devices, Ending, Extent, Inputs, Install, KernelResult
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts, read_facts
@@ -107,6 +108,11 @@ class Llama:
             driver_dir=install.driver_dir,
             oom_kills=install.oom_kills,
         )
+
+    def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        from appliance.engines.llama.client import LlamaClient  # here: no start needs an HTTP library
+
+        return LlamaClient(command, doing=doing)
 
     def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> Perplexity:
         return Perplexity(plan, install, extent, text)
