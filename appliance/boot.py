@@ -111,7 +111,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     profile = store.peek(found.key)
     verdicts = profile.verdicts if profile else ()
     space = found.space(verdicts)
-    picked = pick(profile, settings.mode, space, draft_path=found.inputs.draft_path) if profile else None
+    picked = pick(profile, settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
         return Foretold(plan=picked.plan, found=found, space=space, profile=profile, standing=standing)

@@ -87,13 +87,13 @@ class Prepared:
 
     def predicted(self, verdicts: Sequence[Verdict] = ()) -> Plan:
         """What is served where nothing was measured. Raises as `space` does."""
-        return self.engine.predict(self.inputs, verdicts)
+        return self.space(verdicts).predicted
 
     def best_of(self, profile: Profile | None) -> Plan:
         """The best that was measured and fits, else the prediction. Raises as `space` does."""
         if profile is None:
             return self.predicted()
-        picked = pick(profile, self.inputs.settings.mode, self.space(), draft_path=self.inputs.draft_path)
+        picked = pick(profile, self.inputs.settings.mode, self.space())
         return picked.plan if isinstance(picked, Picked) else self.predicted(profile.verdicts)
 
 
@@ -223,7 +223,7 @@ class House:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        picked = pick(profile, self._settings.mode, self._space, draft_path=self._inputs.draft_path)
+        picked = pick(profile, self._settings.mode, self._space)
         self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
@@ -334,14 +334,11 @@ class House:
     def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
         from appliance.study import Programs, Study  # here: a start from a profile never needs it
 
-        programs = Programs(
-            engine=self._engine, install=self._install, socket_path=self._sockets[2], isa=self._inputs.kernels.isa
-        )
+        programs = Programs(engine=self._engine, install=self._install, socket_path=self._sockets[2])
         self._study = Study(
             self._settings,
             self._environment,
             programs,
-            model=self._inputs.model,
             draft=self._inputs.draft,
             hardware=self.hardware,
             key=self._key,

@@ -184,6 +184,10 @@ class Settings:
     runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    def is_set(self, name: str) -> bool:
+        """Whether somebody gave this value."""
+        return self.sources.get(name, "default") != "default"
+
     @property
     def models_dir(self) -> Path:
         return self.data_dir / "models"

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import cast
 
 from appliance.engines.engine import Engine, Extent, Install, Space, TextReader
-from appliance.engines.llama.planning.slots import is_asked
-from appliance.engines.llama.planning.speculation import applied, kinds
 from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
 from appliance.model import Model
 from appliance.plan import TASTES, Choice, Plan, Verdict, with_choice
@@ -55,7 +53,6 @@ class Programs:
     engine: Engine
     install: Install
     socket_path: Path
-    isa: tuple[str, ...] = ()  # what the CPU's kernels that are measured are compiled for
 
     @property
     def starts(self) -> Bench:
@@ -84,7 +81,6 @@ class Study:
         environment: Mapping[str, str],
         programs: Programs,
         *,
-        model: Model,
         draft: Model | None,
         hardware: Hardware,
         key: Key,
@@ -97,7 +93,6 @@ class Study:
         self._settings = settings
         self._environment = environment
         self._programs = programs
-        self._model = model
         self._draft = draft
         self._hardware = hardware
         self._key = key
@@ -120,7 +115,7 @@ class Study:
         verdicts = await self._judge_kinds(self._make_space(()))
         space = self._make_space(verdicts)
         tuned = await self._choose_plan(space)
-        plan, notes = await self._guess(tuned)
+        plan, notes = await self._guess(space, tuned)
         plan, concurrent = await self._share(plan)
         profile = self._profile(space, tuned, plan, verdicts, (*notes, *concurrent))
         self._save(profile)
@@ -186,7 +181,7 @@ class Study:
         if kept:
             words += f"; {len(kept)} measurements are there from a start that was interrupted"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * self._has_slots
+        reserved = SHARE_FOR_GUESSES * _has_guesses(space) + SHARE_FOR_SLOTS * self._has_slots
         budget_s = max(1.0, self._left_s - reserved * settings.budget_s)
         return await self._tuner(space, plans, budget_s).run()
 
@@ -213,19 +208,14 @@ class Study:
         return [plan for plan in plans if not isinstance(self._beside.now(plan), str)] or plans[:1]
 
     @property
-    def _has_guesses(self) -> bool:
-        offers = kinds(self._settings, self._model, self._programs.install.facts, self._draft)
-        return any(offer.is_tried for offer in offers)
-
-    @property
     def _has_slots(self) -> bool:
         """Whether their number is to be found out: one that was asked for is not in question."""
-        return self._settings.users > 1 and not is_asked(self._settings)
+        return self._settings.users > 1 and not self._settings.is_set("parallel")
 
-    async def _guess(self, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
+    async def _guess(self, space: Space, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
         """With tokens guessed ahead where that was seen to be faster. An engine that fails at it is served without."""
         settings, plan = self._settings, tuned.plan
-        if not self._has_guesses and self._draft is None:
+        if not _has_guesses(space) and self._draft is None:
             return plan, ()
         left_s = min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES)
         kept = [look.tried for look in self._partial.guesses if look.key == plan.key]
@@ -237,20 +227,17 @@ class Study:
             found, why, tried = await choose_speculation(
                 plan,
                 self._programs.starts,
-                settings=settings,
-                model=self._model,
-                engine=self._programs.install.facts,
+                space,
+                asked=settings.speculation,
                 left_s=left_s,
                 tell=self._on_step,
-                draft=self._draft,
-                isa=self._programs.isa,
                 kept=kept,
                 done=partial(self._on_guessed, plan.key),
             )
             words = Choice(name="speculation", value="off", reason=why, source="measured")
             chosen = with_choice(plan, words)
             if found is not None:
-                chosen = applied(plan, found, replace(words, value=found.in_words()))
+                chosen = space.speculating(plan, found, replace(words, value=found.in_words()))
         except (EngineError, ModelDoesNotFitError) as error:
             if settings.speculation not in TASTES:
                 raise
@@ -416,3 +403,7 @@ class Study:
     def _keep(self, partial: Partial) -> None:
         self._partial = partial
         self._store.keep(self._key, partial)
+
+
+def _has_guesses(space: Space) -> bool:
+    return any(offer.is_tried for offer in space.offers())

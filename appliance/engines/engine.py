@@ -16,7 +16,7 @@ from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Costs, Kernels, Plan, RuledOut, Verdict
+from appliance.plan import Allocated, Choice, Costs, Kernels, Kind, Offer, Plan, RuledOut, Speculation, Verdict
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -121,14 +121,15 @@ class Space(Protocol):
 
     @property
     def best(self) -> Plan:
-        """The prediction."""
+        """The best that is predicted, without speculative decoding."""
+
+    @property
+    def predicted(self) -> Plan:
+        """What is served where nothing was measured. Raises ModelDoesNotFitError (31)."""
 
     @property
     def native(self) -> int:
         """The model's own context length, or the one that was asked for."""
-
-    @property
-    def is_mixture(self) -> bool: ...
 
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first."""
@@ -138,6 +139,19 @@ class Space(Protocol):
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Kinds of speculative decoding that model and engine can do, the likeliest first. Raises ConfigError (10) for
+        one that was asked for and cannot be done."""
+
+    def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
+        """What it adds to the plan."""
+
+    def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
+        """Raises ModelDoesNotFitError (31) where there is no room."""
+
+    def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
+        """As a plan that was measured, where that still holds."""
 
     def costs(self, plan: Plan) -> Costs:
         """For the predictor."""
@@ -285,9 +299,6 @@ class Engine(Protocol):
 
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
-
-    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
-        """What is served where nothing was measured. Raises as `space` does."""
 
     def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
         """After `plan` ran out of memory as it loaded. None where the error, or the log, does not tell of memory."""

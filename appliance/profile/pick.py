@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import cast
 
 from appliance.engines.engine import Space
-from appliance.engines.llama.planning.speculation import still_applied
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
 from appliance.tune.measurement import rated
@@ -26,8 +25,8 @@ class Picked:
     passed_over: tuple[str, ...] = ()
 
 
-def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = None) -> Picked | tuple[str, ...]:
-    """What each plan lacks, where none fits. `draft_path` is where the draft model lies now, if there is one."""
+def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
+    """What each plan lacks, where none fits."""
     plans = {plan.key: plan for plan in profile.plans}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
@@ -36,7 +35,7 @@ def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = 
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why), profile.plan)
-            plan = still_applied(plan, profile.plan, draft_path=draft_path)
+            plan = space.speculating_as(plan, profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
         del plans[chosen.rated.key]  # without it, one of its window that was only glanced at may be the best

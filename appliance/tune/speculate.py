@@ -13,13 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from appliance.engines.engine import Client, Completion
-from appliance.engines.llama.planning.speculation import applied, kinds, reckon
+from appliance.engines.engine import Client, Completion, Space
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
-from appliance.image_facts import EngineFacts
-from appliance.model import Model
 from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste
-from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
 from appliance.tune.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.measure import Step
@@ -113,14 +109,11 @@ def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
 async def choose_speculation(
     plan: Plan,
     bench: Bench,
+    space: Space,
     *,
-    settings: Settings,
-    model: Model,
-    engine: EngineFacts,
+    asked: str,
     left_s: float,
     tell: Callable[[Step], None],
-    draft: Model | None = None,
-    isa: tuple[str, ...] = (),
     kept: Sequence[Tried] = (),
     done: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
@@ -130,22 +123,23 @@ async def choose_speculation(
     off: they take the place of their starts, also where no time is left. A failure does so when it is there TRIES
     times; where a kind was asked for none is kept, since that ends the tuning.
 
-    `plan` guesses nothing; `applied(plan, speculation)` is the one to serve. Raises ConfigError when a kind that was
-    asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends with without guesses.
+    `asked` is the setting. `plan` guesses nothing; `space.speculating(plan, …)` is the one to serve. Raises ConfigError
+    when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends
+    with without guesses.
     """
-    offers = kinds(settings, model, engine, draft)
+    offers = space.offers()
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
         reasons = dict.fromkeys(offer.reason for offer in offers)
         return None, f"nothing to guess with: {'; '.join(reasons)}", []
-    asked = tried[0] if settings.speculation == tried[0] else None
-    taste = next((taste for taste in TASTES if taste == settings.speculation), TASTES[0])
-    run = _Run(plan, bench, taste, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s, kept=kept, done=done)
-    await run.measure_base(is_asked=asked is not None)
+    kind_asked = tried[0] if asked == tried[0] else None
+    taste = next((taste for taste in TASTES if taste == asked), TASTES[0])
+    run = _Run(plan, bench, space, taste, tell=tell, left_s=left_s, kept=kept, done=done)
+    await run.measure_base(is_asked=kind_asked is not None)
     for kind in tried:
-        await run.measure_kind(kind, is_asked=kind == asked)
-    if asked is not None:
-        return *run.of_asked(asked), run.tried
+        await run.measure_kind(kind, is_asked=kind == kind_asked)
+    if kind_asked is not None:
+        return *run.of_asked(kind_asked), run.tried
     await run.measure_base_again()
     return *run.of_fastest(), run.tried
 
@@ -165,20 +159,17 @@ class _Run:
         self,
         plan: Plan,
         bench: Bench,
+        space: Space,
         taste: Taste,
         *,
-        model: Model,
-        draft: Model | None,
-        isa: tuple[str, ...],
         tell: Callable[[Step], None],
         left_s: float,
         kept: Sequence[Tried],
         done: Callable[[Tried], None],
     ) -> None:
         self._plan, self._bench, self._tell, self._done = plan, bench, tell, done
-        self._taste = taste
+        self._space, self._taste = space, taste
         self._kept = list(kept)
-        self._model, self._draft, self._isa = model, draft, isa
         self._left_s = left_s
         self._deadline = time.monotonic() + left_s
         self._base: Tried | None = None
@@ -190,7 +181,7 @@ class _Run:
         return time.monotonic() + max((t.seconds for t in self.tried), default=0.0) < self._deadline
 
     def _reckoned(self, kind: Kind, tokens: int) -> Speculation:
-        return reckon(self._plan, kind, tokens, model=self._model, draft=self._draft, isa=self._isa)
+        return self._space.speculation(self._plan, kind, tokens)
 
     def _take(self, kind: Kind | None, tokens: int) -> Tried | None:
         """What was kept of such a start, each once."""
@@ -259,7 +250,7 @@ class _Run:
 
     async def _measured_with(self, kind: Kind, tokens: int, *, is_asked: bool) -> Tried | None:
         try:
-            return await self._measured(applied(self._plan, self._reckoned(kind, tokens)))
+            return await self._measured(self._space.speculating(self._plan, self._reckoned(kind, tokens)))
         except (EngineError, ModelDoesNotFitError) as error:
             if is_asked:
                 raise

@@ -29,7 +29,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import Partial
 from appliance.report import Report
 from appliance.settings import Settings, resolve_settings
-from appliance.study import Programs, Study
+from appliance.study import MORE_PLANS, Programs, Study
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -111,7 +111,6 @@ esac
             settings,
             {},
             programs,
-            model=small(),
             draft=None,
             hardware=MACHINE,
             key=KEY,

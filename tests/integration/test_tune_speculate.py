@@ -51,8 +51,14 @@ def model(tmp_path: Path) -> Model:
 
 
 def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: str) -> Plan:
+    return space_of(hardware, model, engine, **flags).best
+
+
+def space_of(
+    hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, *, draft: Model | None = None, **flags: str
+) -> Space:
     settings = resolve_settings({"ctx_size": "4096", "threads": "1", "devices": "none", **flags}, {})
-    return Space(settings, IMAGE, engine, hardware, model).best
+    return Space(settings, IMAGE, engine, hardware, model, draft=draft)
 
 
 class Stage:
@@ -71,15 +77,14 @@ class Stage:
             ends = ("--error-line", "the draft is broken", "--die-before-ready", "1") if bad in told else ()
             return self.make_command(*knobs, *told, *ends)
 
+        space = space_of(self.hardware, self.model, draft=draft, **flags)
         work = choose_speculation(
-            planned(self.hardware, self.model, **flags),
+            space.best,
             Bench(engine=LLAMA, start=start),
-            settings=resolve_settings(flags, {}),
-            model=self.model,
-            engine=ENGINE,
+            space,
+            asked=flags.get("speculation", "auto"),
             left_s=left_s,
             tell=lambda step: None,
-            draft=draft,
         )
         return asyncio.run(work)
 

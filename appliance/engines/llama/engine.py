@@ -21,7 +21,6 @@ from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.shortage import Narrowed, narrowed
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speculation import as_asked
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -73,11 +72,7 @@ class Llama:
 
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
-        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels)
-
-    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
-        best = self.space(inputs, verdicts).best
-        return as_asked(best, inputs.settings, model=inputs.model, draft=inputs.draft, isa=inputs.kernels.isa)
+        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels, draft=inputs.draft)
 
     def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
         shortage = endings.shortage_of(error, lines)

@@ -24,11 +24,7 @@ SPARE = 1  # one slot more than users, for a title or an editor's call
 
 def slots(settings: Settings) -> int:
     """An asked-for number decides; the default is enough for three users, and grows with more."""
-    return settings.parallel if is_asked(settings) else max(settings.parallel, settings.users + SPARE)
-
-
-def is_asked(settings: Settings) -> bool:
-    return settings.sources.get("parallel", "default") != "default"
+    return settings.parallel if settings.is_set("parallel") else max(settings.parallel, settings.users + SPARE)
 
 
 def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, checkpoints: int | None) -> float:
@@ -62,8 +58,8 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
         "lies behind a beginning that both share if that is more than half of it"
     )
     kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
-    asked = "asked for: " if is_asked(settings) else ""
-    source = "parallel" if is_asked(settings) or count == settings.parallel else "users"
+    asked = "asked for: " if settings.is_set("parallel") else ""
+    source = "parallel" if settings.is_set("parallel") or count == settings.parallel else "users"
     return Choice(
         name="parallel",
         value=str(count),
