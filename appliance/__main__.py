@@ -272,13 +272,15 @@ def _measure(
 ) -> int:
     from dataclasses import asdict
 
+    from appliance.boot import install_of, load_facts
     from appliance.probe import SPEEDS_FOLDER
     from appliance.probe.measure import in_words, measure
     from appliance.probe.speeds import save_speeds
     from appliance.volume import open_volume
 
     open_volume(settings.data_dir)  # before the time is spent
-    measured = measure(hardware, settings.engine_dir, environment, lambda words: print(words, file=sys.stderr))
+    engine_dir = install_of(settings, *load_facts(settings), hardware).engine_dir
+    measured = measure(hardware, engine_dir, environment, lambda words: print(words, file=sys.stderr))
     path = save_speeds(settings.data_dir / SPEEDS_FOLDER, hardware, measured.speeds)
     print(json.dumps(asdict(measured), indent=1) if options.json else in_words(measured))
     print(f"kept in {path}, for every start on this machine", file=sys.stderr)

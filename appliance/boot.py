@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 
 from appliance.checks import check_devices, check_supported, why_fewer
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
@@ -19,6 +20,8 @@ from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
 from appliance.values import dataclass
 from appliance.volume import open_volume
+
+OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
 
 
 async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
@@ -84,7 +87,7 @@ def load_engine(image: ImageFacts) -> Engine:
 
 def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:
     return Install(
-        engine_dir=settings.engine_dir,
+        engine_dir=settings.engine_dir or OPT / image.engine,
         facts=facts,
         cache_dir=settings.data_dir / "cache" / image.build_id,
         driver_dir=hardware.gpus.driver_folder,

@@ -179,7 +179,9 @@ class Settings:
         _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
     )
     log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
-    engine_dir: Path = _setting(Path, Path("/opt/llama"), "where the engine's binaries are", "DIR")
+    engine_dir: Path | None = _setting(
+        Path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
+    )
     facts_dir: Path = _setting(Path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
     runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

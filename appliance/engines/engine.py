@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from appliance.model import Model
     from appliance.report import Report
 
-KNOWN = ("llama", "vllm")
-SERVED = ("llama",)
-"""Engines that have images, and those of them that this appliance can serve. By folder, and by their images' facts."""
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,9 +327,9 @@ class Engine(Protocol):
 
 def load(name: str, *, said_by: str = "") -> Engine:
     """The engine of that name. Raises ConfigError (10) for one that cannot be served."""
-    if name not in SERVED:
+    if name not in (served := _folders_with("engine.py")):
         message = f"the engine of this image cannot be served yet: {said_by or name}"
-        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED)}: python -m images select")
+        raise ConfigError(message, hint=f"use an image of {', '.join(served)}: python -m images select")
     found: Any = import_module(f"appliance.engines.{name}.engine")
     engine: Engine = found.ENGINE
     return engine
@@ -339,10 +337,15 @@ def load(name: str, *, said_by: str = "") -> Engine:
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     """Of the engine whose program this is, while an image is built. Raises ConfigError (10) for an unknown one."""
-    for name in KNOWN:
+    known = _folders_with("facts.py")
+    for name in known:
         facts: Any = import_module(f"appliance.engines.{name}.facts")
         if binary.name == facts.BINARY:
             found: EngineFacts = facts.read_facts(binary, kv_pairs)
             return found
     message = f"no engine has a program of this name: {binary}"
-    raise ConfigError(message, hint=f"--bin is the server of one of {', '.join(KNOWN)}")
+    raise ConfigError(message, hint=f"--bin is the server of one of {', '.join(known)}")
+
+
+def _folders_with(module: str) -> list[str]:
+    return sorted(path.parent.name for path in _FOLDER.glob(f"*/{module}"))

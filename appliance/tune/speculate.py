@@ -1,6 +1,6 @@
 """Whether guessing ahead pays on this machine with this model, and how many tokens: by measuring, through the API.
 
-Requests cannot change how many tokens are guessed (llama.cpp's server-schema.cpp has it switched off), so every number
+Requests cannot change how many tokens are guessed (of the engines so far none lets them), so every number
 is a start of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: guesses do
 not change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
 each prompt once, since n-grams keep what they have seen, and a second time would know the answer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,42 @@ def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
                 "write_bytes",
                 "print",
             }, f"{name}:{node.lineno} calls {called}"
+
+
+ENGINES = sorted(path.parent.name for path in (ROOT / "appliance/engines").glob("*/__init__.py"))
+# Programs, libraries and device names of the engines. GGUF's own types, keys and architectures are the format's.
+WORDS = re.compile(r"(?<!o)llama|ggml|CUDA[0-9]", re.IGNORECASE)
+NAMES_THE_FORMAT = ("appliance/model/",)
+
+
+def is_of_an_engine(name: str) -> bool:
+    return any(name.startswith(f"appliance/engines/{engine}/") for engine in ENGINES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_an_engine_is_reached_through_its_doors_only(path: Path) -> None:
+    """No module imports another engine's folder; what `engine.load` opens is the only way in."""
+    name = name_of(path)
+    for module, node in imports(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
+            continue
+        assert name.startswith(f"appliance/engines/{parts[2]}/"), f"{name}:{node.lineno} imports {module}"
+
+
+def test_no_engine_is_named_outside_its_folder() -> None:
+    package = ROOT / "appliance"
+    files = (path for path in package.rglob("*") if path.suffix in {".py", ".json", ".yaml"})
+    neutral = [path for path in files if not is_of_an_engine(name_of(path))]
+    assert len(neutral) > 100
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in neutral
+        if not name_of(path).startswith(NAMES_THE_FORMAT)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if WORDS.search(line)
+    ]
+    assert found == []
 
 
 def test_no_room_for_leftovers() -> None:

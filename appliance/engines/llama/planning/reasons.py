@@ -180,7 +180,7 @@ def _holds(at: int, share: Share) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
     return (
-        f"CUDA{at} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s reckoned) holds {share.layers} layers in "
+        f"{share.device} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s reckoned) holds {share.layers} layers in "
         f"{m.total:,.0f} of {share.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
         f"{m.compute:,.0f} buffers"
     )

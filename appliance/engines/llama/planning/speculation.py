@@ -137,7 +137,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
         share = plan.placement.shares[at]
         grown = replace(share, memory=_sum(share.memory, replace(adds, output=0.0, overhead=0.0)))
         if grown.memory.total > share.free_mib:
-            raise _refusal(speculation, grown.memory.total - share.free_mib, f"CUDA{at} ({share.name})")
+            raise _refusal(speculation, grown.memory.total - share.free_mib, f"{share.device} ({share.name})")
         shares = (*plan.placement.shares[:at], grown, *plan.placement.shares[at + 1 :])
         plan = replace(plan, placement=replace(plan.placement, shares=shares))
         adds = on_host
