@@ -33,7 +33,7 @@ from appliance.model import plain_name
 from appliance.plan import Allocated, Kernels, Plan, Verdict, as_document, explain_memory, in_short
 from appliance.probe import Hardware, probe
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Key, Picked, Profile, ProfileStore, pick, wants_more
+from appliance.profile import Key, Picked, Profile, ProfileStore, pick, speeds_document, speeds_of, wants_more
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.progress import Phase
 from appliance.report import Report
@@ -742,6 +742,7 @@ class House:
             self._serving.plan,
         )
         drift = self._drift_monitor.state if self._drift_monitor else None
+        speeds = speeds_of(plan, self._profile)
         return {
             "phase": str(progress.phase),
             "message": progress.sentence(),
@@ -753,7 +754,8 @@ class House:
             "context": plan.context if plan else None,
             "chosen": in_short(plan) if plan else None,
             "mode": self._settings.mode,
-            "speed": self._profile.speed if self._profile else None,
+            "speeds": speeds_document(plan, self._profile),
+            "speed": speeds.in_words() if speeds else None,
             "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
             "tuning": self._tuning_state(),
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
@@ -787,6 +789,7 @@ class House:
         error = self._profile.prediction_error
         return {**asdict(self._profile), "key": {"id": self._profile.key.id, "parts": self._profile.key.parts}} | {
             "memory_prediction_error": error,
+            "speeds": speeds_document(self._serving.plan, self._profile),
             "standing": self._standing(),
             "allocated_now": asdict(self._allocated) if self._allocated else None,
         }

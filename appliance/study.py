@@ -35,7 +35,8 @@ from appliance.tune.modes import Mode
 from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
 from appliance.tune.speculate import Tried, choose_speculation, least_s
-from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.speeds import speeds_on
+from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import Workload, parse_mix, scaled
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
@@ -319,7 +320,7 @@ class Study:
             workload=self._settings.workload,
             native=space.native,
             job_s=tuned.job_s,
-            speed=speed_in_words(tuned),
+            speed=speeds_on(tuned.chosen.rated.curve, plan, parse_mix(self._settings.workload)).in_words(),
             seconds=time.monotonic() - self._began,
             stopped_by=tuned.stopped_by,
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -174,7 +174,8 @@ def _found(status: Mapping[str, Any]) -> str:
     goes_on = status["tuning"] in ("waiting", "measuring")
     if not status["speed"]:
         later = "measuring goes on while nobody asks, and the best plan takes over; `make up WAIT=tuned` waits for it"
-        return f"by prediction; {later}" if goes_on else "by prediction; nothing is measured"
+        ends = "no plan that was measured fits now" if status["tuning"] == "measured" else "nothing is measured"
+        return f"by prediction; {later if goes_on else ends}"
     where = "in the profile on the volume" if status["from_profile"] else "by measuring, just now"
     return f"{where}; measured again while nobody asks" if goes_on else where
 

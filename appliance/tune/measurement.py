@@ -48,7 +48,7 @@ class Measurement:
         """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
-        speeds = ", ".join(f"{p.speed} at {p.depth:,}" for p in self.points)
+        speeds = ", ".join(f"{p.speed.in_words()} at {p.depth:,}" for p in self.points)
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 

@@ -28,7 +28,7 @@ from appliance.tune.modes import (
     wanted_window,
 )
 from appliance.tune.terms import Candidate
-from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
+from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
@@ -338,13 +338,3 @@ def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
     if not others:
         return f"the only one measured: {took}"
     return f"{winner.why}; {len(others) + 1} compared: {took}, the next {min(others):.1f} s"
-
-
-def speed_in_words(tuned: Tuned) -> str:
-    """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 at 2,048; a chat job takes 3.1 s"."""
-    curve = tuned.chosen.rated.curve
-    first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
-    speeds = ", ".join((f"{first} tokens of context", *rest))
-    jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
-    is_covered = all(each.tokens_in + each.tokens_out <= curve.deepest * 1.2 for each, _ in tuned.mix.parts)
-    return f"decodes {speeds}; {jobs}" + ("" if is_covered else " (extrapolated)")

@@ -42,7 +42,8 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/appliance/v1/status":
             status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None, "from_profile": False})
             status["tuning"] = self.knobs.tuning
-            self._json({"whole": status, "error": ERROR, "list": [1]}[self.knobs.status_document])
+            unfit = {**status, "speed": None}
+            self._json({"whole": status, "unfit": unfit, "error": ERROR, "list": [1]}[self.knobs.status_document])
         elif path == "/appliance/v1/tuning":
             self._json({"state": self.knobs.tuning, "measurements": [{}] * type(self).asked})
         else:
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--state", default="running")
     parser.add_argument("--ready", type=int, default=1)
     parser.add_argument("--answer", choices=("whole", "error"), default="whole", help="error: breaks off with one")
-    parser.add_argument("--status-document", choices=("whole", "error", "list"), default="whole")
+    parser.add_argument("--status-document", choices=("whole", "unfit", "error", "list"), default="whole")
     states = ("measured", "waiting", "measuring", "off", "failed")
     parser.add_argument("--tuning", choices=states, default="measured")
     parser.add_argument("--gone-after", type=int)

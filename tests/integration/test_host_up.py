@@ -82,6 +82,13 @@ def test_without_measuring_nothing_is_said_to_go_on() -> None:
     assert "goes on" not in out
 
 
+def test_where_no_measured_plan_fits_the_speed_is_predicted_and_that_is_said() -> None:
+    code, out, err = ended("--status-document", "unfit")
+    assert code == 0, err
+    assert "speed     predicted: 12 tok/s of decode" in out
+    assert "by prediction; no plan that was measured fits now" in out
+
+
 def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
     code, out, err = ended("--tuning", "waiting", words=("--wait", "tuned"))
     assert code == 0, err

@@ -26,7 +26,8 @@ from appliance.tune import engine
 from appliance.tune.measure import Step
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
-from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.speeds import speeds_on
+from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import parse_mix
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
@@ -202,11 +203,12 @@ async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_h
     assert tuned.plan.key == on_cpu().best.key
 
 
-async def test_a_workload_longer_than_the_window_is_scaled_and_the_profiles_words_say_so(socket_path: Path) -> None:
+async def test_a_workload_longer_than_the_window_is_scaled_and_the_speeds_say_so(socket_path: Path) -> None:
     best = on_cpu().best
     tuned = await Bench(socket_path).tune(on_cpu(), [best], workload="document")
     scaled = f"long document (scaled to {best.context})"
-    assert f"a {scaled} job takes " in speed_in_words(tuned)
+    (job,) = speeds_on(tuned.chosen.rated.curve, tuned.plan, parse_mix("document")).jobs
+    assert (job.workload, job.tokens_in + job.tokens_out) == (scaled, best.context)
     assert scaled in next(c.reason for c in tuned.plan.choices if c.name == "threads")
 
 
@@ -444,7 +446,6 @@ async def test_where_the_time_was_up_every_mode_takes_what_was_measured(socket_p
     assert bench.started == []
     assert tuned.plan.key == plans[0].key
     assert tuned.measurements == kept
-    assert speed_in_words(tuned).startswith("decodes ")
 
 
 async def test_a_window_that_memory_was_seen_not_to_hold_is_not_tried(socket_path: Path) -> None:

@@ -62,7 +62,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
               "appliance/tune/slots", "appliance/tune/paired", "appliance/tune/companions",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/guided",
+              "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/guided",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/drift",
               "appliance/profile/at_start", "appliance/probe/conditions",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip

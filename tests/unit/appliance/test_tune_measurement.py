@@ -200,7 +200,7 @@ def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_mi
 def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> None:
     few = point_of(replied(predicted_n=4, predicted_ms=6000.0), 512, 4)
     assert few.noisier == pytest.approx((23 / 3) ** 0.5)
-    assert few.speed == "0.5 tok/s (within 19 %: few tokens)"
+    assert few.speed.in_words() == "0.5 tok/s (within 19 %: few tokens)"
     assert "0.5 tok/s (within 19 %: few tokens) at 512" in Measurement(key="a", points=(few,)).in_words()
     usual = replace(few, decode_ms=1000.0, noisier=1.0)
     (mean,) = curve_of([Measurement(key="a", points=(p,)) for p in (few, usual)]).points
