@@ -219,7 +219,7 @@ class Probe:
 def parse_plain(reply: dict[str, Any], depth: int, tokens: int) -> Point:
     """As `parse_timings`, and refuses what was decoded with guesses: how long that takes is a matter of the text."""
     if guessed := reply.get("timings", {}).get("draft_n"):
-        message = f"engine guessed {guessed} tokens where plain steps were to be timed"
+        message = f"engine drafted {guessed} tokens where plain steps were to be timed"
         raise EngineNotReadyError(message)
     return parse_timings(reply, depth, tokens)
 

@@ -92,7 +92,7 @@ async def test_an_engine_that_guesses_is_timed_without_guesses(serving: Command,
     async with asking(serving, *flags) as (probe, _):
         reply = await probe.complete(probe.prompt(60), 200, logit_bias=[[98, 100.0]])
         assert reply["timings"]["draft_n"] > 0
-        with pytest.raises(EngineNotReadyError, match="engine guessed"):
+        with pytest.raises(EngineNotReadyError, match="engine drafted"):
             parse_plain(reply, 60, 200)
         for _ in range(2):
             point = await probe.repeat(DEPTH, TOKENS, is_speculating=True)

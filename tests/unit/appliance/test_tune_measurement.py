@@ -221,7 +221,7 @@ def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: di
 
 def test_what_was_decoded_with_guesses_is_no_figure_of_plain_steps() -> None:
     assert parse_plain(reply(draft_n=0), 512, DECODE_TOKENS) == parse_timings(reply(draft_n=9), 512, DECODE_TOKENS)
-    with pytest.raises(EngineNotReadyError, match="engine guessed 9 tokens where plain steps"):
+    with pytest.raises(EngineNotReadyError, match="engine drafted 9 tokens where plain steps"):
         parse_plain(reply(draft_n=9), 512, DECODE_TOKENS)
 
 
