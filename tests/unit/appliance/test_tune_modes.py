@@ -59,9 +59,8 @@ def test_when_no_window_is_readable_the_largest_says_its_speed() -> None:
     plans = (rated(8192, 100.0), rated(16384, 200.0))
     found = choose("context", plans, CHATS, native=16384)
     assert found.rated.window == 16384
-    assert (
-        found.why == "no context decodes 15 tok/s when full; the largest that fits: 5.0 tok/s (extrapolated: 5.0 to 5.0)"
-    )
+    largest = "the largest that fits: 5.0 tok/s (extrapolated: 5.0 to 5.0)"
+    assert found.why == f"no context decodes 15 tok/s when full; {largest}"
 
 
 def test_no_mode_goes_below_8192_unless_memory_forbids_or_the_model_is_smaller() -> None:
