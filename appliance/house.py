@@ -709,7 +709,7 @@ class House:
         if drift.state == "open":
             return
         if drift.state == "holds" and not (drift.note and profile.disturbance):
-            self._report.info("profile_holds", f"profile {profile.key.id} holds: {drift.words}")
+            self._report.info("profile_holds", f"profile {profile.key.id} is valid: {drift.words}")
             return
         then = {
             "first": "measured again at the next start on a quiet machine",
@@ -717,7 +717,7 @@ class House:
         }
         # What was measured while something else was at work may be too slow as well: then another plan may be the best.
         why = drift.words if drift.state == "stale" else f"{drift.note}; {profile.disturbance} when it was measured"
-        words = f"profile {profile.key.id} no longer holds: {why}; {then.get(self._settings.tune, 'kept')}"
+        words = f"profile {profile.key.id} is stale: {why}; {then.get(self._settings.tune, 'kept')}"
         self._report.warning("profile_stale", words)
         try:
             await asyncio.to_thread(self._store.mark_stale, profile, why)

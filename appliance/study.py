@@ -242,10 +242,10 @@ class Study:
         except (EngineError, ModelDoesNotFitError) as error:
             if settings.speculation not in TASTES:
                 raise
-            self._report.warning("speculation_failed", f"guessing ahead is off: {error.message}")
-            return plan, (f"guessing ahead failed: {error.message}",)
+            self._report.warning("speculation_failed", f"speculative decoding is off: {error.message}")
+            return plan, (f"speculative decoding failed: {error.message}",)
         value = "off" if found is None else found.in_words()
-        self._report.info("speculation", f"guessing ahead: {value}: {why}")
+        self._report.info("speculation", f"speculative decoding: {value}: {why}")
         return chosen, tuple(each.in_words() for each in tried)
 
     async def _share(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:

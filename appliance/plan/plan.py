@@ -121,9 +121,9 @@ class Speculation:
     adds: Memory = NOTHING
 
     def in_words(self) -> str:
-        """As in "up to 3 tokens guessed by smol.gguf"."""
+        """As in "up to 3 tokens drafted by smol.gguf"."""
         by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
-        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} guessed by {by[self.kind]}"
+        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} drafted by {by[self.kind]}"
 
 
 @dataclass(frozen=True, kw_only=True)

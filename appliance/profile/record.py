@@ -84,7 +84,7 @@ class Profile:
     notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
     mode: str
     workload: str  # as the setting says it
-    native: int  # the largest window that counts
+    native: int  # the largest context that counts
     job_s: float
     speed: str  # in words
     seconds: float

@@ -30,11 +30,11 @@ PROMPT_TOKENS = 150  # about, of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
-DOING = "guessing was measured"  # in words of what went wrong meanwhile
+DOING = "speculative decoding was measured"  # in words of what went wrong meanwhile
 GAINS_NOTHING: Mapping[Taste, str] = {
-    "auto": "guessing ahead gains nothing",
-    "stable": "guessing ahead gains nothing without making some kind of request slower",
-    "fast": "guessing ahead gains nothing for any kind of request",
+    "auto": "speculative decoding gains nothing",
+    "stable": "speculative decoding gains nothing without making some kind of request slower",
+    "fast": "speculative decoding gains nothing for any kind of request",
 }
 
 
@@ -71,14 +71,14 @@ class Tried:
     error: str | None = None
 
     def in_words(self) -> str:
-        """As in "ngram 8: 41.2 ms a token, 31 of 40 guesses right, 12 answers"."""
-        what = f"{self.kind} {self.tokens}" if self.kind else "no guesses"
+        """As in "ngram 8: 41.2 ms a token, 31 of 40 draft tokens accepted, 12 answers"."""
+        what = f"{self.kind} {self.tokens}" if self.kind else "no draft tokens"
         if self.error:
             return f"{what}: {self.error}"
         drafted, accepted = (sum(getattr(a, name) for a in self.answers) for name in ("drafted", "accepted"))
         looped = sum(a.is_looping for a in self.answers)
-        guesses = f", {accepted} of {drafted} guesses right" if self.kind else ""
-        loops = f", {looped} of them in circles" if looped else ""
+        guesses = f", {accepted} of {drafted} draft tokens accepted" if self.kind else ""
+        loops = f", {looped} of them looping" if looped else ""
         return f"{what}: {ms_per_token(self.answers):.1f} ms a token{guesses}, {len(self.answers)} answers{loops}"
 
 
@@ -131,7 +131,7 @@ async def choose_speculation(
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
         reasons = dict.fromkeys(offer.reason for offer in offers)
-        return None, f"nothing to guess with: {'; '.join(reasons)}", []
+        return None, f"nothing to draft with: {'; '.join(reasons)}", []
     kind_asked = tried[0] if asked == tried[0] else None
     taste = next((taste for taste in TASTES if taste == asked), TASTES[0])
     run = _Run(plan, bench, space, taste, tell=tell, left_s=left_s, kept=kept, done=done)
@@ -241,7 +241,7 @@ class _Run:
             if found.error:
                 return
             if is_asked and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
-                message = f"engine guesses nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
+                message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
                 raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
             before = len(rates)
             rates[:] = self._compared(kind)
@@ -284,7 +284,7 @@ class _Run:
             speculation = self._reckoned(kind, rate.tokens)
             return speculation, f"{speculation.in_words()}: {self._figures(rate)}"
         if self._base is None:
-            return None, "no time was left to measure what guessing ahead gains"
+            return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
             return None, f"no answer could be used to measure with: {self.tried[0].in_words()}"
         seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._rates.items() if rates]
@@ -292,7 +292,7 @@ class _Run:
         failed = "; ".join(t.in_words() for t in self.tried if t.error)
         words = "; ".join(filter(None, (figures, failed)))
         if not words:
-            return None, "no time was left to measure what guessing ahead gains"
+            return None, "no time was left to measure what speculative decoding gains"
         return None, f"{GAINS_NOTHING[self._taste]}: {words}"
 
     def of_asked(self, kind: Kind) -> tuple[Speculation, str]:
@@ -313,8 +313,8 @@ class _Run:
         if len(rate.by_kind) > 1:
             words += f" ({', '.join(f'{kind} {of - 1:+.0%}' for kind, of in rate.by_kind)})"
         if not rate.drafted:
-            return f"{words}; nothing was guessed"
-        return f"{words}; {rate.acceptance:.0%} of {rate.drafted:.2f} guesses a token were right"
+            return f"{words}; nothing was drafted"
+        return f"{words}; {rate.drafted:.2f} draft tokens per token, {rate.acceptance:.0%} accepted"
 
 
 async def measure_speculation(
@@ -330,7 +330,7 @@ async def measure_speculation(
     Raises the engine's error when it fails on the way.
     """
     began = time.monotonic()
-    guesses = f"guessing up to {plan.speculation.tokens}" if plan.speculation else "guessing nothing"
+    guesses = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
     tell(Step(plan=plan, what=f"loading, {guesses}"))
     command = bench.start(plan)
     async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:

@@ -40,7 +40,7 @@ NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What plans are measured for. `native` is the largest window that counts: the model's, or what was asked for."""
+    """What plans are measured for. `native` is the largest context that counts: the model's, or what was asked for."""
 
     mix: Mix
     mode: Mode

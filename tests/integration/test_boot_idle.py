@@ -52,7 +52,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     with home.serving(tune="off", mode="context") as serving:
         serving.wait_ready()
         said = serving.event("plan_picked")["message"]
-        assert "no window decodes 15 tok/s when full" in said
+        assert "no context decodes 15 tok/s when full" in said
         assert said.endswith("; chosen among what was measured for mode 'balanced', and tune 'off' measures no more")
         serving.terminate()
     with home.serving(tune="idle", idle_s="1", mode="context") as serving:

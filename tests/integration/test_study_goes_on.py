@@ -131,7 +131,7 @@ esac
         """Of engines so far, by what they were started for."""
         readings = len(self.starts.read_text().splitlines()) if self.starts.exists() else 0
         steps = self.events("tune_step")
-        guesses = sum("loading, guessing" in step for step in steps)
+        guesses = sum(step.endswith("draft tokens") for step in steps)
         loads = sum(step.endswith(": loading") for step in steps)
         assert self.served == guesses + loads
         slots = sum(" users at once in " in step for step in steps)
@@ -238,10 +238,10 @@ async def test_what_failed_once_is_tried_again_and_what_failed_twice_is_not(stag
     stage.knobs = knobs
     assert await stage.run_until(fails(1)) is None
     assert await stage.run_until(fails(2)) is None
-    tried = sum("guessing up to" in step for step in stage.events("tune_step"))
+    tried = sum("loading, up to" in step for step in stage.events("tune_step"))
     assert tried == 2
     assert (found := await stage.run_until(lambda kept: False)) is not None
-    assert sum("guessing up to" in step for step in stage.events("tune_step")) == tried
+    assert sum("loading, up to" in step for step in stage.events("tune_step")) == tried
     assert found.plan.speculation is None
     assert any("asked to die" in note for note in found.notes)
 

@@ -108,7 +108,7 @@ def test_the_laws_best_is_found_and_those_beside_it_are_measured(stage: Stage) -
     assert sorted(stage.sizes[3:5]) == [2, 4]
     assert stage.sizes[5:] == [8, 0]
     assert [t.kind for t in tried] == [None, "mtp", "mtp", "mtp", "mtp", "ngram", None]
-    assert "up to 3 tokens guessed by the model's draft layer" in why
+    assert "up to 3 tokens drafted by the model's draft layer" in why
     assert "36% shorter" in why
     assert len({a.name for a in tried[0].answers}) >= 3
 
@@ -117,8 +117,8 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
     speculation, why, _ = stage.choose("--guess", "draft-mtp:0.9,0.8", "--guess", "ngram-mod:1,0.1")
     assert speculation is None
     assert stage.sizes == [0, 1, 8]
-    assert why.startswith("guessing ahead gains nothing: mtp 1: ")
-    assert "6% longer (chat +6%, edit +6%, summary +6%); 79% of 0.56 guesses a token were right" in why
+    assert why.startswith("speculative decoding gains nothing: mtp 1: ")
+    assert "6% longer (chat +6%, edit +6%, summary +6%); 0.56 draft tokens per token, 79% accepted" in why
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
         ("0.9/0.9/0.9", "stable", True, r"% shorter \(chat -\d+%, edit -\d+%, summary -\d+%\)"),
         ("0.9/0.0/0.9", "auto", True, r"% shorter \(chat \+\d+%, edit -\d+%, summary -\d+%\)"),
         ("0.9/0.0/0.9", "stable", False, "without making some kind of request slower: mtp"),
-        ("0.1/0.0/0.6", "auto", False, "guessing ahead gains nothing: mtp"),
+        ("0.1/0.0/0.6", "auto", False, "speculative decoding gains nothing: mtp"),
         ("0.1/0.0/0.6", "fast", True, r"% longer \(chat \+\d+%, edit -\d+%, summary \+\d+%\)"),
         ("0.2/0.1/0.2", "fast", False, "for any kind of request: mtp"),
     ],
@@ -142,7 +142,7 @@ def test_kinds_of_request_that_gain_and_that_lose(
 
 def test_a_start_that_takes_longer_than_there_is_time_is_given_up(stage: Stage) -> None:
     speculation, why, tried = stage.choose("--hang-on-completion", left_s=2.0)
-    assert (speculation, why, tried) == (None, "no time was left to measure what guessing ahead gains", [])
+    assert (speculation, why, tried) == (None, "no time was left to measure what speculative decoding gains", [])
     assert stage.sizes == [0]
 
 
@@ -150,7 +150,7 @@ def test_what_was_asked_for_is_served_with_its_best_number_and_the_truth(stage: 
     speculation, why, _ = stage.choose("--guess", "draft-mtp:0.9,0.8", speculation="mtp")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("mtp", 1)
-    assert why.startswith("asked for, up to 1 token guessed")
+    assert why.startswith("asked for, up to 1 token drafted")
     assert "6% longer" in why
 
 
@@ -159,11 +159,11 @@ def test_answers_that_go_round_in_circles_do_not_count(stage: Stage) -> None:
     assert speculation is None
     assert why.startswith("no answer could be used")
     assert [t.kind for t in tried] == [None]
-    assert tried[0].in_words().endswith("of them in circles")
+    assert tried[0].in_words().endswith("of them looping")
 
 
 def test_without_time_nothing_is_started(stage: Stage) -> None:
-    assert stage.choose(left_s=0.0)[:2] == (None, "no time was left to measure what guessing ahead gains")
+    assert stage.choose(left_s=0.0)[:2] == (None, "no time was left to measure what speculative decoding gains")
     speculation, why, tried = stage.choose(left_s=0.0, speculation="ngram")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("ngram", 16)
@@ -171,7 +171,7 @@ def test_without_time_nothing_is_started(stage: Stage) -> None:
     assert (stage.starts, tried) == ([], [])
     assert stage.choose(speculation="off")[:2] == (
         None,
-        "nothing to guess with: speculation is off (flag --speculation)",
+        "nothing to draft with: speculation is off (flag --speculation)",
     )
 
 
@@ -189,7 +189,7 @@ def test_a_kind_that_does_not_start_costs_only_itself_unless_asked_for(stage: St
 
 
 def test_an_engine_that_guesses_nothing_although_asked_is_said(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match="engine guesses nothing with speculation 'mtp'"):
+    with pytest.raises(ConfigError, match="engine drafts nothing with speculation 'mtp'"):
         stage.choose(speculation="mtp")
 
 

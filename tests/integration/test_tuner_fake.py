@@ -373,7 +373,7 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
     assert {plan.context for plan in tuned.plans} == {10752, 16384}
     words = {c.name: c for c in tuned.plan.choices}
     assert words["context"].value == "10,752"
-    assert tuned.chosen.why.startswith("the largest window that decodes 15 tok/s when full")
+    assert tuned.chosen.why.startswith("the largest context that decodes 15 tok/s when full")
     assert tuned.allocated == next(m.allocated for m in bench.done if m.key == tuned.plan.key)
     assert on_cpu().now(tuned.plan) == tuned.plan
 

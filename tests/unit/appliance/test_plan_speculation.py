@@ -202,7 +202,7 @@ def test_what_was_measured_is_served_while_it_fits() -> None:
     served = still_applied(first(), measured)
     assert served.speculation == measured.speculation
     assert words in served.choices
-    assert "up to 8 tokens guessed by n-grams" in in_short(served)
+    assert "up to 8 tokens drafted by n-grams" in in_short(served)
     assert json.dumps(as_document(served))
     other = still_applied(first(ctx_size="4096"), measured)
     assert other.speculation is None

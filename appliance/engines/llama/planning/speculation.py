@@ -185,7 +185,7 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
     same = (measured.context, measured.kv_type, measured.variant, measured.parallel)
     words = [choice for choice in measured.choices if choice.name == "speculation"]
     if (plan.context, plan.kv_type, plan.variant, plan.parallel) != same:
-        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another window or placement"))
+        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another context or placement"))
     try:
         return applied(plan, speculation, words[0] if words else None)
     except ModelDoesNotFitError as error:
