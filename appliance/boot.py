@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.checks import check_devices, check_supported, why_fewer
@@ -64,6 +65,9 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     hardware = check_supported(settings, image, probe(settings.data_dir, environment))
     install = install_of(settings, image, facts, hardware)
+    if settings.engine_dir is None:
+        sources = {**settings.sources, "engine_dir": "image"}
+        settings = replace(settings, engine_dir=install.engine_dir, sources=sources)
     ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
     inputs = Inputs(
         settings=settings,

@@ -36,6 +36,7 @@ from appliance.probe import as_document as hardware_document
 from appliance.profile import Key, Picked, Profile, ProfileStore, pick, speeds_document, speeds_of, wants_more
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.progress import Phase
+from appliance.race import first_of
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -447,26 +448,18 @@ class House:
 
     async def _until_given_up(self, gateway: Gateway) -> None:
         """Raises the error of the engine's ending."""
-        failing = asyncio.create_task(self._serving.wait_failed())
-        beside = [asyncio.create_task(self._follow_state()), asyncio.create_task(self._tend(gateway))]
-        try:
-            await asyncio.wait((failing, *beside), return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                crash = failing.result()
-                served = self._serving.plan
-                if crash.signal == signal.SIGILL and served is not None and served.cpu_variant is not None:
-                    self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
-                    message = f"the engine {crash.describe()}"
-                    raise CpuUnsupportedError(message, log=crash.log)
-                raise self._engine.as_error(crash, served=True)
-            for task in beside:
-                if task.done():
-                    task.result()  # neither ever ends but by an error, which is the end of serving
-        finally:
-            failing.cancel()
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(failing, *beside, return_exceptions=True)
+        failing, *beside = await first_of(self._serving.wait_failed(), self._follow_state(), self._tend(gateway))
+        if not failing.cancelled():
+            crash = failing.result()
+            served = self._serving.plan
+            if crash.signal == signal.SIGILL and served is not None and served.cpu_variant is not None:
+                self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+                message = f"the engine {crash.describe()}"
+                raise CpuUnsupportedError(message, log=crash.log)
+            raise self._engine.as_error(crash, served=True)
+        for task in beside:
+            if not task.cancelled():
+                task.result()  # neither ever ends but by an error, which is the end of serving
 
     async def _until_loaded(self) -> None:
         """Steps down where memory runs out: it may have been taken since it was looked at, and not every plan was
@@ -582,7 +575,8 @@ class House:
         if profile is None or self._settings.mode == profile.mode or self._store.is_pinned(profile.key.id):
             return False
         space = self._found.space(profile.verdicts)
-        return await asyncio.to_thread(wants_more, profile, self._settings.mode, space)
+        settings = self._settings
+        return await asyncio.to_thread(wants_more, profile, settings.mode, space, budget_s=settings.budget_s)
 
     async def _tune_idle(self, gateway: Gateway) -> None:
         from appliance.idle.tuner import IdleTuner  # here: a start from a profile that holds never needs it
@@ -678,6 +672,8 @@ class House:
         wanted = plan or self._serving.plan
         if wanted is None:
             return "no plan serves"
+        if plan is None and self._profile is not None and not self._needs_measuring(self._profile):
+            return f"mode '{self._settings.mode}' may want a context that fits only without it"
         try:
             found = (await self._space_now()).now(wanted)
         except FatalError as error:  # a device that is gone: no reason to end serving

@@ -88,7 +88,7 @@ class Extent:
 
     @property
     def scored_in_piece(self) -> int:
-        """The first half of a piece only fills the cache, and its last token has no next (perplexity.cpp)."""
+        """The first half of a piece only fills the cache, and its last token has no next."""
         return self.piece_tokens - self.piece_tokens // 2 - 1
 
     @property
@@ -274,7 +274,7 @@ class Engine(Protocol):
     def dropped_headers(self) -> frozenset[bytes]:
         """Of a request, lower case: what the engine must not see."""
 
-    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
+    def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
 
     def query_devices(

@@ -9,7 +9,7 @@ from typing import cast
 from appliance.engines.engine import Space
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
-from appliance.tune.measurement import rated
+from appliance.tune.measurement import MARGIN, rated
 from appliance.tune.modes import Mode, choose, wanted_window
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
@@ -42,11 +42,13 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     return tuple(lacking)
 
 
-def wants_more(profile: Profile, mode: str, space: Space) -> bool:
-    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has. `space`
-    is that of the mode."""
+def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) -> bool:
+    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has, and one
+    trial may end within the budget. `space` is that of the mode."""
     seen = rated(profile.plans, profile.measurements)
     if not seen or mode in (profile.mode, *profile.other_modes):
+        return False
+    if MARGIN * max(trial.seconds for trial in profile.measurements if trial.points) > budget_s:
         return False
     windows = {plan.context for plan in space.all()}
     mix = parse_mix(profile.workload)

@@ -18,6 +18,7 @@ from appliance.values import dataclass
 EXACT = ("f32", "f16", "bf16")
 # What failed so often is not tried again by a tuning that goes on; once may have been of what was there then. That is
 # for what can be done without; a plan's failure counts at once, as others are there to take its place.
+MARGIN = 1.5  # times what the longest look so far took, before another is begun
 TRIES = 2
 
 

@@ -17,7 +17,7 @@ from appliance.tune.curve import LONGER
 from appliance.tune.engine import Bench
 from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
-from appliance.tune.measurement import Measurement, rated
+from appliance.tune.measurement import MARGIN, Measurement, rated
 from appliance.tune.modes import (
     Chosen,
     Mode,
@@ -291,7 +291,7 @@ class Tuner:
         fewest = min((len(m.points) for m in enough), default=0)
         alike = [m for m in enough if len(m.points) == fewest] or seen
         own = [m for m in alike if m.key == plan.key]
-        return 1.5 * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
+        return MARGIN * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
     def _tuned(self) -> Tuned:
         found = self._rated()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -113,7 +113,14 @@ class Stage:
         told = ("--spec-type", KINDS[kind], "--spec-draft-n-max", "8", "--spec-ngram-mod-n-max", "8")
         return self._make_command(*QUICK_TO_READ, *GUESSES, *told, "--slowdown", str(self._slowdown), *knobs)
 
-    def monitor(self, command: Command, kind: Kind | None = None, *, plan: Plan | None = None) -> DriftMonitor:
+    def monitor(
+        self,
+        command: Command,
+        kind: Kind | None = None,
+        *,
+        plan: Plan | None = None,
+        watch: Callable[[], Watch] | None = None,
+    ) -> DriftMonitor:
         return DriftMonitor(
             self.profile,
             plan or self.plan(kind),
@@ -121,7 +128,7 @@ class Stage:
             command,
             traffic=self.traffic,
             report=Report("json", self.log),
-            watch=partial(Watch, self._hardware, {}, root=self.machine.root),
+            watch=watch or partial(Watch, self._hardware, {}, root=self.machine.root),
             after_s=0.01,
         )
 
@@ -224,11 +231,29 @@ async def test_an_engine_that_does_not_answer_is_not_probed_for_ever(stage: Stag
     monitor = stage.monitor(stage.command(None))
     drift = await monitor.run()
     assert drift.state is DriftState.UNDECIDED
-    assert len(stage.said) == PROBES_MAX
-    assert all("no figure: engine broke off /tokenize" in words for words in stage.said)
+    *probes, last = stage.said
+    assert len(probes) == PROBES_MAX
+    assert all("no figure: engine broke off /tokenize" in words for words in probes)
+    assert f"{PROBES_MAX} probes decided nothing" in last
 
 
 async def test_a_plan_that_was_not_measured_is_not_probed(stage: Stage) -> None:
     monitor = stage.monitor(stage.command(None), plan=replace(stage.profile.plan, threads=63))
     assert (await monitor.run()).state is DriftState.UNDECIDED
     assert (monitor.state, stage.said) == (None, [])
+
+
+async def test_a_probe_that_cannot_be_made_is_said_and_ends_nothing(stage: Stage) -> None:
+    def no_watch() -> Watch:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    command = stage.command(None)
+    async with asyncio.timeout(LIMIT_S), running(LLAMA, command), stage.machine.passing():
+        drift = await stage.monitor(command, watch=no_watch).run()
+    assert drift.state is DriftState.UNDECIDED
+    rows = [json.loads(line) for line in stage.log.getvalue().splitlines()]
+    said = [row["message"] for row in rows if row["event"] == "profile_not_probed"]
+    assert len(said) == PROBES_MAX
+    assert said[0].endswith("RuntimeError: can't start new thread")
+    assert rows[-1]["message"].endswith(f"{PROBES_MAX} probes decided nothing; there are no more before the next start")

@@ -130,6 +130,12 @@ def test_another_document_than_the_status_is_shown(document: str, shown: str) ->
     assert "docker logs one" in err
 
 
+def test_of_an_answer_that_came_at_once_no_speed_is_said() -> None:
+    code, out, err = ended("--answer", "at-once")
+    assert code == 0, err
+    assert "It guides ships at night.  (5 tokens)\n" in out
+
+
 def test_an_answer_that_breaks_off_is_43_with_what_was_said() -> None:
     code, out, err = ended("--answer", "error")
     assert (code, out) == (43, "")

@@ -60,7 +60,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
               "appliance/engines/llama/endings",
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
-              "appliance/tune/slots", "appliance/tune/paired", "appliance/tune/companions",
+              "appliance/tune/slots", "appliance/tune/paired",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/guided",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/drift",
@@ -136,8 +136,12 @@ def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
 
 ENGINES = sorted(path.parent.name for path in (ROOT / "appliance/engines").glob("*/__init__.py"))
 # Programs, libraries and device names of the engines. GGUF's own types, keys and architectures are the format's.
-WORDS = re.compile(r"(?<!o)llama|ggml|CUDA[0-9]", re.IGNORECASE)
+WORDS = re.compile(r"(?<!o)llama|ggml|CUDA[0-9]|vllm|perplexity\.cpp", re.IGNORECASE)
 NAMES_THE_FORMAT = ("appliance/model/",)
+
+
+def test_what_does_no_io_is_there() -> None:
+    assert [prefix for prefix in WITHOUT_IO if not any(name_of(path).startswith(prefix) for path in FILES)] == []
 
 
 def is_of_an_engine(name: str) -> bool:

@@ -36,7 +36,7 @@ class LlamaClient:
             message = {"role": "user", "content": text}
             whole = await self._post("/apply-template", {"messages": [message]})
             body = {"content": whole["prompt"], "add_special": True, "parse_special": True}
-        return list((await self._post("/tokenize", body)).get("tokens", []))
+        return list((await self._post("/tokenize", body)).get("tokens") or ())
 
     async def complete(
         self,
@@ -62,17 +62,28 @@ class LlamaClient:
         except (aiohttp.ClientError, ValueError) as error:
             message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
             raise EngineNotReadyError(message) from error
-        return dict(data)
+        if not isinstance(data, dict):
+            message = f"engine answered {route} with no object while {self._doing}: {data!r:.200}"
+            raise EngineNotReadyError(message)
+        return data
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:
-    """From the engine's own `timings`; zeros where there are none."""
-    timings = reply.get("timings", {})
+    """From the engine's own `timings`; zeros where there are none. EngineNotReadyError for what are no numbers."""
+    timings = reply.get("timings") or {}
+    try:
+        return _completion(reply, timings)
+    except (AttributeError, TypeError, ValueError) as error:
+        message = f"engine gave no timings: {timings!r:.200}"
+        raise EngineNotReadyError(message) from error
+
+
+def _completion(reply: dict[str, Any], timings: dict[str, Any]) -> Completion:
     return Completion(
         read=int(timings.get("prompt_n", 0)),
         cached=int(timings.get("cache_n", 0)),
         made=int(timings.get("predicted_n", 0)),
-        tokens=tuple(reply.get("tokens", ())),
+        tokens=tuple(reply.get("tokens") or ()),
         prefill_ms=float(timings.get("prompt_ms", 0.0)),
         decode_ms=float(timings.get("predicted_ms", 0.0)),
         drafted=int(timings.get("draft_n", 0)),

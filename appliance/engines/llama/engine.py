@@ -9,14 +9,12 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Client, Devices, Ending, Extent, Inputs, Install, KernelResult
+from appliance.engines.engine import Client, Devices, Ending, Extent, Inputs, Install, KernelResult, TextReader
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
-from appliance.engines.llama.facts import BINARY, query_facts, read_facts
-from appliance.engines.llama.fit import query_projections
+from appliance.engines.llama.facts import BINARY, query_facts
 from appliance.engines.llama.kernel_guard import KernelGuard
 from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.perplexity import Perplexity
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.shortage import Narrowed, narrowed
@@ -38,9 +36,7 @@ class Llama:
     routes: tuple[EngineRoute, ...] = ROUTES
     dropped_headers = DROPPED_HEADERS
 
-    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
-        if kv_pairs:
-            return read_facts(binary, kv_pairs)
+    def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))
 
     def query_devices(
@@ -81,6 +77,8 @@ class Llama:
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
+        from appliance.engines.llama.fit import query_projections  # here: a start from a profile never needs it
+
         found = query_projections(
             install.engine_dir,
             plans,
@@ -109,7 +107,9 @@ class Llama:
 
         return LlamaClient(command, doing=doing)
 
-    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> Perplexity:
+    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
+        from appliance.engines.llama.perplexity import Perplexity  # here: no start needs it
+
         return Perplexity(plan, install, extent, text)
 
     def is_worth_showing(self, line: str) -> bool:

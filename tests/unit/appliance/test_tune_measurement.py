@@ -231,7 +231,15 @@ def test_what_was_decoded_with_guesses_is_no_figure_of_plain_steps() -> None:
         plain_point_of(replied(draft_n=9), 512, DECODE_TOKENS)
 
 
-@pytest.mark.parametrize("document", [{}, {"timings": {}}, {"error": {"message": "no"}}])
+@pytest.mark.parametrize(
+    "document", [{"timings": 3}, {"timings": {"prompt_n": "many"}}, {"timings": {"prompt_n": []}}, {"tokens": 5}]
+)
+def test_timings_that_are_no_numbers_are_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match="engine gave no timings"):
+        parse_completion(document)
+
+
+@pytest.mark.parametrize("document", [{}, {"timings": None}, {"timings": {}}, {"error": {"message": "no"}}])
 def test_a_reply_without_timings_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(EngineNotReadyError, match="other work than asked"):
         point_of(parse_completion(document), 512, DECODE_TOKENS)
