@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from appliance.command import Command
 from appliance.engines.engine import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
-from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
 from appliance.tune.curve import LONGER
 from appliance.tune.guided import Ask, Effort, Search, Trial
-from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
+from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, now
 from appliance.tune.measurement import Measurement, rated
 from appliance.tune.modes import (
     Chosen,
@@ -67,30 +64,27 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `kept` are measurements of one that was interrupted: they are not done again. Where all of them are
-    failures they do not count: what was in the way of every plan may be gone."""
+    """One tuning. `take` makes one measurement, or raises what `measure` raises. `kept` are measurements of one that was
+    interrupted: they are not done again. Where all of them are failures they do not count: what was in the way of every
+    plan may be gone."""
 
     def __init__(
         self,
         space: Space,
         plans: Sequence[Plan],
-        start: Callable[[Plan], Command],
+        take: Callable[[Plan, Look | FirstLook], Awaitable[Measurement]],
         goal: Goal,
         *,
         budget_s: float,
-        tell: Callable[[Step], None],
         done: Callable[[Measurement], None],
-        watch: Callable[[], Watch],
         kept: Sequence[Measurement] = (),
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
-        self._start = start
+        self._take = take
         self._goal = goal
         self._budget_s = budget_s
-        self._tell = tell
         self._done = done
-        self._watch = watch
         self._kept = tuple(kept)
         known = [m for m in kept if m.key in self._plans]
         self._seen = known if any(m.points for m in known) else []
@@ -99,12 +93,12 @@ class Tuner:
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
         self._candidates = candidates(space, plans)
         # What they took is spent: begun anew with every short pause, the search would look on for ever.
-        self._began = time.monotonic() - sum(m.seconds for m in self._seen)
+        self._began = now() - sum(m.seconds for m in self._seen)
         self._stopped_by = ""
 
     @property
     def left_s(self) -> float:
-        return self._budget_s - (time.monotonic() - self._began)
+        return self._budget_s - (now() - self._began)
 
     @property
     def _left_for_search_s(self) -> float:
@@ -118,12 +112,13 @@ class Tuner:
         await self._compare(search)
         await self._widen(search)
         await self._confirm()
-        return await asyncio.to_thread(self._tuned)  # while something else may serve
+        seconds = now() - self._began
+        return await asyncio.to_thread(self._tuned, seconds)  # while something else may serve
 
     async def widen(self, most: int) -> None:
         """At most so many more plans, where this mode is another than the one that was measured for. Of what is kept at
         least one was measured; what it took is not counted."""
-        self._began = time.monotonic()
+        self._began = now()
         await self._widen(self._new_search(), most)
 
     @property
@@ -233,21 +228,21 @@ class Tuner:
         return seen
 
     async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
-        began = time.monotonic()
+        began = now()
         how = self._how(plan, is_long=is_long, is_deep=is_deep)
         # The first look takes what it takes: without a figure there is nothing to choose by.
         limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
             async with asyncio.timeout(limit_s):
-                seen = await measure(plan, self._start, how, tell=self._tell, watch=self._watch)
+                seen = await self._take(plan, how)
         except SAME_FOR_EVERY_PLAN:
             raise
         except TimeoutError:
             # Nothing is kept of it: another start, with more time, may well measure it.
-            return Measurement(key=plan.key, error="the time was up", seconds=time.monotonic() - began)
+            return Measurement(key=plan.key, error="the time was up", seconds=now() - began)
         except EngineError as error:
             self._failures.append(error)
-            seen = _failed(plan, error, time.monotonic() - began)
+            seen = _failed(plan, error, now() - began)
         self._keep(seen)
         return seen
 
@@ -293,7 +288,7 @@ class Tuner:
         own = [m for m in alike if m.key == plan.key]
         return 1.5 * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
-    def _tuned(self) -> Tuned:
+    def _tuned(self, seconds: float) -> Tuned:
         found = self._rated()
         winner = choose(self._goal.mode, found, self._mix, native=self._goal.native)
         looks = [m for m in self._seen if m.key == winner.rated.key]
@@ -303,7 +298,7 @@ class Tuner:
             plans=self.measured,
             measurements=tuple(self._seen),
             mix=self._mix,
-            seconds=time.monotonic() - self._began,
+            seconds=seconds,
             stopped_by=self._stopped_by,
             allocated=next((look.allocated for look in looks if look.allocated), None),
             disturbance=_disturbance(looks),
