@@ -25,12 +25,20 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken."""
+    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken.
+
+    `noise` is the relative deviation of its times. Plans are compared by the time that is a deviation longer: of many
+    short looks the fastest is the luckiest.
+    """
 
     key: str
     window: int
     curve: Curve
     merit: int = 0
+    noise: float = 0.0
+
+    def cautious(self, time: float) -> float:
+        return time * (1 + self.noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +75,17 @@ def _usable(rated: Sequence[Rated], native: int) -> list[Rated]:
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
     """The shortest job; of those within the noise of it the largest window, then the most merit, then the shortest."""
-    costs = [(cost_s(plan.curve, job), plan) for plan in usable]
+    costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
-    cost, plan = max(
+    _, plan = max(
         ((cost, plan) for cost, plan in costs if cost <= shortest * (1 + NOISE)),
         key=lambda pair: (pair[1].window, pair[1].merit, -pair[0]),
     )
     return Chosen(
-        rated=plan, at=job.depth, speed=plan.curve.decode(job.depth), why=f"{cost:.1f} s for a {job.name} job"
+        rated=plan,
+        at=job.depth,
+        speed=plan.curve.decode(job.depth),
+        why=f"{cost_s(plan.curve, job):.1f} s for a {job.name} job",
     )
 
 
