@@ -71,6 +71,7 @@ class Effects:
             for name, value in candidate.knobs:
                 values.setdefault(name, set()).add(value)
         self._anchor = anchor.by_knob
+        self.priors = dict(PRIORS)
         self._ordered = {
             name: sorted(v for v in found if isinstance(v, int))
             for name, found in values.items()

@@ -32,7 +32,6 @@ SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depth
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
 FINALISTS = 3
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
-NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,6 @@ class Tuner:
         """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
         that failed when none could be measured, and at once when it is one that no other plan can mend."""
         search = await self._search()
-        await self._compare(search)
         await self._widen(search)
         await self._confirm()
         seconds = now() - self._began
@@ -165,13 +163,6 @@ class Tuner:
     def _keep(self, seen: Measurement) -> None:
         self._seen.append(seen)
         self._done(seen)
-
-    async def _compare(self, search: Search) -> None:
-        """The last two or three against each other: longer, at every depth."""
-        ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
-        for estimate in ranked[:FINALISTS]:
-            if estimate.ms <= ranked[0].ms * NEAR_THE_BEST:
-                await self._look_closely(self._plans[estimate.candidate.key])
 
     async def _look_closely(self, plan: Plan) -> bool:
         """Longer and at every depth; False where that is done already, there is no time, or the engine failed."""
