@@ -17,7 +17,7 @@ from functools import cached_property
 
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.refit import Fit, Observation, Term, fit
-from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
+from appliance.tune.terms import Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
@@ -99,6 +99,7 @@ class Search:
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
         anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c), mix)))
         self._effects = Effects(self.candidates, anchor)
+        self.priors = self._effects.priors
         self._jobs = {c.key: job_terms(c, self._effects, mix) for c in self.candidates}
         self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
 
@@ -168,7 +169,7 @@ class State:
     def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
         self._search = search
         self._trials = trials
-        self.fit = fit(search.observations(trials), PRIORS)
+        self.fit = fit(search.observations(trials), search.priors)
         self._limits = _limits(search, trials)
         self._held = _held(search, trials)
         self._failed = {trial.key for trial in trials if not trial.points}

@@ -8,7 +8,8 @@ of the KV cache. A step's correction has a prior around "no effect beyond the pr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,12 +72,20 @@ class Effects:
             for name, value in candidate.knobs:
                 values.setdefault(name, set()).add(value)
         self._anchor = anchor.by_knob
-        self.priors = dict(PRIORS)
         self._ordered = {
             name: sorted(v for v in found if isinstance(v, int))
             for name, found in values.items()
             if all(isinstance(value, int) for value in found)
         }
+        self.priors = {**PRIORS, **dict(self._of_steps())}
+
+    def _of_steps(self) -> Iterator[tuple[str, float]]:
+        """A prior is of a doubling: from 6 threads to 14 are three steps, and no more doubt than from 8 to 19."""
+        for name, values in self._ordered.items():
+            for a, b in itertools.pairwise(value for value in values if value > 0):
+                for way, phase in itertools.product(("", " down"), ("decode", "prefill")):
+                    kind = _prior_name(name)
+                    yield f"{kind}:{name} {a}-{b}{way} {phase}", PRIORS[kind] * math.sqrt(math.log2(b / a))
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
