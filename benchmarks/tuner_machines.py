@@ -84,7 +84,13 @@ def candidates(spec: Spec, *, off: random.Random | None = None) -> tuple[Candida
     if off is not None:
         rates = ("gpu_gb_s", "dram_gb_s", "pcie_gb_s", "gpu_prefill_us")
         planner = replace(spec, **{name: getattr(spec, name) * off.choice((0.5, 2.0)) for name in rates})
-    return tuple(_candidates(spec, planner))
+    return tuple(sorted(_candidates(spec, planner), key=lambda candidate: _preference(spec, candidate)))
+
+
+def _preference(spec: Spec, candidate: Candidate) -> tuple[bool, ...]:
+    """The order in which a real start has its plans: as the planner would have it without a prediction."""
+    preferred: dict[str, Value] = {"kv_type": "f16", "threads": spec.fast_cores, "ubatch": 512}
+    return tuple(candidate.by_knob[name] != value for name, value in preferred.items())
 
 
 def _candidates(spec: Spec, planner: Spec) -> Iterator[Candidate]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
+from appliance.tune.modes import NOISE as AS_FAST
 from appliance.tune.refit import Fit, Observation, Term, fit
 from appliance.tune.terms import Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
@@ -228,12 +229,17 @@ class State:
         return [*self._new(self.leader), *self._again(self.leader)]
 
     def _first(self) -> list[tuple[float, Ask]]:
-        """The best prediction that is likely to fit; with none of that kind, the likeliest."""
+        """Of the likely to fit, the first in the caller's order that is predicted as fast as the fastest: the final
+        choice goes by that order too. With none of that kind, the likeliest."""
         if not self.predicted:
             return []
         likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
-        first = likely[0] if likely else max(self.predicted, key=lambda e: self.chance(e.candidate))
-        return [(1.0, self._look(first.candidate))]
+        if likely:
+            as_fast = {e.candidate.key for e in likely if e.ms <= likely[0].ms * (1 + AS_FAST)}
+            first = next(each for each in self._search.candidates if each.key in as_fast)
+        else:
+            first = max(self.predicted, key=lambda e: self.chance(e.candidate)).candidate
+        return [(1.0, self._look(first))]
 
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
         pool = self.predicted[:POOL]

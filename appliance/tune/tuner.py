@@ -29,8 +29,8 @@ from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limi
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
-SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
-FINALISTS = 3
+SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for windows and for a closer look at the winner
+CLOSER_LOOKS = 3  # at the end
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
 
 
@@ -101,8 +101,9 @@ class Tuner:
 
     @property
     def _left_for_search_s(self) -> float:
-        """A share of what is left would leave the comparing at the end one look's time."""
-        return self.left_s - self._budget_s * (1 - SHARE_FOR_SEARCH)
+        """A share of what is left would leave the windows one look's time. The mode `speed` looks for none."""
+        share = 1.0 if self._goal.mode == "speed" else SHARE_FOR_SEARCH
+        return self.left_s - self._budget_s * (1 - share)
 
     async def run(self) -> Tuned:
         """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
@@ -175,7 +176,7 @@ class Tuner:
     async def _confirm(self) -> None:
         """The winner need not be one of the last few: of plans as fast it is the one with the larger window. A closer
         look may make another the winner, so a few times."""
-        for _ in range(FINALISTS):
+        for _ in range(CLOSER_LOOKS):
             key = choose(self._goal.mode, self._rated(), self._mix, native=self._goal.native).rated.key
             if not await self._look_closely(self._plans[key]):
                 return
