@@ -155,10 +155,12 @@ class Search:
         return self._by_key[key]
 
     def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
-        """Of measuring it, without the load: the text is read once, and decoded from at each depth."""
+        """Of measuring it, without the load: to warm up a text as long as the first depth is read, then the text itself
+        once, and decoded from at each depth."""
         effort = self.effort
         tokens = effort.tokens_each * (LONGER if is_long else 1)
-        stretches = itertools.pairwise((0, *sorted(effort.depths)))
+        depths = sorted(effort.depths)
+        stretches = ((0, depths[0]), *itertools.pairwise((0, *depths)))
         decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
         read = sum(fitted.predict_ms(prefill_terms(candidate, self._effects, *stretch)) for stretch in stretches)
         return (read + tokens * decode) / 1000
