@@ -77,15 +77,13 @@ class Effects:
             for name, found in values.items()
             if all(isinstance(value, int) for value in found)
         }
-        self.priors = {**PRIORS, **dict(self._of_steps())}
+        self.priors = {**PRIORS, **dict(self._of_threads())}
 
-    def _of_steps(self) -> Iterator[tuple[str, float]]:
-        """A prior is of a doubling: from 6 threads to 14 are three steps, and no more doubt than from 8 to 19."""
-        for name, values in self._ordered.items():
-            for a, b in itertools.pairwise(value for value in values if value > 0):
-                for way, phase in itertools.product(("", " down"), ("decode", "prefill")):
-                    kind = _prior_name(name)
-                    yield f"{kind}:{name} {a}-{b}{way} {phase}", PRIORS[kind] * math.sqrt(math.log2(b / a))
+    def _of_threads(self) -> Iterator[tuple[str, float]]:
+        """Their prior is of a doubling: that from 6 to 14 are three steps makes them no more doubtful."""
+        for a, b in itertools.pairwise(self._ordered.get("threads", ())):
+            for way, phase in itertools.product(("", " down"), ("decode", "prefill")):
+                yield f"threads:threads {a}-{b}{way} {phase}", PRIORS["threads"] * math.sqrt(math.log2(b / a))
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
