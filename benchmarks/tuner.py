@@ -1,8 +1,10 @@
 """How near the tuner comes to the best there is, and at what price: against others, on machines that are simulated and
 on a table that was recorded.
 
-Regret is (T_pick - T_best) / T_best, of the noiseless time of a chat job; seconds count loads. A run is asked for its
-pick after 3, 6 and 12 measurements. `off` are the same machines with each rate of the predictor wrong by a factor of 2.
+Ours is `appliance.tune.tuner.Tuner` in the mode `speed`, with its own settings, in simulated time: with the budget that
+a start has unless told otherwise, and with 20 minutes. Regret is (T_pick - T_best) / T_best, of the noiseless time of a
+chat job; seconds count loads. A run is asked for its pick after 3, 6 and 12 measurements, and in the end. `off` are the
+same machines with each rate of the predictor wrong by a factor of 2.
 
     python3 -m benchmarks.tuner [--seeds 20] [--json] [--plot FOLDER]   simulated, and the recorded table if it is there
     python3 -m benchmarks.tuner --recorded [--json]                     the recorded table alone
@@ -44,6 +46,7 @@ from benchmarks.tuner_rivals import RIVALS, Seen
 from benchmarks.tuner_time import SimulatedTime
 
 AT = (3, 6, 12)
+COLUMNS = (*map(str, AT), "end")
 OFF = ", off by 2"
 FIRST_SEED = 100  # the few constants of the search were chosen on seeds below it
 RECORDED_SEEDS = 20
@@ -82,7 +85,7 @@ class Course:
             return self._outcome(name, where)
 
     def rival(self, name: str, where: str) -> Outcome:
-        """Each measurement is a long one, and none compares the last few again: the tools that they stand for do not."""
+        """Each measurement is a long one, and the last few are not measured again: no such tool does that."""
         best: tuple[float, Candidate | None] = (math.inf, None)
         depths, tokens = WALKED if name == "walk-down" else ((EMPTY, self._workload.depth), DECODE_TOKENS * LONGER)
 
@@ -120,7 +123,7 @@ class Course:
 
     def _outcome(self, name: str, where: str) -> Outcome:
         last = len(self._regrets) - 1
-        at = {f"{n}": min(n - 1, last) for n in AT} | {"end": last}
+        at = dict(zip(COLUMNS, (*(min(n - 1, last) for n in AT), last), strict=True))
         return Outcome(
             name=name,
             where=where,
@@ -157,7 +160,7 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, dict[str, dict[str, float]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in dict.fromkeys(outcome.name for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.name == name]
-        found[name] = {n: _cell([o.regret[n] for o in own], [o.seconds[n] for o in own]) for n in own[0].regret}
+        found[name] = {n: _cell([o.regret[n] for o in own], [o.seconds[n] for o in own]) for n in COLUMNS}
     return found
 
 
@@ -185,13 +188,14 @@ def main() -> int:
     options = _parse()
     if options.record:
         return tuner_record.record(options.table, options)
-    groups = {} if options.recorded else _simulated(range(FIRST_SEED, FIRST_SEED + options.seeds), options.workers)
+    seeds = range(options.first, options.first + options.seeds)
+    groups = {} if options.recorded else _simulated(seeds, options.workers)
     if options.table.exists():
         groups["recorded"] = [o for seed in range(RECORDED_SEEDS) for o in recorded(options.table, seed)]
     elif options.recorded:
         sys.exit(f"error: no recorded table at {options.table}\n\nhint: benchmarks/tuner.py --record")
     if options.plot:
-        tuner_plot.plot(groups, AT, options.plot)
+        tuner_plot.plot(groups, COLUMNS, options.plot)
     if options.json:
         print(json.dumps(_as_json(groups), indent=1))
     else:
@@ -208,6 +212,7 @@ def _as_json(groups: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="simulated machines of each kind [20]")
+    parser.add_argument("--first", type=int, default=FIRST_SEED, help=f"the first of the seeds [{FIRST_SEED}]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
     parser.add_argument("--recorded", action="store_true", help="the recorded table alone")
     parser.add_argument("--json", action="store_true", help="for scripts")
@@ -243,8 +248,8 @@ def _print(groups: Mapping[str, Sequence[Outcome]]) -> None:
 def _table(group: str, outcomes: Sequence[Outcome]) -> Table:
     table = Table(title=f"{group}: regret, median / 90 % / worst, and mean seconds, after so many measurements")
     table.add_column("tuner")
-    for n in (*AT, "end"):
-        table.add_column(str(n), justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
     for name, cells in summary(outcomes).items():
         table.add_row(name, *(_in_words(cell) for cell in cells.values()))
     return table

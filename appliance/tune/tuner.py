@@ -63,9 +63,9 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `take` makes one measurement, or raises what `measure` raises. `kept` are measurements of one that was
-    interrupted: they are not done again. Where all of them are failures they do not count: what was in the way of every
-    plan may be gone."""
+    """One tuning. `take` makes one measurement, or raises what `measure` raises. `kept` are measurements of one that
+    was interrupted: they are not done again. Where all of them are failures they do not count: what was in the way of
+    every plan may be gone."""
 
     def __init__(
         self,
