@@ -91,11 +91,11 @@ def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
 
 def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     best = best_ms(usable, job.depth)
-    kept = [plan for plan in usable if best / plan.curve.decode_ms(job.depth) >= SPEED_KEPT]
+    kept = [plan for plan in usable if best / plan.cautious(plan.curve.decode_ms(job.depth)) >= SPEED_KEPT]
     largest = max(plan.window for plan in kept)
     plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
     speed = plan.curve.decode(job.depth)
-    share = best / speed.ms
+    share = best / plan.cautious(speed.ms)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
     why = f"the largest window that {kept_in_words}: it keeps {share:.0%}"
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
@@ -110,7 +110,7 @@ def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
 
 def best_ms(rated: Sequence[Rated], depth: float) -> float:
     """A token of the fastest at this depth."""
-    return min(plan.curve.decode_ms(depth) for plan in rated)
+    return min(plan.cautious(plan.curve.decode_ms(depth)) for plan in rated)
 
 
 def is_readable(curve: Curve, window: int, *, spare: float = 0.0) -> bool:
@@ -160,7 +160,7 @@ def wanted_window(
     compared = at_same_depths(rated)
     depth = scaled_mix(mix, min(plan.window for plan in _usable(rated, native))).depth
     best = best_ms(compared, depth)
-    held = [(plan.window, best / plan.curve.decode_ms(depth) >= SPEED_KEPT) for plan in compared]
+    held = [(plan.window, best / plan.cautious(plan.curve.decode_ms(depth)) >= SPEED_KEPT) for plan in compared]
     return next_window(windows, [*held, *((size, False) for size in failed)])
 
 
