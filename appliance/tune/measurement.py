@@ -64,6 +64,8 @@ def curve_of(measurements: Iterable[Measurement]) -> Curve:
 
 def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
     """Geometric, since noise is relative; prefill of those looks that read the most."""
+    if len(looks) == 1:
+        return looks[0][1]
     read = max(point.prefill_tokens for _, point in looks)
     alike = [(weight, point) for weight, point in looks if point.prefill_tokens == read]
     return replace(
