@@ -29,7 +29,7 @@ from appliance.settings import Settings
 from appliance.tune import quality
 from appliance.tune.concurrency import measure_slots
 from appliance.tune.engine import Bench
-from appliance.tune.measure import Step
+from appliance.tune.measure import Step, measure
 from appliance.tune.measurement import TRIES, Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.paired import Passage
@@ -189,15 +189,14 @@ class Study:
     def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
         """That goes on from what was measured so far."""
         settings = self._settings
+        watch = partial(Watch, self._hardware, self._environment)
         return Tuner(
             space,
             plans,
-            self._programs.starts,
+            partial(measure, bench=self._programs.starts, tell=self._on_step, watch=watch),
             Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=space.native),
             budget_s=budget_s,
-            tell=self._on_step,
             done=self._on_measured,
-            watch=lambda: Watch(self._hardware, self._environment),
             kept=self.measurements,
         )
 

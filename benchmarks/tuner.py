@@ -1,8 +1,10 @@
 """How near the tuner comes to the best there is, and at what price: against others, on machines that are simulated and
 on a table that was recorded.
 
-Regret is (T_pick - T_best) / T_best, of the noiseless time of a chat job; seconds count loads. A run is asked for its
-pick after 3, 6 and 12 measurements. `off` are the same machines with each rate of the predictor wrong by a factor of 2.
+Ours is `appliance.tune.tuner.Tuner` in the mode `speed`, with its own settings, in simulated time: with the budget that
+a start has unless told otherwise, and with 20 minutes. Regret is (T_pick - T_best) / T_best, of the noiseless time of a
+chat job; seconds count loads. A run is asked for its pick after 3, 6 and 12 measurements, and in the end. `off` are the
+same machines with each rate of the predictor wrong by a factor of 2.
 
     python3 -m benchmarks.tuner [--seeds 20] [--json] [--plot FOLDER]   simulated, and the recorded table if it is there
     python3 -m benchmarks.tuner --recorded [--json]                     the recorded table alone
@@ -15,6 +17,7 @@ from __future__ import annotations
 import images.own_python  # noqa: F401 # isort: skip
 
 import argparse
+import asyncio
 import json
 import math
 import random
@@ -24,41 +27,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from appliance.errors import EngineError
+from appliance.settings import resolve_settings
+from appliance.tune.candidates import EMPTY
 from appliance.tune.curve import LONGER, Curve, Point
-from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Trial
+from appliance.tune.measure import DECODE_TOKENS
 from appliance.tune.terms import Candidate
-from appliance.tune.workload import CHAT, Workload, job_s, only, without_limits
+from appliance.tune.workload import CHAT, Workload, job_s, only
 from benchmarks import tuner_plot, tuner_record, tuner_table
-from benchmarks.tuner_machines import SPECS, Machine, Missing, candidates
+from benchmarks.tuner_machines import SPECS, Machine, candidates
+from benchmarks.tuner_ours import Engine, World, tune
 from benchmarks.tuner_rivals import RIVALS, Seen
+from benchmarks.tuner_time import SimulatedTime
 
 AT = (3, 6, 12)
-TOKENS_EACH = 24
+COLUMNS = (*map(str, AT), "end")
 OFF = ", off by 2"
 FIRST_SEED = 100  # the few constants of the search were chosen on seeds below it
 RECORDED_SEEDS = 20
 TABLE = Path(__file__).with_name("tuner_table.jsonl")
-WALKED: dict[str, Any] = {"depths": (20,), "tokens": 200}  # a prompt of about 20 tokens, 200 decoded after it
-FAILS_AFTER = 0.5  # of a load: when a start that does not fit ends
-
-
-class World(Protocol):
-    """A machine, simulated or recorded."""
-
-    noise: float
-    depths: tuple[int, ...]
-
-    def fails(self, candidate: Candidate) -> Missing | None: ...
-    def job_s(self, candidate: Candidate, workload: Workload) -> float: ...
-    def load_s(self) -> float: ...
-    def points(
-        self, candidate: Candidate, depths: tuple[int, ...], tokens: int, noise: float, draw: random.Random
-    ) -> tuple[tuple[Point, ...], float]: ...
+WALKED = ((20,), 200)  # a prompt of about 20 tokens, 200 decoded after it
+BUDGETS = {"ours": resolve_settings({}, {}).budget_s, "ours, 20 minutes": 1200.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +61,8 @@ class Outcome:
 
     name: str
     where: str
-    regret: Mapping[int, float]
-    seconds: Mapping[int, float]
+    regret: Mapping[str, float]
+    seconds: Mapping[str, float]
 
 
 class Course:
@@ -76,71 +70,76 @@ class Course:
 
     def __init__(self, world: World, found: Sequence[Candidate], workload: Workload, seed: int) -> None:
         self._world = world
+        self._found = found
         self._workload = workload
+        self._seed = seed
         self._draw = random.Random(seed)
         self._best_s = min(world.job_s(candidate, workload) for candidate in found)
-        self.regrets: list[float] = []
-        self.seconds: list[float] = []
+        self._time = asyncio.Runner(loop_factory=SimulatedTime)
+        self._regrets: list[float] = []
+        self._seconds: list[float] = []
 
-    def points(
-        self, candidate: Candidate, *, is_long: bool, depths: tuple[int, ...] = (), tokens: int = 0
-    ) -> tuple[tuple[Point, ...], Missing | None, float]:
-        """What is seen, or what is missing, and the seconds of the load."""
-        load = self._world.load_s()
-        if (missing := self._world.fails(candidate)) is not None:
-            self._spend(load * FAILS_AFTER)
-            return (), missing, load
-        tokens = tokens or TOKENS_EACH * (LONGER if is_long else 1)
-        noise = self._world.noise / math.sqrt(LONGER) if is_long else self._world.noise
-        points, seconds = self._world.points(candidate, depths or self._world.depths, tokens, noise, self._draw)
-        self._spend(load + seconds)
-        return points, None, load
+    def ours(self, name: str, where: str, budget_s: float) -> Outcome:
+        with self._time:
+            self._time.run(tune(self._found, self._start, only(self._workload), budget_s, self._pick))
+            return self._outcome(name, where)
 
-    def _spend(self, seconds: float) -> None:
-        self.seconds.append(seconds + (self.seconds[-1] if self.seconds else 0.0))
+    def rival(self, name: str, where: str) -> Outcome:
+        """Each measurement is a long one, and the last few are not measured again: no such tool does that."""
+        best: tuple[float, Candidate | None] = (math.inf, None)
+        depths, tokens = WALKED if name == "walk-down" else ((EMPTY, self._workload.depth), DECODE_TOKENS * LONGER)
 
-    def pick(self, candidate: Candidate | None) -> None:
+        def measure(candidate: Candidate) -> Seen:
+            nonlocal best
+            points = self._time.run(self._points(candidate, depths, tokens))
+            seen = Seen(job_s=math.inf, empty_ms=math.inf)
+            if points:
+                seen = Seen(job_s=job_s(Curve(points=points), self._workload), empty_ms=points[0].decode_ms)
+            value = seen.empty_ms if name == "walk-down" else seen.job_s
+            best = min(best, (value, candidate), key=lambda pair: pair[0]) if math.isfinite(value) else best
+            self._pick(best[1])
+            return seen
+
+        with self._time:
+            RIVALS[name](self._found, measure, max(AT), random.Random(self._seed))
+            return self._outcome(name, where)
+
+    def _start(self, candidate: Candidate) -> Engine:
+        return Engine(self._world, candidate, self._draw)
+
+    async def _points(self, candidate: Candidate, depths: Sequence[int], tokens: int) -> tuple[Point, ...]:
+        engine = self._start(candidate)
+        try:
+            await engine.load()
+        except EngineError:
+            return ()
+        return tuple([await engine.run(depth, tokens) for depth in depths])
+
+    def _pick(self, candidate: Candidate | None) -> None:
         """After a measurement. Nothing that works yet is as bad as ten times the best."""
         picked = self._world.job_s(candidate, self._workload) if candidate else math.inf
-        self.regrets.append(min(10.0, picked / self._best_s - 1))
+        self._regrets.append(min(10.0, picked / self._best_s - 1))
+        self._seconds.append(self._time.get_loop().time())
 
-    def outcome(self, name: str, where: str) -> Outcome:
-        last = len(self.regrets) - 1
+    def _outcome(self, name: str, where: str) -> Outcome:
+        last = len(self._regrets) - 1
+        at = dict(zip(COLUMNS, (*(min(n - 1, last) for n in AT), last), strict=True))
         return Outcome(
             name=name,
             where=where,
-            regret={n: self.regrets[min(n - 1, last)] for n in AT},
-            seconds={n: self.seconds[min(n - 1, last)] for n in AT},
+            regret={n: self._regrets[i] for n, i in at.items()},
+            seconds={n: self._seconds[i] for n, i in at.items()},
         )
 
 
-def run_ours(course: Course, found: Sequence[Candidate], workload: Workload, effort: Effort) -> None:
-    search = Search(found, without_limits(only(workload)), effort)
-    trials: list[Trial] = []
-    while len(trials) < max(AT) and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
-        points, missing, load = course.points(ask.candidate, is_long=ask.is_long)
-        lacking = OutOfMemory(device=missing.device, missing_mib=missing.mib) if missing else None
-        trials.append(Trial(key=ask.candidate.key, points=points, is_long=ask.is_long, load_s=load, lacking=lacking))
-        ranked = search.rank(trials)
-        course.pick(ranked[0].candidate if ranked and ranked[0].is_measured else None)
-
-
-def run_rival(name: str, course: Course, found: Sequence[Candidate], workload: Workload, seed: int) -> None:
-    best: tuple[float, Candidate | None] = (math.inf, None)
-
-    def measure(candidate: Candidate) -> Seen:
-        nonlocal best
-        how = WALKED if name == "walk-down" else {}
-        points, _, _ = course.points(candidate, is_long=True, **how)
-        seen = Seen(job_s=math.inf, empty_ms=math.inf)
-        if points:
-            seen = Seen(job_s=job_s(Curve(points=points), workload), empty_ms=points[0].decode_ms)
-        value = seen.empty_ms if name == "walk-down" else seen.job_s
-        best = min(best, (value, candidate), key=lambda pair: pair[0]) if math.isfinite(value) else best
-        course.pick(best[1])
-        return seen
-
-    RIVALS[name](found, measure, max(AT), random.Random(seed))
+def courses(
+    world: World, found: Sequence[Candidate], workload: Workload, seed: int, where: str, names: Iterable[str]
+) -> list[Outcome]:
+    outcomes = []
+    for name in names:
+        course = Course(world, found, workload, seed)
+        outcomes.append(course.ours(name, where, BUDGETS[name]) if name in BUDGETS else course.rival(name, where))
+    return outcomes
 
 
 def simulated(task: tuple[int, bool]) -> list[Outcome]:
@@ -148,17 +147,10 @@ def simulated(task: tuple[int, bool]) -> list[Outcome]:
     seed, is_off = task
     outcomes = []
     for spec in SPECS:
-        machine = Machine(spec, seed)
         found = candidates(spec, off=random.Random(seed) if is_off else None)
         where = spec.name + OFF if is_off else spec.name
-        effort = Effort(depths=machine.depths, tokens_each=TOKENS_EACH, load_s=spec.load_s)
-        course = Course(machine, found, CHAT, seed)
-        run_ours(course, found, CHAT, effort)
-        outcomes.append(course.outcome("ours", where))
-        for name in RIVALS if not is_off else ():  # the others predict nothing that could be off
-            course = Course(machine, found, CHAT, seed)
-            run_rival(name, course, found, CHAT, seed)
-            outcomes.append(course.outcome(name, where))
+        names = BUDGETS if is_off else (*BUDGETS, *RIVALS)  # the others predict nothing that could be off
+        outcomes += courses(Machine(spec, seed), found, CHAT, seed, where, names)
     return outcomes
 
 
@@ -168,7 +160,7 @@ def summary(outcomes: Iterable[Outcome]) -> dict[str, dict[str, dict[str, float]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in dict.fromkeys(outcome.name for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.name == name]
-        found[name] = {str(n): _cell([o.regret[n] for o in own], [o.seconds[n] for o in own]) for n in AT}
+        found[name] = {n: _cell([o.regret[n] for o in own], [o.seconds[n] for o in own]) for n in COLUMNS}
     return found
 
 
@@ -184,32 +176,26 @@ def _cell(regrets: Sequence[float], seconds: Sequence[float]) -> dict[str, float
 
 def recorded(table: Path, seed: int) -> list[Outcome]:
     """One seed's noise over every model of the recorded table."""
-    outcomes = []
-    for model in tuner_table.load(table):
-        effort = Effort(depths=model.depths, tokens_each=TOKENS_EACH, load_s=model.load_s(), noise=model.noise)
-        found = model.candidates
-        workload = model.workload
-        course = Course(model, found, workload, seed)
-        run_ours(course, found, workload, effort)
-        outcomes.append(course.outcome("ours", model.name))
-        for name in RIVALS:
-            course = Course(model, found, workload, seed)
-            run_rival(name, course, found, workload, seed)
-            outcomes.append(course.outcome(name, model.name))
-    return outcomes
+    names = (*BUDGETS, *RIVALS)
+    return [
+        outcome
+        for model in tuner_table.load(table)
+        for outcome in courses(model, model.candidates, model.workload, seed, model.name, names)
+    ]
 
 
 def main() -> int:
     options = _parse()
     if options.record:
         return tuner_record.record(options.table, options)
-    groups = {} if options.recorded else _simulated(range(FIRST_SEED, FIRST_SEED + options.seeds), options.workers)
+    seeds = range(options.first, options.first + options.seeds)
+    groups = {} if options.recorded else _simulated(seeds, options.workers)
     if options.table.exists():
         groups["recorded"] = [o for seed in range(RECORDED_SEEDS) for o in recorded(options.table, seed)]
     elif options.recorded:
         sys.exit(f"error: no recorded table at {options.table}\n\nhint: benchmarks/tuner.py --record")
     if options.plot:
-        tuner_plot.plot(groups, AT, options.plot)
+        tuner_plot.plot(groups, COLUMNS, options.plot)
     if options.json:
         print(json.dumps(_as_json(groups), indent=1))
     else:
@@ -226,6 +212,7 @@ def _as_json(groups: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="simulated machines of each kind [20]")
+    parser.add_argument("--first", type=int, default=FIRST_SEED, help=f"the first of the seeds [{FIRST_SEED}]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
     parser.add_argument("--recorded", action="store_true", help="the recorded table alone")
     parser.add_argument("--json", action="store_true", help="for scripts")
@@ -253,16 +240,16 @@ def _print(groups: Mapping[str, Sequence[Outcome]]) -> None:
     for group, outcomes in groups.items():
         console.print(_table(group, outcomes))
         for where in dict.fromkeys(outcome.where for outcome in outcomes):
-            ours = [outcome for outcome in outcomes if outcome.where == where and outcome.name == "ours"]
-            cells = summary(ours)["ours"]
-            console.print(f"  ours on {where}: " + "; ".join(f"{n}: {_in_words(cell)}" for n, cell in cells.items()))
+            found = summary(o for o in outcomes if o.where == where and o.name in BUDGETS)
+            for name, cells in found.items():
+                console.print(f"  {name} on {where}: " + "; ".join(f"{n}: {_in_words(c)}" for n, c in cells.items()))
 
 
 def _table(group: str, outcomes: Sequence[Outcome]) -> Table:
     table = Table(title=f"{group}: regret, median / 90 % / worst, and mean seconds, after so many measurements")
     table.add_column("tuner")
-    for n in AT:
-        table.add_column(str(n), justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
     for name, cells in summary(outcomes).items():
         table.add_row(name, *(_in_words(cell) for cell in cells.values()))
     return table

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from appliance.plan import Costs
-from appliance.tune.curve import Point
 from appliance.tune.terms import Candidate, Need, Value
 from appliance.tune.workload import Workload
 
 KV_BYTES = {"f16": 2.0, "q8_0": 1.0625}
 UBATCHES = (128, 256, 512, 1024, 2048)
 WINDOWS = (8192, 16384, 32768, 65536, 131072)
+START_S = 0.5  # of a server without a model: the recorded table's smallest took so long
+LOAD_GB_S = 2.5  # a model's bytes, out of the page cache into memory that is not pinned, or from an NVMe drive
 BEYOND_FIT = (-1, 0, 1, 2, 4, 8, 16)  # layers away from the fewest on the CPU that are predicted to fit
 
 
@@ -46,7 +47,10 @@ class Spec:
     gpu_prefill_us: float  # a token, a layer
     fast_cores: int
     threads: tuple[int, ...]
-    load_s: float
+
+    @property
+    def model_mb(self) -> float:
+        return self.layers * (self.dense_mb + self.expert_mb) + self.output_mb
 
 
 # Bytes of layers and bandwidths: facts of the models and cards (tuning.md sections 2.4 to 2.6).
@@ -54,22 +58,22 @@ SPECS = (
     Spec(
         name="8 GB laptop, Qwen3-30B-A3B", layers=48, dense_mb=11, expert_mb=339, used_share=8 / 128, output_mb=255,
         kv_values=1024, native=40960, gpus=1, gpu_gb_s=256 * 0.75, vram_mib=7300, ram_mib=28000, dram_gb_s=62,
-        pcie_gb_s=11, gpu_prefill_us=14, fast_cores=6, threads=(2, 4, 6, 8, 10, 14), load_s=8,
+        pcie_gb_s=11, gpu_prefill_us=14, fast_cores=6, threads=(2, 4, 6, 8, 10, 14),
     ),
     Spec(
         name="2x RTX 4090, 70B", layers=80, dense_mb=500, expert_mb=0, used_share=0, output_mb=700,
         kv_values=2048, native=131072, gpus=2, gpu_gb_s=1008 * 0.8, vram_mib=46500, ram_mib=60000, dram_gb_s=70,
-        pcie_gb_s=25, gpu_prefill_us=10, fast_cores=16, threads=(2, 4, 8, 16, 32), load_s=15,
+        pcie_gb_s=25, gpu_prefill_us=10, fast_cores=16, threads=(2, 4, 8, 16, 32),
     ),
     Spec(
         name="24 GB card, DeepSeek-V3 in RAM", layers=61, dense_mb=130, expert_mb=6350, used_share=8 / 256,
         output_mb=760, kv_values=576, native=131072, gpus=1, gpu_gb_s=1008 * 0.75, vram_mib=23300, ram_mib=500000,
-        dram_gb_s=230, pcie_gb_s=25, gpu_prefill_us=60, fast_cores=32, threads=(8, 16, 24, 32, 48, 64), load_s=150,
+        dram_gb_s=230, pcie_gb_s=25, gpu_prefill_us=60, fast_cores=32, threads=(8, 16, 24, 32, 48, 64),
     ),
     Spec(
         name="2x RTX 2080 Ti, 32B", layers=64, dense_mb=290, expert_mb=0, used_share=0, output_mb=640,
         kv_values=2048, native=40960, gpus=2, gpu_gb_s=616 * 0.75, vram_mib=21000, ram_mib=60000, dram_gb_s=40,
-        pcie_gb_s=12, gpu_prefill_us=22, fast_cores=8, threads=(2, 4, 6, 8, 16), load_s=8,
+        pcie_gb_s=12, gpu_prefill_us=22, fast_cores=8, threads=(2, 4, 6, 8, 16),
     ),
 )  # fmt: skip
 
@@ -80,7 +84,13 @@ def candidates(spec: Spec, *, off: random.Random | None = None) -> tuple[Candida
     if off is not None:
         rates = ("gpu_gb_s", "dram_gb_s", "pcie_gb_s", "gpu_prefill_us")
         planner = replace(spec, **{name: getattr(spec, name) * off.choice((0.5, 2.0)) for name in rates})
-    return tuple(_candidates(spec, planner))
+    return tuple(sorted(_candidates(spec, planner), key=lambda candidate: _preference(spec, candidate)))
+
+
+def _preference(spec: Spec, candidate: Candidate) -> tuple[bool, ...]:
+    """The order in which a real start has its plans: as the planner would have it without a prediction."""
+    preferred: dict[str, Value] = {"kv_type": "f16", "threads": spec.fast_cores, "ubatch": 512}
+    return tuple(candidate.by_knob[name] != value for name, value in preferred.items())
 
 
 def _candidates(spec: Spec, planner: Spec) -> Iterator[Candidate]:
@@ -160,7 +170,6 @@ class Machine:
         draw = random.Random(f"{spec.name} {seed}")
         self.spec = spec
         self.noise = draw.uniform(0.03, 0.10)
-        self.depths: tuple[int, ...] = (32, 512)
         self._seed = f"{spec.name} {seed}"
         self._rate = {name: math.exp(draw.gauss(0, sd)) for name, sd in _RATE_SPREAD.items()}
         self._cliff = draw.choice(tuple(t for t in spec.threads if spec.fast_cores / 2 <= t <= spec.fast_cores))
@@ -210,22 +219,9 @@ class Machine:
         decode = sum(self.decode_ms(candidate, depth) for depth in depths) * workload.tokens_out / steps
         return (self.prefill_ms(candidate, workload.tokens_reused, workload.tokens_in) + decode) / 1000
 
-    def points(
-        self, candidate: Candidate, depths: tuple[int, ...], tokens: int, noise: float, draw: random.Random
-    ) -> tuple[tuple[Point, ...], float]:
-        """What measuring shows, and the seconds that it took."""
-        points, seconds, done = [], 0.0, 0
-        for depth in depths:
-            decode = self.decode_ms(candidate, depth) * math.exp(draw.gauss(0, noise))
-            prefill = self.prefill_ms(candidate, done, depth) * math.exp(draw.gauss(0, noise))
-            read = depth - done
-            points.append(Point(depth=depth, decode_ms=decode, prefill_ms=prefill / read, prefill_tokens=read))
-            seconds += (prefill + tokens * decode) / 1000
-            done = depth
-        return tuple(points), seconds
-
-    def load_s(self) -> float:
-        return self.spec.load_s
+    def load_s(self, candidate: Candidate) -> float:
+        del candidate
+        return START_S + self.spec.model_mb / 1000 / LOAD_GB_S
 
     def _work(self, candidate: Candidate) -> Costs:
         """By the figures of the card, not those of a planner that is wrong about it."""

@@ -20,12 +20,12 @@ class Run(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def regret(self) -> Mapping[int, float]: ...
+    def regret(self) -> Mapping[str, float]: ...
     @property
-    def seconds(self) -> Mapping[int, float]: ...
+    def seconds(self) -> Mapping[str, float]: ...
 
 
-def plot(groups: Mapping[str, Sequence[Run]], at: Sequence[int], folder: Path) -> None:
+def plot(groups: Mapping[str, Sequence[Run]], at: Sequence[str], folder: Path) -> None:
     """Writes tuner.png and tuner.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(5.5 * len(groups), 4.5), layout="constrained")
@@ -35,7 +35,7 @@ def plot(groups: Mapping[str, Sequence[Run]], at: Sequence[int], folder: Path) -
     figure.savefig(folder / "tuner.svg", metadata={"Date": None})
 
 
-def _panel(axes: Axes, title: str, runs: Sequence[Run], at: Sequence[int]) -> None:
+def _panel(axes: Axes, title: str, runs: Sequence[Run], at: Sequence[str]) -> None:
     for name in dict.fromkeys(run.name for run in runs):
         own = [run for run in runs if run.name == name]
         seconds = [statistics.fmean(run.seconds[n] for run in own) for n in at]
@@ -44,7 +44,7 @@ def _panel(axes: Axes, title: str, runs: Sequence[Run], at: Sequence[int]) -> No
         (line,) = axes.plot(seconds, middle, marker="o", label=name)
         axes.fill_between(seconds, middle, tenth, alpha=0.12, color=line.get_color())
         for x, y, n in zip(seconds, middle, at, strict=True):
-            axes.annotate(str(n), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            axes.annotate(n, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
     axes.set(xscale="log", yscale="log", title=title, xlabel="seconds, loads included (mean)", ylabel="regret")
     axes.set_title(title, fontsize=10)
-    axes.legend(title="median to 90 %, after 3, 6, 12", fontsize=8, title_fontsize=8)
+    axes.legend(title="median to 90 %, after 3, 6, 12, in the end", fontsize=8, title_fontsize=8)

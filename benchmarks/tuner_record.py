@@ -44,7 +44,6 @@ GRID: dict[str, tuple[Any, ...]] = {
 DEPTHS = (32, 512, 2048)
 REPEATS = 4
 TOKENS = 32
-CONTEXT = 4096
 SYNTHETIC = {
     "dense-150M": SMALL["gqa"].changed(
         block_count=12, embedding_length=1024, feed_forward_length=2816, attention__head_count=16,
@@ -142,7 +141,7 @@ async def _measure(binary: Path, model: Path, cell: dict[str, Any]) -> dict[str,
 def _command(binary: Path, model: Path, cell: dict[str, Any], folder: Path) -> Command:
     socket = folder / "s.sock"
     flags = {
-        "--model": model, "--host": socket, "--ctx-size": CONTEXT, "--threads": cell["threads"],
+        "--model": model, "--host": socket, "--ctx-size": tuner_table.CONTEXT, "--threads": cell["threads"],
         "--batch-size": 2048, "--ubatch-size": cell["ubatch"], "--cache-type-k": cell["kv_type"],
         "--cache-type-v": cell["kv_type"], "--load-mode": cell["load_mode"], "--parallel": 1, "--flash-attn": "on",
         "--cache-ram": 0,

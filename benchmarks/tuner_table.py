@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ KNOBS = ("kv_type", "load_mode", "threads", "ubatch")
 PLANNED_GB_S = DRAM_GB_S.value * DRAM_SHARE.value  # where memory was not measured: the search has to live with it
 PREFERRED: tuple[Value, ...] = ("f16", "mmap", 512)  # a start has plans with these before others
 LEAST_NOISE = 0.01
+CONTEXT = 4096  # of the server that each cell was measured on
 
 
 class Recorded:
@@ -39,8 +39,7 @@ class Recorded:
         in_order = sorted(self._cells.items(), key=lambda pair: _preference(pair[1]))
         self.candidates = tuple(self._candidate(key, cell) for key, cell in in_order)
         good = [cell for cell in self._cells.values() if cell["points"]]
-        self.depths = tuple(point["depth"] for point in good[0]["points"])
-        self.workload: Workload = scaled(CHAT, self.depths[-1])
+        self.workload: Workload = scaled(CHAT, good[0]["points"][-1]["depth"])
         self._load_s = statistics.median(cell["load_s"] for cell in good)
 
     def fails(self, candidate: Candidate) -> Missing | None:
@@ -50,36 +49,28 @@ class Recorded:
         points = _points(self._cells[candidate.key])
         return job_s(Curve(points=points), workload) if points else math.inf
 
-    def load_s(self) -> float:
+    def load_s(self, candidate: Candidate) -> float:
+        del candidate
         return float(self._load_s)
 
-    def points(
-        self, candidate: Candidate, depths: tuple[int, ...], tokens: int, noise: float, draw: random.Random
-    ) -> tuple[tuple[Point, ...], float]:
-        """At the recorded depths among those asked for, or the shallowest."""
-        recorded = _points(self._cells[candidate.key])
-        wanted = [point for point in recorded if point.depth in depths] or recorded[:1]
-        points, seconds = [], 0.0
-        for point in wanted:
-            decode = point.decode_ms * math.exp(draw.gauss(0, noise))
-            prefill = point.prefill_ms * math.exp(draw.gauss(0, noise))
-            read = point.prefill_tokens
-            points.append(Point(depth=point.depth, decode_ms=decode, prefill_ms=prefill, prefill_tokens=read))
-            seconds += (prefill * read + decode * tokens) / 1000
-        return tuple(points), seconds
+    def decode_ms(self, candidate: Candidate, depth: float) -> float:
+        return Curve(points=_points(self._cells[candidate.key])).decode_ms(depth)
+
+    def prefill_ms(self, candidate: Candidate, first: int, last: int) -> float:
+        return 1000 * Curve(points=_points(self._cells[candidate.key])).prefill_s(first, last)
 
     def _candidate(self, key: str, cell: Mapping[str, Any]) -> Candidate:
         """With the costs that a real start has for it."""
         weights = self._facts["read_mb"] * 1e6
         whole = cpu_costs(weights, self._facts["kv_values"], cell["kv_type"], PLANNED_GB_S)
         work = with_threads(whole + Costs(fixed_ms=CPU_FIXED_MS), cell["threads"], self._facts["cores"])
-        # "window" and "cpu_layers" are one value each: rivals ask every machine for them.
+        # "window" and "cpu_layers" are one value each: every machine is asked for them.
         knobs: tuple[tuple[str, Value], ...] = (
             *((name, cell[name]) for name in KNOBS),
             ("cpu_layers", 0),
-            ("window", 1),
+            ("window", CONTEXT),
         )
-        return Candidate(key=key, knobs=knobs, window=1, work=work)
+        return Candidate(key=key, knobs=knobs, window=CONTEXT, work=work)
 
 
 def _preference(cell: Mapping[str, Any]) -> tuple[Any, ...]:

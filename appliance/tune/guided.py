@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
+from appliance.tune.modes import NOISE as AS_FAST
 from appliance.tune.refit import Fit, Observation, Term, fit
-from appliance.tune.terms import PRIORS, Candidate, Effects, decode_terms, job_terms, prefill_terms
+from appliance.tune.terms import Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
@@ -99,6 +100,7 @@ class Search:
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
         anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c), mix)))
         self._effects = Effects(self.candidates, anchor)
+        self.priors = self._effects.priors
         self._jobs = {c.key: job_terms(c, self._effects, mix) for c in self.candidates}
         self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
 
@@ -153,10 +155,12 @@ class Search:
         return self._by_key[key]
 
     def seconds(self, candidate: Candidate, fitted: Fit, *, is_long: bool) -> float:
-        """Of measuring it, without the load: the text is read once, and decoded from at each depth."""
+        """Of measuring it, without the load: to warm up a text as long as the first depth is read, then the text itself
+        once, and decoded from at each depth."""
         effort = self.effort
         tokens = effort.tokens_each * (LONGER if is_long else 1)
-        stretches = itertools.pairwise((0, *sorted(effort.depths)))
+        depths = sorted(effort.depths)
+        stretches = ((0, depths[0]), *itertools.pairwise((0, *depths)))
         decode = sum(fitted.predict_ms(decode_terms(candidate, self._effects, depth)) for depth in effort.depths)
         read = sum(fitted.predict_ms(prefill_terms(candidate, self._effects, *stretch)) for stretch in stretches)
         return (read + tokens * decode) / 1000
@@ -168,7 +172,7 @@ class State:
     def __init__(self, search: Search, trials: Sequence[Trial]) -> None:
         self._search = search
         self._trials = trials
-        self.fit = fit(search.observations(trials), PRIORS)
+        self.fit = fit(search.observations(trials), search.priors)
         self._limits = _limits(search, trials)
         self._held = _held(search, trials)
         self._failed = {trial.key for trial in trials if not trial.points}
@@ -227,12 +231,17 @@ class State:
         return [*self._new(self.leader), *self._again(self.leader)]
 
     def _first(self) -> list[tuple[float, Ask]]:
-        """The best prediction that is likely to fit; with none of that kind, the likeliest."""
+        """Of the likely to fit, the first in the caller's order that is predicted as fast as the fastest: the final
+        choice goes by that order too. With none of that kind, the likeliest."""
         if not self.predicted:
             return []
         likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
-        first = likely[0] if likely else max(self.predicted, key=lambda e: self.chance(e.candidate))
-        return [(1.0, self._look(first.candidate))]
+        if likely:
+            as_fast = {e.candidate.key for e in likely if e.ms <= likely[0].ms * (1 + AS_FAST)}
+            first = next(each for each in self._search.candidates if each.key in as_fast)
+        else:
+            first = max(self.predicted, key=lambda e: self.chance(e.candidate)).candidate
+        return [(1.0, self._look(first))]
 
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
         pool = self.predicted[:POOL]

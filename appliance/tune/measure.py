@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from appliance.engines.engine import Client, Completion
 from appliance.errors import EngineNotReadyError
@@ -55,15 +56,20 @@ class FirstLook:
     wanted: int  # the workload's depth
     work_s: float  # what filling the context so far may take
     deep_s: float
-    until: float = float("inf")  # of time.monotonic(): no deeper point is begun that would end later
+    until: float = float("inf")  # of now(): no deeper point is begun that would end later
     end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
+
+
+def now() -> float:
+    """Seconds by the event loop's clock, which its timeouts go by too: a simulation has a loop of its own."""
+    return asyncio.get_running_loop().time()
 
 
 async def measure(
     plan: Plan,
-    bench: Bench,
     look: Look | FirstLook,
     *,
+    bench: Bench,
     tell: Callable[[Step], None],
     watch: Callable[[], Watch],
 ) -> Measurement:
@@ -71,28 +77,35 @@ async def measure(
 
     What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
     """
-    began = time.monotonic()
+    began = now()
     lines: deque[str] = deque(maxlen=LOG_LINES)
     tell(Step(plan=plan, what="loading"))
     command = bench.start(plan)
     async with running(bench.engine, command, on_line=lines.append) as supervisor:
-        load_s = time.monotonic() - began
+        load_s = now() - began
         async with bench.engine.client(command) as client, watch() as watching:
             probe = await Probe.of(client)
-            work = _points(probe, plan, look, tell)
+            work = points_of(probe, plan, look, tell)
             points = await unless_stalled(work, supervisor, command.stall_timeout_s)
     return Measurement(
         key=plan.key,
         points=points,
         is_long=isinstance(look, Look) and look.is_long,
         load_s=load_s,
-        seconds=time.monotonic() - began,
+        seconds=now() - began,
         allocated=bench.engine.allocated(lines),
         conditions=watching.conditions,
     )
 
 
-async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callable[[Step], None]) -> tuple[Point, ...]:
+class Asks(Protocol):
+    """A running engine."""
+
+    async def warm(self) -> Point: ...
+    async def run(self, depth: int, tokens: int) -> Point: ...
+
+
+async def points_of(probe: Asks, plan: Plan, look: Look | FirstLook, tell: Callable[[Step], None]) -> tuple[Point, ...]:
     points: list[Point] = []
 
     async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
@@ -106,7 +119,7 @@ async def _points(probe: Probe, plan: Plan, look: Look | FirstLook, tell: Callab
             await add(depth, look.tokens)
         return tuple(points)
     empty = empty_depth(plan.context, DECODE_TOKENS)
-    tokens = tokens_within(warmed, empty, look.end - time.monotonic())
+    tokens = tokens_within(warmed, empty, look.end - now())
     if tokens is None:
         return (warmed,)
     last = await add(empty, tokens)
@@ -131,7 +144,7 @@ def tokens_within(warmed: Point, depth: int, left_s: float) -> int | None:
 def _ends_at(last: Point, depth: int) -> float:
     """When the next point would be done, if a token took no longer than at the last one."""
     taken_ms = (depth - last.depth) * last.prefill_ms + DECODE_TOKENS * last.decode_ms
-    return time.monotonic() + taken_ms / 1000
+    return now() + taken_ms / 1000
 
 
 class Probe:

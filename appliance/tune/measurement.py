@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from appliance.plan import Allocated, Plan
 from appliance.probe.conditions import Conditions
-from appliance.tune.curve import LONGER, Curve, Point
+from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.modes import Rated
 from appliance.values import dataclass
 
@@ -56,24 +56,31 @@ class Measurement:
 def curve_of(measurements: Iterable[Measurement]) -> Curve:
     """Of looks at one plan, at least one of them with points: at each depth their mean, a long one counted as often as
     it decoded more; disturbed ones only where there is no other."""
-    seen = [m for m in measurements if m.points]
-    calm = [m for m in seen if m.disturbance is None] or seen
     by_depth: dict[int, list[tuple[float, Point]]] = {}
-    for measurement in calm:
-        weight = float(LONGER if measurement.is_long else 1)
+    for measurement in _calm(measurements):
         for point in measurement.points:
-            by_depth.setdefault(point.depth, []).append((weight / point.noisier**2, point))
+            by_depth.setdefault(point.depth, []).append((_weight(measurement, point.noisier), point))
     return Curve(points=tuple(_mean(by_depth[depth]) for depth in sorted(by_depth)))
 
 
 def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
-    """Geometric, since noise is relative; prefill of the look that read the most."""
+    """Geometric, since noise is relative; prefill of those looks that read the most."""
     if len(looks) == 1:
         return looks[0][1]
-    whole = sum(weight for weight, _ in looks)
-    decode_ms = math.exp(sum(weight * math.log(point.decode_ms) for weight, point in looks) / whole)
-    read = max((point for _, point in looks), key=lambda point: point.prefill_tokens)
-    return replace(read, decode_ms=decode_ms, noisier=min(point.noisier for _, point in looks))
+    read = max(point.prefill_tokens for _, point in looks)
+    alike = [(weight, point) for weight, point in looks if point.prefill_tokens == read]
+    return replace(
+        alike[0][1],
+        decode_ms=_geometric((weight, point.decode_ms) for weight, point in looks),
+        prefill_ms=_geometric((1.0, point.prefill_ms) for _, point in alike),
+        noisier=min(point.noisier for _, point in looks),
+    )
+
+
+def _geometric(values: Iterable[tuple[float, float]]) -> float:
+    values = list(values)
+    whole = sum(weight for weight, _ in values)
+    return math.exp(sum(weight * math.log(value) for weight, value in values) / whole)
 
 
 def merit(plan: Plan) -> int:
@@ -81,30 +88,30 @@ def merit(plan: Plan) -> int:
     return 2 * (plan.kv_type in EXACT) + (plan.load_mode == "mmap")
 
 
-def _closely(look: Measurement) -> int:
-    """How closely it was looked: a glance, longer, or longer and in a deep context too."""
-    return look.is_long + (look.is_long and len(look.points) > 2)
-
-
 def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Rated]:
-    """Every plan that was measured.
-
-    A plan that was only glanced at is left out where another of its window was looked at longer, and deeper: the best
-    of many glances is the luckiest. So is one that failed at the last look, unless all did.
-    """
+    """Every plan that was measured, but for one that failed at the last look, unless all did."""
     has_failed = {measurement.key: bool(measurement.error) for measurement in measurements}
     seen: dict[str, list[Measurement]] = {}
     for measurement in measurements:
         if measurement.points:
             seen.setdefault(measurement.key, []).append(measurement)
     seen = {key: looks for key, looks in seen.items() if not has_failed[key]} or seen
-    found = []
-    for plan in plans:
-        if looks := seen.get(plan.key):
-            closely = max(_closely(look) for look in looks)
-            each = Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan))
-            found.append((closely, each))
-    closest: dict[int, int] = {}
-    for closely, each in found:
-        closest[each.window] = max(closely, closest.get(each.window, 0))
-    return [each for closely, each in found if closely == closest[each.window]]
+    return [
+        Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan), noise=noise_of(looks))
+        for plan in plans
+        if (looks := seen.get(plan.key))
+    ]
+
+
+def noise_of(looks: Iterable[Measurement]) -> float:
+    """Relative, of the time that these looks come to."""
+    return NOISE / math.sqrt(sum(_weight(look, max(point.noisier for point in look.points)) for look in _calm(looks)))
+
+
+def _weight(look: Measurement, noisier: float) -> float:
+    return (LONGER if look.is_long else 1) / noisier**2
+
+
+def _calm(looks: Iterable[Measurement]) -> list[Measurement]:
+    seen = [look for look in looks if look.points]
+    return [look for look in seen if look.disturbance is None] or seen

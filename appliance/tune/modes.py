@@ -25,12 +25,20 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken."""
+    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken.
+
+    `noise` is the relative deviation of its times. Plans are compared by the time that is a deviation longer: of many
+    short looks the fastest is the luckiest.
+    """
 
     key: str
     window: int
     curve: Curve
     merit: int = 0
+    noise: float = 0.0
+
+    def cautious(self, time: float) -> float:
+        return time * (1 + self.noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +75,27 @@ def _usable(rated: Sequence[Rated], native: int) -> list[Rated]:
 
 def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
     """The shortest job; of those within the noise of it the largest window, then the most merit, then the shortest."""
-    costs = [(cost_s(plan.curve, job), plan) for plan in usable]
+    costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
-    cost, plan = max(
+    _, plan = max(
         ((cost, plan) for cost, plan in costs if cost <= shortest * (1 + NOISE)),
         key=lambda pair: (pair[1].window, pair[1].merit, -pair[0]),
     )
     return Chosen(
-        rated=plan, at=job.depth, speed=plan.curve.decode(job.depth), why=f"{cost:.1f} s for a {job.name} job"
+        rated=plan,
+        at=job.depth,
+        speed=plan.curve.decode(job.depth),
+        why=f"{cost_s(plan.curve, job):.1f} s for a {job.name} job",
     )
 
 
 def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     best = best_ms(usable, job.depth)
-    kept = [plan for plan in usable if best / plan.curve.decode_ms(job.depth) >= SPEED_KEPT]
+    kept = [plan for plan in usable if best / plan.cautious(plan.curve.decode_ms(job.depth)) >= SPEED_KEPT]
     largest = max(plan.window for plan in kept)
     plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
     speed = plan.curve.decode(job.depth)
-    share = best / speed.ms
+    share = best / plan.cautious(speed.ms)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
     why = f"the largest context that {kept_in_words}: it keeps {share:.0%}"
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
@@ -99,7 +110,7 @@ def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
 
 def best_ms(rated: Sequence[Rated], depth: float) -> float:
     """A token of the fastest at this depth."""
-    return min(plan.curve.decode_ms(depth) for plan in rated)
+    return min(plan.cautious(plan.curve.decode_ms(depth)) for plan in rated)
 
 
 def is_readable(curve: Curve, window: int, *, spare: float = 0.0) -> bool:
@@ -149,7 +160,7 @@ def wanted_window(
     compared = at_same_depths(rated)
     depth = scaled_mix(mix, min(plan.window for plan in _usable(rated, native))).depth
     best = best_ms(compared, depth)
-    held = [(plan.window, best / plan.curve.decode_ms(depth) >= SPEED_KEPT) for plan in compared]
+    held = [(plan.window, best / plan.cautious(plan.curve.decode_ms(depth)) >= SPEED_KEPT) for plan in compared]
     return next_window(windows, [*held, *((size, False) for size in failed)])
 
 

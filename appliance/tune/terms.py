@@ -8,7 +8,8 @@ of the KV cache. A step's correction has a prior around "no effect beyond the pr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +77,13 @@ class Effects:
             for name, found in values.items()
             if all(isinstance(value, int) for value in found)
         }
+        self.priors = {**PRIORS, **dict(self._of_threads())}
+
+    def _of_threads(self) -> Iterator[tuple[str, float]]:
+        """Their prior is of a doubling: that from 6 to 14 are three steps makes them no more doubtful."""
+        for a, b in itertools.pairwise(self._ordered.get("threads", ())):
+            for way, phase in itertools.product(("", " down"), ("decode", "prefill")):
+                yield f"threads:threads {a}-{b}{way} {phase}", PRIORS["threads"] * math.sqrt(math.log2(b / a))
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)

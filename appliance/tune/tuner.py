@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from appliance.engines.engine import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
 from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
-from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, candidates, trial_of, within
 from appliance.tune.curve import LONGER
-from appliance.tune.engine import Bench
 from appliance.tune.guided import Ask, Effort, Search, Trial
-from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, Step, measure
+from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, now
 from appliance.tune.measurement import MARGIN, Measurement, rated
 from appliance.tune.modes import (
     Chosen,
@@ -32,10 +29,9 @@ from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
-SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for comparing the last few, and for windows
-FINALISTS = 3
+SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for windows and for a closer look at the winner
+CLOSER_LOOKS = 3  # at the end
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
-NEAR_THE_BEST = 1.1  # of its job's time: who is compared at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,30 +63,27 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `kept` are measurements of one that was interrupted: they are not done again. Where all of them are
-    failures they do not count: what was in the way of every plan may be gone."""
+    """One tuning. `take` makes one measurement, or raises what `measure` raises. `kept` are measurements of one that
+    was interrupted: they are not done again. Where all of them are failures they do not count: what was in the way of
+    every plan may be gone."""
 
     def __init__(
         self,
         space: Space,
         plans: Sequence[Plan],
-        bench: Bench,
+        take: Callable[[Plan, Look | FirstLook], Awaitable[Measurement]],
         goal: Goal,
         *,
         budget_s: float,
-        tell: Callable[[Step], None],
         done: Callable[[Measurement], None],
-        watch: Callable[[], Watch],
         kept: Sequence[Measurement] = (),
     ) -> None:
         self._space = space
         self._plans = {plan.key: plan for plan in plans}
-        self._bench = bench
+        self._take = take
         self._goal = goal
         self._budget_s = budget_s
-        self._tell = tell
         self._done = done
-        self._watch = watch
         self._kept = tuple(kept)
         known = [m for m in kept if m.key in self._plans]
         self._seen = known if any(m.points for m in known) else []
@@ -99,31 +92,32 @@ class Tuner:
         self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
         self._candidates = candidates(space, plans)
         # What they took is spent: begun anew with every short pause, the search would look on for ever.
-        self._began = time.monotonic() - sum(m.seconds for m in self._seen)
+        self._began = now() - sum(m.seconds for m in self._seen)
         self._stopped_by = ""
 
     @property
     def left_s(self) -> float:
-        return self._budget_s - (time.monotonic() - self._began)
+        return self._budget_s - (now() - self._began)
 
     @property
     def _left_for_search_s(self) -> float:
-        """A share of what is left would leave the comparing at the end one look's time."""
-        return self.left_s - self._budget_s * (1 - SHARE_FOR_SEARCH)
+        """A share of what is left would leave the windows one look's time. The mode `speed` looks for none."""
+        share = 1.0 if self._goal.mode == "speed" else SHARE_FOR_SEARCH
+        return self.left_s - self._budget_s * (1 - share)
 
     async def run(self) -> Tuned:
         """A plan that the engine fails on becomes a Measurement with its words. Raises the EngineError of the first
         that failed when none could be measured, and at once when it is one that no other plan can mend."""
         search = await self._search()
-        await self._compare(search)
         await self._widen(search)
         await self._confirm()
-        return await asyncio.to_thread(self._tuned)  # while something else may serve
+        seconds = now() - self._began
+        return await asyncio.to_thread(self._tuned, seconds)  # while something else may serve
 
     async def widen(self, most: int) -> None:
         """At most so many more plans, where this mode is another than the one that was measured for. Of what is kept at
         least one was measured; what it took is not counted."""
-        self._began = time.monotonic()
+        self._began = now()
         await self._widen(self._new_search(), most)
 
     @property
@@ -171,13 +165,6 @@ class Tuner:
         self._seen.append(seen)
         self._done(seen)
 
-    async def _compare(self, search: Search) -> None:
-        """The last two or three against each other: longer, at every depth."""
-        ranked = [estimate for estimate in search.rank(self._trials) if estimate.is_measured]
-        for estimate in ranked[:FINALISTS]:
-            if estimate.ms <= ranked[0].ms * NEAR_THE_BEST:
-                await self._look_closely(self._plans[estimate.candidate.key])
-
     async def _look_closely(self, plan: Plan) -> bool:
         """Longer and at every depth; False where that is done already, there is no time, or the engine failed."""
         own = [m for m in self._seen if m.key == plan.key and m.is_long]
@@ -189,7 +176,7 @@ class Tuner:
     async def _confirm(self) -> None:
         """The winner need not be one of the last few: of plans as fast it is the one with the larger window. A closer
         look may make another the winner, so a few times."""
-        for _ in range(FINALISTS):
+        for _ in range(CLOSER_LOOKS):
             key = choose(self._goal.mode, self._rated(), self._mix, native=self._goal.native).rated.key
             if not await self._look_closely(self._plans[key]):
                 return
@@ -233,21 +220,21 @@ class Tuner:
         return seen
 
     async def _look(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Measurement:
-        began = time.monotonic()
+        began = now()
         how = self._how(plan, is_long=is_long, is_deep=is_deep)
         # The first look takes what it takes: without a figure there is nothing to choose by.
         limit_s = max(1.0, self.left_s) if any(m.points for m in self._seen) else None
         try:
             async with asyncio.timeout(limit_s):
-                seen = await measure(plan, self._bench, how, tell=self._tell, watch=self._watch)
+                seen = await self._take(plan, how)
         except SAME_FOR_EVERY_PLAN:
             raise
         except TimeoutError:
             # Nothing is kept of it: another start, with more time, may well measure it.
-            return Measurement(key=plan.key, error="the time was up", seconds=time.monotonic() - began)
+            return Measurement(key=plan.key, error="the time was up", seconds=now() - began)
         except EngineError as error:
             self._failures.append(error)
-            seen = _failed(plan, error, time.monotonic() - began)
+            seen = _failed(plan, error, now() - began)
         self._keep(seen)
         return seen
 
@@ -293,7 +280,7 @@ class Tuner:
         own = [m for m in alike if m.key == plan.key]
         return MARGIN * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
-    def _tuned(self) -> Tuned:
+    def _tuned(self, seconds: float) -> Tuned:
         found = self._rated()
         winner = choose(self._goal.mode, found, self._mix, native=self._goal.native)
         looks = [m for m in self._seen if m.key == winner.rated.key]
@@ -303,7 +290,7 @@ class Tuner:
             plans=self.measured,
             measurements=tuple(self._seen),
             mix=self._mix,
-            seconds=time.monotonic() - self._began,
+            seconds=seconds,
             stopped_by=self._stopped_by,
             allocated=next((look.allocated for look in looks if look.allocated), None),
             disturbance=_disturbance(looks),

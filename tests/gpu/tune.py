@@ -170,7 +170,7 @@ class Bench:
         row = Row(where=self._where, cell=cell, plan=plan.key)
         try:
             async with asyncio.timeout(max(1.0, self.left_s)):  # the engine is gone when it ends, and nothing is kept
-                seen = await measure(plan, bench, look, tell=_silent, watch=self._watch(found))
+                seen = await measure(plan, look, bench=bench, tell=_silent, watch=self._watch(found))
         except TimeoutError:
             print(f"{cell}: no time was left for it", flush=True)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from appliance.probe.load import TICKS_PER_S
 from appliance.probe.watch import Watch
 from appliance.settings import resolve_settings
 from appliance.tune import engine
-from appliance.tune.measure import Step
+from appliance.tune.measure import Step, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.speeds import speeds_on
@@ -134,12 +134,15 @@ class Bench:
         return Tuner(
             here,
             plans,
-            measured_with(self.start),
+            partial(
+                measure,
+                bench=measured_with(self.start),
+                tell=self.tell,
+                watch=lambda: Watch(self.hardware, {}, root=self.root),
+            ),
             Goal(mix=parse_mix(workload), mode=mode, native=here.native),
             budget_s=budget_s,
-            tell=self.tell,
             done=self.done.append,
-            watch=lambda: Watch(self.hardware, {}, root=self.root),
             kept=kept,
         )
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance.tune.measure import now
 from appliance.tune.workload import CHAT
+from benchmarks.tuner import courses
 from benchmarks.tuner_machines import SPECS, Machine, Spec, candidates
+from benchmarks.tuner_ours import Planned
 from benchmarks.tuner_table import LEAST_NOISE, Recorded, load, noise_floor
+from benchmarks.tuner_time import SimulatedTime
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -63,10 +69,42 @@ def test_a_recorded_table_is_a_machine(tmp_path: Path) -> None:
     assert math.isinf(model.job_s(by_threads[3], CHAT))
     assert model.fails(by_threads[3])
     assert not model.fails(by_threads[1])
-    assert (model.depths, model.load_s()) == ((32, 512, 2048), 1.5)
-    points, seconds = model.points(by_threads[2], model.depths, 24, 0.0, random.Random(0))
-    assert [point.decode_ms for point in points] == pytest.approx([10 * (1 + d / 1000) for d in model.depths])
-    assert seconds == pytest.approx((2048 + 24 * sum(point.decode_ms for point in points)) / 1000)
+    assert model.load_s(by_threads[2]) == 1.5
+    for depth in (32, 512, 640, 2048):  # between those that were recorded as a curve has it
+        assert model.decode_ms(by_threads[2], depth) == pytest.approx(10 * (1 + depth / 1000))
+    assert model.prefill_ms(by_threads[2], 32, 640) == pytest.approx(608)
+
+
+def test_sleeping_takes_no_time_and_moves_the_clock() -> None:
+    async def hours() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3600):
+                await asyncio.sleep(7200)
+        assert await asyncio.to_thread(str, 1) == "1"
+        await asyncio.sleep(100)
+        return now()
+
+    began = time.monotonic()
+    with asyncio.Runner(loop_factory=SimulatedTime) as runner:
+        assert runner.run(hours()) == pytest.approx(3700)
+    assert time.monotonic() - began < 60
+
+
+def test_the_benchmark_drives_the_tuner_of_the_product_on_a_table() -> None:
+    """Of three plans one fails; each measurement pays its load, and what is picked is the best."""
+    model = Recorded(FACTS, CELLS)
+    (ours,) = courses(model, model.candidates, CHAT, 0, "m", ["ours"])
+    assert ours.regret["end"] == 0.0
+    assert ours.seconds["end"] > 2 * model.load_s(model.candidates[0])
+    (other,) = courses(model, model.candidates, CHAT, 0, "m", ["random"])
+    assert other.regret["end"] == 0.0
+    assert other.seconds["end"] > 2.5 * 1.5, "what fails does so in the middle of its load"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_plans_of_a_simulated_machine_are_told_apart_as_its_candidates_are(spec: Spec) -> None:
+    found = candidates(spec)
+    assert len(Planned(found).candidates) == len(found)
 
 
 def test_the_noise_floor_is_of_repeats_alone() -> None:
@@ -78,4 +116,4 @@ def test_a_cell_measured_again_does_not_replace_the_first() -> None:
     model = Recorded(FACTS, CELLS)
     assert len(model.candidates) == 3
     first = next(c for c in model.candidates if c.by_knob["threads"] == 1)
-    assert model.points(first, (32,), 1, 0.0, random.Random(0))[0][0].decode_ms == pytest.approx(20 * 1.032)
+    assert model.decode_ms(first, 32) == pytest.approx(20 * 1.032)

@@ -119,14 +119,32 @@ def test_measuring_takes_every_stretch_of_the_text_for_itself() -> None:
     """A stretch of few tokens is a batch too, with all the copies of one."""
     search = Search(SPACE, only(CHAT), Effort(depths=(32, 512), tokens_each=0))
     found, none = candidate(4, 8, 512), fit([], PRIORS)
-    read_ms = 512 * found.work.gpu_prefill_ms + 2 * found.work.copy_ms
+    read_ms = (32 + 512) * found.work.gpu_prefill_ms + 3 * found.work.copy_ms  # of which one for warming up
     assert search.seconds(found, none, is_long=False) == pytest.approx(read_ms / 1000)
 
 
 def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> None:
     ask = Search(SPACE, only(CHAT), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)
-    assert ask.candidate.key == "4/8/2048"  # 0 layers on the CPU would be faster and does not fit
+    assert ask.candidate.key == "4/8/512"  # 0 layers on the CPU would be faster and does not fit
+
+
+def test_the_first_of_those_that_are_predicted_as_fast_is_the_callers_first() -> None:
+    """Its own costs say that 4/8/2048 is faster by 2 %, and than 4/8/128 by 12 %."""
+    keys = ("4/8/128", "4/8/512", "4/8/2048")
+    by_key = {found.key: found for found in SPACE}
+    for order, wanted in ((keys, "4/8/512"), (keys[::-1], "4/8/2048")):
+        ask = Search([by_key[key] for key in order], only(CHAT), EFFORT).ask([], left_s=60)
+        assert isinstance(ask, Ask)
+        assert ask.candidate.key == wanted
+
+
+def test_the_prior_of_threads_is_of_a_doubling_however_many_steps_it_has() -> None:
+    space = [candidate(4, threads, 512) for threads in (4, 5, 6, 8, 32)]
+    priors = Effects(space, space[0]).priors
+    steps = [priors[f"threads:threads {step} decode"] for step in ("4-5", "5-6", "6-8")]
+    assert math.hypot(*steps) == pytest.approx(PRIORS["threads"])
+    assert priors["threads:threads 8-32 down prefill"] == pytest.approx(math.sqrt(2) * PRIORS["threads"])
 
 
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:

@@ -18,10 +18,12 @@ from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
-from appliance.tune.curve import LONGER, Point
+from appliance.tune.curve import LONGER, NOISE, Point
 from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, plain_point_of, point_of, tokens_within
-from appliance.tune.measurement import Measurement, curve_of, merit, rated
+from appliance.tune.measurement import Measurement, curve_of, merit, noise_of, rated
+from appliance.tune.modes import choose
+from appliance.tune.workload import CHAT, only
 
 SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
 PLANS = SPACE.all()
@@ -62,9 +64,9 @@ def test_several_looks_come_to_their_geometric_mean_and_a_long_one_counts_as_oft
     assert found.ordered[1].decode_ms == pytest.approx(40.0)
 
 
-def test_prefill_is_that_of_the_look_that_read_the_most() -> None:
-    found = curve_of([look(point(512, 10.0, 2.0, 480)), look(point(512, 10.0, 9.0, 16))])
-    assert (found.ordered[0].prefill_ms, found.ordered[0].prefill_tokens) == (2.0, 480)
+def test_prefill_is_the_geometric_mean_of_the_looks_that_read_the_most() -> None:
+    found = curve_of([look(point(512, 10.0, prefill, read)) for prefill, read in ((2.0, 480), (9.0, 16), (8.0, 480))])
+    assert (found.ordered[0].prefill_ms, found.ordered[0].prefill_tokens) == (pytest.approx(4.0), 480)
 
 
 def test_disturbed_looks_count_only_where_there_is_no_other() -> None:
@@ -83,27 +85,22 @@ def test_plans_are_rated_by_their_own_looks() -> None:
     assert [each.key for each in rated([best, failed, never], seen)] == [best.key]
 
 
-def test_a_glance_does_not_compete_with_what_was_looked_at_longer_in_the_same_window() -> None:
-    best, other = PLANS[:2]
-    smaller = SPACE.at_window(other, 4096)
-    assert smaller is not None
-    glanced = look(point(32, 1.0), key=smaller.key)
-    lucky = look(point(32, 1.0), key=other.key)
-    longer = look(point(32, 10.0), key=best.key, is_long=True)
-    assert [each.key for each in rated([best, other], [lucky, longer])] == [best.key]
-    found = rated([best, other, smaller], [lucky, longer, glanced])
-    assert [each.key for each in found] == [best.key, smaller.key]
-    assert [each.key for each in rated([best, other], [lucky])] == [other.key]
+def test_the_noise_of_a_plans_times_is_that_of_all_its_calm_looks() -> None:
+    short, longer = look(point(32, 10.0)), look(point(32, 10.0), is_long=True)
+    busy = look(point(32, 10.0), is_busy=True)
+    few = look(replace(point(32, 10.0), noisier=2.0))
+    assert noise_of([short]) == noise_of([busy]) == noise_of([short, busy]) == pytest.approx(NOISE)
+    assert noise_of([few]) == pytest.approx(2 * NOISE)
+    assert noise_of([short, longer]) == pytest.approx(NOISE / math.sqrt(1 + LONGER))
 
 
-def test_nor_one_that_was_looked_at_longer_with_one_that_was_looked_at_deeper_too() -> None:
-    best, other, third, *_ = PLANS
-    deep = look(point(32, 10.0), point(640, 11.0), point(2048, 20.0), key=best.key, is_long=True)
-    longer = look(point(32, 5.0), point(640, 6.0), key=other.key, is_long=True)
-    first = replace(deep, key=third.key, is_long=False)
-    plans = [best, other, third]
-    assert [each.key for each in rated(plans, [first, longer, deep])] == [best.key]
-    assert [each.key for each in rated(plans, [first, longer])] == [other.key]
+def test_a_glance_wins_against_what_was_looked_at_longer_only_where_it_is_faster_by_more_than_its_noise() -> None:
+    best, other = (replace(PLANS[0], threads=threads) for threads in (1, 2))
+    longer = look(point(32, 10.0, 0.1), point(640, 10.0, 0.1, 608), key=best.key, is_long=True)
+    for decode_ms, winner in ((9.8, best), (8.0, other)):
+        lucky = look(point(32, decode_ms, 0.1), point(640, decode_ms, 0.1, 608), key=other.key)
+        found = choose("speed", rated([best, other], [lucky, longer]), only(CHAT), native=best.context)
+        assert found.rated.key == winner.key
 
 
 def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> None:

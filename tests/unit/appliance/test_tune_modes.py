@@ -185,3 +185,12 @@ def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
     found = choose("context", [flat, bent], CHATS, native=8192)
     assert found.rated.key == "bent"
     assert found.why.startswith("no context decodes 15 tok/s when full")
+
+
+def test_a_lucky_glance_is_neither_the_fastest_nor_what_others_have_to_keep_up_with() -> None:
+    seen, larger = rated(8192, 10.0), rated(32768, 14.0)
+    glanced = replace(seen, key="glance", curve=rated(8192, 9.6).curve, noise=0.07)
+    assert choose("speed", (seen, glanced), CHATS, native=131072).rated.key == seen.key
+    assert choose("balanced", (seen, larger), CHATS, native=131072).rated.key == larger.key
+    assert choose("balanced", (seen, glanced, larger), CHATS, native=131072).rated.key == larger.key
+    assert choose("balanced", (replace(glanced, noise=0.0), larger), CHATS, native=131072).rated.window == 8192
