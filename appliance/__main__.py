@@ -81,8 +81,8 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("plan", _plan, "show what would be served, and why"),
         ("tune", _tune, "measure now, keep the profile, and end"),
         ("probe", _probe, "show what this container may use"),
-        ("doctor", _doctor, "check everything that a start looks at, and say what to do"),
-        ("profiles", _profiles, "list, show, compare, move, pin or forget what was found before"),
+        ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
+        ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
         ("models", _models, "list, add or remove models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
@@ -220,17 +220,17 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     found = foretell(settings, environment)
     chosen, profile, standing = found.plan, found.profile, found.standing
     prepared, socket_path = found.found, settings.runtime_dir / "appliance.sock"
+    used = prepared.inputs.settings
     argv = prepared.engine.command(chosen, prepared.install, socket_path).argv
     if options.json:
         of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
-        document = {"plan": as_document(chosen), **of, "configurations": len(found.space.all()), "argv": argv}
-        print(json.dumps(document, indent=1))
+        print(json.dumps({"plan": as_document(chosen), **of, "argv": argv}, indent=1))
     elif options.dry_run:
         import shlex
 
         print(shlex.join(argv))
     else:
-        print(f"settings\n{_indented(explain_settings(settings))}\n\nplan\n{_indented(explain(chosen))}\n")
+        print(f"settings\n{_indented(explain_settings(used))}\n\nplan\n{_indented(explain(chosen))}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")
         print(
@@ -272,13 +272,17 @@ def _measure(
 ) -> int:
     from dataclasses import asdict
 
+    from appliance.boot import install_of, load_facts
     from appliance.probe import SPEEDS_FOLDER
     from appliance.probe.measure import in_words, measure
     from appliance.probe.speeds import save_speeds
     from appliance.volume import open_volume
 
     open_volume(settings.data_dir)  # before the time is spent
-    measured = measure(hardware, settings.engine_dir, environment, lambda words: print(words, file=sys.stderr))
+    engine_dir = settings.engine_dir  # it has the library to measure a GPU with; of the host nothing is needed
+    if engine_dir is None:
+        engine_dir = install_of(settings, *load_facts(settings), hardware).engine_dir
+    measured = measure(hardware, engine_dir, environment, lambda words: print(words, file=sys.stderr))
     path = save_speeds(settings.data_dir / SPEEDS_FOLDER, hardware, measured.speeds)
     print(json.dumps(asdict(measured), indent=1) if options.json else in_words(measured))
     print(f"kept in {path}, for every start on this machine", file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from appliance.checks import check_devices, check_supported, why_fewer
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
@@ -19,6 +21,8 @@ from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
 from appliance.values import dataclass
 from appliance.volume import open_volume
+
+OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
 
 
 async def boot(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
@@ -61,6 +65,9 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
     hardware = check_supported(settings, image, probe(settings.data_dir, environment))
     install = install_of(settings, image, facts, hardware)
+    if settings.engine_dir is None:
+        sources = {**settings.sources, "engine_dir": "image"}
+        settings = replace(settings, engine_dir=install.engine_dir, sources=sources)
     ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
     inputs = Inputs(
         settings=settings,
@@ -84,7 +91,7 @@ def load_engine(image: ImageFacts) -> Engine:
 
 def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:
     return Install(
-        engine_dir=settings.engine_dir,
+        engine_dir=settings.engine_dir or OPT / image.engine,
         facts=facts,
         cache_dir=settings.data_dir / "cache" / image.build_id,
         driver_dir=hardware.gpus.driver_folder,
@@ -111,7 +118,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     profile = store.peek(found.key)
     verdicts = profile.verdicts if profile else ()
     space = found.space(verdicts)
-    picked = pick(profile, settings.mode, space, draft_path=found.inputs.draft_path) if profile else None
+    picked = pick(profile, settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.standing(profile)
         return Foretold(plan=picked.plan, found=found, space=space, profile=profile, standing=standing)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
+from appliance.engines.engine import Engine
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
@@ -32,6 +33,7 @@ class DriftMonitor:
         self,
         profile: Profile,
         serving: Plan,
+        engine: Engine,
         command: Command,
         *,
         traffic: Traffic,
@@ -42,6 +44,7 @@ class DriftMonitor:
         self._id = profile.key.id
         self._baseline = baseline_of(profile, serving)
         self._is_speculating = serving.speculation is not None
+        self._engine = engine
         self._command = command
         self._traffic = traffic
         self._report = report
@@ -55,17 +58,23 @@ class DriftMonitor:
         return self._drift.state if self._baseline else None
 
     async def run(self) -> Drift:
-        """Until it is decided, or PROBES_MAX probes were begun, or at once where there is nothing to compare with."""
-        began = float("-inf")
-        for _ in range(PROBES_MAX):
-            if self.state is not DriftState.UNDECIDED or self._baseline is None:
-                break
+        """Until it is decided or PROBES_MAX probes have ended; at once where there is nothing to compare with."""
+        began, ended = float("-inf"), 0
+        while self._baseline is not None and self._drift.state is DriftState.UNDECIDED and ended < PROBES_MAX:
             await self._until_idle(began)
             began = time.monotonic()
             try:
-                await self._unless_asked(self._baseline)
+                ended += await self._unless_asked(self._baseline)
             except EngineNotReadyError as error:  # of a death the supervisor tells, and another engine is probed
+                ended += 1
                 self._say(f"no figure: {error.message}")
+            except Exception as error:
+                ended += 1
+                self._report.warning(
+                    "profile_not_probed", f"probe of profile {self._id}: {type(error).__name__}: {error}"
+                )
+        if self._baseline is not None and self._drift.state is DriftState.UNDECIDED:
+            self._say(f"{ended} probes decided nothing; there are no more before the next start")
         return self._drift
 
     async def _until_idle(self, began: float) -> None:
@@ -77,24 +86,26 @@ class DriftMonitor:
                 return
             await asyncio.sleep(left_s)
 
-    async def _unless_asked(self, baseline: Baseline) -> None:
-        """One probe, given up at once when a request comes. Raises EngineNotReadyError."""
+    async def _unless_asked(self, baseline: Baseline) -> bool:
+        """One probe, given up at once when a request comes; whether it came to its end. Raises EngineNotReadyError."""
         probing, _ = await first_of(self._probe(baseline), self._traffic.until_arrival())
         if probing.cancelled():
             self._say("given up, since a request came")
-            return
+            return False
         point, disturbance = probing.result()
         found = baseline.compare(point)
         figures = "; ".join(one.in_words() for one in found)
         self._say(f"{figures}; it counts for nothing: {disturbance}" if disturbance else figures)
         self._drift = self._drift.observe(found, disturbance)
+        return True
 
     async def _probe(self, baseline: Baseline) -> tuple[Point, str | None]:
-        from appliance.tune.measure import Probe  # here: a start from a profile has no use for an HTTP library
+        from appliance.tune.measure import Probe  # here: a start from a profile may never probe
 
-        async with Probe(self._command) as asking, self._watch() as watching:
+        async with self._engine.client(self._command, doing="probing") as client, self._watch() as watching:
             ends = time.monotonic() + WATCHED_S
-            point = await asking.repeat(baseline.point.depth, TOKENS, is_speculating=self._is_speculating)
+            probe = await Probe.of(client)
+            point = await probe.repeat(baseline.point.depth, TOKENS, is_speculating=self._is_speculating)
             await asyncio.sleep(ends - time.monotonic())
         return point, watching.conditions.disturbance
 

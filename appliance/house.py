@@ -33,9 +33,10 @@ from appliance.model import plain_name
 from appliance.plan import Allocated, Kernels, Plan, Verdict, as_document, explain_memory, in_short
 from appliance.probe import Hardware, probe
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Key, Picked, Profile, ProfileStore, pick, wants_more
+from appliance.profile import Key, Picked, Profile, ProfileStore, pick, speeds_document, speeds_of, wants_more
 from appliance.profile.at_start import TRIES, Act, Found, Start, at_start, is_due
 from appliance.progress import Phase
+from appliance.race import first_of
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import Restart, State, Supervisor
@@ -87,13 +88,13 @@ class Prepared:
 
     def predicted(self, verdicts: Sequence[Verdict] = ()) -> Plan:
         """What is served where nothing was measured. Raises as `space` does."""
-        return self.engine.predict(self.inputs, verdicts)
+        return self.space(verdicts).predicted
 
     def best_of(self, profile: Profile | None) -> Plan:
         """The best that was measured and fits, else the prediction. Raises as `space` does."""
         if profile is None:
             return self.predicted()
-        picked = pick(profile, self.inputs.settings.mode, self.space(), draft_path=self.inputs.draft_path)
+        picked = pick(profile, self.inputs.settings.mode, self.space())
         return picked.plan if isinstance(picked, Picked) else self.predicted(profile.verdicts)
 
 
@@ -223,7 +224,7 @@ class House:
             words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
             self._report.info("profile_pinned", words, profile=profile.key.id)
         self._report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
-        picked = pick(profile, self._settings.mode, self._space, draft_path=self._inputs.draft_path)
+        picked = pick(profile, self._settings.mode, self._space)
         self._say_passed_over(picked.passed_over if isinstance(picked, Picked) else picked)
         if isinstance(picked, Picked):
             if not picked.is_best or self._settings.mode != profile.mode:
@@ -332,16 +333,13 @@ class House:
             self._report.warning("profile_pinned", words, profile=pinned.key.id)
 
     def _new_study(self, *, shows_phase: bool = True, beside: Space | None = None) -> Study:
-        from appliance.study import Bench, Study  # here: a start from a profile never needs it
+        from appliance.study import Programs, Study  # here: a start from a profile never needs it
 
-        bench = Bench(
-            engine=self._engine, install=self._install, socket_path=self._sockets[2], isa=self._inputs.kernels.isa
-        )
+        programs = Programs(engine=self._engine, install=self._install, socket_path=self._sockets[2])
         self._study = Study(
             self._settings,
             self._environment,
-            bench,
-            model=self._inputs.model,
+            programs,
             draft=self._inputs.draft,
             hardware=self.hardware,
             key=self._key,
@@ -450,26 +448,18 @@ class House:
 
     async def _until_given_up(self, gateway: Gateway) -> None:
         """Raises the error of the engine's ending."""
-        failing = asyncio.create_task(self._serving.wait_failed())
-        beside = [asyncio.create_task(self._follow_state()), asyncio.create_task(self._tend(gateway))]
-        try:
-            await asyncio.wait((failing, *beside), return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                crash = failing.result()
-                served = self._serving.plan
-                if crash.signal == signal.SIGILL and served is not None and served.cpu_variant is not None:
-                    self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
-                    message = f"the engine {crash.describe()}"
-                    raise CpuUnsupportedError(message, log=crash.log)
-                raise self._engine.as_error(crash, served=True)
-            for task in beside:
-                if task.done():
-                    task.result()  # neither ever ends but by an error, which is the end of serving
-        finally:
-            failing.cancel()
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(failing, *beside, return_exceptions=True)
+        failing, *beside = await first_of(self._serving.wait_failed(), self._follow_state(), self._tend(gateway))
+        if not failing.cancelled():
+            crash = failing.result()
+            served = self._serving.plan
+            if crash.signal == signal.SIGILL and served is not None and served.cpu_variant is not None:
+                self._report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+                message = f"the engine {crash.describe()}"
+                raise CpuUnsupportedError(message, log=crash.log)
+            raise self._engine.as_error(crash, served=True)
+        for task in beside:
+            if not task.cancelled():
+                task.result()  # neither ever ends but by an error, which is the end of serving
 
     async def _until_loaded(self) -> None:
         """Steps down where memory runs out: it may have been taken since it was looked at, and not every plan was
@@ -585,7 +575,8 @@ class House:
         if profile is None or self._settings.mode == profile.mode or self._store.is_pinned(profile.key.id):
             return False
         space = self._found.space(profile.verdicts)
-        return await asyncio.to_thread(wants_more, profile, self._settings.mode, space)
+        settings = self._settings
+        return await asyncio.to_thread(wants_more, profile, settings.mode, space, budget_s=settings.budget_s)
 
     async def _tune_idle(self, gateway: Gateway) -> None:
         from appliance.idle.tuner import IdleTuner  # here: a start from a profile that holds never needs it
@@ -681,6 +672,8 @@ class House:
         wanted = plan or self._serving.plan
         if wanted is None:
             return "no plan serves"
+        if plan is None and self._profile is not None and not self._needs_measuring(self._profile):
+            return f"mode '{self._settings.mode}' may want a context that fits only without it"
         try:
             found = (await self._space_now()).now(wanted)
         except FatalError as error:  # a device that is gone: no reason to end serving
@@ -699,6 +692,7 @@ class House:
         self._drift_monitor = DriftMonitor(
             profile,
             plan,
+            self._engine,
             self._command(plan, gateway.engine.socket_path),
             traffic=gateway.traffic,
             report=self._report,
@@ -711,7 +705,7 @@ class House:
         if drift.state == "open":
             return
         if drift.state == "holds" and not (drift.note and profile.disturbance):
-            self._report.info("profile_holds", f"profile {profile.key.id} holds: {drift.words}")
+            self._report.info("profile_holds", f"profile {profile.key.id} is valid: {drift.words}")
             return
         then = {
             "first": "measured again at the next start on a quiet machine",
@@ -719,7 +713,7 @@ class House:
         }
         # What was measured while something else was at work may be too slow as well: then another plan may be the best.
         why = drift.words if drift.state == "stale" else f"{drift.note}; {profile.disturbance} when it was measured"
-        words = f"profile {profile.key.id} no longer holds: {why}; {then.get(self._settings.tune, 'kept')}"
+        words = f"profile {profile.key.id} is stale: {why}; {then.get(self._settings.tune, 'kept')}"
         self._report.warning("profile_stale", words)
         try:
             await asyncio.to_thread(self._store.mark_stale, profile, why)
@@ -744,6 +738,7 @@ class House:
             self._serving.plan,
         )
         drift = self._drift_monitor.state if self._drift_monitor else None
+        speeds = speeds_of(plan, self._profile)
         return {
             "phase": str(progress.phase),
             "message": progress.sentence(),
@@ -755,7 +750,8 @@ class House:
             "context": plan.context if plan else None,
             "chosen": in_short(plan) if plan else None,
             "mode": self._settings.mode,
-            "speed": self._profile.speed if self._profile else None,
+            "speeds": speeds_document(plan, self._profile),
+            "speed": speeds.in_words() if speeds else None,
             "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
             "tuning": self._tuning_state(),
             "memory_prediction_error": self._profile.prediction_error if self._profile else None,
@@ -789,6 +785,7 @@ class House:
         error = self._profile.prediction_error
         return {**asdict(self._profile), "key": {"id": self._profile.key.id, "parts": self._profile.key.parts}} | {
             "memory_prediction_error": error,
+            "speeds": speeds_document(self._serving.plan, self._profile),
             "standing": self._standing(),
             "allocated_now": asdict(self._allocated) if self._allocated else None,
         }

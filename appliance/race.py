@@ -1,4 +1,4 @@
-"""Several things that are waited for at once: the one way to do it, so that nothing is left running behind."""
+"""Several things that are waited for at once, of which nothing is left running behind."""
 
 from __future__ import annotations
 

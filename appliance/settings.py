@@ -116,14 +116,17 @@ class Settings:
     auth: bool = _setting(_switch, True, "ask for the API key", "on|off")
     alias: str | None = _setting(_text, None, "name of the model in the API (default: the file's name)", "NAME")
     ctx_size: int | None = _setting(
-        _integer(MIN_CONTEXT, 2**24), None, "context in tokens (default: what memory carries, at most native)", "N"
+        _integer(MIN_CONTEXT, 2**24),
+        None,
+        "context length in tokens (default: what memory carries, at most native)",
+        "N",
     )
-    kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache", "TYPE")
+    kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache: f16, q8_0 and others", "TYPE")
     threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
     cpu_variant: str = _setting(
         _text, "auto", "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)", "NAME"
     )
-    ubatch: int | None = _setting(_integer(16, 16384), None, "tokens computed at once (default: measured)", "N")
+    ubatch: int | None = _setting(_integer(16, 16384), None, "prompt tokens computed at once (default: measured)", "N")
     parallel: int = _setting(_integer(1, 256), 4, "requests served at the same time", "N")
     cache_ram_mib: int | None = _setting(
         _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB"
@@ -144,7 +147,8 @@ class Settings:
     mode: str = _setting(
         _one_of("balanced", "speed", "context"),
         "balanced",
-        "the shortest job, the largest window at 0.7 of the best speed, or the largest that is readable when full",
+        "balanced: the largest context that keeps 0.7 of the best speed; speed: the shortest job; "
+        "context: the largest context that still decodes 15 tok/s when full",
         "MODE",
     )
     workload: str = _setting(
@@ -154,12 +158,12 @@ class Settings:
     speculation: str = _setting(
         _one_of("auto", "stable", "fast", "off", "ngram", "draft", "mtp"),
         "auto",
-        "tokens guessed ahead and checked at once: what measuring shows to be faster for all requests together, "
-        "stable: slower for no kind of them, fast: the fastest for some kind; or one way to guess",
+        "speculative decoding. auto: best overall throughput; stable: never slows any kind of request; "
+        "fast: best speed-up for one kind; off; or one method: ngram, draft, mtp",
         "KIND",
     )
     draft_model: str | None = _setting(
-        _text, None, "small model that guesses ahead: a file name on the volume, or a path", "MODEL"
+        _text, None, "draft model for speculative decoding: a file name on the volume, or a path", "MODEL"
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
@@ -179,10 +183,16 @@ class Settings:
         _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
     )
     log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
-    engine_dir: Path = _setting(Path, Path("/opt/llama"), "where the engine's binaries are", "DIR")
+    engine_dir: Path | None = _setting(
+        Path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
+    )
     facts_dir: Path = _setting(Path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
     runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def is_set(self, name: str) -> bool:
+        """Whether somebody gave this value."""
+        return self.sources.get(name, "default") != "default"
 
     @property
     def models_dir(self) -> Path:

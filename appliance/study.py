@@ -15,10 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from appliance.command import Command
 from appliance.engines.engine import Engine, Extent, Install, Space, TextReader
-from appliance.engines.llama.planning.slots import is_asked
-from appliance.engines.llama.planning.speculation import applied, kinds
 from appliance.errors import EngineError, ModelDoesNotFitError, VolumeError
 from appliance.model import Model
 from appliance.plan import TASTES, Choice, Plan, Verdict, with_choice
@@ -31,13 +28,15 @@ from appliance.report import Report
 from appliance.settings import Settings
 from appliance.tune import quality
 from appliance.tune.concurrency import measure_slots
+from appliance.tune.engine import Bench
 from appliance.tune.measure import Step, measure
 from appliance.tune.measurement import TRIES, Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
 from appliance.tune.speculate import Tried, choose_speculation, least_s
-from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.speeds import speeds_on
+from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import Workload, parse_mix, scaled
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
@@ -49,17 +48,20 @@ MORE_PLANS = 2  # at most, that are measured for another mode than the profile's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Programs:
     """What is measured with: the engine's server, on a socket of its own, and the engine's other programs."""
 
     engine: Engine
     install: Install
     socket_path: Path
-    isa: tuple[str, ...] = ()  # what the CPU's kernels that are measured are compiled for
 
-    def command(self, plan: Plan) -> Command:
-        """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
-        return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
+    @property
+    def starts(self) -> Bench:
+        """Killed when they are no longer needed: they have served nobody, and somebody may be waiting."""
+        return Bench(
+            engine=self.engine,
+            start=lambda plan: replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0),
+        )
 
     def reader(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
         return self.engine.text_reader(plan, self.install, extent, text)
@@ -78,9 +80,8 @@ class Study:
         self,
         settings: Settings,
         environment: Mapping[str, str],
-        bench: Bench,
+        programs: Programs,
         *,
-        model: Model,
         draft: Model | None,
         hardware: Hardware,
         key: Key,
@@ -92,8 +93,7 @@ class Study:
     ) -> None:
         self._settings = settings
         self._environment = environment
-        self._bench = bench
-        self._model = model
+        self._programs = programs
         self._draft = draft
         self._hardware = hardware
         self._key = key
@@ -116,7 +116,7 @@ class Study:
         verdicts = await self._judge_kinds(self._make_space(()))
         space = self._make_space(verdicts)
         tuned = await self._choose_plan(space)
-        plan, notes = await self._guess(tuned)
+        plan, notes = await self._guess(space, tuned)
         plan, concurrent = await self._share(plan)
         profile = self._profile(space, tuned, plan, verdicts, (*notes, *concurrent))
         self._save(profile)
@@ -160,7 +160,7 @@ class Study:
         found = await quality.check(
             best,
             wanted,
-            self._bench.reader,
+            self._programs.reader,
             budget_s=self._settings.budget_s * SHARE_FOR_KV,
             prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
             tell=self._on_step,
@@ -182,7 +182,7 @@ class Study:
         if kept:
             words += f"; {len(kept)} measurements are there from a start that was interrupted"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_GUESSES * self._has_guesses + SHARE_FOR_SLOTS * self._has_slots
+        reserved = SHARE_FOR_GUESSES * _has_guesses(space) + SHARE_FOR_SLOTS * self._has_slots
         budget_s = max(1.0, self._left_s - reserved * settings.budget_s)
         return await self._tuner(space, plans, budget_s).run()
 
@@ -193,7 +193,7 @@ class Study:
         return Tuner(
             space,
             plans,
-            partial(measure, start=self._bench.command, tell=self._on_step, watch=watch),
+            partial(measure, bench=self._programs.starts, tell=self._on_step, watch=watch),
             Goal(mix=parse_mix(settings.workload), mode=cast("Mode", settings.mode), native=space.native),
             budget_s=budget_s,
             done=self._on_measured,
@@ -208,19 +208,14 @@ class Study:
         return [plan for plan in plans if not isinstance(self._beside.now(plan), str)] or plans[:1]
 
     @property
-    def _has_guesses(self) -> bool:
-        offers = kinds(self._settings, self._model, self._bench.install.facts, self._draft)
-        return any(offer.is_tried for offer in offers)
-
-    @property
     def _has_slots(self) -> bool:
         """Whether their number is to be found out: one that was asked for is not in question."""
-        return self._settings.users > 1 and not is_asked(self._settings)
+        return self._settings.users > 1 and not self._settings.is_set("parallel")
 
-    async def _guess(self, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
+    async def _guess(self, space: Space, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
         """With tokens guessed ahead where that was seen to be faster. An engine that fails at it is served without."""
         settings, plan = self._settings, tuned.plan
-        if not self._has_guesses and self._draft is None:
+        if not _has_guesses(space) and self._draft is None:
             return plan, ()
         left_s = min(self._left_s, settings.budget_s * SHARE_FOR_GUESSES)
         kept = [look.tried for look in self._partial.guesses if look.key == plan.key]
@@ -231,28 +226,25 @@ class Study:
         try:
             found, why, tried = await choose_speculation(
                 plan,
-                self._bench.command,
-                settings=settings,
-                model=self._model,
-                engine=self._bench.install.facts,
+                self._programs.starts,
+                space,
+                asked=settings.speculation,
                 left_s=left_s,
                 tell=self._on_step,
-                draft=self._draft,
-                isa=self._bench.isa,
                 kept=kept,
                 done=partial(self._on_guessed, plan.key),
             )
             words = Choice(name="speculation", value="off", reason=why, source="measured")
             chosen = with_choice(plan, words)
             if found is not None:
-                chosen = applied(plan, found, replace(words, value=found.in_words()))
+                chosen = space.speculating(plan, found, replace(words, value=found.in_words()))
         except (EngineError, ModelDoesNotFitError) as error:
             if settings.speculation not in TASTES:
                 raise
-            self._report.warning("speculation_failed", f"guessing ahead is off: {error.message}")
-            return plan, (f"guessing ahead failed: {error.message}",)
+            self._report.warning("speculation_failed", f"speculative decoding is off: {error.message}")
+            return plan, (f"speculative decoding failed: {error.message}",)
         value = "off" if found is None else found.in_words()
-        self._report.info("speculation", f"guessing ahead: {value}: {why}")
+        self._report.info("speculation", f"speculative decoding: {value}: {why}")
         return chosen, tuple(each.in_words() for each in tried)
 
     async def _share(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
@@ -279,7 +271,7 @@ class Study:
             try:
                 found = await measure_slots(
                     each,
-                    self._bench.command,
+                    self._programs.starts,
                     users=settings.users,
                     workload=seen[0].workload if seen else workload,
                     left_s=left_s,
@@ -327,7 +319,7 @@ class Study:
             workload=self._settings.workload,
             native=space.native,
             job_s=tuned.job_s,
-            speed=speed_in_words(tuned),
+            speed=speeds_on(tuned.chosen.rated.curve, plan, parse_mix(self._settings.workload)).in_words(),
             seconds=time.monotonic() - self._began,
             stopped_by=tuned.stopped_by,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -364,9 +356,9 @@ class Study:
         given_up = threading.Event()
         try:
             refined = await asyncio.to_thread(
-                self._bench.engine.refine,
+                self._programs.engine.refine,
                 first,
-                self._bench.install,
+                self._programs.install,
                 budget_s=self._settings.budget_s / 10,
                 is_wanted=lambda: not given_up.is_set(),
             )
@@ -411,3 +403,7 @@ class Study:
     def _keep(self, partial: Partial) -> None:
         self._partial = partial
         self._store.keep(self._key, partial)
+
+
+def _has_guesses(space: Space) -> bool:
+    return any(offer.is_tried for offer in space.offers())

@@ -98,7 +98,7 @@ def plan_of(candidate: Candidate) -> Plan:
     knobs = candidate.by_knob
     away, threads, ubatch = (int(knobs[name]) for name in ("cpu_layers", "threads", "ubatch"))
     split = str(knobs.get("split", "none"))
-    card = Share(id="", name="", layers=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=0, memory=NOTHING)
+    card = Share(id="", device="", name="", layers=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=0, memory=NOTHING)
     cards = () if "split" not in knobs else (card,) if split == "none" else (card, card)
     return Plan(
         engine="",

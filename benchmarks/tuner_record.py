@@ -28,6 +28,7 @@ import aiohttp
 import gguf
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.errors import EngineError
 from appliance.supervisor import Supervisor
 from appliance.tune.measure import Probe
@@ -125,7 +126,8 @@ async def _measure(binary: Path, model: Path, cell: dict[str, Any]) -> dict[str,
             if crash is not None:
                 return {**cell, **found, "error": str(crash)[:200], "seconds": round(time.monotonic() - began, 2)}
             found["load_s"] = round(time.monotonic() - began, 3)
-            async with Probe(command) as probe:
+            async with LLAMA.client(command) as client:
+                probe = await Probe.of(client)
                 await probe.warm()
                 points = [await probe.run(depth, TOKENS) for depth in DEPTHS]
             found["points"] = [_rounded(dataclasses.asdict(point)) for point in points]

@@ -79,39 +79,36 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
     hardware = probe(settings.data_dir, environment)
     hardware = replace(hardware, gpus=cross_check(hardware.gpus, environment, settings.data_dir))
-    subject = _subject(settings, hardware)
     checks = [volume_check(settings, hardware), key_check(settings), port_check(settings)]
-    if isinstance(subject, Check):
-        checks += [
-            subject,
-            *host_checks(_ROOT, settings, hardware, None),
-            *gpu_checks(settings, None, hardware, Devices),
-        ]
-        checks.append(_speeds(settings, hardware))
+    try:
+        image, facts = load_facts(settings)
+    except FatalError as error:
+        checks += [failed("image", error), *host_checks(_ROOT, settings, hardware, None)]
+        checks += [*gpu_checks(settings, None, hardware, None), _speeds(settings, hardware)]
         return Findings(checks=tuple(checks), hardware=hardware, image=None, engine=None, plan=None)
-    image, facts = subject.image, subject.facts
-    checks += [
-        passed("image", f"{image.cell}, build {image.build_id}"),
-        *host_checks(_ROOT, settings, hardware, subject.kernels, subject.ruled_out),
-        *gpu_checks(settings, image, hardware, partial(_devices, subject)),
-        _speeds(settings, hardware),
-        engine_check(subject.engine, subject.install, image, subject.variant),
-    ]
+    checks.append(passed("image", f"{image.cell}, build {image.build_id}"))
     best = None
-    for check, found in model_checks(settings, image, subject.engine, subject.inputs):
-        checks.append(check)
-        best = found or best
-    if with_kernels:
-        checks += _kernel_checks(subject)
+    try:
+        subject = _subject(settings, image, facts, load_engine(image), hardware)
+    except FatalError as error:
+        checks += [*host_checks(_ROOT, settings, hardware, None), *gpu_checks(settings, image, hardware, None)]
+        checks += [_speeds(settings, hardware), failed("engine", error)]
+    else:
+        checks += [
+            *host_checks(_ROOT, settings, hardware, subject.kernels, subject.ruled_out),
+            *gpu_checks(settings, image, hardware, partial(_devices, subject)),
+            _speeds(settings, hardware),
+            engine_check(subject.engine, subject.install, image, subject.variant),
+        ]
+        for check, found in model_checks(settings, image, subject.engine, subject.inputs):
+            checks.append(check)
+            best = found or best
+        if with_kernels:
+            checks += _kernel_checks(subject)
     return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best)
 
 
-def _subject(settings: Settings, hardware: Hardware) -> Subject | Check:
-    try:
-        image, facts = load_facts(settings)
-        engine = load_engine(image)
-    except FatalError as error:
-        return failed("image", error)
+def _subject(settings: Settings, image: ImageFacts, facts: EngineFacts, engine: Engine, hardware: Hardware) -> Subject:
     install = install_of(settings, image, facts, hardware)
     ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
     kernels: Kernels | FatalError

@@ -17,9 +17,9 @@ _HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must n
 
 
 def gpu_checks(
-    settings: Settings, image: ImageFacts | None, hardware: Hardware, ask_engine: Callable[[], Devices]
+    settings: Settings, image: ImageFacts | None, hardware: Hardware, ask_engine: Callable[[], Devices] | None
 ) -> Iterator[Check]:
-    """`ask_engine` is called only where a GPU can be used by this image at all."""
+    """`ask_engine` is called only where a GPU can be used by this image at all; None: the engine cannot be asked."""
     gpus = hardware.gpus
     if gpus.driver:
         yield _driver(image, hardware)
@@ -56,7 +56,7 @@ def _library(hardware: Hardware) -> Check:
 
 
 def _usable(
-    settings: Settings, image: ImageFacts | None, hardware: Hardware, ask_engine: Callable[[], Devices]
+    settings: Settings, image: ImageFacts | None, hardware: Hardware, ask_engine: Callable[[], Devices] | None
 ) -> Iterator[Check]:
     if image is None:
         return
@@ -66,6 +66,9 @@ def _usable(
             yield warned("gpu", warning, "`python -m images select` names the image for each GPU")
         if image.cuda is None or not usable.gpus.gpus or settings.devices == "none":
             yield passed("gpu", "none is asked for" + (": devices is none" if settings.devices == "none" else ""))
+            return
+        if ask_engine is None:
+            yield passed("gpu", "the image has kernels for it; the engine was not asked")
             return
         devices = ask_engine()
         check_devices(image, usable, devices.names, devices.said)

@@ -6,6 +6,7 @@ An engine is a folder beside this file with a module `engine.py`, whose ENGINE a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Costs, Kernels, Plan, RuledOut, Verdict
+from appliance.plan import Allocated, Choice, Costs, Kernels, Kind, Offer, Plan, RuledOut, Speculation, Verdict
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from appliance.model import Model
     from appliance.report import Report
 
-KNOWN = ("llama", "vllm")
-SERVED = ("llama",)
-"""Engines that have images, and those of them that this appliance can serve. By folder, and by their images' facts."""
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ class Extent:
 
     @property
     def scored_in_piece(self) -> int:
-        """The first half of a piece only fills the cache, and its last token has no next (perplexity.cpp)."""
+        """The first half of a piece only fills the cache, and its last token has no next."""
         return self.piece_tokens - self.piece_tokens // 2 - 1
 
     @property
@@ -120,14 +119,15 @@ class Space(Protocol):
 
     @property
     def best(self) -> Plan:
-        """The prediction."""
+        """The best that is predicted, without speculative decoding."""
+
+    @property
+    def predicted(self) -> Plan:
+        """What is served where nothing was measured. Raises ModelDoesNotFitError (31)."""
 
     @property
     def native(self) -> int:
         """The model's own context length, or the one that was asked for."""
-
-    @property
-    def is_mixture(self) -> bool: ...
 
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first."""
@@ -137,6 +137,19 @@ class Space(Protocol):
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Kinds of speculative decoding that model and engine can do, the likeliest first. Raises ConfigError (10) for
+        one that was asked for and cannot be done."""
+
+    def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
+        """What it adds to the plan."""
+
+    def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
+        """Raises ModelDoesNotFitError (31) where there is no room."""
+
+    def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
+        """As a plan that was measured, where that still holds."""
 
     def costs(self, plan: Plan) -> Costs:
         """For the predictor."""
@@ -179,6 +192,41 @@ class Guard(Protocol):
         """For this and later starts. All that is ruled out."""
 
     def give_up(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine did for one prompt, by its own clock. The first of the tokens comes out of the prompt's reading:
+    `made` tokens are `made - 1` steps."""
+
+    read: int  # tokens of the prompt
+    cached: int  # tokens of it that were there already
+    made: int
+    tokens: tuple[int, ...]  # that were made
+    prefill_ms: float  # of those that were read
+    decode_ms: float
+    drafted: int = 0  # draft tokens
+    accepted: int = 0
+    slot: int | None = None  # where the prompt is kept, where an engine has such places
+
+
+class Client(Protocol):
+    """Asks one engine that is up. EngineNotReadyError (43) when it refuses or breaks off."""
+
+    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
+        """With `as_chat` as the model's template puts a user's message."""
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        uses_cache: bool = True,
+        slot: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Greedy and exactly `tokens` long; with a seed sampled as the model wants it, and it may end before. What is
+        cached of the prompt is not read again with `uses_cache`. Without a slot the engine chooses."""
 
 
 class TextReader(Protocol):
@@ -226,7 +274,7 @@ class Engine(Protocol):
     def dropped_headers(self) -> frozenset[bytes]:
         """Of a request, lower case: what the engine must not see."""
 
-    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
+    def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
 
     def query_devices(
@@ -250,9 +298,6 @@ class Engine(Protocol):
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
 
-    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
-        """What is served where nothing was measured. Raises as `space` does."""
-
     def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
         """After `plan` ran out of memory as it loaded. None where the error, or the log, does not tell of memory."""
 
@@ -263,6 +308,9 @@ class Engine(Protocol):
         Blocks for `budget_s` at most, and ends once `is_wanted` says no, from whichever thread."""
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
+
+    def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        """For an engine that `command` started; `doing` says in errors what it was for."""
 
     def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
         """For the check of KV cache types that `Space.kinds_to_check` names."""
@@ -279,9 +327,9 @@ class Engine(Protocol):
 
 def load(name: str, *, said_by: str = "") -> Engine:
     """The engine of that name. Raises ConfigError (10) for one that cannot be served."""
-    if name not in SERVED:
+    if name not in (served := _folders_with("engine.py")):
         message = f"the engine of this image cannot be served yet: {said_by or name}"
-        raise ConfigError(message, hint=f"use an image of {', '.join(SERVED)}: python -m images select")
+        raise ConfigError(message, hint=f"use an image of {', '.join(served)}: python -m images select")
     found: Any = import_module(f"appliance.engines.{name}.engine")
     engine: Engine = found.ENGINE
     return engine
@@ -289,10 +337,15 @@ def load(name: str, *, said_by: str = "") -> Engine:
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     """Of the engine whose program this is, while an image is built. Raises ConfigError (10) for an unknown one."""
-    for name in KNOWN:
+    known = _folders_with("facts.py")
+    for name in known:
         facts: Any = import_module(f"appliance.engines.{name}.facts")
         if binary.name == facts.BINARY:
             found: EngineFacts = facts.read_facts(binary, kv_pairs)
             return found
     message = f"no engine has a program of this name: {binary}"
-    raise ConfigError(message, hint=f"--bin is the server of one of {', '.join(KNOWN)}")
+    raise ConfigError(message, hint=f"--bin is the server of one of {', '.join(known)}")
+
+
+def _folders_with(module: str) -> list[str]:
+    return sorted(path.parent.name for path in _FOLDER.glob(f"*/{module}"))

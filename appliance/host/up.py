@@ -28,6 +28,7 @@ from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 QUESTION = "In one sentence: what is a lighthouse for?"
 INNER_PORT = "11435/tcp"
 POLL_S = 0.25
+TIMED_S = 0.02  # of an answer that took less no speed is said
 _JSON = {"Content-Type": "application/json"}
 _STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "from_profile", "tuning"})
 
@@ -174,7 +175,8 @@ def _found(status: Mapping[str, Any]) -> str:
     goes_on = status["tuning"] in ("waiting", "measuring")
     if not status["speed"]:
         later = "measuring goes on while nobody asks, and the best plan takes over; `make up WAIT=tuned` waits for it"
-        return f"by prediction; {later}" if goes_on else "by prediction; nothing is measured"
+        ends = "no plan that was measured fits now" if status["tuning"] == "measured" else "nothing is measured"
+        return f"by prediction; {later if goes_on else ends}"
     where = "in the profile on the volume" if status["from_profile"] else "by measuring, just now"
     return f"{where}; measured again while nobody asks" if goes_on else where
 
@@ -207,8 +209,8 @@ def _ask(container: Container, headers: Mapping[str, str], question: str) -> _An
         "stream_options": {"include_usage": True},
     }
     words: list[str] = []
-    times: list[float] = []
-    tokens, line = 0, b""
+    tokens, line = None, b""
+    first = last = 0.0
     try:
         connection = http.client.HTTPConnection(*_address(container), timeout=300)
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {**_JSON, **headers})
@@ -217,23 +219,27 @@ def _ask(container: Container, headers: Mapping[str, str], question: str) -> _An
             if not row.startswith(b"data: {"):
                 continue
             event = json.loads(line.removeprefix(b"data: "))
-            tokens = int((event.get("usage") or {}).get("completion_tokens", tokens))
-            for delta in (choice["delta"] for choice in event["choices"]):
+            usage, choices = event.get("usage"), event["choices"]
+            tokens = int(usage["completion_tokens"]) if usage else tokens
+            if choices:
+                last = time.monotonic()
+                first = first or last  # of whatever kind: a model may begin with tokens that are no text
+            for delta in (choice.get("delta") or {} for choice in choices):
                 # A model that thinks may come to no answer within so few tokens.
-                if text := delta.get("content") or delta.get("reasoning_content"):
-                    words.append(text)
-                    times.append(time.monotonic())
+                words.append(delta.get("content") or delta.get("reasoning_content") or "")
     except (OSError, http.client.HTTPException) as error:
-        message = f"the answer broke off after {len(words)} tokens: {type(error).__name__}: {error}"
+        message = f"the answer broke off after {len(words)} pieces: {type(error).__name__}: {error}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`") from error
-    except (ValueError, KeyError, TypeError):  # an error instead of an answer, or a stream that says something else
-        words.clear()
-    if not words or not tokens:
+    except (ValueError, KeyError, TypeError, AttributeError):  # an error in place of an answer, or something else
+        tokens = None
+    if tokens is None:
         message = f"the answer is not what was expected: {line.decode(errors='replace').strip()[:500]}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
-    seconds = times[-1] - times[0]
-    # The first token comes of the prompt's reading: n tokens are n - 1 steps.
-    return _Answer(text="".join(words), tokens=tokens, tokens_per_s=(tokens - 1) / seconds if seconds else None)
+    seconds = last - first
+    # The first token comes of the prompt's reading: n tokens are n - 1 steps. Of pieces that came at once a clock tells
+    # nothing.
+    tokens_per_s = (tokens - 1) / seconds if seconds >= TIMED_S else None
+    return _Answer(text="".join(words), tokens=tokens, tokens_per_s=tokens_per_s)
 
 
 def _get(container: Container, path: str, headers: Mapping[str, str]) -> dict[str, Any]:

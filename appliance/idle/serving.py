@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from appliance.command import Command
+from appliance.race import first_of
 from appliance.supervisor import Crash, State, Supervisor
 
 P = TypeVar("P")
@@ -148,16 +149,10 @@ class Serving(Generic[P]):
             if supervisor is None:
                 await self._moved.wait()
                 continue
-            moving = asyncio.create_task(self._moved.wait())
-            failing = asyncio.create_task(supervisor.wait_failed())
-            try:
-                await asyncio.wait((moving, failing), return_when=asyncio.FIRST_COMPLETED)
-                if failing.done() and supervisor is self.supervisor:
-                    return failing.result()
-            finally:
-                moving.cancel()
-                failing.cancel()
-                await asyncio.gather(moving, failing, return_exceptions=True)
+            _, failing = await first_of(self._moved.wait(), supervisor.wait_failed())
+            if not failing.cancelled() and supervisor is self.supervisor:
+                crash: Crash = failing.result()
+                return crash
 
     async def stop(self) -> None:
         """Returns when every engine is gone."""

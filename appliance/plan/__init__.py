@@ -27,6 +27,7 @@ from appliance.plan.plan import (
     with_measured,
 )
 from appliance.plan.shortage import Shortage
+from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
 
 __all__ = [
     "CONTEXT_STEP",
@@ -39,6 +40,7 @@ __all__ = [
     "Allocated",
     "Choice",
     "Costs",
+    "JobSpeed",
     "Kernels",
     "Kind",
     "Memory",
@@ -50,6 +52,8 @@ __all__ = [
     "Shortage",
     "Speculation",
     "Speed",
+    "SpeedAt",
+    "Speeds",
     "Taste",
     "Verdict",
     "as_document",

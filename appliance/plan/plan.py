@@ -64,6 +64,7 @@ class Share:
     """What one GPU holds. `layers` counts the output as one, as the engine's --gpu-layers does."""
 
     id: str
+    device: str  # as the engine calls it
     name: str
     layers: int
     free_mib: float  # for us: less what is held back
@@ -86,10 +87,10 @@ class Placement:
         return sum(share.layers for share in self.shares)
 
     def in_short(self) -> str:
-        """What tells two placements apart: "CUDA0 33, CUDA1 32 (layer), experts of 20 on the CPU"."""
+        """What tells two placements apart: "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
         if not self.shares:
             return "CPU"
-        runs = ", ".join(f"CUDA{i} {share.layers}" for i, share in enumerate(self.shares))
+        runs = ", ".join(f"{share.device} {share.layers}" for share in self.shares)
         split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
         experts = f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
         return runs + split + experts
@@ -120,9 +121,9 @@ class Speculation:
     adds: Memory = NOTHING
 
     def in_words(self) -> str:
-        """As in "up to 3 tokens guessed by smol.gguf"."""
+        """As in "up to 3 tokens drafted by smol.gguf"."""
         by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
-        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} guessed by {by[self.kind]}"
+        return f"up to {self.tokens} token{'s' * (self.tokens > 1)} drafted by {by[self.kind]}"
 
 
 @dataclass(frozen=True, kw_only=True)

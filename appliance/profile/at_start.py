@@ -92,7 +92,7 @@ def _again(found: Found) -> Start:
 def _says(found: Found) -> str:
     if found.stale is None:
         return f"profile {found.id} is provisional: {found.provisional} when it was measured"
-    return f"profile {found.id} no longer holds: {found.stale}"
+    return f"profile {found.id} is stale: {found.stale}"
 
 
 def _without(tune: str, *, may_measure: bool) -> Start:

@@ -54,13 +54,13 @@ class Partial:
     slots: tuple[SlotsLook, ...] = ()
 
     def in_words(self) -> str:
-        """As in "3 measurements, 24 pieces of text, 2 looks at guessing ahead"; empty where there is nothing."""
+        """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
         pieces = sum(len(passage.nll) for passage in self.passages)
         counts = {
             "measurement": len(self.measurements),
-            "piece of text": pieces,
-            "look at guessing ahead": len(self.guesses),
-            "look at slots": len(self.slots),
+            "chunk of text": pieces,
+            "trial of speculative decoding": len(self.guesses),
+            "trial of slots": len(self.slots),
         }
         named = ((count, *name.partition(" ")) for name, count in counts.items() if count)
         return ", ".join(f"{count} {what}{'s' * (count > 1)}{space}{rest}" for count, what, space, rest in named)

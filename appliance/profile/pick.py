@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import cast
 
 from appliance.engines.engine import Space
-from appliance.engines.llama.planning.speculation import still_applied
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
-from appliance.tune.measurement import rated
+from appliance.tune.measurement import MARGIN, rated
 from appliance.tune.modes import Mode, choose, wanted_window
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
@@ -26,8 +25,8 @@ class Picked:
     passed_over: tuple[str, ...] = ()
 
 
-def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = None) -> Picked | tuple[str, ...]:
-    """What each plan lacks, where none fits. `draft_path` is where the draft model lies now, if there is one."""
+def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
+    """What each plan lacks, where none fits."""
     plans = {plan.key: plan for plan in profile.plans}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
@@ -36,18 +35,20 @@ def pick(profile: Profile, mode: str, space: Space, *, draft_path: str | None = 
         found = space.now(plans[chosen.rated.key])
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why), profile.plan)
-            plan = still_applied(plan, profile.plan, draft_path=draft_path)
+            plan = space.speculating_as(plan, profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
-        del plans[chosen.rated.key]  # without it, one of its window that was only glanced at may be the best
+        del plans[chosen.rated.key]
     return tuple(lacking)
 
 
-def wants_more(profile: Profile, mode: str, space: Space) -> bool:
-    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has. `space`
-    is that of the mode."""
+def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) -> bool:
+    """Whether the mode, which is not one that was measured for, may want a context that no measured plan has, and one
+    trial may end within the budget. `space` is that of the mode."""
     seen = rated(profile.plans, profile.measurements)
     if not seen or mode in (profile.mode, *profile.other_modes):
+        return False
+    if MARGIN * max(trial.seconds for trial in profile.measurements if trial.points) > budget_s:
         return False
     windows = {plan.context for plan in space.all()}
     mix = parse_mix(profile.workload)

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import KINDS, Allocated, Choice, Memory, Placement, Plan, Share, Speculation, Speed, Verdict
+from appliance.plan import KINDS, Allocated, Choice, Memory, Placement, Plan, Share, Speculation, Speed, Speeds, Verdict
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
+from appliance.tune.speeds import measured_speeds, predicted_speeds
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
@@ -83,7 +84,7 @@ class Profile:
     notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
     mode: str
     workload: str  # as the setting says it
-    native: int  # the largest window that counts
+    native: int  # the largest context that counts
     job_s: float
     speed: str  # in words
     seconds: float
@@ -105,6 +106,21 @@ class Profile:
             return None
         plan = next((plan for plan in self.plans if plan.key == self.plan.key), self.plan)
         return (plan.predicted_mib - self.allocated.total) / self.allocated.total
+
+
+def speeds_document(plan: Plan | None, profile: Profile | None) -> dict[str, Any]:
+    """`measured` and `predicted`: the speeds of this plan, each None where there are none. Any plan of the profile may
+    be asked for; they are made from its measurements, and not kept."""
+    predicted = predicted_speeds(plan) if plan else None
+    found = {"measured": speeds_of(plan, profile), "predicted": predicted}
+    return {name: asdict(speeds) if speeds else None for name, speeds in found.items()}
+
+
+def speeds_of(plan: Plan | None, profile: Profile | None) -> Speeds | None:
+    """As measured; None where this plan was not."""
+    if plan is None or profile is None:
+        return None
+    return measured_speeds(plan, profile.measurements, parse_mix(profile.workload))
 
 
 def dump_profile(profile: Profile) -> str:

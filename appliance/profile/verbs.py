@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.errors import ConfigError, UsageError
 from appliance.plan import as_document, explain
-from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile
+from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document
 from appliance.profile.store import ProfileStore
 
 # Of a plan's document: what it is made of and long, or follows from the rest.
@@ -82,7 +82,8 @@ def _show(desk: Desk, key_id: str) -> Answer:
     profile = desk.store.find(key_id)
     standing = desk.store.standing(profile)
     if desk.as_json:
-        document = json.loads(dump_profile(profile)) | ({"stale": standing.stale} if standing.stale else {})
+        document = json.loads(dump_profile(profile)) | {"speeds": speeds_document(profile.plan, profile)}
+        document |= {"stale": standing.stale} if standing.stale else {}
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
     parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
     measured = "\n".join(measurement.in_words() for measurement in profile.measurements)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from appliance.command import Command
+from appliance.engines.engine import Completion, Engine
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
-from appliance.tune.engine import in_time, running, unless_stalled
+from appliance.tune.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.measure import Probe, Step
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.workload import Workload, scaled
@@ -27,7 +27,7 @@ LEAST = 96  # tokens of a job: fewer say nothing
 
 async def measure_slots(
     plan: Plan,
-    start: Callable[[Plan], Command],
+    bench: Bench,
     *,
     users: int,
     workload: Workload,
@@ -37,16 +37,17 @@ async def measure_slots(
 ) -> Concurrency | str:
     """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window,
     unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. After
-    `left_s` it is given up: why nothing was measured, in words. Raises what `as_error` makes of an engine that fails on
-    the way."""
+    `left_s` it is given up: why nothing was measured, in words. Raises the engine's error when it fails on the
+    way."""
 
     async def measured() -> Concurrency | str:
         began = time.monotonic()
         tell(Step(plan=plan, what="loading"))
-        command = start(plan)
-        async with running(command) as supervisor:
+        command = bench.start(plan)
+        async with running(bench.engine, command) as supervisor:
             load_s = time.monotonic() - began
             work = drive(
+                bench.engine,
                 command,
                 plan,
                 users=users,
@@ -63,6 +64,7 @@ async def measure_slots(
 
 
 async def drive(
+    engine: Engine,
     command: Command,
     plan: Plan,
     *,
@@ -73,7 +75,8 @@ async def drive(
     is_exact: bool = False,
 ) -> Concurrency | str:
     """The same on an engine that is up: `plan` is what it was started with."""
-    async with Probe(command) as probe:
+    async with engine.client(command) as client:
+        probe = await Probe.of(client)
         await probe.warm()
         job = workload
         if not is_exact:
@@ -133,16 +136,15 @@ def _prompts(probe: Probe, users: int, tokens: int) -> list[list[int]]:
 
 async def _job(probe: Probe, prompt: list[int], workload: Workload) -> Job:
     began = time.monotonic()
-    reply = await probe.complete(prompt, workload.tokens_out)
-    return parse_job(reply, workload, time.monotonic() - began)
+    found = await probe.complete(prompt, workload.tokens_out)
+    return job_of(found, workload, time.monotonic() - began)
 
 
-def parse_job(reply: dict[str, Any], workload: Workload, seconds: float) -> Job:
-    """`seconds` by the caller's clock, the rest by the engine's `timings`. Raises EngineNotReadyError when it did other
-    work than asked: what was read and cached is not the prompt, what was made not the answer, or more was cached than
-    any turn before could have left."""
-    timings = reply.get("timings", {})
-    read, cached, made = (timings.get(name, 0) for name in ("prompt_n", "cache_n", "predicted_n"))
+def job_of(found: Completion, workload: Workload, seconds: float) -> Job:
+    """`seconds` by the caller's clock, the rest by the engine's. Raises EngineNotReadyError when it did other work than
+    asked: what was read and cached is not the prompt, what was made not the answer, or more was cached than any turn
+    before could have left."""
+    read, cached, made = found.read, found.cached, found.made
     most = max(workload.tokens_reused, SYSTEM) + CHANCE
     if read + cached != workload.tokens_in or made != workload.tokens_out or cached > most:
         message = (
@@ -150,7 +152,7 @@ def parse_job(reply: dict[str, Any], workload: Workload, seconds: float) -> Job:
             f"(at most {most} cached), made {made} of {workload.tokens_out}"
         )
         raise EngineNotReadyError(message)
-    decode_s = float(timings.get("predicted_ms", 0)) / 1000
+    decode_s = found.decode_ms / 1000
     if not 0 < decode_s < seconds:
         message = f"engine gave no times: {decode_s:g} s for {made} tokens of a job of {seconds:g} s"
         raise EngineNotReadyError(message)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from appliance.plan import SpeedAt
 from appliance.values import dataclass
 
 LONGER = 3  # a long look decodes so many times the tokens of a short one, and counts as often
@@ -40,10 +41,14 @@ class Point:
         return NOISE * self.noisier if self.noisier > 1 else 0.0
 
     @property
-    def speed(self) -> str:
-        """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
-        doubt = f" (within {100 * self.doubt:.0f} %: few tokens)" if self.doubt else ""
-        return f"{1000 / self.decode_ms:.1f} tok/s{doubt}"
+    def speed(self) -> SpeedAt:
+        return SpeedAt(
+            depth=self.depth,
+            decode_tokens_per_s=1000 / self.decode_ms,
+            decode_uncertainty=self.doubt,
+            prefill_tokens=self.prefill_tokens,
+            prefill_tokens_per_s=1000 / self.prefill_ms if self.prefill_tokens and self.prefill_ms else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

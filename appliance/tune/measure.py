@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from appliance.command import Command
-from appliance.engines.llama.server import parse_allocated
+from appliance.engines.engine import Client, Completion
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
 from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
 from appliance.tune.curve import LONGER, Point
-from appliance.tune.engine import post, running, session_with, unless_stalled
+from appliance.tune.engine import Bench, running, unless_stalled
 from appliance.tune.measurement import Measurement
 
 TEXT = Path(__file__).with_name("text.txt")
@@ -70,21 +69,22 @@ async def measure(
     plan: Plan,
     look: Look | FirstLook,
     *,
-    start: Callable[[Plan], Command],
+    bench: Bench,
     tell: Callable[[Step], None],
     watch: Callable[[], Watch],
 ) -> Measurement:
-    """One start of the engine. Raises what `as_error` makes of it when it fails on the way.
+    """One start of the engine. Raises the engine's error when it fails on the way.
 
     What else the machine does is watched from readiness on: while a model is loaded, the kernel works for us.
     """
     began = now()
     lines: deque[str] = deque(maxlen=LOG_LINES)
     tell(Step(plan=plan, what="loading"))
-    command = start(plan)
-    async with running(command, on_line=lines.append) as supervisor:
+    command = bench.start(plan)
+    async with running(bench.engine, command, on_line=lines.append) as supervisor:
         load_s = now() - began
-        async with Probe(command) as probe, watch() as watching:
+        async with bench.engine.client(command) as client, watch() as watching:
+            probe = await Probe.of(client)
             work = points_of(probe, plan, look, tell)
             points = await unless_stalled(work, supervisor, command.stall_timeout_s)
     return Measurement(
@@ -93,7 +93,7 @@ async def measure(
         is_long=isinstance(look, Look) and look.is_long,
         load_s=load_s,
         seconds=now() - began,
-        allocated=parse_allocated(lines),
+        allocated=bench.engine.allocated(lines),
         conditions=watching.conditions,
     )
 
@@ -150,71 +150,49 @@ def _ends_at(last: Point, depth: int) -> float:
 class Probe:
     """Asks a running engine for completions of growing prefixes of one natural text, and checks what it really did."""
 
-    def __init__(self, command: Command) -> None:
-        self._session = session_with(command)
-        self._ids: list[int] = []
+    def __init__(self, client: Client, ids: Sequence[int]) -> None:
+        self._client = client
+        self._ids = list(ids)
 
-    async def __aenter__(self) -> Probe:
-        try:
-            reply = await post(self._session, "/tokenize", {"content": TEXT.read_text(encoding="utf-8")})
-        except BaseException:
-            await self._session.close()
-            raise
-        self._ids = reply.get("tokens", [])
-        if len(self._ids) < 2 * EMPTY:
-            await self._session.close()
-            message = f"engine made {len(self._ids)} tokens of the text that is measured with, too few of {2 * EMPTY}"
+    @classmethod
+    async def of(cls, client: Client) -> Probe:
+        """Raises EngineNotReadyError for a model that makes too few tokens of the text."""
+        ids = await client.tokenize(TEXT.read_text(encoding="utf-8"))
+        if len(ids) < 2 * EMPTY:
+            message = f"engine made {len(ids)} tokens of the text that is measured with, too few of {2 * EMPTY}"
             raise EngineNotReadyError(message)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        return cls(client, ids)
 
     async def run(self, depth: int, tokens: int) -> Point:
         """Decodes `tokens` with `depth` tokens in the context; what is cached of a shorter prefix is not read again."""
-        reply = await post(
-            self._session,
-            "/completion",
-            {
-                "prompt": self.prompt(depth),
-                "n_predict": tokens,
-                "cache_prompt": True,
-                "id_slot": 0,
-                "ignore_eos": True,
-                "temperature": 0,
-            },
-        )
-        return parse_timings(reply, depth, tokens)
+        return point_of(await self._client.complete(self.prompt(depth), tokens, slot=0), depth, tokens)
 
     async def warm(self) -> Point:
         """The first request of a process pays for pages that no later one pays; its text is the start of no other."""
-        body = {"prompt": self._ids[EMPTY : 2 * EMPTY], "n_predict": WARM_TOKENS, "cache_prompt": False, "id_slot": 0}
-        reply = await post(self._session, "/completion", body | {"ignore_eos": True, "temperature": 0})
-        return parse_timings(reply, EMPTY, WARM_TOKENS)
+        found = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False, slot=0)
+        return point_of(found, EMPTY, WARM_TOKENS)
 
-    async def complete(self, prompt: list[int], tokens: int, **more: object) -> dict[str, Any]:
+    async def complete(self, prompt: Sequence[int], tokens: int) -> Completion:
         """In whichever slot the engine chooses, as any client's request."""
-        body = {"prompt": prompt, "n_predict": tokens, "cache_prompt": True, "ignore_eos": True, "temperature": 0}
-        return await post(self._session, "/completion", body | more)
+        return await self._client.complete(prompt, tokens)
 
     async def repeat(self, depth: int, tokens: int, *, is_speculating: bool) -> Point:
         """What `run` measures, on an engine that serves: in whichever slot it chooses, with the whole prompt read.
 
         An engine that speculates is asked for two tokens at a time, each request going on where the last one ended:
-        llama-server guesses at most as many tokens as are left after the next one, so that the second is a plain step.
-        No request can turn its guesses off.
+        at most as many draft tokens are made as are left after the next one, so that the second is a plain step. What
+        decoding with draft tokens takes is a matter of the text, and no request can turn them off.
         """
-        whole = {"cache_prompt": False}
-        warmed = await self.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, **whole)
-        body = {"id_slot": warmed.get("id_slot", -1), "return_tokens": True}  # one slot loses its prompt, not two
+        warmed = await self._client.complete(self._ids[EMPTY : 2 * EMPTY], WARM_TOKENS, uses_cache=False)
+        slot = warmed.slot  # one slot loses its prompt, not two
         prompt, each = self.prompt(depth), 2 if is_speculating else tokens
-        reply = await self.complete(prompt, each, **body, **whole)
-        first = parse_plain(reply, depth, each)
+        found = await self._client.complete(prompt, each, uses_cache=False, slot=slot)
+        first = plain_point_of(found, depth, each)
         steps_ms = [first.decode_ms]
         for _ in range(each, tokens, 2):
-            prompt = prompt + reply.get("tokens", [])
-            reply = await self.complete(prompt, each, **body)
-            steps_ms.append(parse_plain(reply, len(prompt), each).decode_ms)
+            prompt = [*prompt, *found.tokens]
+            found = await self._client.complete(prompt, each, slot=slot)
+            steps_ms.append(plain_point_of(found, len(prompt), each).decode_ms)
         return replace(first, decode_ms=sum(steps_ms) / len(steps_ms))
 
     def prompt(self, depth: int) -> list[int]:
@@ -228,31 +206,33 @@ class Probe:
         return ids[:depth]
 
 
-def parse_plain(reply: dict[str, Any], depth: int, tokens: int) -> Point:
-    """As `parse_timings`, and refuses what was decoded with guesses: how long that takes is a matter of the text."""
-    if guessed := reply.get("timings", {}).get("draft_n"):
-        message = f"engine guessed {guessed} tokens where plain steps were to be timed"
+def plain_point_of(found: Completion, depth: int, tokens: int) -> Point:
+    """As `point_of`, and refuses what was decoded with draft tokens: how long that takes is a matter of the text."""
+    if found.drafted:
+        message = f"engine made {found.drafted} draft tokens where plain steps were to be timed"
         raise EngineNotReadyError(message)
-    return parse_timings(reply, depth, tokens)
+    return point_of(found, depth, tokens)
 
 
-def parse_timings(reply: dict[str, Any], depth: int, tokens: int) -> Point:
-    """The engine's own `timings`. Raises EngineNotReadyError when it did not do what was asked, so that no figure is of
-    something else: fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
-    timings = reply.get("timings", {})
-    read, cached, made = (timings.get(name, 0) for name in ("prompt_n", "cache_n", "predicted_n"))
-    if read + cached != depth or made != tokens:
-        message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made} of {tokens}"
+def point_of(found: Completion, depth: int, tokens: int) -> Point:
+    """Raises EngineNotReadyError when the engine did not do what was asked, so that no figure is of something else:
+    fewer tokens than asked for, a prompt that does not add up to the depth, no time at all."""
+    if found.read + found.cached != depth or found.made != tokens:
+        message = (
+            f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, "
+            f"made {found.made} of {tokens}"
+        )
         raise EngineNotReadyError(message)
-    prompt_ms, predicted_ms = (float(timings.get(name, 0)) for name in ("prompt_ms", "predicted_ms"))
-    if prompt_ms <= 0 or predicted_ms <= 0:
-        message = f"engine gave no times: {prompt_ms:g} ms for the prompt, {predicted_ms:g} ms for {made} tokens"
+    if found.prefill_ms <= 0 or found.decode_ms <= 0:
+        message = (
+            f"engine gave no times: {found.prefill_ms:g} ms for the prompt, {found.decode_ms:g} ms for {found.made} "
+            "tokens"
+        )
         raise EngineNotReadyError(message)
-    # The first token comes out of the prefill: n tokens are n - 1 steps (llama.cpp's server_slot_stats::n_gen_steps).
     return Point(
         depth=depth,
-        decode_ms=predicted_ms / max(1, made - 1),
-        prefill_ms=prompt_ms / max(1, read),
-        prefill_tokens=read,
-        noisier=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, made - 1))),
+        decode_ms=found.decode_ms / max(1, found.made - 1),
+        prefill_ms=found.prefill_ms / max(1, found.read),
+        prefill_tokens=found.read,
+        noisier=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, found.made - 1))),
     )

@@ -18,6 +18,7 @@ from appliance.values import dataclass
 EXACT = ("f32", "f16", "bf16")
 # What failed so often is not tried again by a tuning that goes on; once may have been of what was there then. That is
 # for what can be done without; a plan's failure counts at once, as others are there to take its place.
+MARGIN = 1.5  # times what the longest look so far took, before another is begun
 TRIES = 2
 
 
@@ -48,7 +49,7 @@ class Measurement:
         """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
-        speeds = ", ".join(f"{p.speed} at {p.depth:,}" for p in self.points)
+        speeds = ", ".join(f"{p.speed.in_words()} at {p.depth:,}" for p in self.points)
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 

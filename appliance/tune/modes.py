@@ -54,7 +54,7 @@ class Chosen:
 def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chosen:
     """`rated` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
     usable, floor = _usable(rated, native), _least(native)
-    below = "" if usable[0].window >= floor else f"; memory forbids a window of {floor:,}"
+    below = "" if usable[0].window >= floor else f"; memory forbids a context of {floor:,}"
     job = scaled_mix(mix, min(plan.window for plan in usable))
     compared = usable if mode == "context" else at_same_depths(usable)
     chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](compared, job)
@@ -97,7 +97,7 @@ def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     speed = plan.curve.decode(job.depth)
     share = best / plan.cautious(speed.ms)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
-    why = f"the largest window that {kept_in_words}: it keeps {share:.0%}"
+    why = f"the largest context that {kept_in_words}: it keeps {share:.0%}"
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
 
 
@@ -130,9 +130,9 @@ def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
     full = [(plan.curve.decode(plan.window - ROOM), plan) for plan in looked_at_deepest(usable)]
     readable = [(speed, plan) for speed, plan in full if is_readable(plan.curve, plan.window)]
     speed, plan = max(readable or full, key=lambda pair: (pair[1].window, -pair[0].ms))
-    why = f"the largest window that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.in_words()}"
+    why = f"the largest context that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.in_words()}"
     if not readable:
-        why = f"no window decodes {READABLE_TOKENS_PER_S:g} tok/s when full; the largest that fits: {speed.in_words()}"
+        why = f"no context decodes {READABLE_TOKENS_PER_S:g} tok/s when full; the largest that fits: {speed.in_words()}"
     return Chosen(rated=plan, at=plan.window - ROOM, speed=speed, why=why)
 
 

@@ -84,7 +84,7 @@ def judge(kv_type: str, extent: Extent, pairs: Iterable[tuple[float, float]], *,
     differences = [other - exact for exact, other in pairs]
     count = len(differences)
     if count < PIECES_MIN:
-        return refused(kv_type, f"too little text was read: {count} pieces of at least {PIECES_MIN}", seconds=seconds)
+        return refused(kv_type, f"too little text was read: {count} chunks of at least {PIECES_MIN}", seconds=seconds)
     if not all(math.isfinite(d) for d in differences):
         return refused(kv_type, "the model's probabilities of the text are no numbers", seconds=seconds)
     difference, error = fmean(differences), stdev(differences) / math.sqrt(count)
@@ -94,7 +94,7 @@ def judge(kv_type: str, extent: Extent, pairs: Iterable[tuple[float, float]], *,
         kv_type=kv_type,
         is_accepted=high < LIMIT,
         why=f"{_rule(low, high)}: perplexity {percent(difference)} against f16 "
-        f"({percent(low)} to {percent(high)} with 95 %) over {tokens:,} tokens in {count} pieces",
+        f"({percent(low)} to {percent(high)} with 95 %) over {tokens:,} tokens in {count} chunks",
         tokens=tokens,
         pieces=count,
         difference=difference,

@@ -62,7 +62,7 @@ async def check(
     always reckoned from what was read: one for lack of time is none the next time.
     """
     if plan.is_embedding:
-        return tuple(refused(kind, "the model gives vectors and foretells no text") for kind in kinds)
+        return tuple(refused(kind, "the model gives vectors and generates no text") for kind in kinds)
     extent = extent_for(
         seconds=budget_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
@@ -119,7 +119,7 @@ class _Check:
         pairs = self._pairs(kind)
         if len(pairs) < min(PIECES_MIN, self._pieces):
             words = f"engine did not read the text within {self._budget_s:.0f} s"
-            return refused(kind, f"{words}: {len(pairs)} pieces of at least {PIECES_MIN}")
+            return refused(kind, f"{words}: {len(pairs)} chunks of at least {PIECES_MIN}")
         seconds = sum(passage.seconds for each in (EXACT, kind) for passage in self._of(each))
         return judge(kind, self._extent, pairs.values(), seconds=seconds)
 
@@ -197,7 +197,7 @@ class _Check:
             return
         else:
             of = "an unknown number of" if reader.pieces is None else min(reader.pieces, extent.pieces)
-            message = f"engine {reader.name} read {reader.rows} of {of} pieces of text and ended"
+            message = f"engine {reader.name} read {reader.rows} of {of} chunks of text and ended"
             error = EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
         if isinstance(error, EngineError):
             self._note_failure(plan, extent, error)

@@ -1,6 +1,6 @@
 """Whether guessing ahead pays on this machine with this model, and how many tokens: by measuring, through the API.
 
-Requests cannot change how many tokens are guessed (llama.cpp's server-schema.cpp has it switched off), so every number
+Requests cannot change how many tokens are guessed (of the engines so far none lets them), so every number
 is a start of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: guesses do
 not change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
 each prompt once, since n-grams keep what they have seen, and a second time would know the answer.
@@ -12,19 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-
-from appliance.command import Command
-from appliance.engines.llama.planning.speculation import applied, kinds, reckon
+from appliance.engines.engine import Client, Completion, Space
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
-from appliance.image_facts import EngineFacts
-from appliance.model import Model
 from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste
-from appliance.settings import Settings
 from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
-from appliance.tune.engine import in_time, post, running, session_with, unless_stalled
+from appliance.tune.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
 from appliance.tune.tuner import Tuned
@@ -37,11 +30,11 @@ PROMPT_TOKENS = 150  # about, of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
-DOING = "guessing was measured"  # in words of what went wrong meanwhile
+DOING = "speculative decoding was measured"  # in words of what went wrong meanwhile
 GAINS_NOTHING: Mapping[Taste, str] = {
-    "auto": "guessing ahead gains nothing",
-    "stable": "guessing ahead gains nothing without making some kind of request slower",
-    "fast": "guessing ahead gains nothing for any kind of request",
+    "auto": "speculative decoding gains nothing",
+    "stable": "speculative decoding gains nothing without making some kind of request slower",
+    "fast": "speculative decoding gains nothing for any kind of request",
 }
 
 
@@ -78,14 +71,14 @@ class Tried:
     error: str | None = None
 
     def in_words(self) -> str:
-        """As in "ngram 8: 41.2 ms a token, 31 of 40 guesses right, 12 answers"."""
-        what = f"{self.kind} {self.tokens}" if self.kind else "no guesses"
+        """As in "ngram 8: 41.2 ms a token, 31 of 40 draft tokens accepted, 12 answers"."""
+        what = f"{self.kind} {self.tokens}" if self.kind else "no draft tokens"
         if self.error:
             return f"{what}: {self.error}"
         drafted, accepted = (sum(getattr(a, name) for a in self.answers) for name in ("drafted", "accepted"))
         looped = sum(a.is_looping for a in self.answers)
-        guesses = f", {accepted} of {drafted} guesses right" if self.kind else ""
-        loops = f", {looped} of them in circles" if looped else ""
+        guesses = f", {accepted} of {drafted} draft tokens accepted" if self.kind else ""
+        loops = f", {looped} of them looping" if looped else ""
         return f"{what}: {ms_per_token(self.answers):.1f} ms a token{guesses}, {len(self.answers)} answers{loops}"
 
 
@@ -115,15 +108,12 @@ def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
 
 async def choose_speculation(
     plan: Plan,
-    start: Callable[[Plan], Command],
+    bench: Bench,
+    space: Space,
     *,
-    settings: Settings,
-    model: Model,
-    engine: EngineFacts,
+    asked: str,
     left_s: float,
     tell: Callable[[Step], None],
-    draft: Model | None = None,
-    isa: tuple[str, ...] = (),
     kept: Sequence[Tried] = (),
     done: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
@@ -133,22 +123,23 @@ async def choose_speculation(
     off: they take the place of their starts, also where no time is left. A failure does so when it is there TRIES
     times; where a kind was asked for none is kept, since that ends the tuning.
 
-    `plan` guesses nothing; `applied(plan, speculation)` is the one to serve. Raises ConfigError when a kind that was
-    asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends with without guesses.
+    `asked` is the setting. `plan` guesses nothing; `space.speculating(plan, …)` is the one to serve. Raises ConfigError
+    when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends
+    with without guesses.
     """
-    offers = kinds(settings, model, engine, draft)
+    offers = space.offers()
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
         reasons = dict.fromkeys(offer.reason for offer in offers)
-        return None, f"nothing to guess with: {'; '.join(reasons)}", []
-    asked = tried[0] if settings.speculation == tried[0] else None
-    taste = next((taste for taste in TASTES if taste == settings.speculation), TASTES[0])
-    run = _Run(plan, start, taste, model=model, draft=draft, isa=isa, tell=tell, left_s=left_s, kept=kept, done=done)
-    await run.measure_base(is_asked=asked is not None)
+        return None, f"nothing to draft with: {'; '.join(reasons)}", []
+    kind_asked = tried[0] if asked == tried[0] else None
+    taste = next((taste for taste in TASTES if taste == asked), TASTES[0])
+    run = _Run(plan, bench, space, taste, tell=tell, left_s=left_s, kept=kept, done=done)
+    await run.measure_base(is_asked=kind_asked is not None)
     for kind in tried:
-        await run.measure_kind(kind, is_asked=kind == asked)
-    if asked is not None:
-        return *run.of_asked(asked), run.tried
+        await run.measure_kind(kind, is_asked=kind == kind_asked)
+    if kind_asked is not None:
+        return *run.of_asked(kind_asked), run.tried
     await run.measure_base_again()
     return *run.of_fastest(), run.tried
 
@@ -167,21 +158,18 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        start: Callable[[Plan], Command],
+        bench: Bench,
+        space: Space,
         taste: Taste,
         *,
-        model: Model,
-        draft: Model | None,
-        isa: tuple[str, ...],
         tell: Callable[[Step], None],
         left_s: float,
         kept: Sequence[Tried],
         done: Callable[[Tried], None],
     ) -> None:
-        self._plan, self._start, self._tell, self._done = plan, start, tell, done
-        self._taste = taste
+        self._plan, self._bench, self._tell, self._done = plan, bench, tell, done
+        self._space, self._taste = space, taste
         self._kept = list(kept)
-        self._model, self._draft, self._isa = model, draft, isa
         self._left_s = left_s
         self._deadline = time.monotonic() + left_s
         self._base: Tried | None = None
@@ -193,7 +181,7 @@ class _Run:
         return time.monotonic() + max((t.seconds for t in self.tried), default=0.0) < self._deadline
 
     def _reckoned(self, kind: Kind, tokens: int) -> Speculation:
-        return reckon(self._plan, kind, tokens, model=self._model, draft=self._draft, isa=self._isa)
+        return self._space.speculation(self._plan, kind, tokens)
 
     def _take(self, kind: Kind | None, tokens: int) -> Tried | None:
         """What was kept of such a start, each once."""
@@ -253,7 +241,7 @@ class _Run:
             if found.error:
                 return
             if is_asked and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
-                message = f"engine guesses nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
+                message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
                 raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
             before = len(rates)
             rates[:] = self._compared(kind)
@@ -262,7 +250,7 @@ class _Run:
 
     async def _measured_with(self, kind: Kind, tokens: int, *, is_asked: bool) -> Tried | None:
         try:
-            return await self._measured(applied(self._plan, self._reckoned(kind, tokens)))
+            return await self._measured(self._space.speculating(self._plan, self._reckoned(kind, tokens)))
         except (EngineError, ModelDoesNotFitError) as error:
             if is_asked:
                 raise
@@ -272,7 +260,7 @@ class _Run:
 
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
         """None when the time is up before it has ended."""
-        work = measure_speculation(plan, self._start, ask_s=ask_s, like=self._base, tell=self._tell)
+        work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, tell=self._tell)
         found = await in_time(self._deadline - time.monotonic(), work)
         if found is not None:
             self._done(found)
@@ -296,7 +284,7 @@ class _Run:
             speculation = self._reckoned(kind, rate.tokens)
             return speculation, f"{speculation.in_words()}: {self._figures(rate)}"
         if self._base is None:
-            return None, "no time was left to measure what guessing ahead gains"
+            return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
             return None, f"no answer could be used to measure with: {self.tried[0].in_words()}"
         seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._rates.items() if rates]
@@ -304,7 +292,7 @@ class _Run:
         failed = "; ".join(t.in_words() for t in self.tried if t.error)
         words = "; ".join(filter(None, (figures, failed)))
         if not words:
-            return None, "no time was left to measure what guessing ahead gains"
+            return None, "no time was left to measure what speculative decoding gains"
         return None, f"{GAINS_NOTHING[self._taste]}: {words}"
 
     def of_asked(self, kind: Kind) -> tuple[Speculation, str]:
@@ -325,13 +313,13 @@ class _Run:
         if len(rate.by_kind) > 1:
             words += f" ({', '.join(f'{kind} {of - 1:+.0%}' for kind, of in rate.by_kind)})"
         if not rate.drafted:
-            return f"{words}; nothing was guessed"
-        return f"{words}; {rate.acceptance:.0%} of {rate.drafted:.2f} guesses a token were right"
+            return f"{words}; nothing was drafted"
+        return f"{words}; {rate.drafted:.2f} draft tokens per token, {rate.acceptance:.0%} accepted"
 
 
 async def measure_speculation(
     plan: Plan,
-    start: Callable[[Plan], Command],
+    bench: Bench,
     *,
     ask_s: float,
     like: Tried | None,
@@ -339,14 +327,14 @@ async def measure_speculation(
 ) -> Tried:
     """One start, asked several prompts: those of `like`, with answers as long, or what fits into `ask_s`.
 
-    Raises what `as_error` makes of it when the engine fails on the way.
+    Raises the engine's error when it fails on the way.
     """
     began = time.monotonic()
-    guesses = f"guessing up to {plan.speculation.tokens}" if plan.speculation else "guessing nothing"
+    guesses = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
     tell(Step(plan=plan, what=f"loading, {guesses}"))
-    command = start(plan)
-    async with running(command) as supervisor, session_with(command) as session:
-        asking = _ask(_Client(session), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
+    command = bench.start(plan)
+    async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:
+        asking = _ask(_Asker(client), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
         tokens_each, answers = await unless_stalled(asking, supervisor, command.stall_timeout_s, doing=DOING)
     speculation = plan.speculation
     return Tried(
@@ -359,23 +347,23 @@ async def measure_speculation(
 
 
 async def _ask(
-    client: _Client, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
+    asker: _Asker, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
 ) -> tuple[int, list[Answer]]:
     """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
     answers as long as lets it hold six. A prompt that the window does not hold is left out."""
     prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
     began = time.monotonic()
-    warm = await client.ask("warm", WARM, WARM_TOKENS, seed=0)
+    warm = await asker.ask("warm", WARM, WARM_TOKENS, seed=0)
     each = ask_s * 1000 / PROMPTS_AIMED / max(0.1, warm.ms / max(1, warm.made))
     tokens_each = like.tokens_each if like else int(max(TOKENS_LEAST, min(TOKENS_MOST, each)))
     wanted = {answer.name for answer in like.answers} if like else set(prompts)
     answers: list[Answer] = []
     for seed, (name, text) in enumerate(prompts.items(), 1):
         is_late = like is None and len(answers) >= PROMPTS_LEAST and time.monotonic() - began > ask_s
-        if name not in wanted or is_late or len(await client.read(text)) + tokens_each > plan.context - 2:
+        if name not in wanted or is_late or len(await asker.read(text)) + tokens_each > plan.context - 2:
             continue
         say(name)
-        answers.append(await client.ask(name, text, tokens_each, seed=seed))
+        answers.append(await asker.ask(name, text, tokens_each, seed=seed))
     return tokens_each, answers
 
 
@@ -388,40 +376,36 @@ def parse_prompts(text: str) -> dict[str, str]:
     return prompts
 
 
-class _Client:
-    """Asks through the socket as a chat does: the model's template, its own sampling."""
+class _Asker:
+    """Asks as a chat does: the model's template, its own sampling."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self._read: dict[str, list[int]] = {}
 
     async def read(self, text: str) -> list[int]:
         """The prompt's tokens, as the model's template puts it."""
         if text not in self._read:
-            message = {"role": "user", "content": text}
-            whole = (await post(self._session, "/apply-template", {"messages": [message]}, doing=DOING))["prompt"]
-            body = {"content": whole, "add_special": True, "parse_special": True}
-            self._read[text] = (await post(self._session, "/tokenize", body, doing=DOING))["tokens"]
+            self._read[text] = await self._client.tokenize(text, as_chat=True)
         return self._read[text]
 
     async def ask(self, name: str, text: str, tokens: int, *, seed: int) -> Answer:
         prompt = await self.read(text)
-        body = {"prompt": prompt, "n_predict": tokens, "seed": seed, "id_slot": 0, "return_tokens": True}
-        return parse_answer(name, await post(self._session, "/completion", body, doing=DOING), len(prompt))
+        return answer_of(name, await self._client.complete(prompt, tokens, seed=seed, slot=0), len(prompt))
 
 
-def parse_answer(name: str, reply: dict[str, Any], depth: int) -> Answer:
-    """From the engine's own `timings`; EngineNotReadyError when they are of another prompt, or there are none."""
-    timings = reply.get("timings", {})
-    read, cached, made = (timings.get(key, 0) for key in ("prompt_n", "cache_n", "predicted_n"))
-    if read + cached != depth or made < 1:
-        message = f"engine did other work than asked: read {read} + cached {cached} of {depth}, made {made}"
+def answer_of(name: str, found: Completion, depth: int) -> Answer:
+    """EngineNotReadyError when it is of another prompt, or nothing was made."""
+    if found.read + found.cached != depth or found.made < 1:
+        message = (
+            f"engine did other work than asked: read {found.read} + cached {found.cached} of {depth}, made {found.made}"
+        )
         raise EngineNotReadyError(message)
     return Answer(
         name=name,
-        made=made - 1,
-        ms=float(timings.get("predicted_ms", 0.0)),
-        drafted=int(timings.get("draft_n", 0)),
-        accepted=int(timings.get("draft_n_accepted", 0)),
-        is_looping=is_looping(reply.get("tokens", [])),
+        made=found.made - 1,
+        ms=found.decode_ms,
+        drafted=found.drafted,
+        accepted=found.accepted,
+        is_looping=is_looping(found.tokens),
     )

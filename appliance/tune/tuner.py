@@ -14,7 +14,7 @@ from appliance.tune.candidates import EMPTY, SHARE_FOR_DEPTH, SHARE_FOR_WORK, ca
 from appliance.tune.curve import LONGER
 from appliance.tune.guided import Ask, Effort, Search, Trial
 from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, now
-from appliance.tune.measurement import Measurement, rated
+from appliance.tune.measurement import MARGIN, Measurement, rated
 from appliance.tune.modes import (
     Chosen,
     Mode,
@@ -25,7 +25,7 @@ from appliance.tune.modes import (
     wanted_window,
 )
 from appliance.tune.terms import Candidate
-from appliance.tune.workload import Mix, cost_s, job_s, scaled_mix, without_limits
+from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
@@ -36,7 +36,7 @@ FAILURES_MAX = 3  # of other causes than memory, before anything was measured
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What plans are measured for. `native` is the largest window that counts: the model's, or what was asked for."""
+    """What plans are measured for. `native` is the largest context that counts: the model's, or what was asked for."""
 
     mix: Mix
     mode: Mode
@@ -278,7 +278,7 @@ class Tuner:
         fewest = min((len(m.points) for m in enough), default=0)
         alike = [m for m in enough if len(m.points) == fewest] or seen
         own = [m for m in alike if m.key == plan.key]
-        return 1.5 * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
+        return MARGIN * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
 
     def _tuned(self, seconds: float) -> Tuned:
         found = self._rated()
@@ -325,13 +325,3 @@ def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
     if not others:
         return f"the only one measured: {took}"
     return f"{winner.why}; {len(others) + 1} compared: {took}, the next {min(others):.1f} s"
-
-
-def speed_in_words(tuned: Tuned) -> str:
-    """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 at 2,048; a chat job takes 3.1 s"."""
-    curve = tuned.chosen.rated.curve
-    first, *rest = (f"{point.speed} at {point.depth:,}" for point in curve.ordered)
-    speeds = ", ".join((f"{first} tokens of context", *rest))
-    jobs = ", ".join(f"a {each.name} job takes {job_s(curve, each):.1f} s" for each, _ in tuned.mix.parts)
-    is_covered = all(each.tokens_in + each.tokens_out <= curve.deepest * 1.2 for each, _ in tuned.mix.parts)
-    return f"decodes {speeds}; {jobs}" + ("" if is_covered else " (extrapolated)")

@@ -42,7 +42,8 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/appliance/v1/status":
             status = STATUS | ({} if self.knobs.tuning == "measured" else {"speed": None, "from_profile": False})
             status["tuning"] = self.knobs.tuning
-            self._json({"whole": status, "error": ERROR, "list": [1]}[self.knobs.status_document])
+            unfit = {**status, "speed": None}
+            self._json({"whole": status, "unfit": unfit, "error": ERROR, "list": [1]}[self.knobs.status_document])
         elif path == "/appliance/v1/tuning":
             self._json({"state": self.knobs.tuning, "measurements": [{}] * type(self).asked})
         else:
@@ -71,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._event(ERROR)
                 return
             self._event({"choices": [{"delta": {"content": word}}]})
-            time.sleep(TOKEN_S)
+            time.sleep(0.0 if self.knobs.answer == "at-once" else TOKEN_S)
         self._event({"choices": [], "usage": {"completion_tokens": len(WORDS)}})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -121,8 +122,10 @@ def main() -> None:
     parser.add_argument("--ports", choices=("bound", "exposed", "absent", "none"), default="bound")
     parser.add_argument("--state", default="running")
     parser.add_argument("--ready", type=int, default=1)
-    parser.add_argument("--answer", choices=("whole", "error"), default="whole", help="error: breaks off with one")
-    parser.add_argument("--status-document", choices=("whole", "error", "list"), default="whole")
+    parser.add_argument(
+        "--answer", choices=("whole", "error", "at-once"), default="whole", help="error: breaks off with one"
+    )
+    parser.add_argument("--status-document", choices=("whole", "unfit", "error", "list"), default="whole")
     states = ("measured", "waiting", "measuring", "off", "failed")
     parser.add_argument("--tuning", choices=states, default="measured")
     parser.add_argument("--gone-after", type=int)

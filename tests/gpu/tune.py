@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.boot import prepare
-from appliance.command import Command
 from appliance.errors import FatalError
 from appliance.house import Prepared
 from appliance.plan import Plan
@@ -30,6 +29,7 @@ from appliance.probe.watch import Watch
 from appliance.profile import Profile, ProfileStore
 from appliance.settings import Settings, load_settings, process_environment
 from appliance.supervisor import become_subreaper
+from appliance.tune import engine
 from appliance.tune.curve import Curve
 from appliance.tune.measure import Look, Step, measure
 from appliance.tune.workload import cost_s, parse_mix, scaled_mix
@@ -163,14 +163,14 @@ class Bench:
         began = time.monotonic()
 
         socket_path = self._settings({}).runtime_dir / "appliance-sweep.sock"
-
-        def start(each: Plan) -> Command:
-            return found.engine.command(each, found.install, socket_path)
+        bench = engine.Bench(
+            engine=found.engine, start=lambda each: found.engine.command(each, found.install, socket_path)
+        )
 
         row = Row(where=self._where, cell=cell, plan=plan.key)
         try:
             async with asyncio.timeout(max(1.0, self.left_s)):  # the engine is gone when it ends, and nothing is kept
-                seen = await measure(plan, look, start=start, tell=_silent, watch=self._watch(found))
+                seen = await measure(plan, look, bench=bench, tell=_silent, watch=self._watch(found))
         except TimeoutError:
             print(f"{cell}: no time was left for it", flush=True)
             return

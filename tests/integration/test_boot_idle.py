@@ -52,7 +52,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     with home.serving(tune="off", mode="context") as serving:
         serving.wait_ready()
         said = serving.event("plan_picked")["message"]
-        assert "no window decodes 15 tok/s when full" in said
+        assert "no context decodes 15 tok/s when full" in said
         assert said.endswith("; chosen among what was measured for mode 'balanced', and tune 'off' measures no more")
         serving.terminate()
     with home.serving(tune="idle", idle_s="1", mode="context") as serving:
@@ -116,7 +116,12 @@ def test_measuring_begins_at_once_when_it_is_asked_for(home: Home) -> None:
     with home.serving(tune="idle", idle_s="3600", speculation="off") as serving:
         serving.wait_ready()
         assert serving.document("status")["tuning"] in ("waiting", "measuring")
-        assert serving.document("status")["predicted_speed"].endswith("of prefill")
+        before = serving.document("status")
+        assert before["predicted_speed"].endswith("of prefill")
+        assert (before["speed"], before["speeds"]["measured"]) == (None, None)
+        (at,) = before["speeds"]["predicted"]["at"]
+        numbers = f"{at['decode_tokens_per_s']:.0f} tok/s of decode, {at['prefill_tokens_per_s']:.0f} of prefill"
+        assert before["predicted_speed"] == numbers
         assert serving.ask("POST", "/appliance/v1/tuning")[0] == 401
         status, answer = serving.ask("POST", "/appliance/v1/tuning", key=home.key)
         assert (status, answer["state"] in ("waiting", "measuring")) == (202, True)
@@ -124,7 +129,18 @@ def test_measuring_begins_at_once_when_it_is_asked_for(home: Home) -> None:
         eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
         tuning = serving.document("tuning")
         assert (tuning["state"], bool(tuning["measurements"])) == ("measured", True)
-        assert serving.document("profile")["speed"] == serving.document("status")["speed"]
+        after, profile = serving.document("status"), serving.document("profile")
+        assert profile["speed"] == after["speed"]
+        assert profile["speeds"] == after["speeds"]
+        assert after["speeds"]["predicted"]["at"][0]["decode_tokens_per_s"] > 0
+        measured = after["speeds"]["measured"]
+        (job,) = measured["jobs"]
+        assert after["speed"].startswith(f"decodes {measured['at'][0]['decode_tokens_per_s']:.1f} tok/s at 32 tokens")
+        assert f"; a chat job takes {job['job_s']:.1f} s" in after["speed"]
+        assert after["speed"].endswith("(extrapolated)") is job["is_extrapolated"]
+        assert 0 < job["ttft_s"] < job["job_s"]
+        shown = json.loads(home.command("profiles", "show", profile["key"]["id"], "--json").stdout)
+        assert shown["speeds"] == after["speeds"]
         serving.terminate()
 
 

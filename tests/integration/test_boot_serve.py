@@ -243,6 +243,9 @@ def test_the_best_that_fits_now_is_served_and_what_the_better_one_lacks_is_said(
         for plan in (document["plan"], *document["plans"]):
             if key_of(plan) == key_of(before["plan"]):
                 plan["memory"]["compute"] += 1e9
+        for look in document["measurements"]:
+            for point in look["points"]:
+                point["decode_ms"] = 40.0 if look["key"] == key_of(before["plan"]) else 50.0
 
     change(known, swell)
     with known.serving() as serving:
@@ -254,6 +257,11 @@ def test_the_best_that_fits_now_is_served_and_what_the_better_one_lacks_is_said(
         plan = serving.document("plan")
         assert key_of(plan) != key_of(before["plan"])
         assert f"serving {key_of(plan)}: " in picked
+        status = serving.document("status")
+        measured = status["speeds"]["measured"]
+        assert measured["plan"] == status["speeds"]["predicted"]["plan"] == key_of(plan)
+        assert {round(at["decode_tokens_per_s"], 9) for at in measured["at"]} == {20.0}
+        assert status["speed"].startswith("decodes 20.0 tok/s at 32 tokens of context")
         assert not MEASURING & set(serving.names())
     assert key_of(json.loads(known.command("plan", "--json").stdout)["plan"]) == key_of(plan)
 

@@ -59,7 +59,7 @@ def was_replaced(serving: Serving, old: Profile) -> bool:
     """Whether a start that is ready has put another profile in the stale one's place, after checking that it did what
     it says. It did not where the machine was busy, nor where that began as it measured and the old one was calm."""
     said = serving.event("profile_stale")["message"]
-    assert said.startswith(f"profile {old.key.id} no longer holds: ")
+    assert said.startswith(f"profile {old.key.id} is stale: ")
     has_measured = said.endswith("; nothing else is at work: measuring again")
     names = serving.names()
     assert names.count("profile_stale") == 1

@@ -57,7 +57,8 @@ def test_first_start_measures_and_says_so(first_start: Stage) -> None:
     assert names.index("tune_start") < names.index("tuned") < names.index("ready")
     curve = next(event for event in first_start.events() if event["event"] == "tune_measured")["points"]
     assert [point["depth"] for point in curve] == sorted(point["depth"] for point in curve)
-    assert len(curve) >= 2
+    # Beside other work, at a tenth of its usual speed, it has time for one depth.
+    assert len(curve) >= 2 or curve[0]["decode_ms"] > 100
     assert all(point["decode_ms"] > 0 for point in curve)
 
 

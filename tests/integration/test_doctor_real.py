@@ -153,6 +153,16 @@ def test_each_ill_is_a_failed_check_with_the_code_of_a_start(ward: Ward, damage:
     assert checks["memory"]["status"] in ("pass", "warn")  # the examination went on
 
 
+def test_an_image_whose_engine_is_not_served_yet_is_examined_all_the_same(ward: Ward) -> None:
+    ward.set_image(engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
+    code, checks = ward.doctor()
+    assert code == 10
+    assert checks["image"]["status"] == "pass"
+    assert checks["image"]["value"].startswith("vllm-cu130, build ")
+    assert "cannot be served yet: vllm 0.33.0" in checks["engine"]["value"]
+    assert {"memory", "cpu", "speeds", "gpu"} <= set(checks)
+
+
 def test_for_people_it_is_lines_with_the_remedy_below(ward: Ward) -> None:
     done = ward.command("doctor", port=str(free_port()))
     assert done.returncode == 0, done.stderr

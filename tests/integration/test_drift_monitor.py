@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from boot_stage import Home
 from supervisor_harness import MakeCommand, eventually
 
 from appliance.command import Command
 from appliance.drift_monitor import DriftMonitor
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.gateway.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import GpuProbe, Hardware, probe
@@ -27,7 +29,7 @@ from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import PROBES_MAX, DriftState
 from appliance.report import Report
-from appliance.tune.engine import post, running, session_with
+from appliance.tune.engine import running
 
 LIMIT_S = 60.0
 QUICK_TO_READ = ("--prefill-ms", "1")  # so that the middle depth is one whose reading is compared
@@ -111,21 +113,29 @@ class Stage:
         told = ("--spec-type", KINDS[kind], "--spec-draft-n-max", "8", "--spec-ngram-mod-n-max", "8")
         return self._make_command(*QUICK_TO_READ, *GUESSES, *told, "--slowdown", str(self._slowdown), *knobs)
 
-    def monitor(self, command: Command, kind: Kind | None = None, *, plan: Plan | None = None) -> DriftMonitor:
+    def monitor(
+        self,
+        command: Command,
+        kind: Kind | None = None,
+        *,
+        plan: Plan | None = None,
+        watch: Callable[[], Watch] | None = None,
+    ) -> DriftMonitor:
         return DriftMonitor(
             self.profile,
             plan or self.plan(kind),
+            LLAMA,
             command,
             traffic=self.traffic,
             report=Report("json", self.log),
-            watch=partial(Watch, self._hardware, {}, root=self.machine.root),
+            watch=watch or partial(Watch, self._hardware, {}, root=self.machine.root),
             after_s=0.01,
         )
 
     @asynccontextmanager
     async def monitoring(self, *knobs: str, kind: Kind | None = None) -> AsyncIterator[DriftMonitor]:
         command = self.command(kind, *knobs)
-        async with asyncio.timeout(LIMIT_S), running(command), self.machine.passing():
+        async with asyncio.timeout(LIMIT_S), running(LLAMA, command), self.machine.passing():
             monitor = self.monitor(command, kind)
             assert monitor.state is DriftState.UNDECIDED
             yield monitor
@@ -183,6 +193,10 @@ async def test_beside_a_neighbour_nothing_is_decided_and_without_it_the_same_spe
     assert len(stage.said) == len(disturbed) + 2
 
 
+def session_with(command: Command) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
+
+
 async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_asks(stage: Stage) -> None:
     async with stage.monitoring("--hang-on-completion") as monitor, session_with(stage.command(None)) as session:
 
@@ -198,7 +212,8 @@ async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_ask
         with stage.traffic.admitted():
             await eventually(lambda: len(stage.said) == 1, timeout_s=1.0)
             await eventually(lambda: _gave_up(seen), timeout_s=1.0)
-            assert (await post(session, "/v1/chat/completions", {"messages": []}))["object"] == "chat.completion"
+            async with session.post("http://engine/v1/chat/completions", json={"messages": []}) as reply:
+                assert (await reply.json())["object"] == "chat.completion"
             await asyncio.sleep(0.1)
             assert await is_at_work(1)
         await eventually(lambda: is_at_work(2))
@@ -216,11 +231,29 @@ async def test_an_engine_that_does_not_answer_is_not_probed_for_ever(stage: Stag
     monitor = stage.monitor(stage.command(None))
     drift = await monitor.run()
     assert drift.state is DriftState.UNDECIDED
-    assert len(stage.said) == PROBES_MAX
-    assert all("no figure: engine broke off /tokenize" in words for words in stage.said)
+    *probes, last = stage.said
+    assert len(probes) == PROBES_MAX
+    assert all("no figure: engine broke off /tokenize" in words for words in probes)
+    assert f"{PROBES_MAX} probes decided nothing" in last
 
 
 async def test_a_plan_that_was_not_measured_is_not_probed(stage: Stage) -> None:
     monitor = stage.monitor(stage.command(None), plan=replace(stage.profile.plan, threads=63))
     assert (await monitor.run()).state is DriftState.UNDECIDED
     assert (monitor.state, stage.said) == (None, [])
+
+
+async def test_a_probe_that_cannot_be_made_is_said_and_ends_nothing(stage: Stage) -> None:
+    def no_watch() -> Watch:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    command = stage.command(None)
+    async with asyncio.timeout(LIMIT_S), running(LLAMA, command), stage.machine.passing():
+        drift = await stage.monitor(command, watch=no_watch).run()
+    assert drift.state is DriftState.UNDECIDED
+    rows = [json.loads(line) for line in stage.log.getvalue().splitlines()]
+    said = [row["message"] for row in rows if row["event"] == "profile_not_probed"]
+    assert len(said) == PROBES_MAX
+    assert said[0].endswith("RuntimeError: can't start new thread")
+    assert rows[-1]["message"].endswith(f"{PROBES_MAX} probes decided nothing; there are no more before the next start")

@@ -82,6 +82,13 @@ def test_without_measuring_nothing_is_said_to_go_on() -> None:
     assert "goes on" not in out
 
 
+def test_where_no_measured_plan_fits_the_speed_is_predicted_and_that_is_said() -> None:
+    code, out, err = ended("--status-document", "unfit")
+    assert code == 0, err
+    assert "speed     predicted: 12 tok/s of decode" in out
+    assert "by prediction; no plan that was measured fits now" in out
+
+
 def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
     code, out, err = ended("--tuning", "waiting", words=("--wait", "tuned"))
     assert code == 0, err
@@ -121,6 +128,12 @@ def test_another_document_than_the_status_is_shown(document: str, shown: str) ->
     assert "error: the container does not tell its state: no chosen, context" in err
     assert shown in err
     assert "docker logs one" in err
+
+
+def test_of_an_answer_that_came_at_once_no_speed_is_said() -> None:
+    code, out, err = ended("--answer", "at-once")
+    assert code == 0, err
+    assert "It guides ships at night.  (5 tokens)\n" in out
 
 
 def test_an_answer_that_breaks_off_is_43_with_what_was_said() -> None:

@@ -101,8 +101,8 @@ async def test_the_first_that_is_harmless_ends_the_check(plan: Plan) -> None:
     ("knobs", "words"),
     [
         (("--noise", "0.1"), "refused, inconclusive"),
-        (("--stop-after", "13"), "read 13 of 28 pieces of text and ended"),
-        (("--text-has", "5"), "too little text was read: 5 pieces"),
+        (("--stop-after", "13"), "read 13 of 28 chunks of text and ended"),
+        (("--text-has", "5"), "too little text was read: 5 chunks"),
         (("--kill-after", "20"), "was killed by SIGKILL"),
         (("--say", "error: invalid argument: --chunks"), "invalid argument: --chunks"),
         (("--say", "0.00.1 E ggml: failed to allocate CPU buffer of size 99"), "failed to allocate"),
@@ -128,13 +128,13 @@ async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
     (stalled,) = await checked(plan, faked({"q4_0": ("--hang-after", "14")}, stall_timeout_s=1.0), "q4_0")
     assert "made no progress" in stalled.why
     (late,) = await checked(plan, faked({"q4_0": ("--hang-after", "11")}), "q4_0", budget_s=10.0)
-    assert "did not read the text within 10 s: 11 pieces of at least 12" in late.why
+    assert "did not read the text within 10 s: 11 chunks of at least 12" in late.why
     (never,) = await checked(plan, faked({}), "q4_0", budget_s=5.0, prefill_tokens_per_s=10.0)
     assert "5 s are too short at 10 tokens a second" in never.why
     (absent,) = await checked(plan, lambda plan, extent, text: Perplexity(plan, INSTALL, extent, text), "q4_0")
     assert "cannot be started: /nowhere/llama-perplexity" in absent.why
     (vectors,) = await checked(replace(plan, is_embedding=True), faked({}), "q4_0")
-    assert "foretells no text" in vectors.why
+    assert "generates no text" in vectors.why
     assert not any(verdict.is_accepted for verdict in (stalled, late, never, absent, vectors))
 
 

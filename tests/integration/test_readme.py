@@ -1,4 +1,4 @@
-"""What README.md and images/README.md print works as it stands there, on a machine without an activated environment.
+"""What the pages print works as it stands there, on a machine without an activated environment.
 
 Commands that change nothing are run, with `--dry-run` where they have it; of the others every word is checked by the
 parser that would read it. What is not run is listed with the reason, as a skipped test.
@@ -22,7 +22,7 @@ from appliance.__main__ import _parse
 from images.__main__ import _parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "images/README.md")
+PAGES = ("README.md", "docs/figures.md", "images/README.md")
 BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")
 # Inside a line: a program and what it is told; `docker run` and `python3 -m images` alone are names.
 SPAN = re.compile(r"`((?:python\d? -m (?:images \S|benchmarks\.\w)|(?!python|docker run`)\w+ )[^`]*)`")

@@ -13,11 +13,13 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command
 from appliance.errors import EngineDiedError, EngineNotReadyError
 from appliance.plan import Plan
 from appliance.tune.concurrency import SYSTEM, measure_slots
+from appliance.tune.engine import Bench
 from appliance.tune.measure import Step
 from appliance.tune.slots import Concurrency, choose
 from appliance.tune.workload import CHAT, Workload
@@ -66,7 +68,7 @@ async def measured(
     told: list[str] = []
     found = await measure_slots(
         plan,
-        start,
+        Bench(engine=LLAMA, start=start),
         users=users,
         workload=workload,
         left_s=left_s,
@@ -126,7 +128,7 @@ async def test_where_the_time_is_too_short_nothing_is_measured_and_why_is_said(
     async def slots(decode_ms: int, *knobs: str, left_s: float) -> Concurrency | str:
         return await measure_slots(
             fake_plan,
-            lambda _: make_command("--decode-ms", str(decode_ms), *knobs),
+            Bench(engine=LLAMA, start=lambda _: make_command("--decode-ms", str(decode_ms), *knobs)),
             users=2,
             workload=CHAT,
             left_s=left_s,
@@ -158,7 +160,7 @@ async def test_an_engine_that_fails_is_classified(
     with pytest.raises(error, match=words):
         await measure_slots(
             fake_plan,
-            lambda _: make_command(*knobs, stall_timeout_s=1.0),
+            Bench(engine=LLAMA, start=lambda _: make_command(*knobs, stall_timeout_s=1.0)),
             users=2,
             workload=CHAT,
             left_s=10.0,

@@ -29,7 +29,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.partial import Partial
 from appliance.report import Report
 from appliance.settings import Settings, resolve_settings
-from appliance.study import MORE_PLANS, Bench, Study
+from appliance.study import MORE_PLANS, Programs, Study
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -106,12 +106,11 @@ esac
 
     def study(self, settings: Settings = SETTINGS, make_space: Callable[[Sequence[Verdict]], Space] = space) -> Study:
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
-        bench = Bench(engine=Served(self._serve), install=install, socket_path=self.socket_path)
+        programs = Programs(engine=Served(self._serve), install=install, socket_path=self.socket_path)
         return Study(
             settings,
             {},
-            bench,
-            model=small(),
+            programs,
             draft=None,
             hardware=MACHINE,
             key=KEY,
@@ -132,7 +131,7 @@ esac
         """Of engines so far, by what they were started for."""
         readings = len(self.starts.read_text().splitlines()) if self.starts.exists() else 0
         steps = self.events("tune_step")
-        guesses = sum("loading, guessing" in step for step in steps)
+        guesses = sum(step.endswith("draft tokens") for step in steps)
         loads = sum(step.endswith(": loading") for step in steps)
         assert self.served == guesses + loads
         slots = sum(" users at once in " in step for step in steps)
@@ -239,10 +238,10 @@ async def test_what_failed_once_is_tried_again_and_what_failed_twice_is_not(stag
     stage.knobs = knobs
     assert await stage.run_until(fails(1)) is None
     assert await stage.run_until(fails(2)) is None
-    tried = sum("guessing up to" in step for step in stage.events("tune_step"))
+    tried = sum("loading, up to" in step for step in stage.events("tune_step"))
     assert tried == 2
     assert (found := await stage.run_until(lambda kept: False)) is not None
-    assert sum("guessing up to" in step for step in stage.events("tune_step")) == tried
+    assert sum("loading, up to" in step for step in stage.events("tune_step")) == tried
     assert found.plan.speculation is None
     assert any("asked to die" in note for note in found.notes)
 

@@ -17,11 +17,13 @@ from engine_stage import find_engine
 from supervisor_harness import eventually
 
 from appliance.command import Command
+from appliance.engines.llama.client import parse_completion
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command, is_worth_showing
 from appliance.errors import EngineNotReadyError
-from appliance.tune.engine import running, session_with
-from appliance.tune.measure import Probe, parse_plain
+from appliance.tune.engine import running
+from appliance.tune.measure import Probe, plain_point_of
 from benchmarks.memory import planned_for
 from tests.shapes import SMALL, write_gguf
 
@@ -51,8 +53,12 @@ def serving(model: Path, socket_path: Path) -> Command:
 async def asking(serving: Command, *flags: str) -> AsyncIterator[tuple[Probe, list[str]]]:
     lines: list[str] = []
     told = replace(serving, argv=(*serving.argv, *flags))
-    async with running(told, on_line=lines.append), Probe(told) as probe:
-        yield probe, lines
+    async with running(LLAMA, told, on_line=lines.append), LLAMA.client(told) as client:
+        yield await Probe.of(client), lines
+
+
+def session_with(command: Command) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
 
 
 async def give_up(session: aiohttp.ClientSession) -> None:
@@ -89,11 +95,13 @@ async def test_what_is_measured_again_reads_all_and_as_often_as_it_is_asked(serv
 )
 async def test_an_engine_that_guesses_is_timed_without_guesses(serving: Command, flags: tuple[str, ...]) -> None:
     """The answer is one letter over and over, which can be guessed."""
-    async with asking(serving, *flags) as (probe, _):
-        reply = await probe.complete(probe.prompt(60), 200, logit_bias=[[98, 100.0]])
-        assert reply["timings"]["draft_n"] > 0
-        with pytest.raises(EngineNotReadyError, match="engine guessed"):
-            parse_plain(reply, 60, 200)
+    async with asking(serving, *flags) as (probe, _), session_with(serving) as session:
+        body = {"prompt": probe.prompt(60), "n_predict": 200, "ignore_eos": True, "temperature": 0}
+        async with session.post("http://engine/completion", json=body | {"logit_bias": [[98, 100.0]]}) as reply:
+            found = parse_completion(await reply.json())
+        assert found.drafted > 0
+        with pytest.raises(EngineNotReadyError, match="draft tokens where plain steps"):
+            plain_point_of(found, 60, 200)
         for _ in range(2):
             point = await probe.repeat(DEPTH, TOKENS, is_speculating=True)
             assert (point.depth, point.prefill_tokens) == (DEPTH, DEPTH)

@@ -14,6 +14,7 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, reckon
@@ -24,6 +25,7 @@ from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
+from appliance.tune.engine import Bench
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
 from tests.shapes import SMALL, write_gguf
 
@@ -49,8 +51,14 @@ def model(tmp_path: Path) -> Model:
 
 
 def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: str) -> Plan:
+    return space_of(hardware, model, engine, **flags).best
+
+
+def space_of(
+    hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, *, draft: Model | None = None, **flags: str
+) -> Space:
     settings = resolve_settings({"ctx_size": "4096", "threads": "1", "devices": "none", **flags}, {})
-    return Space(settings, IMAGE, engine, hardware, model).best
+    return Space(settings, IMAGE, engine, hardware, model, draft=draft)
 
 
 class Stage:
@@ -69,15 +77,14 @@ class Stage:
             ends = ("--error-line", "the draft is broken", "--die-before-ready", "1") if bad in told else ()
             return self.make_command(*knobs, *told, *ends)
 
+        space = space_of(self.hardware, self.model, draft=draft, **flags)
         work = choose_speculation(
-            planned(self.hardware, self.model, **flags),
-            start,
-            settings=resolve_settings(flags, {}),
-            model=self.model,
-            engine=ENGINE,
+            space.best,
+            Bench(engine=LLAMA, start=start),
+            space,
+            asked=flags.get("speculation", "auto"),
             left_s=left_s,
             tell=lambda step: None,
-            draft=draft,
         )
         return asyncio.run(work)
 
@@ -101,7 +108,7 @@ def test_the_laws_best_is_found_and_those_beside_it_are_measured(stage: Stage) -
     assert sorted(stage.sizes[3:5]) == [2, 4]
     assert stage.sizes[5:] == [8, 0]
     assert [t.kind for t in tried] == [None, "mtp", "mtp", "mtp", "mtp", "ngram", None]
-    assert "up to 3 tokens guessed by the model's draft layer" in why
+    assert "up to 3 tokens drafted by the model's draft layer" in why
     assert "36% shorter" in why
     assert len({a.name for a in tried[0].answers}) >= 3
 
@@ -110,8 +117,8 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
     speculation, why, _ = stage.choose("--guess", "draft-mtp:0.9,0.8", "--guess", "ngram-mod:1,0.1")
     assert speculation is None
     assert stage.sizes == [0, 1, 8]
-    assert why.startswith("guessing ahead gains nothing: mtp 1: ")
-    assert "6% longer (chat +6%, edit +6%, summary +6%); 79% of 0.56 guesses a token were right" in why
+    assert why.startswith("speculative decoding gains nothing: mtp 1: ")
+    assert "6% longer (chat +6%, edit +6%, summary +6%); 0.56 draft tokens per token, 79% accepted" in why
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
         ("0.9/0.9/0.9", "stable", True, r"% shorter \(chat -\d+%, edit -\d+%, summary -\d+%\)"),
         ("0.9/0.0/0.9", "auto", True, r"% shorter \(chat \+\d+%, edit -\d+%, summary -\d+%\)"),
         ("0.9/0.0/0.9", "stable", False, "without making some kind of request slower: mtp"),
-        ("0.1/0.0/0.6", "auto", False, "guessing ahead gains nothing: mtp"),
+        ("0.1/0.0/0.6", "auto", False, "speculative decoding gains nothing: mtp"),
         ("0.1/0.0/0.6", "fast", True, r"% longer \(chat \+\d+%, edit -\d+%, summary \+\d+%\)"),
         ("0.2/0.1/0.2", "fast", False, "for any kind of request: mtp"),
     ],
@@ -135,7 +142,7 @@ def test_kinds_of_request_that_gain_and_that_lose(
 
 def test_a_start_that_takes_longer_than_there_is_time_is_given_up(stage: Stage) -> None:
     speculation, why, tried = stage.choose("--hang-on-completion", left_s=2.0)
-    assert (speculation, why, tried) == (None, "no time was left to measure what guessing ahead gains", [])
+    assert (speculation, why, tried) == (None, "no time was left to measure what speculative decoding gains", [])
     assert stage.sizes == [0]
 
 
@@ -143,7 +150,7 @@ def test_what_was_asked_for_is_served_with_its_best_number_and_the_truth(stage: 
     speculation, why, _ = stage.choose("--guess", "draft-mtp:0.9,0.8", speculation="mtp")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("mtp", 1)
-    assert why.startswith("asked for, up to 1 token guessed")
+    assert why.startswith("asked for, up to 1 token drafted")
     assert "6% longer" in why
 
 
@@ -152,11 +159,11 @@ def test_answers_that_go_round_in_circles_do_not_count(stage: Stage) -> None:
     assert speculation is None
     assert why.startswith("no answer could be used")
     assert [t.kind for t in tried] == [None]
-    assert tried[0].in_words().endswith("of them in circles")
+    assert tried[0].in_words().endswith("of them looping")
 
 
 def test_without_time_nothing_is_started(stage: Stage) -> None:
-    assert stage.choose(left_s=0.0)[:2] == (None, "no time was left to measure what guessing ahead gains")
+    assert stage.choose(left_s=0.0)[:2] == (None, "no time was left to measure what speculative decoding gains")
     speculation, why, tried = stage.choose(left_s=0.0, speculation="ngram")
     assert speculation is not None
     assert (speculation.kind, speculation.tokens) == ("ngram", 16)
@@ -164,7 +171,7 @@ def test_without_time_nothing_is_started(stage: Stage) -> None:
     assert (stage.starts, tried) == ([], [])
     assert stage.choose(speculation="off")[:2] == (
         None,
-        "nothing to guess with: speculation is off (flag --speculation)",
+        "nothing to draft with: speculation is off (flag --speculation)",
     )
 
 
@@ -182,7 +189,7 @@ def test_a_kind_that_does_not_start_costs_only_itself_unless_asked_for(stage: St
 
 
 def test_an_engine_that_guesses_nothing_although_asked_is_said(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match="engine guesses nothing with speculation 'mtp'"):
+    with pytest.raises(ConfigError, match="engine drafts nothing with speculation 'mtp'"):
         stage.choose(speculation="mtp")
 
 
@@ -221,7 +228,9 @@ class Real:
             cache_dir=self.folder,
             stall_timeout_s=120.0,
         )
-        return asyncio.run(measure_speculation(of, start, ask_s=0.5, like=like, tell=lambda step: None))
+        return asyncio.run(
+            measure_speculation(of, Bench(engine=LLAMA, start=start), ask_s=0.5, like=like, tell=lambda step: None)
+        )
 
     def guessing(
         self, model: Model, kind: Kind, tokens: int, draft: Model | None = None, like: Tried | None = None

@@ -12,6 +12,7 @@ import pytest
 from supervisor_harness import fake_command
 
 from appliance.command import Command
+from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.model import Model
@@ -21,10 +22,12 @@ from appliance.probe.conditions import SHORTEST_S
 from appliance.probe.load import TICKS_PER_S
 from appliance.probe.watch import Watch
 from appliance.settings import resolve_settings
+from appliance.tune import engine
 from appliance.tune.measure import Step, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
-from appliance.tune.tuner import Goal, Tuned, Tuner, speed_in_words
+from appliance.tune.speeds import speeds_on
+from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import parse_mix
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
@@ -56,6 +59,10 @@ def laptop_plans() -> tuple[Plan, ...]:
     best = on_laptop().best
     alike = (best.kv_type, best.threads, best.load_mode)
     return tuple(p for p in on_laptop().all() if (p.kv_type, p.threads, p.load_mode) == alike)
+
+
+def measured_with(start: Callable[[Plan], Command]) -> engine.Bench:
+    return engine.Bench(engine=LLAMA, start=start)
 
 
 class Bench:
@@ -129,7 +136,7 @@ class Bench:
             plans,
             partial(
                 measure,
-                start=self.start,
+                bench=measured_with(self.start),
                 tell=self.tell,
                 watch=lambda: Watch(self.hardware, {}, root=self.root),
             ),
@@ -199,11 +206,12 @@ async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_h
     assert tuned.plan.key == on_cpu().best.key
 
 
-async def test_a_workload_longer_than_the_window_is_scaled_and_the_profiles_words_say_so(socket_path: Path) -> None:
+async def test_a_workload_longer_than_the_window_is_scaled_and_the_speeds_say_so(socket_path: Path) -> None:
     best = on_cpu().best
     tuned = await Bench(socket_path).tune(on_cpu(), [best], workload="document")
     scaled = f"long document (scaled to {best.context})"
-    assert f"a {scaled} job takes " in speed_in_words(tuned)
+    (job,) = speeds_on(tuned.chosen.rated.curve, tuned.plan, parse_mix("document")).jobs
+    assert (job.workload, job.tokens_in + job.tokens_out) == (scaled, best.context)
     assert scaled in next(c.reason for c in tuned.plan.choices if c.name == "threads")
 
 
@@ -368,7 +376,7 @@ async def test_for_context_the_window_is_as_large_as_can_be_read_along_with(sock
     assert {plan.context for plan in tuned.plans} == {10752, 16384}
     words = {c.name: c for c in tuned.plan.choices}
     assert words["context"].value == "10,752"
-    assert tuned.chosen.why.startswith("the largest window that decodes 15 tok/s when full")
+    assert tuned.chosen.why.startswith("the largest context that decodes 15 tok/s when full")
     assert tuned.allocated == next(m.allocated for m in bench.done if m.key == tuned.plan.key)
     assert on_cpu().now(tuned.plan) == tuned.plan
 
@@ -441,7 +449,6 @@ async def test_where_the_time_was_up_every_mode_takes_what_was_measured(socket_p
     assert bench.started == []
     assert tuned.plan.key == plans[0].key
     assert tuned.measurements == kept
-    assert speed_in_words(tuned).startswith("decodes ")
 
 
 async def test_a_window_that_memory_was_seen_not_to_hold_is_not_tried(socket_path: Path) -> None:

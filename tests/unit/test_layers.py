@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,9 +60,9 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
               "appliance/engines/llama/endings",
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
-              "appliance/tune/slots", "appliance/tune/paired", "appliance/tune/companions",
+              "appliance/tune/slots", "appliance/tune/paired",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
-              "appliance/tune/terms", "appliance/tune/guided",
+              "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/guided",
               "appliance/idle/policy", "appliance/profile/pick", "appliance/profile/drift",
               "appliance/profile/at_start", "appliance/probe/conditions",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
@@ -131,6 +132,46 @@ def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
                 "write_bytes",
                 "print",
             }, f"{name}:{node.lineno} calls {called}"
+
+
+ENGINES = sorted(path.parent.name for path in (ROOT / "appliance/engines").glob("*/__init__.py"))
+# Programs, libraries and device names of the engines. GGUF's own types, keys and architectures are the format's.
+WORDS = re.compile(r"(?<!o)llama|ggml|CUDA[0-9]|vllm|perplexity\.cpp", re.IGNORECASE)
+NAMES_THE_FORMAT = ("appliance/model/",)
+
+
+def test_what_does_no_io_is_there() -> None:
+    assert [prefix for prefix in WITHOUT_IO if not any(name_of(path).startswith(prefix) for path in FILES)] == []
+
+
+def is_of_an_engine(name: str) -> bool:
+    return any(name.startswith(f"appliance/engines/{engine}/") for engine in ENGINES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_an_engine_is_reached_through_its_doors_only(path: Path) -> None:
+    """No module imports another engine's folder; what `engine.load` opens is the only way in."""
+    name = name_of(path)
+    for module, node in imports(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
+            continue
+        assert name.startswith(f"appliance/engines/{parts[2]}/"), f"{name}:{node.lineno} imports {module}"
+
+
+def test_no_engine_is_named_outside_its_folder() -> None:
+    package = ROOT / "appliance"
+    files = (path for path in package.rglob("*") if path.suffix in {".py", ".json", ".yaml"})
+    neutral = [path for path in files if not is_of_an_engine(name_of(path))]
+    assert len(neutral) > 100
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in neutral
+        if not name_of(path).startswith(NAMES_THE_FORMAT)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if WORDS.search(line)
+    ]
+    assert found == []
 
 
 def test_no_room_for_leftovers() -> None:

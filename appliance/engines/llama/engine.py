@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Devices, Ending, Extent, Inputs, Install, KernelResult
+from appliance.engines.engine import Client, Devices, Ending, Extent, Inputs, Install, KernelResult, TextReader
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
-from appliance.engines.llama.facts import BINARY, query_facts, read_facts
-from appliance.engines.llama.fit import query_projections
+from appliance.engines.llama.facts import BINARY, query_facts
 from appliance.engines.llama.kernel_guard import KernelGuard
 from appliance.engines.llama.kernel_record import KernelStore
-from appliance.engines.llama.perplexity import Perplexity
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.shortage import Narrowed, narrowed
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speculation import as_asked
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -38,9 +36,7 @@ class Llama:
     routes: tuple[EngineRoute, ...] = ROUTES
     dropped_headers = DROPPED_HEADERS
 
-    def query_facts(self, binary: Path, *, kv_pairs: str = "", cpu_variant: str | None = None) -> EngineFacts:
-        if kv_pairs:
-            return read_facts(binary, kv_pairs)
+    def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))
 
     def query_devices(
@@ -72,11 +68,7 @@ class Llama:
 
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
-        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels)
-
-    def predict(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Plan:
-        best = self.space(inputs, verdicts).best
-        return as_asked(best, inputs.settings, model=inputs.model, draft=inputs.draft, isa=inputs.kernels.isa)
+        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels, draft=inputs.draft)
 
     def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
         shortage = endings.shortage_of(error, lines)
@@ -85,6 +77,8 @@ class Llama:
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
+        from appliance.engines.llama.fit import query_projections  # here: a start from a profile never needs it
+
         found = query_projections(
             install.engine_dir,
             plans,
@@ -108,7 +102,14 @@ class Llama:
             oom_kills=install.oom_kills,
         )
 
-    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> Perplexity:
+    def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        from appliance.engines.llama.client import LlamaClient  # here: no start needs an HTTP library
+
+        return LlamaClient(command, doing=doing)
+
+    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
+        from appliance.engines.llama.perplexity import Perplexity  # here: no start needs it
+
         return Perplexity(plan, install, extent, text)
 
     def is_worth_showing(self, line: str) -> bool:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import CpuVariant, EngineFacts
 from appliance.run import run
@@ -66,6 +64,8 @@ def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...
 
     Raises EngineArgumentsError for a file of which the table tells nothing: it would be served by nobody.
     """
+    import yaml  # here: an image's build needs it, and it costs every start 20 ms
+
     there = {found[1] for name in backends if (found := _CPU_BACKEND.fullmatch(name))}
     known = {
         name: tuple(flag for feature in features for flag in rows["features"][feature])

@@ -18,6 +18,9 @@ VERSION_FILE = Path("lib/vllm/_version.py")
 
 def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
     """`binary` is bin/vllm beside lib/. Raises EngineLibraryError when the wheel is not there."""
+    if kv_pairs:
+        message = f"this engine has no pairs of KV types: {kv_pairs}, given by --kv-pairs"
+        raise EngineArgumentsError(message, hint="leave --kv-pairs out")
     path = binary.parent.parent / VERSION_FILE
     try:
         text = path.read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ def profile(
         plans=(best, second),
         measurements=(good, bad, measured(second, faster=0.9, conditions=BUSY)),
         verdicts=(VERDICT,),
-        notes=("no guesses: 8.1 ms a token, 12 answers",),
+        notes=("no draft tokens: 8.1 ms a token, 12 answers",),
         mode="balanced",
         workload="chat",
         native=8192,

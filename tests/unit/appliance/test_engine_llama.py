@@ -115,7 +115,14 @@ def placed(*layers: int, experts: int = 0, split: str = "layer") -> Plan:
     memory = Memory(weights=1.0, kv=1.0, compute=1.0, output=0.0, cache=0.0, overhead=0.0)
     shares = tuple(
         Share(
-            id=f"GPU-{at}", name="a GPU", layers=n, free_mib=9.0, held_back_mib=0.0, bandwidth_gb_s=1.0, memory=memory
+            id=f"GPU-{at}",
+            device=f"CUDA{at}",
+            name="a GPU",
+            layers=n,
+            free_mib=9.0,
+            held_back_mib=0.0,
+            bandwidth_gb_s=1.0,
+            memory=memory,
         )
         for at, n in enumerate(layers)
     )

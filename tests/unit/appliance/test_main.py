@@ -273,12 +273,11 @@ def test_a_dry_run_prints_the_engines_command_line_and_nothing_else(house: House
     assert argv[argv.index("--ubatch-size") + 1] == "128"
 
 
-def test_the_json_plan_holds_reasons_and_how_many_configurations_there_are(house: House) -> None:
+def test_the_json_plan_holds_reasons(house: House) -> None:
     house.add("a.gguf", context=4096)
     document: dict[str, Any] = json.loads(house.run("plan", "--json", "--threads", "1").out)
     assert document["plan"]["ubatch"] == 512
     assert all(choice["reason"] and choice["source"] for choice in document["plan"]["choices"])
-    assert document["configurations"] > 4
     assert document["argv"][0].endswith("llama-server")
 
 
@@ -290,8 +289,9 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert all(f"\n  {name} " in said.out for name in SETTINGS)
     assert "2 [variable APPLIANCE_PARALLEL]" in said.out
     assert "1 [flag --threads]" in said.out
-    count = json.loads(house.run("plan", "--json", "--threads", "1").out)["configurations"]
-    assert f"a prediction: the best of {count} configurations, which measuring decides between" in said.out
+    count = re.search(r"a prediction: the best of ([0-9,]+) configurations, which measuring decides between", said.out)
+    assert count
+    assert int(count[1].replace(",", "")) > 4
 
 
 def test_probe_shows_what_may_be_used(house: House) -> None:

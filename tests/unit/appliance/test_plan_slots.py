@@ -77,7 +77,7 @@ def test_one_slot_is_saved_before_any_other_request_takes_it() -> None:
     argv = arguments(first(parallel="1"), ENGINE, SOCKET)
     assert argv[argv.index("--slot-prompt-similarity") + 1] == "0"
     assert "each turn a copy to it" in choice(first(parallel="1"), "parallel").reason
-    assert "all of it if both do not fit into the window together" in choice(first(), "parallel").reason
+    assert "all of it if both do not fit into the context together" in choice(first(), "parallel").reason
 
 
 def test_a_small_cache_keeps_idle_slots_in_the_context_and_says_so() -> None:
@@ -88,7 +88,7 @@ def test_a_small_cache_keeps_idle_slots_in_the_context_and_says_so() -> None:
     assert argv[argv.index("--slot-prompt-similarity") + 1] == "0.5"
     kept = choice(found, "idle_slots")
     held = 8192 * 16 / kv_mib(SMALL, found.kv_type, 8192, found.ubatch, 1)
-    assert f"would take {int(held):,} of the window's 8,192 tokens" in kept.reason
+    assert f"would take {int(held):,} of the context's 8,192 tokens" in kept.reason
     assert "the 4th other one" in kept.reason
 
 

@@ -158,7 +158,14 @@ def test_a_cache_that_was_asked_for_does_not_give_way() -> None:
 def test_a_draft_model_goes_to_the_first_gpu_with_room() -> None:
     def share(name: str, free_mib: float) -> Share:
         return Share(
-            id=name, name=name, layers=15, free_mib=free_mib, held_back_mib=0, bandwidth_gb_s=900, memory=first().memory
+            id=name,
+            device={"a": "CUDA0", "b": "CUDA1"}[name],
+            name=name,
+            layers=15,
+            free_mib=free_mib,
+            held_back_mib=0,
+            bandwidth_gb_s=900,
+            memory=first().memory,
         )
 
     used = first().memory.total
@@ -195,7 +202,7 @@ def test_what_was_measured_is_served_while_it_fits() -> None:
     served = still_applied(first(), measured)
     assert served.speculation == measured.speculation
     assert words in served.choices
-    assert "up to 8 tokens guessed by n-grams" in in_short(served)
+    assert "up to 8 tokens drafted by n-grams" in in_short(served)
     assert json.dumps(as_document(served))
     other = still_applied(first(ctx_size="4096"), measured)
     assert other.speculation is None

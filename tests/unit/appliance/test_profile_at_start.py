@@ -76,11 +76,11 @@ def test_a_provisional_one_that_is_due_is_measured_again_where_nothing_else_is_a
 def test_a_stale_one_is_measured_again_only_where_nothing_else_is_at_work() -> None:
     quiet = at_start(replace(STALE, busy=""), tune="first", may_measure=True)
     assert (quiet.act, quiet.event, quiet.is_warning) == (Act.MEASURE, "profile_stale", False)
-    assert quiet.words == f"profile 0123 no longer holds: {STALE.stale}; nothing else is at work: measuring again"
+    assert quiet.words == f"profile 0123 is stale: {STALE.stale}; nothing else is at work: measuring again"
     busy = at_start(replace(STALE, busy="others took 40 %"), tune="first", may_measure=True)
     assert (busy.act, busy.event, busy.is_warning) == (Act.USE, "profile_stale", True)
     assert busy.words == (
-        f"profile 0123 no longer holds: {STALE.stale}; used all the same, since the machine is busy: others took 40 %"
+        f"profile 0123 is stale: {STALE.stale}; used all the same, since the machine is busy: others took 40 %"
     )
 
 

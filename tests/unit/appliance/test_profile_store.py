@@ -559,10 +559,10 @@ def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> No
 
 
 def test_what_is_there_is_told_in_words() -> None:
-    words = "3 measurements, 2 pieces of text, 3 looks at guessing ahead, 2 looks at slots"
+    words = "3 measurements, 2 chunks of text, 3 trials of speculative decoding, 2 trials of slots"
     assert (PARTIAL.in_words(), Partial().in_words()) == (words, "")
     assert replace(PARTIAL, guesses=PARTIAL.guesses[:1], measurements=(), slots=()).in_words() == (
-        "2 pieces of text, 1 look at guessing ahead"
+        "2 chunks of text, 1 trial of speculative decoding"
     )
 
 

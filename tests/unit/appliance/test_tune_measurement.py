@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import BUSY, QUIET
 
+from appliance.engines.engine import Completion
+from appliance.engines.llama.client import parse_completion
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
 from appliance.tune.curve import LONGER, NOISE, Point
 from appliance.tune.guided import OutOfMemory, Trial
-from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, parse_plain, parse_timings, tokens_within
+from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, plain_point_of, point_of, tokens_within
 from appliance.tune.measurement import Measurement, curve_of, merit, noise_of, rated
 from appliance.tune.modes import choose
 from appliance.tune.workload import CHAT, only
@@ -161,8 +163,12 @@ def reply(**changes: Any) -> dict[str, Any]:
     return {"timings": {**timings, **changes}}
 
 
+def replied(**changes: Any) -> Completion:
+    return parse_completion(reply(**changes))
+
+
 def test_timings_become_a_point() -> None:
-    found = parse_timings(reply(), 512, DECODE_TOKENS)
+    found = point_of(replied(), 512, DECODE_TOKENS)
     assert found == Point(depth=512, decode_ms=10.0, prefill_ms=2.0, prefill_tokens=480)  # 24 tokens are 23 steps
 
 
@@ -189,9 +195,9 @@ def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_mi
 
 
 def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> None:
-    few = parse_timings(reply(predicted_n=4, predicted_ms=6000.0), 512, 4)
+    few = point_of(replied(predicted_n=4, predicted_ms=6000.0), 512, 4)
     assert few.noisier == pytest.approx((23 / 3) ** 0.5)
-    assert few.speed == "0.5 tok/s (within 19 %: few tokens)"
+    assert few.speed.in_words() == "0.5 tok/s (within 19 %: few tokens)"
     assert "0.5 tok/s (within 19 %: few tokens) at 512" in Measurement(key="a", points=(few,)).in_words()
     usual = replace(few, decode_ms=1000.0, noisier=1.0)
     (mean,) = curve_of([Measurement(key="a", points=(p,)) for p in (few, usual)]).points
@@ -213,16 +219,24 @@ def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> N
 )
 def test_other_work_than_asked_is_refused_and_never_becomes_a_figure(changes: dict[str, Any]) -> None:
     with pytest.raises(EngineNotReadyError, match=r"other work than asked|gave no times"):
-        parse_timings(reply(**changes), 512, DECODE_TOKENS)
+        point_of(replied(**changes), 512, DECODE_TOKENS)
 
 
 def test_what_was_decoded_with_guesses_is_no_figure_of_plain_steps() -> None:
-    assert parse_plain(reply(draft_n=0), 512, DECODE_TOKENS) == parse_timings(reply(draft_n=9), 512, DECODE_TOKENS)
-    with pytest.raises(EngineNotReadyError, match="engine guessed 9 tokens where plain steps"):
-        parse_plain(reply(draft_n=9), 512, DECODE_TOKENS)
+    assert plain_point_of(replied(draft_n=0), 512, DECODE_TOKENS) == point_of(replied(draft_n=9), 512, DECODE_TOKENS)
+    with pytest.raises(EngineNotReadyError, match="engine made 9 draft tokens where plain steps"):
+        plain_point_of(replied(draft_n=9), 512, DECODE_TOKENS)
 
 
-@pytest.mark.parametrize("document", [{}, {"timings": {}}, {"error": {"message": "no"}}])
+@pytest.mark.parametrize(
+    "document", [{"timings": 3}, {"timings": {"prompt_n": "many"}}, {"timings": {"prompt_n": []}}, {"tokens": 5}]
+)
+def test_timings_that_are_no_numbers_are_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(EngineNotReadyError, match="engine gave no timings"):
+        parse_completion(document)
+
+
+@pytest.mark.parametrize("document", [{}, {"timings": None}, {"timings": {}}, {"error": {"message": "no"}}])
 def test_a_reply_without_timings_is_refused(document: dict[str, Any]) -> None:
     with pytest.raises(EngineNotReadyError, match="other work than asked"):
-        parse_timings(document, 512, DECODE_TOKENS)
+        point_of(parse_completion(document), 512, DECODE_TOKENS)

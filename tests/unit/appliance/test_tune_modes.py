@@ -59,9 +59,8 @@ def test_when_no_window_is_readable_the_largest_says_its_speed() -> None:
     plans = (rated(8192, 100.0), rated(16384, 200.0))
     found = choose("context", plans, CHATS, native=16384)
     assert found.rated.window == 16384
-    assert (
-        found.why == "no window decodes 15 tok/s when full; the largest that fits: 5.0 tok/s (extrapolated: 5.0 to 5.0)"
-    )
+    largest = "the largest that fits: 5.0 tok/s (extrapolated: 5.0 to 5.0)"
+    assert found.why == f"no context decodes 15 tok/s when full; {largest}"
 
 
 def test_no_mode_goes_below_8192_unless_memory_forbids_or_the_model_is_smaller() -> None:
@@ -70,7 +69,7 @@ def test_no_mode_goes_below_8192_unless_memory_forbids_or_the_model_is_smaller()
     assert choose("speed", (fast_and_small, rated(8192, 20.0)), CHATS, native=4096).rated.window == 4096
     forbidden = choose("speed", (fast_and_small, rated(2048, 1.0)), CHATS, native=131072)
     assert forbidden.rated.window == 4096
-    assert forbidden.why.endswith("; memory forbids a window of 8,192")
+    assert forbidden.why.endswith("; memory forbids a context of 8,192")
 
 
 def test_of_plans_as_fast_but_for_noise_the_larger_window_serves() -> None:
@@ -185,7 +184,7 @@ def test_a_full_window_is_told_by_the_curves_that_go_deepest() -> None:
     assert looked_at_deepest([flat, bent]) == [bent]
     found = choose("context", [flat, bent], CHATS, native=8192)
     assert found.rated.key == "bent"
-    assert found.why.startswith("no window decodes 15 tok/s when full")
+    assert found.why.startswith("no context decodes 15 tok/s when full")
 
 
 def test_a_lucky_glance_is_neither_the_fastest_nor_what_others_have_to_keep_up_with() -> None:

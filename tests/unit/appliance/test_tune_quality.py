@@ -163,7 +163,7 @@ def test_more_harm_is_never_accepted_where_less_was_refused(differences: list[fl
 def test_what_is_too_little_or_no_number_is_refused() -> None:
     few = judge("q4_0", EXTENT, pairs([0.0] * (PIECES_MIN - 1)))
     assert not few.is_accepted
-    assert f"{PIECES_MIN - 1} pieces of at least {PIECES_MIN}" in few.why
+    assert f"{PIECES_MIN - 1} chunks of at least {PIECES_MIN}" in few.why
     assert few.difference is None
     odd = judge("q4_0", EXTENT, pairs([0.0] * 20 + [math.nan]))
     assert not odd.is_accepted

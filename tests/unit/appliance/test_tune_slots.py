@@ -9,11 +9,12 @@ from facts import ENGINE, IMAGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.client import parse_completion
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.settings import resolve_settings
-from appliance.tune.concurrency import parse_job
+from appliance.tune.concurrency import job_of
 from appliance.tune.slots import Concurrency, Job, choose, counts, with_slots
 from appliance.tune.workload import CHAT, CODING_AGENT, Workload
 
@@ -126,7 +127,7 @@ REPLY = {"timings": {"prompt_n": 500, "cache_n": 12, "predicted_n": 256, "prompt
 
 
 def test_a_job_is_read_from_the_engines_timings() -> None:
-    job = parse_job(REPLY, CHAT, 4.0)
+    job = job_of(parse_completion(REPLY), CHAT, 4.0)
     assert job == Job(
         seconds=4.0, ttft_s=pytest.approx(1.45), decode_ms=pytest.approx(10.0), tokens_read=500, tokens_cached=12
     )
@@ -144,11 +145,11 @@ def test_a_job_is_read_from_the_engines_timings() -> None:
 )
 def test_other_work_than_asked_is_no_figure(changed: dict[str, float], words: str) -> None:
     with pytest.raises(EngineNotReadyError, match=words):
-        parse_job({"timings": REPLY["timings"] | changed}, CHAT, 4.0)
+        job_of(parse_completion({"timings": REPLY["timings"] | changed}), CHAT, 4.0)
 
 
 def test_a_job_may_have_cached_what_the_turn_before_left_and_may_have_lost_it() -> None:
     kept = {"prompt_n": 2048, "cache_n": 14336, "predicted_n": 512, "predicted_ms": 1000.0}
-    assert parse_job({"timings": kept}, CODING_AGENT, 4.0).tokens_cached == 14336
+    assert job_of(parse_completion({"timings": kept}), CODING_AGENT, 4.0).tokens_cached == 14336
     lost = kept | {"prompt_n": 16384, "cache_n": 0}
-    assert parse_job({"timings": lost}, CODING_AGENT, 40.0).tokens_cached == 0
+    assert job_of(parse_completion({"timings": lost}), CODING_AGENT, 40.0).tokens_cached == 0

@@ -87,7 +87,7 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
-        raise ModelUnreadableError(message, hint="use a model of an architecture that is reckoned")
+        raise ModelUnreadableError(message, hint="use a model of a supported architecture")
     if settings.kv_type != "auto" and settings.kv_type not in engine.kv_types:
         message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
         raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")

@@ -387,6 +387,7 @@ class _Search:
         shares = tuple(
             Share(
                 id=device.id,
+                device=f"CUDA{at}",
                 name=device.name,
                 layers=end - start,
                 free_mib=device.free_mib,

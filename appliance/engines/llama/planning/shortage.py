@@ -31,7 +31,7 @@ def narrowed(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Setti
     room to spare, less room would change nothing."""
     gpu, held_back_mib, where = None, 0.0, "the host"
     if shortage.device is not None:
-        used = {f"CUDA{at}": share for at, share in enumerate(plan.placement.shares)}
+        used = {share.device: share for share in plan.placement.shares}
         share = used.get(shortage.device)
         gpu = next((each for each in hardware.gpus.gpus if share and device_id(each) == share.id), None)
         if share is None or gpu is None:

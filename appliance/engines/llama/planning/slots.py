@@ -8,7 +8,7 @@ What the engine does, read in its tools/server/server-context.cpp and seen (test
 - With `--cache-idle-slots`, its default, every idle slot is saved and then cleared whenever a request begins. What the
   cache cannot take is cleared all the same: a conversation longer than the cache is lost to every side request.
 - What comes back from the prompt cache needs room beside idle slots, which are cleared only after it: where two
-  conversations do not fit into the window together, the one that comes back is read anew. One slot has no neighbour.
+  conversations do not fit into the context together, the one that comes back is read anew. One slot has no neighbour.
 - Where requests run together and do not fit, idle slots are cleared unsaved; then all fail.
 """
 
@@ -24,11 +24,7 @@ SPARE = 1  # one slot more than users, for a title or an editor's call
 
 def slots(settings: Settings) -> int:
     """An asked-for number decides; the default is enough for three users, and grows with more."""
-    return settings.parallel if is_asked(settings) else max(settings.parallel, settings.users + SPARE)
-
-
-def is_asked(settings: Settings) -> bool:
-    return settings.sources.get("parallel", "default") != "default"
+    return settings.parallel if settings.is_set("parallel") else max(settings.parallel, settings.users + SPARE)
 
 
 def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, checkpoints: int | None) -> float:
@@ -58,12 +54,12 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
     elif count > 1:
         beside = "a second request runs beside the first"
     lost = (
-        "what another request costs a conversation: all of it if both do not fit into the window together, and what "
+        "what another request costs a conversation: all of it if both do not fit into the context together, and what "
         "lies behind a beginning that both share if that is more than half of it"
     )
     kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
-    asked = "asked for: " if is_asked(settings) else ""
-    source = "parallel" if is_asked(settings) or count == settings.parallel else "users"
+    asked = "asked for: " if settings.is_set("parallel") else ""
+    source = "parallel" if settings.is_set("parallel") or count == settings.parallel else "users"
     return Choice(
         name="parallel",
         value=str(count),
@@ -87,13 +83,13 @@ def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float)
     if cache_mib >= needed_mib:
         return ()
     held = int(context * cache_mib / needed_mib)
-    short = f"the prompt cache would take {held:,} of the window's {context:,} tokens"
+    short = f"the prompt cache would take {held:,} of the context's {context:,} tokens"
     if not idle_slots_stay(settings, cache_mib, needed_mib):
         why = f"{short}; with one slot, what is longer is read anew after another request: --parallel 2 keeps it"
         return (Choice(name="idle_slots", value="saved", reason=why, source="memory"),)
     why = (
         f"{short}, and what it cannot take would be lost to every side request; read anew are only conversations that "
-        f"do not fit into the window together, or whose slot is needed by the {_ordinal(slots(settings))} other one"
+        f"do not fit into the context together, or whose slot is needed by the {_ordinal(slots(settings))} other one"
     )
     return (Choice(name="idle_slots", value="kept in the context", reason=why, source="memory"),)
 

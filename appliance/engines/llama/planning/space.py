@@ -32,10 +32,23 @@ from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
+from appliance.engines.llama.planning.speculation import applied, as_asked, kinds, reckon, still_applied
 from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import SMALLEST_WINDOW, Costs, Kernels, Placement, Plan, Share, Verdict
+from appliance.plan import (
+    SMALLEST_WINDOW,
+    Choice,
+    Costs,
+    Kernels,
+    Kind,
+    Offer,
+    Placement,
+    Plan,
+    Share,
+    Speculation,
+    Verdict,
+)
 from appliance.probe import Hardware
 from appliance.settings import Settings
 
@@ -57,13 +70,15 @@ class Space:
         *,
         verdicts: Sequence[Verdict] = (),
         kernels: Kernels | None = None,
+        draft: Model | None = None,
     ) -> None:
         """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it.
-        `kernels` as for `scene_of`."""
+        `kernels` as for `scene_of`; `draft` is the model that makes draft tokens, if one is given."""
         check(settings, engine, model)
         scene = scene_of(settings, image, engine, hardware, model, kernels)
         self._scene = replace(scene, verdicts=tuple(verdicts))
         self._image = image
+        self._draft = draft
         self._aim = _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
@@ -75,6 +90,33 @@ class Space:
     def best(self) -> Plan:
         """The prediction."""
         return predicted(self._scene, self._image, self.window)
+
+    @property
+    def predicted(self) -> Plan:
+        """The best, with the kind of speculative decoding that was asked for.
+
+        Raises ModelDoesNotFitError where that has no room.
+        """
+        scene = self._scene
+        return as_asked(self.best, scene.settings, model=scene.model, draft=self._draft, isa=scene.kernels.isa)
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Every kind of speculative decoding, the likeliest first. Raises ConfigError for one that was asked for and
+        cannot be done."""
+        return kinds(self._scene.settings, self._scene.model, self._scene.engine, self._draft)
+
+    def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
+        """What it adds to the plan."""
+        scene = self._scene
+        return reckon(plan, kind, tokens, model=scene.model, draft=self._draft, isa=scene.kernels.isa)
+
+    def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
+        """Raises ModelDoesNotFitError where there is no room."""
+        return applied(plan, speculation, choice)
+
+    def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
+        """As a plan that was measured, where it was for the same context and there still is room."""
+        return still_applied(plan, measured, draft_path=str(self._draft.path) if self._draft else None)
 
     @property
     def native(self) -> int:

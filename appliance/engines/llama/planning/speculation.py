@@ -137,7 +137,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
         share = plan.placement.shares[at]
         grown = replace(share, memory=_sum(share.memory, replace(adds, output=0.0, overhead=0.0)))
         if grown.memory.total > share.free_mib:
-            raise _refusal(speculation, grown.memory.total - share.free_mib, f"CUDA{at} ({share.name})")
+            raise _refusal(speculation, grown.memory.total - share.free_mib, f"{share.device} ({share.name})")
         shares = (*plan.placement.shares[:at], grown, *plan.placement.shares[at + 1 :])
         plan = replace(plan, placement=replace(plan.placement, shares=shares))
         adds = on_host
@@ -185,7 +185,7 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
     same = (measured.context, measured.kv_type, measured.variant, measured.parallel)
     words = [choice for choice in measured.choices if choice.name == "speculation"]
     if (plan.context, plan.kv_type, plan.variant, plan.parallel) != same:
-        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another window or placement"))
+        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another context or placement"))
     try:
         return applied(plan, speculation, words[0] if words else None)
     except ModelDoesNotFitError as error:

@@ -1,0 +1,92 @@
+"""llama-server asked for completions, through its socket, in its own form: what its clock says comes with each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from appliance.command import Command
+from appliance.engines.engine import Completion
+from appliance.errors import EngineNotReadyError
+
+
+class LlamaClient:
+    """See `appliance.engines.engine.Client`."""
+
+    def __init__(self, command: Command, *, doing: str) -> None:
+        connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
+        # However long an answer takes: whether the engine works at all is for others to watch.
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._doing = doing
+
+    async def __aenter__(self) -> LlamaClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
+        body: dict[str, Any] = {"content": text}
+        if as_chat:
+            message = {"role": "user", "content": text}
+            whole = await self._post("/apply-template", {"messages": [message]})
+            body = {"content": whole["prompt"], "add_special": True, "parse_special": True}
+        return list((await self._post("/tokenize", body)).get("tokens") or ())
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        uses_cache: bool = True,
+        slot: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        body = {"prompt": list(prompt), "n_predict": tokens, "cache_prompt": uses_cache, "return_tokens": True}
+        body |= {"ignore_eos": True, "temperature": 0} if seed is None else {"seed": seed}
+        body |= {} if slot is None else {"id_slot": slot}
+        return parse_completion(await self._post("/completion", body))
+
+    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with self._session.post(f"http://engine{route}", json=body) as reply:
+                data = await reply.json()
+                if reply.status != 200:
+                    message = f"engine refused {route} while {self._doing}: {reply.status}: {data}"
+                    raise EngineNotReadyError(message)
+        except (aiohttp.ClientError, ValueError) as error:
+            message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
+            raise EngineNotReadyError(message) from error
+        if not isinstance(data, dict):
+            message = f"engine answered {route} with no object while {self._doing}: {data!r:.200}"
+            raise EngineNotReadyError(message)
+        return data
+
+
+def parse_completion(reply: dict[str, Any]) -> Completion:
+    """From the engine's own `timings`; zeros where there are none. EngineNotReadyError for what are no numbers."""
+    timings = reply.get("timings") or {}
+    try:
+        return _completion(reply, timings)
+    except (AttributeError, TypeError, ValueError) as error:
+        message = f"engine gave no timings: {timings!r:.200}"
+        raise EngineNotReadyError(message) from error
+
+
+def _completion(reply: dict[str, Any], timings: dict[str, Any]) -> Completion:
+    return Completion(
+        read=int(timings.get("prompt_n", 0)),
+        cached=int(timings.get("cache_n", 0)),
+        made=int(timings.get("predicted_n", 0)),
+        tokens=tuple(reply.get("tokens") or ()),
+        prefill_ms=float(timings.get("prompt_ms", 0.0)),
+        decode_ms=float(timings.get("predicted_ms", 0.0)),
+        drafted=int(timings.get("draft_n", 0)),
+        accepted=int(timings.get("draft_n_accepted", 0)),
+        slot=reply.get("id_slot"),
+    )
