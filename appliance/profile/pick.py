@@ -38,7 +38,7 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
             plan = space.speculating_as(plan, profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.rated.key}: {found}")
-        del plans[chosen.rated.key]  # without it, one of its window that was only glanced at may be the best
+        del plans[chosen.rated.key]
     return tuple(lacking)
 
 
