@@ -124,15 +124,18 @@ def test_a_mode_that_was_not_measured_for_wants_what_may_be_a_larger_context() -
     small, *_, large = windows()
     found = of((small,), [measured(small, 20.0)], mode="speed")
     here = {mode: space(LAPTOP, shape(MODEL), mode=mode) for mode in MODES}
-    assert [mode for mode in MODES if wants_more(found, mode, here[mode])] == ["balanced", "context"]
+    assert [mode for mode in MODES if wants_more(found, mode, here[mode], budget_s=120.0)] == ["balanced", "context"]
     widened = replace(found, other_modes=("context",))
-    assert [mode for mode in MODES if wants_more(widened, mode, here[mode])] == ["balanced"]
-    assert not wants_more(replace(found, mode="context"), "context", here["context"]), "it was measured for it"
+    assert [mode for mode in MODES if wants_more(widened, mode, here[mode], budget_s=120.0)] == ["balanced"]
+    assert not wants_more(found, "context", here["context"], budget_s=0.5), "no trial would end in that time"
+    assert not wants_more(replace(found, mode="context"), "context", here["context"], budget_s=120.0), (
+        "it was measured for it"
+    )
     largest = max(plan.context for plan in here["balanced"].all())
     assert largest == large.context
     both = of((small, large), [measured(small, 20.0), measured(large, 25.0)], mode="speed")
-    assert not wants_more(both, "balanced", here["balanced"]), "there is no larger one"
-    assert not wants_more(of((small,), []), "context", here["context"])
+    assert not wants_more(both, "balanced", here["balanced"], budget_s=120.0), "there is no larger one"
+    assert not wants_more(of((small,), []), "context", here["context"], budget_s=120.0)
 
 
 def test_a_profile_in_which_nothing_was_measured_gives_nothing() -> None:
