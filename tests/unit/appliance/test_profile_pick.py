@@ -127,10 +127,10 @@ def test_a_mode_that_was_not_measured_for_wants_what_may_be_a_larger_context() -
     assert [mode for mode in MODES if wants_more(found, mode, here[mode], budget_s=120.0)] == ["balanced", "context"]
     widened = replace(found, other_modes=("context",))
     assert [mode for mode in MODES if wants_more(widened, mode, here[mode], budget_s=120.0)] == ["balanced"]
-    assert not wants_more(found, "context", here["context"], budget_s=0.5), "no trial would end in that time"
-    assert not wants_more(replace(found, mode="context"), "context", here["context"], budget_s=120.0), (
-        "it was measured for it"
-    )
+    slow = replace(found, measurements=(replace(found.measurements[0], seconds=100.0),))
+    assert not wants_more(slow, "context", here["context"], budget_s=120.0), "no trial would end in that time"
+    measured_for_it = replace(found, mode="context")
+    assert not wants_more(measured_for_it, "context", here["context"], budget_s=120.0)
     largest = max(plan.context for plan in here["balanced"].all())
     assert largest == large.context
     both = of((small, large), [measured(small, 20.0), measured(large, 25.0)], mode="speed")
