@@ -673,7 +673,7 @@ class House:
         if wanted is None:
             return "no plan serves"
         if plan is None and self._profile is not None and not self._needs_measuring(self._profile):
-            return f"mode '{self._settings.mode}' may want a context that fits only without it"
+            return f"mode '{self._settings.mode}' may want a context that fits only in place of the engine that serves"
         try:
             found = (await self._space_now()).now(wanted)
         except FatalError as error:  # a device that is gone: no reason to end serving

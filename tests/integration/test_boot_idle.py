@@ -59,7 +59,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
         serving.wait_ready()
         assert serving.document("plan")["context"] == 16384
         assert serving.event("tuned_more", timeout_s=WAIT_S)["message"] == "measured 1 more for mode 'context'"
-        serving.event("idle_changed", timeout_s=WAIT_S)
+        serving.event("idle_back", timeout_s=WAIT_S)
         assert serving.document("plan")["context"] == 10752
         assert serving.chat()[0] == 200
         serving.terminate()
