@@ -119,7 +119,7 @@ async def test_two_conversations_that_do_not_fit_into_the_window_together(
         if parallel == "1":
             assert share(first, later) >= KEPT
         else:
-            assert "all of it if both do not fit into the window together" in _said(server, "parallel")
+            assert "all of it if both do not fit into the context together" in _said(server, "parallel")
             assert later.cached == 0
 
 
