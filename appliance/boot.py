@@ -62,7 +62,7 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     """Writes nothing and starts nothing."""
     image, facts = load_facts(settings)
     engine = load_engine(image)
-    model = read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+    model = load_model(settings, image)
     hardware = check_supported(settings, image, probe(settings.data_dir, environment))
     install = install_of(settings, image, facts, hardware)
     if settings.engine_dir is None:
@@ -82,6 +82,11 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     of_model = digest(model.parts, model.header_bytes)
     key = make_key(settings, image, hardware, of_model, drafting, cpu_variant=inputs.kernels.variant)
     return Prepared(engine=engine, install=install, inputs=inputs, key=key)
+
+
+def load_model(settings: Settings, image: ImageFacts) -> Model:
+    """The one that was asked for, else the image's own, else the only one there is."""
+    return read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
 
 
 def load_engine(image: ImageFacts) -> Engine:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from appliance.boot import install_of, load_engine, load_facts, look_at_draft
+from appliance.boot import install_of, load_engine, load_facts, load_model, look_at_draft
 from appliance.checks import check_supported
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
@@ -17,7 +17,7 @@ from appliance.doctor.parts import engine_check, key_check, model_checks, port_c
 from appliance.engines.engine import Devices, Engine, Inputs, Install
 from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, read_model, resolve_model
+from appliance.model import Model
 from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
@@ -83,23 +83,17 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     try:
         image, facts = load_facts(settings)
     except FatalError as error:
-        checks += [failed("image", error), *host_checks(_ROOT, settings, hardware, None)]
-        checks += [*gpu_checks(settings, None, hardware, None), _speeds(settings, hardware)]
+        checks += [failed("image", error), *_machine_checks(settings, hardware, None, None)]
         return Findings(checks=tuple(checks), hardware=hardware, image=None, engine=None, plan=None)
     checks.append(passed("image", f"{image.cell}, build {image.build_id}"))
     best = None
     try:
         subject = _subject(settings, image, facts, load_engine(image), hardware)
     except FatalError as error:
-        checks += [*host_checks(_ROOT, settings, hardware, None), *gpu_checks(settings, image, hardware, None)]
-        checks += [_speeds(settings, hardware), failed("engine", error)]
+        checks += [*_machine_checks(settings, hardware, image, None), failed("engine", error)]
     else:
-        checks += [
-            *host_checks(_ROOT, settings, hardware, subject.kernels, subject.ruled_out),
-            *gpu_checks(settings, image, hardware, partial(_devices, subject)),
-            _speeds(settings, hardware),
-            engine_check(subject.engine, subject.install, image, subject.variant),
-        ]
+        checks += _machine_checks(settings, hardware, image, subject)
+        checks.append(engine_check(subject.engine, subject.install, image, subject.variant))
         for check, found in model_checks(settings, image, subject.engine, subject.inputs):
             checks.append(check)
             best = found or best
@@ -128,6 +122,16 @@ def _subject(settings: Settings, image: ImageFacts, facts: EngineFacts, engine: 
     )
 
 
+def _machine_checks(
+    settings: Settings, hardware: Hardware, image: ImageFacts | None, subject: Subject | None
+) -> Iterator[Check]:
+    """`subject` None: there is no engine to ask."""
+    kernels, ruled_out = (subject.kernels, subject.ruled_out) if subject else (None, None)
+    yield from host_checks(_ROOT, settings, hardware, kernels, ruled_out)
+    yield from gpu_checks(settings, image, hardware, partial(_devices, subject) if subject else None)
+    yield _speeds(settings, hardware)
+
+
 def _devices(subject: Subject) -> Devices:
     return subject.engine.query_devices(subject.install, subject.hardware, cpu_variant=subject.variant)
 
@@ -136,8 +140,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
     try:
-        recipe = image.recipe.file if image.recipe else None
-        model = read_model(resolve_model(settings.model, recipe, settings.models_dir))
+        model = load_model(settings, image)
         draft = look_at_draft(settings, model)
     except FatalError as error:
         yield warned(

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from appliance.boot import load_model
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
 from appliance.image_facts import ImageFacts
-from appliance.model import Model, list_models, read_model, resolve_model
+from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -98,7 +99,7 @@ def model_checks(
             remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return
-        model = read_model(resolve_model(settings.model, recipe, settings.models_dir))
+        model = load_model(settings, image)
     except FatalError as error:
         yield failed("model", error), None
         return

@@ -91,11 +91,11 @@ def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
 
 def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
     best = best_ms(usable, job.depth)
-    kept = [plan for plan in usable if best / plan.cautious(plan.curve.decode_ms(job.depth)) >= SPEED_KEPT]
+    kept = [plan for plan in usable if _kept(plan, best, job.depth) >= SPEED_KEPT]
     largest = max(plan.window for plan in kept)
     plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
     speed = plan.curve.decode(job.depth)
-    share = best / plan.cautious(speed.ms)
+    share = _kept(plan, best, job.depth)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
     why = f"the largest context that {kept_in_words}: it keeps {share:.0%}"
     return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
@@ -106,6 +106,11 @@ def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
     its knee would lose against one that was not."""
     common = min(plan.curve.deepest for plan in plans)
     return [replace(plan, curve=plan.curve.up_to(common)) for plan in plans]
+
+
+def _kept(plan: Rated, fastest_ms: float, depth: float) -> float:
+    """Of the speed of the fastest at this depth, as a share."""
+    return fastest_ms / plan.cautious(plan.curve.decode_ms(depth))
 
 
 def best_ms(rated: Sequence[Rated], depth: float) -> float:
@@ -160,7 +165,7 @@ def wanted_window(
     compared = at_same_depths(rated)
     depth = scaled_mix(mix, min(plan.window for plan in _usable(rated, native))).depth
     best = best_ms(compared, depth)
-    held = [(plan.window, best / plan.cautious(plan.curve.decode_ms(depth)) >= SPEED_KEPT) for plan in compared]
+    held = [(plan.window, _kept(plan, best, depth) >= SPEED_KEPT) for plan in compared]
     return next_window(windows, [*held, *((size, False) for size in failed)])
 
 

@@ -7,8 +7,10 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
+import aiohttp
 import pytest
 
+from appliance.command import Command
 from appliance.engines.llama.facts import parse_variants
 
 COPIED = Path(__file__).parents[2] / ".make/engine"
@@ -38,3 +40,8 @@ def find_model() -> Path:
     if not found:
         pytest.skip(f"needs a model in {folder.parent / 'models'}: `make up` fetches one")
     return found[0]
+
+
+def session_with(command: Command) -> aiohttp.ClientSession:
+    """On the socket of an engine that is up."""
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from engine_stage import find_engine
 
+from appliance.engines.engine import Install
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command
 from appliance.plan import Plan
@@ -93,14 +94,7 @@ async def serving(model: Path, *, change: Mapping[str, Any] | None = None, **set
     plan = replace(plan, **(change or {}))
     folder = Path(tempfile.mkdtemp(prefix="sl", dir="/tmp"))
     supervisor = Supervisor(on_line=lambda line: None)
-    started = command(
-        plan,
-        facts,
-        engine_dir=binary.parent,
-        socket_path=folder / "e.sock",
-        cache_dir=folder,
-        stall_timeout_s=120.0,
-    )
+    started = command(plan, Install(engine_dir=binary.parent, facts=facts, cache_dir=folder), folder / "e.sock")
     try:
         supervisor.start(started)
         crash = await supervisor.wait_ready()

@@ -14,9 +14,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from boot_stage import Home
+from engine_stage import session_with
 from supervisor_harness import MakeCommand, eventually
 
 from appliance.command import Command
@@ -191,10 +191,6 @@ async def test_beside_a_neighbour_nothing_is_decided_and_without_it_the_same_spe
     disturbed = [words for words in stage.said if "it counts for nothing: other programs took" in words]
     assert drift.state is DriftState.STALE
     assert len(stage.said) == len(disturbed) + 2
-
-
-def session_with(command: Command) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
 
 
 async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_asks(stage: Stage) -> None:

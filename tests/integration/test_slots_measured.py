@@ -13,6 +13,7 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
+from appliance.engines.engine import Install
 from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command
@@ -56,14 +57,8 @@ async def measured(
     binary = find_engine("llama-server")
 
     def start(plan: Plan) -> Command:
-        return command(
-            plan,
-            query_facts(binary),
-            engine_dir=binary.parent,
-            socket_path=folder / "e.sock",
-            cache_dir=folder,
-            stall_timeout_s=120.0,
-        )
+        install = Install(engine_dir=binary.parent, facts=query_facts(binary), cache_dir=folder)
+        return command(plan, install, folder / "e.sock")
 
     told: list[str] = []
     found = await measure_slots(

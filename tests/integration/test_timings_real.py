@@ -13,10 +13,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from engine_stage import find_engine
+from engine_stage import find_engine, session_with
 from supervisor_harness import eventually
 
 from appliance.command import Command
+from appliance.engines.engine import Install
 from appliance.engines.llama.client import parse_completion
 from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
@@ -44,9 +45,8 @@ def serving(model: Path, socket_path: Path) -> Command:
     facts = query_facts(binary)
     plan = planned_for(facts, model, {"ctx_size": "4096", "threads": "1"})
     folder = socket_path.parent
-    return command(
-        plan, facts, engine_dir=binary.parent, socket_path=socket_path, cache_dir=folder, stall_timeout_s=WAIT_S
-    )
+    install = Install(engine_dir=binary.parent, facts=facts, cache_dir=folder, stall_timeout_s=WAIT_S)
+    return command(plan, install, socket_path)
 
 
 @asynccontextmanager
@@ -55,10 +55,6 @@ async def asking(serving: Command, *flags: str) -> AsyncIterator[tuple[Probe, li
     told = replace(serving, argv=(*serving.argv, *flags))
     async with running(LLAMA, told, on_line=lines.append), LLAMA.client(told) as client:
         yield await Probe.of(client), lines
-
-
-def session_with(command: Command) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
 
 
 async def give_up(session: aiohttp.ClientSession) -> None:

@@ -14,6 +14,7 @@ from engine_stage import find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
+from appliance.engines.engine import Install
 from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
@@ -220,14 +221,8 @@ class Real:
         self.folder, self.hardware = folder, hardware
 
     def measure(self, of: Plan, like: Tried | None = None) -> Tried:
-        start: Callable[[Plan], Command] = partial(
-            command,
-            facts=self.facts,
-            engine_dir=self.binary.parent,
-            socket_path=self.folder / "e.sock",
-            cache_dir=self.folder,
-            stall_timeout_s=120.0,
-        )
+        install = Install(engine_dir=self.binary.parent, facts=self.facts, cache_dir=self.folder)
+        start: Callable[[Plan], Command] = partial(command, install=install, socket_path=self.folder / "e.sock")
         return asyncio.run(
             measure_speculation(of, Bench(engine=LLAMA, start=start), ask_s=0.5, like=like, tell=lambda step: None)
         )

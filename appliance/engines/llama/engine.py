@@ -79,28 +79,11 @@ class Llama:
     ) -> Sequence[Plan]:
         from appliance.engines.llama.fit import query_projections  # here: a start from a profile never needs it
 
-        found = query_projections(
-            install.engine_dir,
-            plans,
-            install.facts,
-            cache_dir=install.cache_dir,
-            budget_s=budget_s,
-            driver_dir=install.driver_dir,
-            is_wanted=is_wanted,
-        )
+        found = query_projections(plans, install, budget_s=budget_s, is_wanted=is_wanted)
         return refine(plans, found)
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
-        return server.command(
-            plan,
-            install.facts,
-            engine_dir=install.engine_dir,
-            socket_path=socket_path,
-            cache_dir=install.cache_dir,
-            stall_timeout_s=install.stall_timeout_s,
-            driver_dir=install.driver_dir,
-            oom_kills=install.oom_kills,
-        )
+        return server.command(plan, install, socket_path)
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         from appliance.engines.llama.client import LlamaClient  # here: no start needs an HTTP library

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from appliance.engines.engine import Install
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.server import environment, placement_arguments
 from appliance.image_facts import EngineFacts
@@ -50,25 +51,18 @@ def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def query_projections(
-    engine_dir: Path,
-    plans: Sequence[Plan],
-    facts: EngineFacts,
-    *,
-    cache_dir: Path,
-    budget_s: float,
-    driver_dir: Path | None = None,
-    is_wanted: Callable[[], bool] = lambda: True,
+    plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool] = lambda: True
 ) -> tuple[Projection | None, ...]:
     """One a plan, None where it did not answer, is not part of this image, or the time was up. Once `is_wanted`
     says no, from whichever thread, it ends."""
-    binary = engine_dir / BINARY
+    binary = install.engine_dir / BINARY
     deadline = time.monotonic() + budget_s
     found: list[Projection | None] = []
     for plan in plans:
         left = min(TIMEOUT_S, deadline - time.monotonic())
         may_ask = left > 0 and is_wanted() and binary.exists()
-        around = environment(plan, engine_dir, cache_dir, driver_dir)
-        found.append(_ask(binary, plan, facts, around, left, is_wanted) if may_ask else None)
+        around = environment(plan, install.engine_dir, install.cache_dir, install.driver_dir)
+        found.append(_ask(binary, plan, install.facts, around, left, is_wanted) if may_ask else None)
     return tuple(found)
 
 

@@ -83,14 +83,7 @@ class Perplexity(Table):
     def __init__(self, plan: Plan, install: Install, extent: Extent, text: Path) -> None:
         super().__init__()
         argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, text, extent))
-        self.command = command_of_job(
-            argv,
-            plan,
-            cache_dir=install.cache_dir,
-            stall_timeout_s=install.stall_timeout_s,
-            driver_dir=install.driver_dir,
-            oom_kills=install.oom_kills,
-        )
+        self.command = command_of_job(argv, plan, install)
 
     def as_error(self, ending: Ending) -> FatalError:
         return as_error(ending, name=BINARY)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command, Readiness
+from appliance.engines.engine import Install
 from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
 from appliance.errors import EngineArgumentsError
@@ -131,50 +133,23 @@ def has_gpu_backend(facts: EngineFacts) -> bool:
     return any("cuda" in name for name in facts.backends)
 
 
-def command(
-    plan: Plan,
-    facts: EngineFacts,
-    *,
-    engine_dir: Path,
-    socket_path: Path,
-    cache_dir: Path,
-    stall_timeout_s: float,
-    driver_dir: Path | None = None,
-    oom_kills: Callable[[], int | None] | None = None,
-) -> Command:
-    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it.
-
-    `driver_dir`, as the probe found it: where the GPU's driver lies when the dynamic loader does not look there.
-    """
-    return Command(
-        argv=(str(engine_dir / BINARY), *arguments(plan, facts, socket_path)),
-        environment=environment(plan, engine_dir, cache_dir, driver_dir),
-        is_ready=_health(socket_path),
-        is_error=is_error,
-        socket_path=socket_path,
-        stall_timeout_s=stall_timeout_s,
-        oom_kills=oom_kills,
-    )
+def command(plan: Plan, install: Install, socket_path: Path) -> Command:
+    """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
+    argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, socket_path))
+    job = command_of_job(argv, plan, install)
+    return replace(job, is_ready=_health(socket_path), socket_path=socket_path)
 
 
-def command_of_job(
-    argv: tuple[str, ...],
-    plan: Plan,
-    *,
-    cache_dir: Path,
-    stall_timeout_s: float,
-    driver_dir: Path | None = None,
-    oom_kills: Callable[[], int | None] | None = None,
-) -> Command:
+def command_of_job(argv: tuple[str, ...], plan: Plan, install: Install) -> Command:
     """Of another of the engine's programs, which is never ready: it works until it ends, so that a supervisor's stall
     timer runs all the time."""
     return Command(
         argv=argv,
-        environment=environment(plan, Path(argv[0]).parent, cache_dir, driver_dir),
+        environment=environment(plan, install.engine_dir, install.cache_dir, install.driver_dir),
         is_ready=_never,
         is_error=is_error,
-        stall_timeout_s=stall_timeout_s,
-        oom_kills=oom_kills,
+        stall_timeout_s=install.stall_timeout_s,
+        oom_kills=install.oom_kills,
     )
 
 

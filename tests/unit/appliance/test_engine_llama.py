@@ -8,6 +8,7 @@ from facts import ENGINE, IMAGE, SMALL, USAGE, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.engine import Install
 from appliance.engines.llama.facts import (
     parse_facts,
     parse_flags,
@@ -206,35 +207,30 @@ def test_fit_params_is_asked_with_the_plans_own_placement(tmp_path: Path) -> Non
         tmp_path / "llama-fit-params",
         f'echo "$@" "$CUDA_VISIBLE_DEVICES" > {asked}; echo "CUDA0 1 2 3"; echo "Host 4 5 6 "',
     )
-    first, second = query_projections(
-        tmp_path, (placed(31, split="none"), placed()), WITH_CUDA, cache_dir=tmp_path, budget_s=30.0
-    )
+    with_cuda = Install(engine_dir=tmp_path, facts=WITH_CUDA, cache_dir=tmp_path)
+    first, second = query_projections((placed(31, split="none"), placed()), with_cuda, budget_s=30.0)
     assert first == second == Projection(devices=((1, 2, 3),), host=(4, 5, 6))
     assert "--fit-print on --device none" in asked.read_text()
-    assert query_projections(tmp_path / "none", (placed(),), ENGINE, cache_dir=tmp_path, budget_s=9.0) == (None,)
+    install = Install(engine_dir=tmp_path, facts=ENGINE, cache_dir=tmp_path)
+    assert query_projections((placed(),), replace(install, engine_dir=tmp_path / "none"), budget_s=9.0) == (None,)
     program(tmp_path / "llama-fit-params", "echo 'Host 4 5 6'; exit 1")
-    assert query_projections(tmp_path, (placed(),), ENGINE, cache_dir=tmp_path, budget_s=9.0) == (None,)
-    assert query_projections(tmp_path, (placed(),), ENGINE, cache_dir=tmp_path, budget_s=-1.0) == (None,)
+    assert query_projections((placed(),), install, budget_s=9.0) == (None,)
+    assert query_projections((placed(),), install, budget_s=-1.0) == (None,)
 
 
 def test_the_child_gets_a_small_environment_and_its_limits() -> None:
-    found = command(
-        chosen(),
-        ENGINE,
-        engine_dir=Path("/opt/llama"),
-        socket_path=SOCKET,
-        cache_dir=Path("/data/cache/b1"),
-        stall_timeout_s=7.0,
+    install = Install(
+        engine_dir=Path("/opt/llama"), facts=ENGINE, cache_dir=Path("/data/cache/b1"), stall_timeout_s=7.0
     )
+    found = command(chosen(), install, SOCKET)
     assert found.argv[0] == "/opt/llama/llama-server"
     assert dict(found.environment) == {"PATH": "/usr/bin:/bin", "HOME": "/data/cache/b1/home", "LANG": "C.UTF-8"}
     assert (found.socket_path, found.stall_timeout_s) == (SOCKET, 7.0)
 
 
 async def test_readiness_is_false_where_nothing_listens(tmp_path: Path) -> None:
-    found = command(
-        chosen(), ENGINE, engine_dir=tmp_path, socket_path=tmp_path / "no.sock", cache_dir=tmp_path, stall_timeout_s=1.0
-    )
+    install = Install(engine_dir=tmp_path, facts=ENGINE, cache_dir=tmp_path)
+    found = command(chosen(), install, tmp_path / "no.sock")
     assert await found.is_ready() is False
 
 
