@@ -152,6 +152,7 @@ def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: in
         gpu_depth_us=cached_near * cache / spec.gpu_gb_s,
         cpu_depth_us=(spec.layers - cached_near) * cache / (spec.dram_gb_s * host),
         gpu_prefill_ms=spec.layers * spec.gpu_prefill_us / 1000 * full,
+        batch=ubatch,
         copy_ms=away * (spec.expert_mb or spec.dense_mb) * touched / spec.pcie_gb_s,
         prefill_depth_us=0.0005 * spec.layers,
     )

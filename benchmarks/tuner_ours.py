@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from appliance.engines.engine import Space
+from appliance.engines.llama.planning.launch import KNOB_EFFECTS, LlamaLaunch
 from appliance.errors import EngineError, EngineGpuMemoryError
 from appliance.plan import Costs, Memory, Placement, Plan, Share
 from appliance.tune.candidates import EMPTY
@@ -87,6 +88,8 @@ class Planned:
         self.candidates = {plan_of(candidate).key: candidate for candidate in found}
         self.plans = [plan_of(candidate) for candidate in found]
 
+    knob_effects = KNOB_EFFECTS
+
     def costs(self, plan: Plan) -> Costs:
         return self.candidates[plan.key].work
 
@@ -106,15 +109,17 @@ def plan_of(candidate: Candidate) -> Plan:
         alias="",
         context=candidate.window,
         kv_type=str(knobs["kv_type"]),
-        threads=threads,
-        threads_batch=threads,
-        batch=ubatch,
-        ubatch=ubatch,
         parallel=1,
-        cache_ram_mib=0,
-        flash_attention=True,
-        load_mode=str(knobs.get("load_mode", "mmap")),
         is_embedding=False,
+        launch=LlamaLaunch(
+            threads=threads,
+            threads_batch=threads,
+            batch=ubatch,
+            ubatch=ubatch,
+            cache_ram_mib=0,
+            flash_attention=True,
+            load_mode=str(knobs.get("load_mode", "mmap")),
+        ),
         memory=NOTHING,
         usable_mib=0,
         placement=Placement(shares=cards, cpu_expert_layers=away, split_mode=split),

@@ -5,7 +5,7 @@ An engine is a folder beside this file with a module `engine.py`, whose ENGINE a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -16,7 +16,20 @@ from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Choice, Costs, Kernels, Kind, Offer, Plan, RuledOut, Speculation, Verdict
+from appliance.plan import (
+    Allocated,
+    Choice,
+    Costs,
+    Kernels,
+    Kind,
+    KnobEffect,
+    Launch,
+    Offer,
+    Plan,
+    RuledOut,
+    Speculation,
+    Verdict,
+)
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -154,6 +167,10 @@ class Space(Protocol):
     def costs(self, plan: Plan) -> Costs:
         """For the predictor."""
 
+    @property
+    def knob_effects(self) -> Mapping[str, KnobEffect]:
+        """For the predictor: by knob of `Plan.knobs`, what it does beyond the costs."""
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
 
@@ -266,6 +283,10 @@ class Engine(Protocol):
     @property
     def binary(self) -> str:
         """File name of the program that serves."""
+
+    @property
+    def launch(self) -> type[Launch]:
+        """Of its plans."""
 
     @property
     def routes(self) -> tuple[EngineRoute, ...]: ...

@@ -6,6 +6,7 @@ from appliance.plan.costs import Costs
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
 from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import Verdict
+from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.plan import (
     CONTEXT_STEP,
     KINDS,
@@ -33,6 +34,7 @@ __all__ = [
     "CONTEXT_STEP",
     "KINDS",
     "NOTHING",
+    "PREDICTED",
     "SIZES",
     "SMALLEST_WINDOW",
     "TASTES",
@@ -43,6 +45,8 @@ __all__ = [
     "JobSpeed",
     "Kernels",
     "Kind",
+    "KnobEffect",
+    "Launch",
     "Memory",
     "Offer",
     "Placement",

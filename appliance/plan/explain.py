@@ -17,10 +17,9 @@ def explain(plan: Plan) -> str:
 
 
 def in_short(plan: Plan) -> str:
-    """As in "2 threads, ubatch 512, KV cache f16", and where the layers lie if not all on the CPU."""
-    words = f"{plan.threads} threads, ubatch {plan.ubatch}, KV cache {plan.kv_type}"
-    words += f", {plan.speculation.in_words()}" if plan.speculation else ""
-    return f"{words}, {plan.variant}" if plan.variant else words
+    """As in "kv_type f16, threads 2, ubatch 512, placement CPU", with speculative decoding if there is any."""
+    knobs = ", ".join(f"{name} {value}" for name, value in plan.knobs if name != "context")
+    return f"{knobs}, {plan.speculation.in_words()}" if plan.speculation else knobs
 
 
 def explain_memory(plan: Plan) -> str:
@@ -53,8 +52,8 @@ def explain_settings(settings: Settings) -> str:
 
 
 def as_document(plan: Plan) -> dict[str, Any]:
-    """JSON-able; `choices` carry the reasons."""
-    document = asdict(plan)
+    """JSON-able: the plan's fields, its key and its knobs by name; `choices` carry the reasons."""
+    document = {"key": plan.key, "knobs": dict(plan.knobs), **asdict(plan)}
     document["memory"]["total"] = plan.memory.total
     for share, shown in zip(plan.placement.shares, document["placement"]["shares"], strict=True):
         shown["memory"]["total"] = share.memory.total

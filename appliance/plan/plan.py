@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 from appliance.plan.choice import Choice
+from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
 
 CONTEXT_STEP = 256  # context lengths are multiples of it: a page of an engine's cache, or several
@@ -61,7 +63,7 @@ NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhe
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one GPU holds. `layers` counts the output as one, as the engine's --gpu-layers does."""
+    """What one GPU holds. `layers` counts the output as one."""
 
     id: str
     device: str  # as the engine calls it
@@ -79,7 +81,7 @@ class Placement:
 
     shares: tuple[Share, ...] = ()
     cpu_layers: int = 0
-    cpu_expert_layers: int = 0  # --n-cpu-moe: so many first layers keep their routed experts in host memory
+    cpu_expert_layers: int = 0  # so many first layers keep their routed experts in host memory
     split_mode: str = "none"
 
     @property
@@ -87,13 +89,23 @@ class Placement:
         return sum(share.layers for share in self.shares)
 
     def in_short(self) -> str:
-        """What tells two placements apart: "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
-        if not self.shares:
-            return "CPU"
-        runs = ", ".join(f"{share.device} {share.layers}" for share in self.shares)
+        """As in "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
         split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
-        experts = f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
-        return runs + split + experts
+        return self._devices + split + self._experts
+
+    @property
+    def knobs(self) -> tuple[tuple[str, Value], ...]:
+        """What tells two placements apart."""
+        where = ("placement", self._devices + self._experts)
+        return (where, ("split", self.split_mode)) if self.shares else (where,)
+
+    @property
+    def _devices(self) -> str:
+        return ", ".join(f"{share.device} {share.layers}" for share in self.shares) or "CPU"
+
+    @property
+    def _experts(self) -> str:
+        return f", experts of {self.cpu_expert_layers} on the CPU" if self.cpu_expert_layers else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,27 +149,20 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that the engine's command line is made from. Sizes in tokens unless the name says otherwise."""
+    """One configuration of an engine: everything that its command line is made from. Sizes in tokens unless the name
+    says otherwise."""
 
     engine: str
     model_path: str
     alias: str
     context: int
     kv_type: str
-    threads: int
-    threads_batch: int
-    batch: int
-    ubatch: int
     parallel: int
-    cache_ram_mib: int
-    flash_attention: bool
-    load_mode: str
     is_embedding: bool  # the model gives vectors and no text: there is nothing to decode, and nothing to measure by it
     memory: Memory  # of the host; each GPU's is in the placement
     usable_mib: float
+    launch: Launch  # the engine's own
     cpu_variant: str | None = None  # of the engine's kernels; None: it has no choice of them
-    checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
-    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
     placement: Placement = field(default_factory=Placement)
     speed: Speed | None = None  # predicted
     speculation: Speculation | None = None  # what it takes is in the memory above
@@ -169,23 +174,23 @@ class Plan:
         return self.memory.as_logged + sum(share.memory.as_logged for share in self.placement.shares)
 
     @property
-    def key(self) -> str:
-        """What measuring tells plans apart by: "40,960 f16, 2 threads, ubatch 512, CPU, mmap"."""
-        threads = f"{self.threads} thread" + ("s" if self.threads > 1 else "")
-        where = self.placement.in_short()
-        return f"{self.context:,} {self.kv_type}, {threads}, ubatch {self.ubatch}, {where}, {self.load_mode}"
+    def knobs(self) -> tuple[tuple[str, Value], ...]:
+        """What the tuner varies, by name."""
+        return (("context", self.context), ("kv_type", self.kv_type), *self.launch.knobs, *self.placement.knobs)
 
-    @property
-    def variant(self) -> str:
-        """What measuring tells plans apart by, beside threads and ubatch; empty for one that is all on the CPU."""
-        if not self.placement.shares:
-            return ""
-        return self.placement.in_short() + ("" if self.load_mode == "mmap" else f", load mode {self.load_mode}")
+    @cached_property
+    def key(self) -> str:
+        """What measuring tells plans apart by: "context 40,960, kv_type f16, threads 2, ubatch 512, placement CPU"."""
+        return ", ".join(_of_knob(name, value) for name, value in self.knobs)
+
+
+def _of_knob(name: str, value: Value) -> str:
+    return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
 
 
 def with_measured(plan: Plan, words: str) -> Plan:
     """The plan with measuring as the reason for what it decided."""
-    measured = {"threads": f"{plan.threads}", "ubatch": f"{plan.ubatch}"}
+    measured = {name: f"{value}" for name, value in plan.launch.knobs}
     choices = tuple(
         replace(choice, value=measured[choice.name], reason=words, source="measured")
         if choice.name in measured and choice.source in ("probe", "default")

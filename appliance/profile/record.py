@@ -14,9 +14,24 @@ from dataclasses import asdict, fields
 from functools import cache
 from typing import Any, cast
 
+from appliance.engines.engine import load
+from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import KINDS, Allocated, Choice, Memory, Placement, Plan, Share, Speculation, Speed, Speeds, Verdict
+from appliance.plan import (
+    KINDS,
+    Allocated,
+    Choice,
+    Launch,
+    Memory,
+    Placement,
+    Plan,
+    Share,
+    Speculation,
+    Speed,
+    Speeds,
+    Verdict,
+)
 from appliance.probe import Hardware, fingerprint
 from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
@@ -26,7 +41,7 @@ from appliance.tune.speeds import measured_speeds, predicted_speeds
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 4
+SCHEMA = 5
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",
@@ -182,12 +197,22 @@ def _plan(data: dict[str, Any]) -> Plan:
         **{
             **fields_of(Plan, data),
             "memory": _memory(data["memory"]),
+            "launch": _launch(data["engine"], data["launch"]),
             "placement": _placement(data["placement"]),
             "speed": None if speed is None else Speed(**fields_of(Speed, speed)),
             "speculation": _speculation(data["speculation"]),
             "choices": tuple(Choice(**fields_of(Choice, choice)) for choice in data["choices"]),
         }
     )
+
+
+def _launch(engine: str, data: dict[str, Any]) -> Launch:
+    """The engine's own. Raises TypeError for one that this appliance has not."""
+    try:
+        kind = load(engine).launch
+    except ConfigError as error:
+        raise TypeError(error.message) from error
+    return kind(**fields_of(kind, data))
 
 
 def _speculation(data: dict[str, Any] | None) -> Speculation | None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import ConfigError, UsageError
-from appliance.plan import as_document, explain
+from appliance.plan import as_document, explain, in_short
 from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document
 from appliance.profile.store import ProfileStore
 
 # Of a plan's document: what it is made of and long, or follows from the rest.
-_NOT_COMPARED = frozenset({"choices", "memory", "model_path"})
+_NOT_COMPARED = frozenset({"choices", "key", "knobs", "launch", "memory", "model_path"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
 
 def _line(profile: Profile, store: ProfileStore) -> str:
     marks = "".join(f"  {name}" for name, found in store.standing(profile).as_document().items() if found)
-    chosen = f"{profile.plan.threads} threads, ubatch {profile.plan.ubatch}"
-    return f"{profile.key.id}  {profile.created}{marks}  {profile.plan.alias}: {chosen}; {profile.speed}"
+    plan = profile.plan
+    return f"{profile.key.id}  {profile.created}{marks}  {plan.alias}: {in_short(plan)}; {profile.speed}"
 
 
 def _show(desk: Desk, key_id: str) -> Answer:
@@ -129,8 +129,9 @@ def _diff(desk: Desk, ids: list[str]) -> Answer:
 
 
 def _compared(profile: Profile) -> dict[str, Any]:
-    document = {name: value for name, value in as_document(profile.plan).items() if name not in _NOT_COMPARED}
-    return {**document, "speed": profile.speed, "job_s": profile.job_s}
+    document = as_document(profile.plan)
+    fields = {name: value for name, value in document.items() if name not in _NOT_COMPARED}
+    return {**fields, **document["launch"], "speed": profile.speed, "job_s": profile.job_s}
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -20,16 +20,7 @@ def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:
     return [
         Candidate(
             key=plan.key,
-            knobs=(
-                ("threads", plan.threads),
-                ("ubatch", plan.ubatch),
-                ("kv_type", plan.kv_type),
-                ("load_mode", plan.load_mode),
-                ("split", plan.placement.split_mode),
-                ("cpu_experts", plan.placement.cpu_expert_layers),
-                ("cpu_layers", plan.placement.cpu_layers),
-                ("window", plan.context),
-            ),
+            knobs=plan.knobs,
             window=plan.context,
             work=space.costs(plan),
             needs=tuple(Need(device=device, need_mib=need, room_mib=room) for device, need, room in space.needs(plan)),

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from appliance.plan import KnobEffect
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.modes import NOISE as AS_FAST
 from appliance.tune.refit import Fit, Observation, Term, fit
@@ -29,7 +30,7 @@ AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at onc
 PRICE = 0.5  # worth is divided by seconds to this power: 1 would never pay for a load, 0 never mind one
 SHORTEST_S = 0.1  # nothing is cheaper than its requests
 LIKELY_FIT = 0.9
-SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller ubatch
+SMALLER_BUFFER = 0.5  # chance of a candidate that needs more than one which failed, but with a smaller batch
 WORTH_A_TRY = 0.02  # a chance to fit below which it is not tried
 
 
@@ -93,13 +94,20 @@ class Search:
     """`candidates` are at least one. Nothing in it changes: the same trials give the same answer, so tuning that was
     interrupted goes on from what was kept."""
 
-    def __init__(self, candidates: Sequence[Candidate], mix: Mix, effort: Effort | None = None) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        mix: Mix,
+        effort: Effort | None = None,
+        *,
+        knob_effects: Mapping[str, KnobEffect],
+    ) -> None:
         self.candidates = tuple(candidates)
         self.mix = mix
         self.effort = effort or Effort()
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
-        anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c), mix)))
-        self._effects = Effects(self.candidates, anchor)
+        anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c, {}), mix)))
+        self._effects = Effects(self.candidates, anchor, knob_effects)
         self.priors = self._effects.priors
         self._jobs = {c.key: job_terms(c, self._effects, mix) for c in self.candidates}
         self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
@@ -306,9 +314,9 @@ class State:
             return 0.0
         chance = 1.0
         for need in candidate.needs:
-            for limit, ubatch in self._limits.get(need.device, ()):
+            for limit, batch in self._limits.get(need.device, ()):
                 if need.need_mib >= limit:
-                    if _ubatch(candidate) >= ubatch:
+                    if candidate.work.batch >= batch:
                         return 0.0
                     chance *= SMALLER_BUFFER
             if need.need_mib > self._held.get(need.device, 0.0):
@@ -317,7 +325,7 @@ class State:
 
 
 def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[float, int]]]:
-    """By device, from which predicted need on nothing of that ubatch or a larger one is tried: that of the failed less
+    """By device, from which predicted need on nothing of that batch or a larger one is tried: that of the failed less
     what was missing. With a smaller one what a plan predicts worst, the compute buffer, is smaller too."""
     limits: dict[str, list[tuple[float, int]]] = {}
     for trial in trials:
@@ -327,13 +335,8 @@ def _limits(search: Search, trials: Sequence[Trial]) -> dict[str, list[tuple[flo
         for need in failed.needs:
             if need.device == trial.lacking.device:
                 limit = need.need_mib - (trial.lacking.missing_mib or 0.0)
-                limits.setdefault(need.device, []).append((limit, _ubatch(failed)))
+                limits.setdefault(need.device, []).append((limit, failed.work.batch))
     return limits
-
-
-def _ubatch(candidate: Candidate) -> int:
-    value = candidate.by_knob.get("ubatch", 0)
-    return value if isinstance(value, int) else 0
 
 
 def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Measurement:
         return self.conditions.disturbance if self.conditions else None
 
     def in_words(self) -> str:
-        """As in "40,960 f16, 2 threads …: 116.0 tok/s at 32, 42.1 at 2,048"."""
+        """As in "context 40,960, kv_type f16, threads 2 …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
         speeds = ", ".join(f"{p.speed.in_words()} at {p.depth:,}" for p in self.points)
@@ -84,8 +84,8 @@ def _geometric(values: Iterable[tuple[float, float]]) -> float:
 
 
 def merit(plan: Plan) -> int:
-    """Beside speed: a cache that is not rounded, then weights that the kernel may share and drop."""
-    return 2 * (plan.kv_type in EXACT) + (plan.load_mode == "mmap")
+    """Beside speed: a cache that is not rounded, then what the engine says."""
+    return 2 * (plan.kv_type in EXACT) + plan.launch.tie_break
 
 
 def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Rated]:

@@ -133,8 +133,7 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noisi
 
 
 def prior(priors: Mapping[str, float], name: str) -> float:
-    """By name, or by what stands before its first colon: "threads:8-16" has the prior of "threads"."""
-    return priors.get(name, priors.get(name.partition(":")[0], DEFAULT_PRIOR))
+    return priors.get(name, DEFAULT_PRIOR)
 
 
 def _normal(

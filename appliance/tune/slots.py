@@ -92,7 +92,7 @@ def counts(plan: Plan, users: int) -> tuple[int, ...]:
     leaves its slot: users would evict one another, which a first job does not show."""
     found = [plan.parallel]
     fewer = (min(users, plan.parallel) + 1) // 2
-    can_queue = users > 1 and not plan.idle_slots_stay
+    can_queue = users > 1 and plan.launch.may_queue
     while can_queue and fewer < found[-1] and len(found) < COUNTS_MAX:
         found.append(fewer)
         fewer = (fewer + 1) // 2

@@ -1,8 +1,8 @@
 """One candidate as the search sees it: knobs, memory, and what a planner predicts it to cost, part by part. Pure.
 
 Parts are those of a roofline (facts in README.md): weights read by GPUs, by the CPU, copies over PCIe, fixed time. Each
-has a correction of its own, and so has each step of a knob whose effect no bandwidth tells: threads, ubatch, the type
-of the KV cache. A step's correction has a prior around "no effect beyond the predicted".
+has a correction of its own, and so has each step of a knob whose effect no bandwidth tells; which those are the engine
+says. A step's correction has a prior around "no effect beyond the predicted".
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from appliance.plan import Costs
+from appliance.plan import PREDICTED, Costs, KnobEffect
+from appliance.plan.launch import Phase, Value
 from appliance.tune.refit import Term
 from appliance.tune.workload import Mix, Workload
 
-Value = int | str
-
-# Standard deviations of ln(true / predicted). Of rates: tuning.md's eta and its measured cases, where a bandwidth taken
-# for granted was off by 2 now and then. Of one step of a knob: from the spread of such steps in its section 3.
+# Standard deviations of ln(true / predicted) of rates: tuning.md's eta and its measured cases, where a bandwidth taken
+# for granted was off by 2 now and then.
 PRIORS: Mapping[str, float] = {
     "gpu": 0.4,
     "cpu": 0.5,
@@ -31,11 +30,7 @@ PRIORS: Mapping[str, float] = {
     "gpu_prefill": 0.4,
     "cpu_prefill": 0.5,
     "prefill_depth": 0.5,
-    "threads": 0.3,
-    "ubatch": 0.15,
-    "knob": 0.1,
 }
-_ON_CPU = ("cpu", "cpu_depth", "cpu_prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,46 +58,52 @@ class Candidate:
 
 
 class Effects:
-    """Names of the corrections of each knob's value, over the values that the candidates have."""
+    """Names and priors of the corrections of each knob's value, over the values that the candidates have."""
 
-    def __init__(self, candidates: Sequence[Candidate], anchor: Candidate) -> None:
-        """At `anchor`'s values there is nothing to correct; ordered knobs get away from it step by step."""
+    def __init__(self, candidates: Sequence[Candidate], anchor: Candidate, by_knob: Mapping[str, KnobEffect]) -> None:
+        """At `anchor`'s values there is nothing to correct; ordered knobs get away from it step by step. A knob that
+        `by_knob` does not name may scale everything."""
         values: dict[str, set[Value]] = {}
         for candidate in candidates:
             for name, value in candidate.knobs:
                 values.setdefault(name, set()).add(value)
         self._anchor = anchor.by_knob
+        self._by_knob = {name: by_knob.get(name, KnobEffect()) for name in values} | {"context": PREDICTED}
         self._ordered = {
             name: sorted(v for v in found if isinstance(v, int))
             for name, found in values.items()
             if all(isinstance(value, int) for value in found)
         }
-        self.priors = {**PRIORS, **dict(self._of_threads())}
+        self.priors = {**PRIORS, **dict(self._of_steps(values))}
 
-    def _of_threads(self) -> Iterator[tuple[str, float]]:
-        """Their prior is of a doubling: that from 6 to 14 are three steps makes them no more doubtful."""
-        for a, b in itertools.pairwise(self._ordered.get("threads", ())):
-            for way, phase in itertools.product(("", " down"), ("decode", "prefill")):
-                yield f"threads:threads {a}-{b}{way} {phase}", PRIORS["threads"] * math.sqrt(math.log2(b / a))
+    def _of_steps(self, values: Mapping[str, set[Value]]) -> Iterator[tuple[str, float]]:
+        for name, effect in self._by_knob.items():
+            for phase in effect.phases:
+                for value in values.get(name, ()):
+                    yield f"{name}={value} {phase}", effect.prior
+                for a, b in itertools.pairwise(self._ordered.get(name, ())):
+                    # The prior of a doubling: that from 6 to 14 are three steps makes them no more doubtful.
+                    prior = effect.prior * (math.sqrt(math.log2(b / a)) if effect.is_of_doubling else 1.0)
+                    yield from ((f"{name} {a}-{b}{way} {phase}", prior) for way in ("", " down"))
+
+    def of(self, candidate: Candidate, phase: Phase) -> list[tuple[tuple[str, ...], list[str]]]:
+        """Of each knob, the parts that it scales, all where there are none, and its corrections."""
+        found = []
+        for name, effect in self._by_knob.items():
+            if phase in effect.phases and (steps := self.steps(candidate, name)):
+                found.append((effect.parts, [f"{step} {phase}" for step in steps]))
+        return found
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
         if value is None or anchor is None or value == anchor:
             return ()
         if not (isinstance(value, int) and isinstance(anchor, int) and name in self._ordered):
-            return (f"{_prior_name(name)}:{name}={value}",)
+            return (f"{name}={value}",)
         low, high = min(value, anchor), max(value, anchor)
         between = [v for v in self._ordered[name] if low <= v <= high]
-        steps = [f"{_prior_name(name)}:{name} {a}-{b}" for a, b in itertools.pairwise(between)]
+        steps = [f"{name} {a}-{b}" for a, b in itertools.pairwise(between)]
         return tuple(steps if value > anchor else [f"{step} down" for step in steps])
-
-
-def _prior_name(knob: str) -> str:
-    return knob if knob in PRIORS else "knob"
-
-
-# Expert layers and windows are not among them: what they do is in the predicted work already.
-_EVERYWHERE = ("kv_type", "load_mode", "split")
 
 
 def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[Term, ...]:
@@ -116,33 +117,33 @@ def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[
         ("gpu_depth", work.gpu_depth_us * seen / 1000),
         ("cpu_depth", work.cpu_depth_us * seen / 1000),
     )
-    return _with_effects(candidate, effects, parts, "decode", ())
+    return _with_effects(candidate, effects, parts, "decode")
 
 
 def prefill_terms(candidate: Candidate, effects: Effects, first: int, last: int) -> tuple[Term, ...]:
     """Of reading the tokens from depth `first` to `last`."""
     work = candidate.work
-    ubatch = candidate.by_knob.get("ubatch", 512)
-    batches = -(-(last - first) // ubatch) if isinstance(ubatch, int) else 1
+    batches = -(-(last - first) // work.batch)
     parts = (
         ("gpu_prefill", work.gpu_prefill_ms * (last - first)),
         ("cpu_prefill", work.cpu_prefill_ms * (last - first)),
         ("pcie", work.copy_ms * batches),
         ("prefill_depth", work.prefill_depth_us * (last**2 - first**2) / 2000),
     )
-    return _with_effects(candidate, effects, parts, "prefill", ("ubatch",))
+    return _with_effects(candidate, effects, parts, "prefill")
 
 
 def _with_effects(
-    candidate: Candidate,
-    effects: Effects,
-    parts: Sequence[tuple[str, float]],
-    phase: str,
-    knobs: tuple[str, ...],
+    candidate: Candidate, effects: Effects, parts: Sequence[tuple[str, float]], phase: Phase
 ) -> tuple[Term, ...]:
-    shared = [f"{step} {phase}" for name in (*_EVERYWHERE, *knobs) for step in effects.steps(candidate, name)]
-    threads = [f"{step} {phase}" for step in effects.steps(candidate, "threads")]
-    return tuple(Term(ms=ms, by=(part, *shared, *(threads if part in _ON_CPU else ()))) for part, ms in parts if ms > 0)
+    found = effects.of(candidate, phase)
+    return tuple(Term(ms=ms, by=(part, *_scaling(part, found))) for part, ms in parts if ms > 0)
+
+
+def _scaling(part: str, found: Sequence[tuple[tuple[str, ...], list[str]]]) -> Iterator[str]:
+    for parts, steps in found:
+        if not parts or part.startswith(parts):
+            yield from steps
 
 
 def job_terms(candidate: Candidate, effects: Effects, mix: Mix) -> tuple[Term, ...]:

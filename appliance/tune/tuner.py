@@ -139,7 +139,8 @@ class Tuner:
         return search
 
     def _new_search(self) -> Search:
-        return Search(self._candidates, without_limits(self._mix), self._effort())
+        effects = self._space.knob_effects
+        return Search(self._candidates, without_limits(self._mix), self._effort(), knob_effects=effects)
 
     def _end_if_hopeless(self) -> None:
         """An engine that fails with every plan, and not of memory, fails with the next as well."""

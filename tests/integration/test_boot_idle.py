@@ -21,23 +21,23 @@ def home(tmp_path: Path) -> Home:
 
 
 def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home) -> None:
-    predicted = home.plan()["threads"]
+    predicted = home.plan()["launch"]["threads"]
     home.set_engine("--decode-ms", f"{predicted}:40,5", where="--threads")
     with home.serving(tune="idle", idle_s="1", budget_s="20", speculation="off") as serving:
         serving.wait_ready()
-        assert serving.document("plan")["threads"] == predicted
+        assert serving.document("plan")["launch"]["threads"] == predicted
         assert serving.document("profile") == {}
         serving.event("tuned", timeout_s=WAIT_S)
         serving.event("idle_changed", timeout_s=WAIT_S)
         ready = eventually(lambda: [e for e in serving.events if e["event"] == "ready"][1:], timeout_s=WAIT_S)
         assert ready[0]["allocated_mib"]["kv"] == 90.0, "of the engine that took over, which loaded beside the other"
-        assert serving.document("plan")["threads"] != predicted
+        assert serving.document("plan")["launch"]["threads"] != predicted
         assert serving.document("profile")["allocated_now"]["model"] == 92.1
         assert serving.chat()[0] == 200
         assert len(serving.engine_pids()) <= 1
         serving.terminate()
     (path,) = home.profiles.glob("*.json")
-    assert json.loads(path.read_text())["plan"]["threads"] != predicted
+    assert json.loads(path.read_text())["plan"]["launch"]["threads"] != predicted
 
 
 def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ def profile_of(home: Home) -> dict[str, Any]:
 
 def key_of(plan: dict[str, Any]) -> str:
     """Of a plan on the CPU, as measurements name it."""
-    threads = f"{plan['threads']} thread" + ("s" if plan["threads"] > 1 else "")
-    return f"{plan['context']:,} {plan['kv_type']}, {threads}, ubatch {plan['ubatch']}, CPU, {plan['load_mode']}"
+    launch = plan["launch"]
+    numbers = f"context {plan['context']:,}, kv_type {plan['kv_type']}, threads {launch['threads']}"
+    return f"{numbers}, ubatch {launch['ubatch']:,}, load_mode {launch['load_mode']}, placement CPU"
 
 
 def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
@@ -50,7 +51,7 @@ def change(home: Home, alter: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> None:
-    predicted = home.plan()["threads"]
+    predicted = home.plan()["launch"]["threads"]
     fast = predicted - 1 or predicted + 1  # one that the search looks at
     knobs = ("--decode-ms", f"{fast}:5,20", "--prefill-ms", "256:1,8")
     home.set_engine(*knobs, "--load-seconds", "0.3")
@@ -71,7 +72,7 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
         assert serving.ask("POST", "/v1/chat/completions", {})[0] == 401
 
         plan = serving.document("plan")
-        assert (plan["threads"], plan["ubatch"], plan["context"]) == (fast, 256, 4096)
+        assert (plan["launch"]["threads"], plan["launch"]["ubatch"], plan["context"]) == (fast, 256, 4096)
         assert serving.document("status")["from_profile"] is False
         ready = serving.event("ready")
         sizes = {"model": 92.1, "kv": 90.0, "compute": 17.51, "output": 0.75}
@@ -81,7 +82,7 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     assert "--ubatch-size 256 " in home.started[-1]
     assert all("--fit off" in line for line in home.started)
     profile = profile_of(home)
-    assert (profile["plan"]["threads"], profile["plan"]["ubatch"]) == (fast, 256)
+    assert (profile["plan"]["launch"]["threads"], profile["plan"]["launch"]["ubatch"]) == (fast, 256)
     assert len(profile["measurements"]) == measured > 2
     (*_, chosen) = (m for m in profile["measurements"] if m["key"] == key_of(profile["plan"]) and m["is_long"])
     empty, work, deep = (p["depth"] for p in chosen["points"])
@@ -186,14 +187,15 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
 
 def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_prediction_meanwhile(home: Home) -> None:
     predicted = home.plan()
-    home.set_engine("--decode-ms", f"{predicted['threads']}:50,5", "--load-seconds", "0.5")  # so that plans differ
+    slow_at = predicted["launch"]["threads"]
+    home.set_engine("--decode-ms", f"{slow_at}:50,5", "--load-seconds", "0.5")  # so that plans differ
     with home.serving(tune="first", budget_s="60") as one:  # longer than the other's start takes on a busy machine
         one.event("tune_step")
         with home.serving(tune="first") as other:
             assert "its profile at the next start" in other.event("tune_elsewhere")["message"]
             other.wait_ready()
             assert other.chat()[0] == 200
-            assert other.document("plan")["threads"] == predicted["threads"]
+            assert other.document("plan")["launch"]["threads"] == predicted["launch"]["threads"]
             assert other.document("profile") == {}
             assert not (MEASURING | {"profile_used"}) & set(other.names())
             other.terminate()
@@ -429,7 +431,7 @@ def test_a_plan_that_fails_while_measuring_is_skipped_with_a_warning(home: Home)
         serving.wait_ready()
         assert serving.chat()[0] == 200
     profile = profile_of(home)
-    assert profile["plan"]["ubatch"] != predicted["ubatch"]
+    assert profile["plan"]["launch"]["ubatch"] != predicted["launch"]["ubatch"]
     assert any(m["error"] for m in profile["measurements"])
 
 
@@ -462,7 +464,7 @@ def test_tuning_off_serves_the_prediction_and_keeps_no_profile(home: Home) -> No
         assert "tune_off" in serving.names()
         assert not MEASURING & set(serving.names())
         plan = serving.document("plan")
-        assert (plan["threads"], plan["ubatch"]) == (predicted["threads"], predicted["ubatch"])
+        assert plan["knobs"] == predicted["knobs"]
         assert serving.document("profile") == {}
     assert list(home.profiles.glob("*.json")) == []
 

@@ -161,7 +161,7 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
     with started(stocked, nano_cpus=1_000_000_000, mem_limit="700m") as stage:
         stage.wait_ready()
         plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
-    assert plan["threads"] == 1
+    assert plan["launch"]["threads"] == 1
     assert plan["memory"]["total"] < 700
     assert plan["cache_ram_mib"] >= 128
 

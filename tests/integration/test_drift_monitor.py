@@ -22,6 +22,7 @@ from supervisor_harness import MakeCommand, eventually
 from appliance.command import Command
 from appliance.drift_monitor import DriftMonitor
 from appliance.engines.llama.engine import ENGINE as LLAMA
+from appliance.engines.llama.planning.launch import with_launch
 from appliance.gateway.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import GpuProbe, Hardware, probe
@@ -234,7 +235,7 @@ async def test_an_engine_that_does_not_answer_is_not_probed_for_ever(stage: Stag
 
 
 async def test_a_plan_that_was_not_measured_is_not_probed(stage: Stage) -> None:
-    monitor = stage.monitor(stage.command(None), plan=replace(stage.profile.plan, threads=63))
+    monitor = stage.monitor(stage.command(None), plan=with_launch(stage.profile.plan, threads=63))
     assert (await monitor.run()).state is DriftState.UNDECIDED
     assert (monitor.state, stage.said) == (None, [])
 

@@ -18,6 +18,7 @@ from appliance.engines.engine import Extent, Install, TextReader
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.log import is_error
 from appliance.engines.llama.perplexity import BINARY, Perplexity, arguments
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.errors import ModelUnreadableError
 from appliance.plan import Plan, Verdict
 from appliance.tune.measure import Step
@@ -168,7 +169,7 @@ async def test_what_was_read_before_is_not_read_again(plan: Plan) -> None:
     assert verdict.is_accepted
     assert again.kinds == ["q4_0"], "the text was read with f16 before"
     other = Counted({})
-    await checked(replace(plan, threads=plan.threads + 1), other, "q5_1", passages=passages)
+    await checked(with_launch(plan, threads=launch_of(plan).threads + 1), other, "q5_1", passages=passages)
     assert other.kinds == ["f16", "q5_1"], "of another plan"
     await checked(replace(plan, context=600), other, "q5_1", passages=passages)
     assert other.kinds[2:] == ["f16", "q5_1"], "of longer pieces"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from slots_stage import SYSTEM, Served, Turn, serving, words
 
+from appliance.engines.llama.planning.launch import launch_of
 from tests.shapes import SMALL, write_gguf
 
 KINDS = ("gqa", "sliding", "delta-net", "mamba2")
@@ -69,7 +70,7 @@ async def test_while_another_user_is_answered(models: dict[str, Path], kind: str
 async def test_a_cache_that_is_too_small_for_the_conversation(models: dict[str, Path], kind: str) -> None:
     """The plan then keeps idle slots in the context; the engine's default loses all."""
     async with serving(models[kind], cache_ram_mib="2", parallel="4") as server:
-        assert server.plan.idle_slots_stay
+        assert launch_of(server.plan).idle_slots_stay
         assert share(*await chat_side_chat(server, sides=3)) >= KEPT
     async with serving(models[kind], change={"idle_slots_stay": False}, cache_ram_mib="2", parallel="4") as server:
         assert share(*await chat_side_chat(server)) < 0.1

@@ -13,6 +13,7 @@ from supervisor_harness import fake_command
 
 from appliance.command import Command
 from appliance.engines.llama.engine import ENGINE as LLAMA
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
 from appliance.model import Model
@@ -57,8 +58,8 @@ def on_laptop() -> Space:
 def laptop_plans() -> tuple[Plan, ...]:
     """Of the same threads and kind of cache: with every window, ubatch and number of experts in host memory."""
     best = on_laptop().best
-    alike = (best.kv_type, best.threads, best.load_mode)
-    return tuple(p for p in on_laptop().all() if (p.kv_type, p.threads, p.load_mode) == alike)
+    alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
+    return tuple(p for p in on_laptop().all() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike)
 
 
 def measured_with(start: Callable[[Plan], Command]) -> engine.Bench:
@@ -153,9 +154,9 @@ class Bench:
 
 def few() -> list[Plan]:
     """Of two numbers of threads and two ubatches."""
-    alike = (on_cpu().best.kv_type, on_cpu().best.load_mode)
-    found = [p for p in on_cpu().all() if (p.kv_type, p.load_mode) == alike]
-    return [p for p in found if p.threads in (8, 4) and p.ubatch in (512, 256)]
+    alike = (on_cpu().best.kv_type, launch_of(on_cpu().best).load_mode)
+    found = [p for p in on_cpu().all() if (p.kv_type, launch_of(p).load_mode) == alike]
+    return [p for p in found if launch_of(p).threads in (8, 4) and launch_of(p).ubatch in (512, 256)]
 
 
 @pytest.mark.parametrize(("threads", "ubatch"), [(8, 512), (4, 256)])
@@ -163,11 +164,11 @@ async def test_the_fastest_plan_is_found_and_looked_at_longer(socket_path: Path,
     plans = few()
     bench = Bench(
         socket_path,
-        lambda plan: 10.0 if plan.threads == threads else 15.0,
-        prefill_ms=lambda plan: 5.0 if plan.ubatch == ubatch else 9.0,
+        lambda plan: 10.0 if launch_of(plan).threads == threads else 15.0,
+        prefill_ms=lambda plan: 5.0 if launch_of(plan).ubatch == ubatch else 9.0,
     )
     tuned = await bench.tune(on_cpu(), plans)
-    assert (tuned.plan.threads, tuned.plan.ubatch) == (threads, ubatch)
+    assert (launch_of(tuned.plan).threads, launch_of(tuned.plan).ubatch) == (threads, ubatch)
     assert tuned.measurements == tuple(bench.done)
     assert [m.key for m in bench.done] == bench.started
     assert len({tuple(point.depth for point in m.points[:2]) for m in bench.done}) == 1, "all at the same depths"
@@ -234,7 +235,7 @@ async def test_out_of_memory_rules_out_what_needs_as_much(socket_path: Path) -> 
     need = {p.key: p.placement.shares[0].memory.total for p in plans}
     at = bench.started.index(first.key)
     for key in bench.started[at + 1 :]:
-        assert need[key] < need[first.key] - 399 or by_key[key].ubatch < by_key[first.key].ubatch
+        assert need[key] < need[first.key] - 399 or launch_of(by_key[key]).ubatch < launch_of(by_key[first.key]).ubatch
     assert need[tuned.plan.key] <= room
     assert len(failed) < sum(need[key] > room for key in need), "not each of them had to fail"
     assert "cudaMalloc failed: out of memory" in (first.error or "")
@@ -279,7 +280,7 @@ async def test_a_refused_argument_ends_it_at_once(socket_path: Path) -> None:
 
 async def test_interrupted_it_goes_on_and_repeats_nothing(socket_path: Path) -> None:
     def speed(plan: Plan) -> float:
-        return 10.0 if plan.threads == 4 else 14.0
+        return 10.0 if launch_of(plan).threads == 4 else 14.0
 
     whole = Bench(socket_path, speed)
     tuned = await whole.tune(on_cpu(), few())

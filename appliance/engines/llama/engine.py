@@ -16,13 +16,14 @@ from appliance.engines.llama.facts import BINARY, query_facts
 from appliance.engines.llama.kernel_guard import KernelGuard
 from appliance.engines.llama.kernel_record import KernelStore
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.shortage import Narrowed, narrowed
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Kernels, Plan, RuledOut, Verdict
+from appliance.plan import Allocated, Kernels, Launch, Plan, RuledOut, Verdict
 from appliance.probe import Cpu, Hardware
 from appliance.report import Report
 from appliance.settings import Settings
@@ -33,6 +34,7 @@ class Llama:
 
     name = "llama"
     binary = BINARY
+    launch: type[Launch] = LlamaLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
     dropped_headers = DROPPED_HEADERS
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from appliance.engines.engine import Install
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.server import environment, placement_arguments
 from appliance.image_facts import EngineFacts
@@ -35,14 +36,15 @@ def parse_projection(text: str) -> Projection | None:
 
 def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     """Its flags are llama-server's, and fewer: it knows no unified cache, which takes as much."""
+    launch = launch_of(plan)
     sizes = {
         "--model": plan.model_path,
         "--ctx-size": plan.context,
         "--cache-type-k": plan.kv_type,
         "--cache-type-v": plan.kv_type,
-        "--flash-attn": "on" if plan.flash_attention else "off",
-        "--batch-size": plan.batch,
-        "--ubatch-size": plan.ubatch,
+        "--flash-attn": "on" if launch.flash_attention else "off",
+        "--batch-size": launch.batch,
+        "--ubatch-size": launch.ubatch,
         "--parallel": plan.parallel,
         "--fit-print": "on",
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from appliance.engines.engine import Ending, Extent, Install
 from appliance.engines.llama.endings import as_error
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.server import command_of_job, placement_arguments
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
@@ -23,6 +24,7 @@ BINARY = "llama-perplexity"
 
 def arguments(plan: Plan, facts: EngineFacts, text: Path, extent: Extent) -> tuple[str, ...]:
     """Everything that the outcome may depend on is the plan's, but for a window of one piece."""
+    launch = launch_of(plan)
     words = {
         "--model": plan.model_path,
         "--file": text,
@@ -31,13 +33,13 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, extent: Extent) -> tup
         "--fit": "off",
         "--ctx-size": extent.piece_tokens,
         "--batch-size": extent.piece_tokens,  # one piece at a time, and so one line for each
-        "--ubatch-size": min(plan.ubatch, extent.piece_tokens),
+        "--ubatch-size": min(launch.ubatch, extent.piece_tokens),
         "--cache-type-k": plan.kv_type,
         "--cache-type-v": plan.kv_type,
-        "--flash-attn": "on" if plan.flash_attention else "off",
-        "--threads": plan.threads,
-        "--threads-batch": plan.threads_batch,
-        "--load-mode": plan.load_mode,
+        "--flash-attn": "on" if launch.flash_attention else "off",
+        "--threads": launch.threads,
+        "--threads-batch": launch.threads_batch,
+        "--load-mode": launch.load_mode,
         "--log-colors": "off",
     }
     flags = [str(word) for flag, value in words.items() for word in (flag, value)]

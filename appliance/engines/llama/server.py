@@ -12,6 +12,7 @@ from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, Plan
@@ -50,7 +51,7 @@ class _Flags:
 
 def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, ...]:
     """The engine's whole argument list, explicit in everything that a plan decides."""
-    flags = _Flags(facts)
+    flags, launch = _Flags(facts), launch_of(plan)
     flags.need("--model", plan.model_path)
     flags.need("--alias", plan.alias)
     flags.need("--host", str(socket_path))
@@ -58,26 +59,26 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.need("--ctx-size", plan.context)
     flags.need("--cache-type-k", plan.kv_type)
     flags.need("--cache-type-v", plan.kv_type)
-    flags.need("--flash-attn", "on" if plan.flash_attention else "off")
-    flags.need("--threads", plan.threads)
-    flags.need("--threads-batch", plan.threads_batch)
-    flags.need("--batch-size", plan.batch)
-    flags.need("--ubatch-size", plan.ubatch)
+    flags.need("--flash-attn", "on" if launch.flash_attention else "off")
+    flags.need("--threads", launch.threads)
+    flags.need("--threads-batch", launch.threads_batch)
+    flags.need("--batch-size", launch.batch)
+    flags.need("--ubatch-size", launch.ubatch)
     flags.need("--parallel", plan.parallel)
     flags.use("--kv-unified")  # one context shared by all slots; without it each gets a fixed share
-    flags.need("--cache-ram", plan.cache_ram_mib)
+    flags.need("--cache-ram", launch.cache_ram_mib)
     if plan.parallel == 1:
         # Else a slot is saved before another request takes it only if that shares less than half of the conversation.
         flags.use("--slot-prompt-similarity", 0)
-    elif plan.idle_slots_stay:
+    elif launch.idle_slots_stay:
         flags.use("--no-cache-idle-slots")
         # A side request with the conversation's system prompt would take its slot at the default of 0.1.
         flags.use("--slot-prompt-similarity", KEPT_SIMILARITY)
-    if plan.checkpoints is not None:
-        flags.use("--ctx-checkpoints", plan.checkpoints)
+    if launch.checkpoints is not None:
+        flags.use("--ctx-checkpoints", launch.checkpoints)
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)
-    flags.use("--load-mode", plan.load_mode)
+    flags.use("--load-mode", launch.load_mode)
     if plan.is_embedding:
         flags.need("--embeddings")
     flags.use("--offline")

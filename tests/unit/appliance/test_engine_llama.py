@@ -18,6 +18,7 @@ from appliance.engines.llama.facts import (
     query_facts,
 )
 from appliance.engines.llama.fit import parse_projection, query_projections
+from appliance.engines.llama.planning.launch import with_launch
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import (
@@ -178,7 +179,7 @@ def test_a_library_path_is_only_for_the_driver_and_begins_with_the_engines_own_f
 
 def test_context_checkpoints_are_said_only_where_a_model_needs_them() -> None:
     assert "--ctx-checkpoints" not in arguments(chosen(), ENGINE, SOCKET)
-    argv = arguments(replace(chosen(), checkpoints=5), ENGINE, SOCKET)
+    argv = arguments(with_launch(chosen(), checkpoints=5), ENGINE, SOCKET)
     assert argv[argv.index("--ctx-checkpoints") + 1] == "5"
 
 

@@ -276,7 +276,7 @@ def test_a_dry_run_prints_the_engines_command_line_and_nothing_else(house: House
 def test_the_json_plan_holds_reasons(house: House) -> None:
     house.add("a.gguf", context=4096)
     document: dict[str, Any] = json.loads(house.run("plan", "--json", "--threads", "1").out)
-    assert document["plan"]["ubatch"] == 512
+    assert document["plan"]["launch"]["ubatch"] == 512
     assert all(choice["reason"] and choice["source"] for choice in document["plan"]["choices"])
     assert document["argv"][0].endswith("llama-server")
 

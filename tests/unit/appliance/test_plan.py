@@ -9,6 +9,7 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
@@ -73,18 +74,18 @@ def test_an_embedding_model_is_started_as_one() -> None:
 
 
 def test_what_was_measured_is_taken_into_the_plan_of_this_start() -> None:
-    measured = with_measured(replace(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured")
+    measured = with_measured(with_launch(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured")
     moved = replace(SMALL, path=Path("/data/models/moved.gguf"))
     now = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(limit_mib=1200), moved)
     found = now.now(measured)
     assert isinstance(found, Plan)
-    assert (found.threads, found.threads_batch, found.ubatch) == (2, 2, 256)
+    assert (launch_of(found).threads, launch_of(found).threads_batch, launch_of(found).ubatch) == (2, 2, 256)
     assert (found.model_path, found.alias) == ("/data/models/moved.gguf", "moved")
     assert reason(found, "ubatch") == "best of 4 measured"
     assert found.memory.compute == measured.memory.compute
     assert found.usable_mib < 1200
-    assert found.cache_ram_mib < measured.cache_ram_mib
-    assert str(found.cache_ram_mib) in next(c.value for c in found.choices if c.name == "cache_ram_mib")
+    assert launch_of(found).cache_ram_mib < launch_of(measured).cache_ram_mib
+    assert str(launch_of(found).cache_ram_mib) in next(c.value for c in found.choices if c.name == "cache_ram_mib")
 
 
 def test_context_shrinks_to_what_the_limit_carries_and_names_it() -> None:
@@ -143,29 +144,29 @@ def test_context_asked_for_beyond_memory_is_refused_and_beyond_native_is_said() 
 def test_threads_never_exceed_the_quota(logical: int, physical: int, quota: float | None, threads: int) -> None:
     hardware = machine(logical=logical, physical=physical, quota=quota)
     here = Space(resolve_settings({}, {}), IMAGE, ENGINE, hardware, SMALL)
-    assert here.best.threads == threads
-    assert max(each.threads for each in here.all()) == hardware.cpu.threads_max
+    assert launch_of(here.best).threads == threads
+    assert max(launch_of(each).threads for each in here.all()) == hardware.cpu.threads_max
 
 
 def test_threads_asked_for_are_held_at_the_quota_and_said() -> None:
     found = first(hardware=machine(quota=2.0), threads="8")
-    assert found.threads == 2
+    assert launch_of(found).threads == 2
     assert "asked for (8), held at what this container may use" in reason(found, "threads")
 
 
 def test_prompt_cache_is_sized_and_never_off_by_itself() -> None:
-    assert first().cache_ram_mib > 1000
-    assert first(LARGE, machine(limit_mib=7000)).cache_ram_mib >= 128
-    assert first(cache_ram_mib="0").cache_ram_mib == 0
+    assert launch_of(first()).cache_ram_mib > 1000
+    assert launch_of(first(LARGE, machine(limit_mib=7000))).cache_ram_mib >= 128
+    assert launch_of(first(cache_ram_mib="0")).cache_ram_mib == 0
 
 
 def test_mlock_beyond_the_limit_is_reported_and_not_fatal() -> None:
     found = first(load_mode="mmap+mlock")
-    assert found.load_mode == "mmap"
+    assert launch_of(found).load_mode == "mmap"
     assert "only 8 MiB may be locked" in reason(found, "load_mode")
     generous = machine()
     generous = replace(generous, memory=replace(generous.memory, memlock_limit_mib=None))
-    assert first(hardware=generous, load_mode="mmap+mlock").load_mode == "mmap+mlock"
+    assert launch_of(first(hardware=generous, load_mode="mmap+mlock")).load_mode == "mmap+mlock"
 
 
 def test_kv_type_that_the_engine_lacks_is_refused() -> None:
@@ -208,8 +209,8 @@ def test_what_is_planned_fits_and_is_the_same_every_time(
     for found in plans:
         assert found.memory.total <= hardware.memory.usable_mib
         assert found.context <= model.native_context
-        assert 1 <= found.threads <= hardware.cpu.threads_max
-        assert found.batch >= found.ubatch
+        assert 1 <= launch_of(found).threads <= hardware.cpu.threads_max
+        assert launch_of(found).batch >= launch_of(found).ubatch
 
 
 @given(memories, memories)
@@ -226,7 +227,7 @@ def test_more_memory_never_gives_a_smaller_context(one: int, other: int) -> None
 
 
 def test_measuring_becomes_the_reason_unless_the_value_was_asked_for() -> None:
-    found = with_measured(replace(first(), threads=2, ubatch=256), "best of 4 measured")
+    found = with_measured(with_launch(first(), threads=2, ubatch=256), "best of 4 measured")
     assert [(c.value, c.reason, c.source) for c in found.choices if c.name in ("threads", "ubatch")] == [
         ("2", "best of 4 measured", "measured"),
         ("256", "best of 4 measured", "measured"),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
 from appliance.engines.llama.planning.refine import Projection, refine
 from appliance.engines.llama.planning.space import Space
@@ -215,7 +216,7 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
     laptop = MACHINES["laptop-5060"]
     (card,) = laptop.gpus.gpus
     here = space(laptop, shape("qwen3-30b-a3b"))
-    measured = with_measured(next(each for each in here.all() if each.ubatch == 2048), "best measured")
+    measured = with_measured(next(each for each in here.all() if launch_of(each).ubatch == 2048), "best measured")
     same = space(laptop, shape("qwen3-30b-a3b")).now(measured)
     assert isinstance(same, Plan)
     assert replace(same, choices=()) == replace(measured, choices=())
@@ -245,8 +246,8 @@ def test_what_is_measured_beside_the_first_plan_is_explained_by_its_own_values(m
     for each in found:
         said = {choice.name: choice.value for choice in each.choices}
         assert said["placement"] == each.placement.in_short()
-        assert said["ubatch"] == str(each.ubatch)
-        assert said["load_mode"] == each.load_mode
+        assert said["ubatch"] == str(launch_of(each).ubatch)
+        assert said["load_mode"] == launch_of(each).load_mode
 
 
 def test_numbers_for_gpus_are_no_reason_to_refuse_where_there_is_none() -> None:
@@ -271,7 +272,7 @@ def test_weights_that_are_read_from_disk_stay_mapped() -> None:
     found = space(small, shape("gpt-oss-120b"), allow_disk="on").all()
     assert found[0].placement.shares
     assert found[0].memory.total > small.memory.usable_mib
-    assert {each.load_mode for each in found} == {"mmap"}
+    assert {launch_of(each).load_mode for each in found} == {"mmap"}
 
 
 def test_unified_memory_that_holds_all_layers_but_not_a_second_set_of_buffers_is_used() -> None:
@@ -296,7 +297,7 @@ def test_an_engine_for_the_cpu_plans_no_gpu() -> None:
     image, engine = facts(has_cuda=False)
     found = Space(resolve_settings({}, {}), image, engine, MACHINES["h200"], shape("qwen3-8b")).best
     assert found.placement.shares == ()
-    assert found.variant == ""
+    assert dict(found.knobs)["placement"] == "CPU"
 
 
 def test_a_user_fixes_devices_layers_and_experts() -> None:

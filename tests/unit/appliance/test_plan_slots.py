@@ -10,6 +10,7 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import kv_mib, layers_of
 from appliance.engines.llama.planning.slots import conversation_mib, slots
 from appliance.engines.llama.planning.space import Space
@@ -82,19 +83,19 @@ def test_one_slot_is_saved_before_any_other_request_takes_it() -> None:
 
 def test_a_small_cache_keeps_idle_slots_in_the_context_and_says_so() -> None:
     found = first(cache_ram_mib="16", ctx_size="8192")
-    assert found.idle_slots_stay
+    assert launch_of(found).idle_slots_stay
     argv = arguments(found, ENGINE, SOCKET)
     assert "--no-cache-idle-slots" in argv
     assert argv[argv.index("--slot-prompt-similarity") + 1] == "0.5"
     kept = choice(found, "idle_slots")
-    held = 8192 * 16 / kv_mib(SMALL, found.kv_type, 8192, found.ubatch, 1)
+    held = 8192 * 16 / kv_mib(SMALL, found.kv_type, 8192, launch_of(found).ubatch, 1)
     assert f"would take {int(held):,} of the context's 8,192 tokens" in kept.reason
     assert "the 4th other one" in kept.reason
 
 
 def test_a_cache_that_takes_the_longest_conversation_leaves_the_engine_its_default() -> None:
     found = first(ctx_size="8192")
-    assert not found.idle_slots_stay
+    assert not launch_of(found).idle_slots_stay
     argv = arguments(found, ENGINE, SOCKET)
     assert "--no-cache-idle-slots" not in argv
     assert "--slot-prompt-similarity" not in argv
@@ -103,16 +104,18 @@ def test_a_cache_that_takes_the_longest_conversation_leaves_the_engine_its_defau
 
 def test_one_slot_and_a_small_cache_say_what_is_lost() -> None:
     found = first(parallel="1", cache_ram_mib="16", ctx_size="8192")
-    assert not found.idle_slots_stay
+    assert not launch_of(found).idle_slots_stay
     assert "with one slot, what is longer is read anew after another request" in choice(found, "idle_slots").reason
 
 
 def test_the_cache_takes_one_conversation_of_the_whole_window_where_memory_is_left() -> None:
     found = first(LARGE, total_mib=131072)
-    needed = conversation_mib(LARGE, found.kv_type, found.context, ubatch=found.ubatch, checkpoints=found.checkpoints)
+    needed = conversation_mib(
+        LARGE, found.kv_type, found.context, ubatch=launch_of(found).ubatch, checkpoints=launch_of(found).checkpoints
+    )
     assert needed > 8192
-    assert found.cache_ram_mib >= needed
-    assert not found.idle_slots_stay
+    assert launch_of(found).cache_ram_mib >= needed
+    assert not launch_of(found).idle_slots_stay
 
 
 @given(st.integers(2048, 65536), st.sampled_from([SMALL, LARGE]), st.integers(1, 20))
@@ -120,6 +123,8 @@ def test_no_conversation_is_ever_left_to_a_cache_that_is_too_small(total_mib: in
     if total_mib < 1.2 * model.weights_bytes / 2**20 + 2048:
         return
     found = first(model, total_mib=total_mib, users=str(users))
-    needed = conversation_mib(model, found.kv_type, found.context, ubatch=found.ubatch, checkpoints=found.checkpoints)
-    assert found.idle_slots_stay or found.cache_ram_mib >= int(needed)
-    assert ("--no-cache-idle-slots" in arguments(found, ENGINE, SOCKET)) == found.idle_slots_stay
+    needed = conversation_mib(
+        model, found.kv_type, found.context, ubatch=launch_of(found).ubatch, checkpoints=launch_of(found).checkpoints
+    )
+    assert launch_of(found).idle_slots_stay or launch_of(found).cache_ram_mib >= int(needed)
+    assert ("--no-cache-idle-slots" in arguments(found, ENGINE, SOCKET)) == launch_of(found).idle_slots_stay

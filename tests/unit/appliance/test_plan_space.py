@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_gpus import shape, space, with_gpus
 
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speed import DEPTH, TOKENS_IN
 from appliance.errors import ModelDoesNotFitError
@@ -51,9 +52,9 @@ def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case
             assert room is None or share.memory.total + share.held_back_mib <= room
         assert on_host <= hardware.memory.usable_mib
         assert each.context <= here.native
-        assert each.ubatch <= each.batch
-        assert each.threads <= hardware.cpu.threads_max
-        assert {choice.name: choice.value for choice in each.choices}["load_mode"] == each.load_mode
+        assert launch_of(each).ubatch <= launch_of(each).batch
+        assert launch_of(each).threads <= hardware.cpu.threads_max
+        assert {choice.name: choice.value for choice in each.choices}["load_mode"] == launch_of(each).load_mode
 
 
 @pytest.mark.parametrize(("machine", "name"), PAIRS)
@@ -66,7 +67,7 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     costs = here.costs(best)
     assert best.speed
     decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * DEPTH / 1000
-    copied_ms = costs.copy_ms / min(best.ubatch, TOKENS_IN)
+    copied_ms = costs.copy_ms / min(launch_of(best).ubatch, TOKENS_IN)
     depth_ms = costs.prefill_depth_us * DEPTH / 1000
     prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + copied_ms + depth_ms
     assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02)
@@ -85,7 +86,7 @@ def test_a_plan_needs_what_its_shares_say_of_each_device() -> None:
 def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None:
     here = space(MACHINES["cpu-16g"], shape("qwen3-8b"))
     decode, prefill = (
-        [getattr(here.costs(replace(here.best, threads=count)), name) for count in (1, 2, 4, 8, 16)]
+        [getattr(here.costs(with_launch(here.best, threads=count)), name) for count in (1, 2, 4, 8, 16)]
         for name in ("cpu_ms", "cpu_prefill_ms")
     )
     assert decode == pytest.approx([4 * decode[2], 2 * decode[2], decode[2], decode[2], decode[2]])
@@ -109,7 +110,7 @@ def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> Non
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:
     asked = {"ctx_size": "4096", "kv_type": "q8_0", "ubatch": "256", "threads": "3", "n_cpu_moe": "40"}
     for each in space(LAPTOP, shape("qwen3-30b-a3b"), **asked).all():
-        assert (each.context, each.kv_type, each.ubatch, each.threads) == (4096, "q8_0", 256, 3)
+        assert (each.context, each.kv_type, launch_of(each).ubatch, launch_of(each).threads) == (4096, "q8_0", 256, 3)
         assert each.placement.cpu_expert_layers == 40
 
 
@@ -119,7 +120,7 @@ def test_a_start_with_the_same_facts_serves_each_plan_as_it_was_measured() -> No
         found = now.now(each)
         assert isinstance(found, Plan)
         assert (found.key, found.placement, found.speed) == (each.key, each.placement, each.speed)
-        assert found.cache_ram_mib >= 128
+        assert launch_of(found).cache_ram_mib >= 128
 
 
 mib = st.integers(0, 16000)
@@ -147,7 +148,7 @@ def test_in_the_memory_that_is_free_now_a_plan_fits_as_it_was_or_says_what_it_la
     assert found.key == measured.key
     assert share.memory.total <= share.free_mib == room
     assert found.memory.total <= found.usable_mib == hardware.memory.usable_mib
-    assert found.cache_ram_mib >= 128
+    assert launch_of(found).cache_ram_mib >= 128
 
 
 def test_the_more_is_free_the_larger_is_the_cache_of_prompts_and_the_layers_stay() -> None:
@@ -158,7 +159,7 @@ def test_the_more_is_free_the_larger_is_the_cache_of_prompts_and_the_layers_stay
         assert isinstance(found, Plan)
         assert found.placement == measured.placement
         assert found.context == measured.context
-        sizes.append(found.cache_ram_mib)
+        sizes.append(launch_of(found).cache_ram_mib)
     assert sizes == sorted(set(sizes))
 
 
@@ -190,12 +191,15 @@ def test_the_same_card_is_taken_also_when_its_number_changed() -> None:
 @pytest.mark.parametrize("machine", ["cpu-16g", "laptop-5060"])
 def test_with_a_smaller_window_everything_else_stays(machine: str, load_mode: str) -> None:
     here = space(MACHINES[machine], shape("qwen3-8b" if machine == "cpu-16g" else "qwen3-30b-a3b"))
-    each = next(p for p in here.all() if p.load_mode == load_mode and p.threads != here.best.threads)
+    threads = launch_of(here.best).threads
+    loaded = (p for p in here.all() if launch_of(p).load_mode == load_mode)
+    each = next(p for p in loaded if launch_of(p).threads != threads)
     found = here.at_window(each, 8192)
     assert found is not None
     assert found.context == 8192 < each.context
-    for name in ("kv_type", "threads", "threads_batch", "ubatch", "load_mode"):
-        assert getattr(found, name) == getattr(each, name), name
+    assert found.kv_type == each.kv_type
+    for name in ("threads", "threads_batch", "ubatch", "load_mode"):
+        assert getattr(found.launch, name) == getattr(each.launch, name), name
     assert found.placement.gpu_layers == each.placement.gpu_layers
     assert found.placement.cpu_expert_layers == each.placement.cpu_expert_layers
     assert found.predicted_mib < each.predicted_mib
@@ -226,7 +230,7 @@ def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: st
     for each in found:
         assert each.memory.total <= hardware.memory.usable_mib
         assert smallest <= each.context <= here.native
-        assert each.ubatch <= each.batch
+        assert launch_of(each).ubatch <= launch_of(each).batch
         for share in each.placement.shares:
             assert share.memory.total <= share.free_mib
 

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import profile
 
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import kv_mib, layers_of, weights_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import CACHE_LEFT_MIB, applied, as_asked, kinds, reckon, still_applied
@@ -137,7 +138,7 @@ def test_with_room_or_refused_and_the_prompt_cache_gives_way(kind: Kind, data: s
     base = first(WITH_DRAFTS, total_mib)
     tokens = data.draw(st.sampled_from(SIZES[kind]))
     adds = reckon(base, kind, tokens, model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None).adds
-    least = base.memory.total + adds.total - max(0, base.cache_ram_mib - CACHE_LEFT_MIB)
+    least = base.memory.total + adds.total - max(0, launch_of(base).cache_ram_mib - CACHE_LEFT_MIB)
     assume(abs(least - base.usable_mib) > 1)  # the cache is of whole MiB
     if least > base.usable_mib:
         with pytest.raises(ModelDoesNotFitError, match="speculation does not fit"):
@@ -145,8 +146,8 @@ def test_with_room_or_refused_and_the_prompt_cache_gives_way(kind: Kind, data: s
         return
     grown = guessing(kind, tokens, base)
     assert grown.memory.total <= max(base.usable_mib, base.memory.total)
-    assert min(128, base.cache_ram_mib) <= grown.cache_ram_mib <= base.cache_ram_mib
-    assert grown.cache_ram_mib == int(grown.memory.cache)
+    assert min(128, launch_of(base).cache_ram_mib) <= launch_of(grown).cache_ram_mib <= launch_of(base).cache_ram_mib
+    assert launch_of(grown).cache_ram_mib == int(grown.memory.cache)
 
 
 def test_a_cache_that_was_asked_for_does_not_give_way() -> None:
@@ -221,7 +222,7 @@ def test_what_was_asked_for_is_in_a_prediction_too(kind: Kind) -> None:
     assert (found.speculation.kind, found.speculation.tokens) == (kind, UNMEASURED[kind])
     (choice,) = [c for c in found.choices if c.name == "speculation"]
     assert choice.source == "flag --speculation"
-    assert found.memory.total > of.memory.total or found.cache_ram_mib < of.cache_ram_mib
+    assert found.memory.total > of.memory.total or launch_of(found).cache_ram_mib < launch_of(of).cache_ram_mib
     for nothing in ("auto", "off"):
         assert as_asked(of, settings(speculation=nothing), model=WITH_DRAFTS) is of
 

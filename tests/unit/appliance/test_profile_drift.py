@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import measured, profile
 
+from appliance.engines.llama.planning.launch import with_launch
 from appliance.plan import Kind, Speculation
 from appliance.profile import Profile
 from appliance.profile.drift import (
@@ -184,8 +185,10 @@ def test_the_baseline_is_of_the_plan_that_was_measured() -> None:
     baseline = baseline_of(found, found.plan)
     assert baseline is not None
     assert baseline.point == found.measurements[0].points[1]
-    for changed in ({"context": 4096}, {"kv_type": "q8_0"}, {"threads": 3}, {"ubatch": 256}, {"load_mode": "dio"}):
+    for changed in ({"context": 4096}, {"kv_type": "q8_0"}):
         assert baseline_of(found, replace(found.plan, **changed)) is None
-    failed = replace(found.plan, threads=64)
+    for launched in ({"threads": 3}, {"ubatch": 256}, {"load_mode": "dio"}):
+        assert baseline_of(found, with_launch(found.plan, **launched)) is None
+    failed = with_launch(found.plan, threads=64)
     only_failed = replace(found, measurements=(Measurement(key=failed.key, error="engine exited with code 1"),))
     assert baseline_of(only_failed, failed) is None

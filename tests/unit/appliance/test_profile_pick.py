@@ -13,6 +13,7 @@ from profiles import profile
 from test_plan_gpus import shape, space, with_gpus
 from test_plan_space import LAPTOP, laptop_plans, with_host
 
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick, wants_more
@@ -40,8 +41,8 @@ def vram_mib(plan: Plan) -> float:
 def ladder() -> tuple[Plan, ...]:
     """Plans of one window, the one that needs the most of the card first."""
     best = space(LAPTOP, shape(MODEL)).best
-    alike = (best.context, best.kv_type, best.threads, best.load_mode)
-    found = [p for p in laptop_plans() if (p.context, p.kv_type, p.threads, p.load_mode) == alike]
+    alike = (best.context, best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
+    found = [p for p in laptop_plans() if (p.context, p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike]
     by_need = {round(vram_mib(plan) / 100): plan for plan in found}  # differing by more than what rounding hides
     return tuple(sorted(by_need.values(), key=vram_mib, reverse=True))[:4]
 
@@ -70,7 +71,7 @@ def test_the_best_is_served_where_it_fits() -> None:
     assert found.is_best
     assert found.passed_over == ()
     assert (found.plan.key, found.plan.placement) == (ladder()[0].key, ladder()[0].placement)
-    assert found.plan.cache_ram_mib >= 128
+    assert launch_of(found.plan).cache_ram_mib >= 128
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -105,8 +106,8 @@ def test_host_memory_is_lacked_in_words_too() -> None:
 @cache
 def windows() -> tuple[Plan, ...]:
     best = space(LAPTOP, shape(MODEL)).best
-    alike = (best.kv_type, best.threads, best.load_mode)
-    found = {p.context: p for p in laptop_plans() if (p.kv_type, p.threads, p.load_mode) == alike}
+    alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
+    found = {p.context: p for p in laptop_plans() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike}
     return tuple(found[size] for size in sorted(found)[:4])
 
 

@@ -15,12 +15,13 @@ import pytest
 from profiles import key, profile
 from test_main import House, Said
 
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.profile import Profile, ProfileStore, dump_profile, speeds_document
 from appliance.profile.record import SCHEMA
 from appliance.settings import PREFIX
 
 OLD = profile(key("b1"), speed="slow")
-NEW = replace(profile(key("b2", kv_type="q8_0"), speed="fast"), plan=replace(profile().plan, threads=7))
+NEW = replace(profile(key("b2", kv_type="q8_0"), speed="fast"), plan=with_launch(profile().plan, threads=7))
 IDS = (OLD.key.id, NEW.key.id)
 
 
@@ -56,11 +57,11 @@ def test_two_profiles_differ_in_each_part_with_both_values(desk: Desk) -> None:
     assert said.code == 0
     lines = said.out.splitlines()
     assert lines[:2] == ["build: b1 -> b2", "settings.kv_type: auto -> q8_0"]
-    assert f"plan.threads: {OLD.plan.threads} -> 7" in lines
+    assert f"plan.threads: {launch_of(OLD.plan).threads} -> 7" in lines
     assert "plan.speed: slow -> fast" in lines
     document = json.loads(desk.profiles("diff", *IDS, "--json").out)
     assert document["key"] == {"build": ["b1", "b2"], "settings.kv_type": ["auto", "q8_0"]}
-    assert document["plan"]["threads"] == [OLD.plan.threads, 7]
+    assert document["plan"]["threads"] == [launch_of(OLD.plan).threads, 7]
     assert (document["from"], document["to"]) == IDS
 
 

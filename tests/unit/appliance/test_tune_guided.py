@@ -6,6 +6,7 @@ import ast
 import math
 import random
 import statistics
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import appliance.tune
+from appliance.engines.llama.planning.launch import KNOB_EFFECTS
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import Costs
+from appliance.plan import PREDICTED, Costs
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
@@ -38,10 +40,18 @@ def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None 
         fixed_ms=0.5,
         gpu_prefill_ms=0.5 * (1 + 60 / ubatch),
         copy_ms=5.0 * layers,
+        batch=ubatch,
     )
     knobs = (("cpu_layers", layers), ("threads", threads), ("ubatch", ubatch))
     need = Need(device="gpu", need_mib=1000.0 * (12 - layers) if need_mib is None else need_mib, room_mib=9000.0)
     return Candidate(key=f"{layers}/{threads}/{ubatch}", knobs=knobs, window=8192, work=work, needs=(need,))
+
+
+EFFECTS = {**KNOB_EFFECTS, "cpu_layers": PREDICTED}
+
+
+def searching(space: Sequence[Candidate], effort: Effort = EFFORT) -> Search:
+    return Search(space, only(CHAT), effort, knob_effects=EFFECTS)
 
 
 SPACE = tuple(candidate(*values) for values in product(LAYERS, THREADS, UBATCHES))
@@ -94,7 +104,7 @@ class Box:
 
 
 def tune(box: Box, space: tuple[Candidate, ...] = SPACE, *, most: int = 12, left_s: float = math.inf) -> list[Trial]:
-    search, trials = Search(space, only(CHAT), EFFORT), list[Trial]()
+    search, trials = searching(space, EFFORT), list[Trial]()
     while len(trials) < most and isinstance(ask := search.ask(trials, left_s=left_s), Ask):
         trials.append(box.measure(ask))
         left_s -= ask.seconds
@@ -102,14 +112,14 @@ def tune(box: Box, space: tuple[Candidate, ...] = SPACE, *, most: int = 12, left
 
 
 def picked(trials: list[Trial], space: tuple[Candidate, ...] = SPACE) -> Candidate:
-    return Search(space, only(CHAT), EFFORT).rank(trials)[0].candidate
+    return searching(space, EFFORT).rank(trials)[0].candidate
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
 def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int) -> None:
     """Not at a rounded cache, whose bytes are fewer and whose time is longer (planning/assumptions.py)."""
     here = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(logical=count, physical=count), LARGE)
-    ask = Search(candidates(here, here.all()), only(CHAT), EFFORT).ask([], left_s=60)
+    ask = searching(candidates(here, here.all()), EFFORT).ask([], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == here.best.key
     assert ask.candidate.by_knob["kv_type"] == "f16"
@@ -117,14 +127,14 @@ def test_on_a_cpu_the_first_look_is_at_the_plan_that_would_be_served(count: int)
 
 def test_measuring_takes_every_stretch_of_the_text_for_itself() -> None:
     """A stretch of few tokens is a batch too, with all the copies of one."""
-    search = Search(SPACE, only(CHAT), Effort(depths=(32, 512), tokens_each=0))
+    search = searching(SPACE, Effort(depths=(32, 512), tokens_each=0))
     found, none = candidate(4, 8, 512), fit([], PRIORS)
     read_ms = (32 + 512) * found.work.gpu_prefill_ms + 3 * found.work.copy_ms  # of which one for warming up
     assert search.seconds(found, none, is_long=False) == pytest.approx(read_ms / 1000)
 
 
 def test_the_first_asked_for_is_the_best_prediction_that_is_likely_to_fit() -> None:
-    ask = Search(SPACE, only(CHAT), EFFORT).ask([], left_s=60)
+    ask = searching(SPACE).ask([], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == "4/8/512"  # 0 layers on the CPU would be faster and does not fit
 
@@ -134,17 +144,17 @@ def test_the_first_of_those_that_are_predicted_as_fast_is_the_callers_first() ->
     keys = ("4/8/128", "4/8/512", "4/8/2048")
     by_key = {found.key: found for found in SPACE}
     for order, wanted in ((keys, "4/8/512"), (keys[::-1], "4/8/2048")):
-        ask = Search([by_key[key] for key in order], only(CHAT), EFFORT).ask([], left_s=60)
+        ask = searching([by_key[key] for key in order], EFFORT).ask([], left_s=60)
         assert isinstance(ask, Ask)
         assert ask.candidate.key == wanted
 
 
 def test_the_prior_of_threads_is_of_a_doubling_however_many_steps_it_has() -> None:
     space = [candidate(4, threads, 512) for threads in (4, 5, 6, 8, 32)]
-    priors = Effects(space, space[0]).priors
-    steps = [priors[f"threads:threads {step} decode"] for step in ("4-5", "5-6", "6-8")]
-    assert math.hypot(*steps) == pytest.approx(PRIORS["threads"])
-    assert priors["threads:threads 8-32 down prefill"] == pytest.approx(math.sqrt(2) * PRIORS["threads"])
+    priors = Effects(space, space[0], EFFECTS).priors
+    steps = [priors[f"threads {step} decode"] for step in ("4-5", "5-6", "6-8")]
+    assert math.hypot(*steps) == pytest.approx(EFFECTS["threads"].prior)
+    assert priors["threads 8-32 down prefill"] == pytest.approx(math.sqrt(2) * EFFECTS["threads"].prior)
 
 
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
@@ -177,7 +187,7 @@ def test_a_failure_with_a_large_ubatch_does_not_rule_out_more_with_a_small_one()
     failed, small, large = (
         candidate(n, 8, ubatch, need_mib=mib) for n, ubatch, mib in ((4, 512, 8000), (0, 128, 8400), (0, 2048, 8400))
     )
-    search = Search((failed, small, large), only(CHAT), EFFORT)
+    search = searching((failed, small, large), EFFORT)
     ask = search.ask([Trial(key=failed.key, lacking=OutOfMemory(device="gpu", missing_mib=10.0))], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate == small
@@ -186,7 +196,7 @@ def test_a_failure_with_a_large_ubatch_does_not_rule_out_more_with_a_small_one()
 def test_without_a_figure_of_what_was_missing_the_next_smaller_is_tried() -> None:
     space = tuple(candidate(n, 8, 512, need_mib=8000.0 - 500 * n) for n in LAYERS)
     failed = Trial(key="0/8/512", lacking=OutOfMemory(device="gpu", missing_mib=None))
-    ask = Search(space, only(CHAT), EFFORT).ask([failed], left_s=60)
+    ask = searching(space, EFFORT).ask([failed], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == "4/8/512"
 
@@ -194,19 +204,19 @@ def test_without_a_figure_of_what_was_missing_the_next_smaller_is_tried() -> Non
 def test_when_nothing_works_it_ends_and_says_so() -> None:
     trials = tune(Box(room_mib=-1.0), most=99)
     assert all(not trial.points for trial in trials)
-    assert Search(SPACE, only(CHAT), EFFORT).ask(trials, left_s=60) == Stop(why="everything that may fit was measured")
+    assert searching(SPACE).ask(trials, left_s=60) == Stop(why="everything that may fit was measured")
 
 
 def test_another_failure_rules_out_its_own_candidate_only() -> None:
     failed = Trial(key="4/8/2048")
-    ask = Search(SPACE, only(CHAT), EFFORT).ask([failed], left_s=60)
+    ask = searching(SPACE).ask([failed], left_s=60)
     assert isinstance(ask, Ask)
     assert ask.candidate.key != "4/8/2048"
     assert ask.candidate.by_knob["cpu_layers"] == 4
 
 
 def test_what_costs_more_than_is_left_is_not_asked_for() -> None:
-    search = Search(SPACE, only(CHAT), EFFORT)
+    search = searching(SPACE)
     trials = tune(Box(), most=2)
     assert search.ask(trials, left_s=0.1) == Stop(why="budget")
     assert search.ask(trials, left_s=0.9 * LOAD_S) == Stop(why="budget"), "each of them costs a load"
@@ -222,14 +232,14 @@ def test_no_prediction_tells_twins_apart_and_one_stands_for_all() -> None:
 def test_it_ends_when_no_measurement_promises_more_than_the_noise() -> None:
     trials = tune(Box(), most=99)
     assert len(trials) < 30
-    stop = Search(SPACE, only(CHAT), EFFORT).ask(trials, left_s=math.inf)
+    stop = searching(SPACE).ask(trials, left_s=math.inf)
     assert isinstance(stop, Stop)
     assert "the noise is larger" in stop.why
 
 
 def test_two_that_are_near_are_measured_again_and_longer() -> None:
     space = (candidate(4, 8, 512), candidate(4, 8, 2048))
-    search = Search(space, only(CHAT), Effort(depths=(32, 512), load_s=0.01, noise=0.1))
+    search = searching(space, Effort(depths=(32, 512), load_s=0.01, noise=0.1))
     box, trials = Box(load_s=0.01), list[Trial]()
     while len(trials) < 6 and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
         trials.append(box.measure(ask))
@@ -239,14 +249,14 @@ def test_two_that_are_near_are_measured_again_and_longer() -> None:
 
 def test_beside_a_long_load_the_first_look_is_a_longer_one_at_once() -> None:
     for load_s, is_long in ((100.0, True), (0.1, False)):
-        ask = Search(SPACE, only(CHAT), Effort(load_s=load_s)).ask([], left_s=math.inf)
+        ask = searching(SPACE, Effort(load_s=load_s)).ask([], left_s=math.inf)
         assert isinstance(ask, Ask)
         assert ask.is_long is is_long
 
 
 def test_the_same_measurements_give_the_same_answer_so_an_interrupted_run_goes_on() -> None:
     whole = tune(Box(seed=3), most=6)
-    ask = Search(SPACE, only(CHAT), EFFORT).ask(whole[:3], left_s=math.inf)
+    ask = searching(SPACE).ask(whole[:3], left_s=math.inf)
     assert isinstance(ask, Ask)
     assert ask.candidate.key == whole[3].key
 
@@ -267,17 +277,17 @@ def test_on_any_box_it_ends_and_picks_what_was_measured_and_works(
 
 
 def test_effects_are_steps_away_from_the_anchor() -> None:
-    effects = Effects(SPACE, candidate(0, 4, 512))
+    effects = Effects(SPACE, candidate(0, 4, 512), EFFECTS)
     assert effects.steps(candidate(0, 4, 512), "threads") == ()
-    assert effects.steps(candidate(0, 8, 512), "threads") == ("threads:threads 4-8",)
-    assert effects.steps(candidate(0, 2, 512), "threads") == ("threads:threads 2-4 down",)
-    assert effects.steps(candidate(0, 8, 2048), "ubatch") == ("ubatch:ubatch 512-2048",)
+    assert effects.steps(candidate(0, 8, 512), "threads") == ("threads 4-8",)
+    assert effects.steps(candidate(0, 2, 512), "threads") == ("threads 2-4 down",)
+    assert effects.steps(candidate(0, 8, 2048), "ubatch") == ("ubatch 512-2048",)
     assert effects.steps(candidate(0, 8, 512), "kv_type") == ()
 
 
 def test_a_jobs_terms_add_up_to_its_prefill_and_its_decoding() -> None:
     found = candidate(4, 4, 512)
-    effects = Effects(SPACE, SPACE[0])
+    effects = Effects(SPACE, SPACE[0], EFFECTS)
     read = sum(term.ms for term in prefill_terms(found, effects, 0, 512))
     assert read == pytest.approx(512 * found.work.gpu_prefill_ms + found.work.copy_ms)
     decode = sum(term.ms for term in decode_terms(found, effects, CHAT.depth))
@@ -286,7 +296,7 @@ def test_a_jobs_terms_add_up_to_its_prefill_and_its_decoding() -> None:
 
 
 def test_threads_scale_what_the_cpu_does_and_nothing_else() -> None:
-    effects = Effects(SPACE, candidate(4, 2, 512))
+    effects = Effects(SPACE, candidate(4, 2, 512), EFFECTS)
     by_part = {term.by[0]: term.by for term in decode_terms(candidate(4, 8, 512), effects, 0)}
     assert any(name.startswith("threads") for name in by_part["cpu"])
     assert not any(name.startswith("threads") for name in by_part["gpu"])
@@ -307,7 +317,7 @@ def test_the_expected_gain_is_that_of_a_normal() -> None:
 
 
 def test_next_to_is_one_knob() -> None:
-    search = Search(SPACE, only(CHAT), EFFORT)
+    search = searching(SPACE)
     by_key = {estimate.candidate.key: estimate for estimate in search.rank([])}
     assert is_next_to(by_key["4/8/512"], by_key["4/8/128"])
     assert not is_next_to(by_key["4/8/512"], by_key["4/4/128"])

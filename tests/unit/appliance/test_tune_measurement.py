@@ -14,6 +14,7 @@ from profiles import BUSY, QUIET
 
 from appliance.engines.engine import Completion
 from appliance.engines.llama.client import parse_completion
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.settings import resolve_settings
@@ -42,8 +43,12 @@ def test_candidates_have_the_keys_and_the_order_of_the_plans_and_their_knobs() -
     assert [each.key for each in found] == [plan.key for plan in PLANS]
     for each, plan in zip(found, PLANS, strict=True):
         knobs = each.by_knob
-        assert (knobs["threads"], knobs["ubatch"], knobs["kv_type"]) == (plan.threads, plan.ubatch, plan.kv_type)
-        assert (each.window, knobs["load_mode"]) == (plan.context, plan.load_mode)
+        assert (knobs["threads"], knobs["ubatch"], knobs["kv_type"]) == (
+            launch_of(plan).threads,
+            launch_of(plan).ubatch,
+            plan.kv_type,
+        )
+        assert (each.window, knobs["load_mode"]) == (plan.context, launch_of(plan).load_mode)
         assert each.work.cpu_ms > 0
         assert each.work.gpu_ms == 0
         assert each.needs == ()  # on the host: what is mapped there needs no room
@@ -95,7 +100,7 @@ def test_the_noise_of_a_plans_times_is_that_of_all_its_calm_looks() -> None:
 
 
 def test_a_glance_wins_against_what_was_looked_at_longer_only_where_it_is_faster_by_more_than_its_noise() -> None:
-    best, other = (replace(PLANS[0], threads=threads) for threads in (1, 2))
+    best, other = (with_launch(PLANS[0], threads=threads) for threads in (1, 2))
     longer = look(point(32, 10.0, 0.1), point(640, 10.0, 0.1, 608), key=best.key, is_long=True)
     for decode_ms, winner in ((9.8, best), (8.0, other)):
         lucky = look(point(32, decode_ms, 0.1), point(640, decode_ms, 0.1, 608), key=other.key)
@@ -116,7 +121,8 @@ def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> N
 def test_an_exact_cache_is_worth_more_than_mapped_weights() -> None:
     plan = PLANS[0]
     kinds = [(kv_type, mode) for kv_type in ("q8_0", "f16") for mode in ("none", "mmap")]
-    assert [merit(replace(plan, kv_type=kv_type, load_mode=mode)) for kv_type, mode in kinds] == [0, 1, 2, 3]
+    plans = [with_launch(replace(plan, kv_type=kv_type), load_mode=mode) for kv_type, mode in kinds]
+    assert [merit(each) for each in plans] == [0, 1, 2, 3]
 
 
 def test_depths_are_empty_the_workloads_and_what_the_time_allows() -> None:

@@ -78,7 +78,7 @@ def test_residuals_larger_than_the_noise_are_believed() -> None:
 
 
 def test_a_prior_is_found_by_name_then_by_what_stands_before_the_colon() -> None:
-    assert (prior(PRIORS, "gpu"), prior(PRIORS, "knob:kv=q8_0"), prior(PRIORS, "never")) == (0.4, 0.1, 0.35)
+    assert (prior(PRIORS, "gpu"), prior(PRIORS, "knob"), prior(PRIORS, "never")) == (0.4, 0.1, 0.35)
 
 
 @given(st.lists(st.tuples(times, times, times), min_size=1, max_size=12))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.client import parse_completion
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
@@ -40,7 +41,7 @@ def test_counts_that_tell_something(users: int, expected: tuple[int, ...]) -> No
 
 def test_users_do_not_queue_where_the_cache_would_lose_their_conversations() -> None:
     small = planned(users="8", cache_ram_mib="16")
-    assert small.idle_slots_stay
+    assert launch_of(small).idle_slots_stay
     assert counts(small, 8) == (9,)
 
 

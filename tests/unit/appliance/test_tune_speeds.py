@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from profiles import SPACE, measured, profile
 from test_plan_space import laptop_plans
 
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.plan import Plan
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.curve import Curve, Point
@@ -118,7 +119,7 @@ def test_any_plan_of_a_profile_has_its_own_speeds() -> None:
     assert document["measured"] == asdict(speeds)
     assert document["measured"]["plan"] == document["predicted"]["plan"] == second.key
     assert document["measured"]["at"][0]["decode_tokens_per_s"] == pytest.approx(1000 / (32 / 7 / 0.9))
-    stranger = replace(second, threads=second.threads + 100)
+    stranger = with_launch(second, threads=launch_of(second).threads + 100)
     assert speeds_document(stranger, found)["measured"] is None
     assert speeds_document(second, None) == {"measured": None, "predicted": document["predicted"]}
     assert speeds_document(None, found) == {"measured": None, "predicted": None}

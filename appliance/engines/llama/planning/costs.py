@@ -27,7 +27,7 @@ def costs_of(model: Model, placement: Placement, machine: Machine, kv_type: str,
     total = sum(parts.of(placement), Costs())
     growing = [layer for layer in layers_of(model) if layer.k_elements and layer.window is None and not layer.is_draft]
     windows = [layer.window for layer in layers_of(model) if layer.window]
-    return replace(total, window=None if growing or not windows else max(windows))
+    return replace(total, window=None if growing or not windows else max(windows), batch=ubatch)
 
 
 def with_threads(costs: Costs, threads: int, cores: int) -> Costs:

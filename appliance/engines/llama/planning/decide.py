@@ -12,6 +12,7 @@ from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import Device, usable_devices
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
+from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.memory import (
     CHECKPOINTS_MAX,
     Copies,
@@ -224,20 +225,22 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         alias=settings.alias or plain_name(model.path),
         context=window.context,
         kv_type=window.kv_type,
-        threads=threads[0],
-        threads_batch=threads[0],
-        batch=max(BATCH, ubatch),
-        ubatch=ubatch,
         parallel=slots(settings),
-        cache_ram_mib=int(host.cache),
-        flash_attention=True,
-        load_mode=load_mode,
         is_embedding=model.is_embedding_model,
         memory=host,
         usable_mib=hardware.memory.usable_mib - unified_mib(scene, window.placed.placement),
+        launch=LlamaLaunch(
+            threads=threads[0],
+            threads_batch=threads[0],
+            batch=max(BATCH, ubatch),
+            ubatch=ubatch,
+            cache_ram_mib=int(host.cache),
+            flash_attention=True,
+            load_mode=load_mode,
+            checkpoints=checkpoints,
+            idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
+        ),
         cpu_variant=scene.kernels.variant,
-        checkpoints=checkpoints,
-        idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         placement=window.placed.placement,
         speed=window.placed.speed,
         choices=(

@@ -3,7 +3,7 @@ that is free now. Pure; reckoned when asked for, since a start from a profile ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from appliance.engines.llama.planning.decide import (
 )
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
+from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.placement import Placed, place
@@ -42,6 +43,7 @@ from appliance.plan import (
     Costs,
     Kernels,
     Kind,
+    KnobEffect,
     Offer,
     Placement,
     Plan,
@@ -200,8 +202,8 @@ class Space:
         """With other threads, loaded otherwise, split otherwise."""
         scene, placement = self._scene, plan.placement
         works_on_cpu = not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
-        counts = self._thread_counts() if works_on_cpu else (plan.threads,)
-        modes = [plan.load_mode]
+        counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
+        modes = [launch_of(plan).load_mode]
         if works_on_cpu and scene.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
             modes.append("none")
         for threads in counts:
@@ -232,16 +234,17 @@ class Space:
 
     def at_window(self, plan: Plan, context: int) -> Plan | None:
         """The same plan with a smaller window; None where it cannot be placed again."""
+        launch = launch_of(plan)
         window = replace(self.window, kv_type=plan.kv_type, context=context)
-        work = replace(self._scene.work, context=padded(context), kv_type=plan.kv_type, ubatch=plan.ubatch)
+        work = replace(self._scene.work, context=padded(context), kv_type=plan.kv_type, ubatch=launch.ubatch)
         if plan.placement.shares:
             experts = plan.placement.cpu_expert_layers
             work = replace(work, gpu_layers=plan.placement.gpu_layers, cpu_expert_layers=experts)
         placed = place(work, self._scene.machine)
         if placed is None:
             return None
-        found = _loaded(self._at(placed, window, ubatch=plan.ubatch), plan.load_mode)
-        return _with_threads(found, plan.threads)
+        found = _loaded(self._at(placed, window, ubatch=launch.ubatch), launch.load_mode)
+        return _with_threads(found, launch.threads)
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks. Its layers lie where they lay:
@@ -284,24 +287,28 @@ class Space:
         if bare.total + least_cache(scene.settings) > spare and not scene.settings.allow_disk:
             return None
         checkpoints, host, by_checkpoints = kept_checkpoints(scene, bare, plan.kv_type, spare)
-        longest = conversation_mib(scene.model, plan.kv_type, plan.context, ubatch=plan.ubatch, checkpoints=checkpoints)
+        ubatch = launch_of(plan).ubatch
+        longest = conversation_mib(scene.model, plan.kv_type, plan.context, ubatch=ubatch, checkpoints=checkpoints)
         host, by_cache = prompt_cache(scene, host, plan.kv_type, spare, longest)
         words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
-        return replace(
-            plan,
+        choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
+        return with_launch(
+            replace(plan, memory=host, choices=choices),
             checkpoints=checkpoints,
             idle_slots_stay=idle_slots_stay(scene.settings, host.cache, longest),
             cache_ram_mib=int(host.cache),
-            memory=host,
-            choices=tuple(words.get(choice.name, choice) for choice in plan.choices),
         )
 
     def costs(self, plan: Plan) -> Costs:
-        key = (plan.placement.in_short(), plan.kv_type, plan.ubatch)
+        launch, scene = launch_of(plan), self._scene
+        key = (plan.placement.in_short(), plan.kv_type, launch.ubatch)
         if key not in self._costs:
-            scene = self._scene
-            self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, plan.ubatch)
-        return with_threads(self._costs[key], plan.threads, max(1, self._scene.hardware.cpu.cores))
+            self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, launch.ubatch)
+        return with_threads(self._costs[key], launch.threads, max(1, scene.hardware.cpu.cores))
+
+    @property
+    def knob_effects(self) -> Mapping[str, KnobEffect]:
+        return KNOB_EFFECTS
 
     def modelled(self, plan: Plan) -> str | None:
         """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
@@ -333,16 +340,17 @@ def _same_devices(shares: tuple[Share, ...], devices: tuple[Device, ...]) -> lis
 
 
 def _with_threads(plan: Plan, threads: int) -> Plan:
-    return plan if threads == plan.threads else replace(plan, threads=threads, threads_batch=threads)
+    is_same = threads == launch_of(plan).threads
+    return plan if is_same else with_launch(plan, threads=threads, threads_batch=threads)
 
 
 def _loaded(plan: Plan, mode: str) -> Plan:
-    if mode == plan.load_mode:
+    if mode == launch_of(plan).load_mode:
         return plan
     # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
     why = "weights are loaded, not mapped: for a GPU they are pinned; measured beside mmap"
     memory = replace(plan.memory, mapped_twice=0.0)
-    return _reworded(replace(plan, load_mode=mode, memory=memory), load_mode=(mode, why))
+    return _reworded(with_launch(replace(plan, memory=memory), load_mode=mode), load_mode=(mode, why))
 
 
 def _split_by_rows(plan: Plan) -> Plan:
@@ -373,16 +381,16 @@ def _again(scene: Scene, window: Window, *, ubatch: int, experts: int | None = N
 
 
 def _with(scene: Scene, best: Plan, placed: Placed, *, ubatch: int) -> Plan:
-    host = host_memory(scene, placed.host, best.load_mode, bool(placed.placement.shares))
+    launch = launch_of(best)
+    host = host_memory(scene, placed.host, launch.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
     where = reasons.placement(placed, scene.machine, scene.notes, scene.settings)
     words = {"placement": (where.value, where.reason)}
-    if ubatch != best.ubatch:
-        words["ubatch"] = (str(ubatch), f"measured beside {best.ubatch}")
+    if ubatch != launch.ubatch:
+        words["ubatch"] = (str(ubatch), f"measured beside {launch.ubatch}")
     return replace(
         _reworded(best, **words),
-        ubatch=ubatch,
-        batch=max(BATCH, ubatch),
+        launch=replace(launch, ubatch=ubatch, batch=max(BATCH, ubatch)),
         memory=host,
         placement=placed.placement,
         speed=placed.speed,

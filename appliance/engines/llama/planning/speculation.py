@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.memory import (
     KV_BYTES,
     MIB,
@@ -148,7 +149,8 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
         if over > gives:
             raise _refusal(speculation, over - gives, "the host")
         memory = replace(memory, cache=float(int(memory.cache - over)))
-    return with_choice(replace(plan, speculation=speculation, memory=memory, cache_ram_mib=int(memory.cache)), choice)
+    plan = with_launch(replace(plan, speculation=speculation, memory=memory), cache_ram_mib=int(memory.cache))
+    return with_choice(plan, choice)
 
 
 def as_asked(
@@ -182,14 +184,19 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
         return plan
     if speculation.draft_path is not None and draft_path is not None:
         speculation = replace(speculation, draft_path=draft_path)
-    same = (measured.context, measured.kv_type, measured.variant, measured.parallel)
     words = [choice for choice in measured.choices if choice.name == "speculation"]
-    if (plan.context, plan.kv_type, plan.variant, plan.parallel) != same:
+    if _place_of(plan) != _place_of(measured):
         return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another context or placement"))
     try:
         return applied(plan, speculation, words[0] if words else None)
     except ModelDoesNotFitError as error:
         return with_choice(plan, _refused(error.message))
+
+
+def _place_of(plan: Plan) -> tuple[object, ...]:
+    """What the room that speculation takes depends on."""
+    where = (plan.placement.in_short(), launch_of(plan).load_mode) if plan.placement.shares else ()
+    return (plan.context, plan.kv_type, plan.parallel, *where)
 
 
 def _refused(why: str) -> Choice:
@@ -215,16 +222,16 @@ def draft_kv_type(plan: Plan, keeper: Model) -> str:
 
 def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool) -> Memory:
     """A second model with a context as long as the first's, all of it in one place."""
-    copied = Copies() if on_gpus else copies(draft, isa)
+    copied, launch = Copies() if on_gpus else copies(draft, isa), launch_of(plan)
     return replace(
         NOTHING,
         weights=weights_mib(draft) + copied.more,
-        kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, plan.ubatch, plan.parallel),
-        compute=compute_mib(draft, plan.ubatch, plan.context, plan.parallel),
+        kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, launch.ubatch, plan.parallel),
+        compute=compute_mib(draft, launch.ubatch, plan.context, plan.parallel),
         output=output_mib(draft, plan.parallel),
         state=state_mib(draft, plan.parallel),
         repacked=copied.made,
-        mapped_twice=copied.originals + drafts_mib(draft) if "mmap" in plan.load_mode and not on_gpus else 0.0,
+        mapped_twice=copied.originals + drafts_mib(draft) if "mmap" in launch.load_mode and not on_gpus else 0.0,
     )
 
 
@@ -232,8 +239,9 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     """The model's own last layers with a cache and a context of theirs; states are kept for every token that may have
     to be taken back, and the graph works on one layer's of them."""
     kept = [layer for layer in layers_of(model) if layer.is_draft]
+    ubatch = launch_of(plan).ubatch
     per_cell = sum(
-        (layer.k_elements + layer.v_elements) * cells(layer, plan.context, plan.ubatch, plan.parallel) for layer in kept
+        (layer.k_elements + layer.v_elements) * cells(layer, plan.context, ubatch, plan.parallel) for layer in kept
     )
     kv_type = draft_kv_type(plan, model)
     one_state = max((layer.state_bytes for layer in layers_of(model)), default=0) * plan.parallel / MIB
@@ -245,24 +253,25 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
         NOTHING,
         weights=loaded + copied.more,
         kv=per_cell * KV_BYTES[kv_type] / MIB,
-        compute=compute_mib(model, plan.ubatch, plan.context, plan.parallel) + tokens * one_state,
+        compute=compute_mib(model, ubatch, plan.context, plan.parallel) + tokens * one_state,
         output=output_mib(model, plan.parallel),
         state=state_mib(model, plan.parallel) * tokens,
         repacked=copied.made,
         # The whole file is mapped, and the plan counts these layers there already.
-        mapped_twice=copied.originals - loaded if "mmap" in plan.load_mode and not on_gpus else 0.0,
+        mapped_twice=copied.originals - loaded if "mmap" in launch_of(plan).load_mode and not on_gpus else 0.0,
     )
 
 
 def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
     """Every guess is checked with logits of its own, in the graph and in a buffer that grows when it first happens:
     the engine's log tells of the former alone."""
-    outputs = min(plan.batch, plan.parallel * (1 + tokens))
-    at_once = min(outputs, plan.ubatch)
+    launch = launch_of(plan)
+    outputs = min(launch.batch, plan.parallel * (1 + tokens))
+    at_once = min(outputs, launch.ubatch)
     # Seen: 14.2 MiB for 68 outputs and 51.3 for 256, of a vocabulary of 49,152 and a width of 576.
     graph = 4 * at_once * (model.vocabulary + 5 * model.embedding_length)
-    graph += int(mask_bytes(model, plan.ubatch, plan.context, plan.parallel))
-    before = compute_mib(model, plan.ubatch, plan.context, plan.parallel)
+    graph += int(mask_bytes(model, launch.ubatch, plan.context, plan.parallel))
+    before = compute_mib(model, launch.ubatch, plan.context, plan.parallel)
     logits = 4 * model.vocabulary * outputs / MIB - output_mib(model, plan.parallel)
     return replace(
         adds,

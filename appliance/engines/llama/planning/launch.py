@@ -1,0 +1,64 @@
+"""What llama-server is started with beside what every plan has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
+from appliance.plan.launch import Value
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaLaunch(Launch):
+    """Sizes in tokens unless the name says otherwise."""
+
+    threads: int
+    threads_batch: int
+    batch: int
+    ubatch: int
+    cache_ram_mib: int
+    flash_attention: bool
+    load_mode: str
+    checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
+    idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
+
+    @property
+    def knobs(self) -> tuple[tuple[str, Value], ...]:
+        return (("threads", self.threads), ("ubatch", self.ubatch), ("load_mode", self.load_mode))
+
+    @property
+    def tie_break(self) -> int:
+        """Mapped weights: the kernel may share them and drop them."""
+        return int(self.load_mode == "mmap")
+
+    @property
+    def may_queue(self) -> bool:
+        """Where the prompt cache does not take what leaves its slot, users would evict one another."""
+        return not self.idle_slots_stay
+
+
+# Priors of a step: from the spread of such steps in tuning.md, section 3. Threads cost what the CPU reads and computes,
+# a ubatch what is prefilled.
+KNOB_EFFECTS: Mapping[str, KnobEffect] = {
+    "threads": KnobEffect(prior=0.3, parts=("cpu",), is_of_doubling=True),
+    "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
+    "kv_type": KnobEffect(),
+    "load_mode": KnobEffect(),
+    "split": KnobEffect(),
+    "placement": PREDICTED,
+}
+
+
+def launch_of(plan: Plan) -> LlamaLaunch:
+    """Raises TypeError for a plan of another engine."""
+    if not isinstance(plan.launch, LlamaLaunch):
+        message = f"a plan of another engine: {plan.engine}"
+        raise TypeError(message)
+    return plan.launch
+
+
+def with_launch(plan: Plan, **changes: object) -> Plan:
+    """With these of the launch's fields changed."""
+    return replace(plan, launch=replace(launch_of(plan), **changes))  # type: ignore[arg-type]
