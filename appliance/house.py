@@ -90,12 +90,11 @@ class Prepared:
         """What is served where nothing was measured. Raises as `space` does."""
         return self.space(verdicts).predicted
 
-    def best_of(self, profile: Profile | None) -> Plan:
-        """The best that was measured and fits, else the prediction. Raises as `space` does."""
-        if profile is None:
-            return self.predicted()
-        picked = pick(profile, self.inputs.settings.mode, self.space())
-        return picked.plan if isinstance(picked, Picked) else self.predicted(profile.verdicts)
+
+def best_of(profile: Profile | None, mode: str, space: Space) -> Plan:
+    """The best that was measured and fits, else the prediction. Raises ModelDoesNotFitError (31)."""
+    picked = pick(profile, mode, space) if profile else ()
+    return picked.plan if isinstance(picked, Picked) else space.predicted
 
 
 class House:
@@ -188,7 +187,8 @@ class House:
             raise error
         self._rule_out(variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
         await self.prove_kernels()
-        return self._found.best_of(self._profile)
+        profile = self._profile
+        return best_of(profile, self._settings.mode, self._found.space(profile.verdicts if profile else ()))
 
     def _at_start(self, profile: Profile | None, *, may_measure: bool, busy: str | None = None) -> Start:
         found = None
@@ -464,7 +464,8 @@ class House:
     async def _until_loaded(self) -> None:
         """Steps down where memory runs out: it may have been taken since it was looked at, and not every plan was
         measured. Raises the error of the last ending."""
-        found, steps = self._found, 0
+        space: Space | None = None
+        steps = 0
         while True:
             supervisor, served = self._serving.supervisor, self._serving.plan
             crash = await supervisor.wait_ready() if supervisor else None
@@ -474,29 +475,32 @@ class House:
             lines = self._logs.pop(supervisor, ()) if supervisor else ()
             if isinstance(error, CpuUnsupportedError | CpuBackendError):
                 plan = await self._without(served.cpu_variant if served else None, error)
-                found = self._found
+                space = None
                 self._say_instead(plan)
             elif steps == STEPS_DOWN:
                 raise error
             else:
                 steps += 1
-                found, plan = self._stepped_down(found, error, lines)
+                space, plan = self._stepped_down(space, error, lines)
             await self._serving.leave()
             self.launch(plan)
 
     def _say_instead(self, plan: Plan) -> None:
         self._report.info("cpu_variant", f"serving with the CPU variant {plan.cpu_variant}", variant=plan.cpu_variant)
 
-    def _stepped_down(self, found: Prepared, error: FatalError, lines: Iterable[str]) -> tuple[Prepared, Plan]:
+    def _stepped_down(self, space: Space | None, error: FatalError, lines: Iterable[str]) -> tuple[Space, Plan]:
         """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept,
-        shown or measured later goes by the real machine. Raises the error where nothing smaller may be served."""
-        before = self._serving.plan
-        less = self._engine.narrowed(found.inputs, before, error, lines) if before else None
-        if before is None or less is None:
+        shown or measured later goes by the real machine. `space` is that of the step before. Raises the error where
+        nothing smaller may be served."""
+        before, shortage = self._serving.plan, self._engine.shortage(error, lines)
+        if before is None or shortage is None:
             raise error
-        found = found.on(less.hardware)
+        space = space or self._found.space(self._profile.verdicts if self._profile else ())
+        less = space.after(before, shortage)
+        if less is None:
+            raise error
         try:
-            plan = found.best_of(self._profile)
+            plan = best_of(self._profile, self._settings.mode, less.space)
         except ModelDoesNotFitError:  # what the engine lacked says more
             plan = before
         if not less.is_smaller(plan, before):
@@ -508,7 +512,7 @@ class House:
         )
         windows = {"context_before": before.context, "context": plan.context}
         self._report.warning("stepped_down", words, where=less.where, missing_mib=round(less.missing_mib), **windows)
-        return found, plan
+        return less.space, plan
 
     def _why_not_smaller(self) -> str:
         sources = self._settings.sources

@@ -27,6 +27,7 @@ from appliance.plan import (
     Offer,
     Plan,
     RuledOut,
+    Shortage,
     Speculation,
     Verdict,
 )
@@ -174,6 +175,10 @@ class Space(Protocol):
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
 
+    def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
+        """With as much less room as the engine lacked when it loaded the plan. None where the plan takes nothing in
+        that place."""
+
     def kinds_to_check(self) -> tuple[str, ...]:
         """KV cache types that would carry a much longer context, if they were shown to be harmless."""
 
@@ -181,16 +186,18 @@ class Space(Protocol):
         """A line for `--explain` on what was not built yet, or None."""
 
 
-class Narrowed(Protocol):
-    """The machine as an engine found it that ran out of memory."""
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """The space of plans after an engine ran out of memory in one place, `where`. `taken_mib` is of a plan, there."""
 
-    @property
-    def hardware(self) -> Hardware: ...
-    @property
-    def missing_mib(self) -> float: ...
-    @property
-    def where(self) -> str: ...
-    def is_smaller(self, after: Plan, before: Plan) -> bool: ...
+    space: Space
+    missing_mib: float
+    where: str
+    taken_mib: Callable[[Plan], float]
+
+    def is_smaller(self, after: Plan, before: Plan) -> bool:
+        """Whether it takes less there. Only then another attempt is worth a load."""
+        return self.taken_mib(after) < self.taken_mib(before)
 
 
 class Guard(Protocol):
@@ -319,8 +326,8 @@ class Engine(Protocol):
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
 
-    def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
-        """After `plan` ran out of memory as it loaded. None where the error, or the log, does not tell of memory."""
+    def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
+        """What it lacked that ended with this error and log while it loaded. None where they do not tell of memory."""
 
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]

@@ -225,7 +225,7 @@ def test_the_caches_follow_the_memory_of_this_start_and_what_was_measured_stays(
 
     def shrink(document: dict[str, Any]) -> None:
         for plan in (document["plan"], *document["plans"]):  # as if little memory had been free when it was measured
-            plan["cache_ram_mib"] = 1
+            plan["launch"]["cache_ram_mib"] = 1
             plan["memory"]["cache"] = 1.0
 
     change(known, shrink)
@@ -233,7 +233,7 @@ def test_the_caches_follow_the_memory_of_this_start_and_what_was_measured_stays(
         serving.wait_ready()
         assert not MEASURING & set(serving.names())
         plan = serving.document("plan")
-        assert plan["cache_ram_mib"] >= 128
+        assert plan["launch"]["cache_ram_mib"] >= 128
         assert key_of(plan) == key_of(before["plan"])
 
 
@@ -423,7 +423,7 @@ def test_an_engine_that_dies_while_it_is_measured_is_told_by_its_cause(home: Hom
 def test_a_plan_that_fails_while_measuring_is_skipped_with_a_warning(home: Home) -> None:
     predicted = home.plan()
     bad = ("--die-before-ready", "1", "--error-line", "the first plan does not work")
-    home.set_engine(*bad, where=f"--ubatch-size {predicted['ubatch']} ")
+    home.set_engine(*bad, where=f"--ubatch-size {predicted['launch']['ubatch']} ")
     with home.serving(tune="first") as serving:
         failed = serving.event("tune_failed")
         assert failed["level"] == "warning"

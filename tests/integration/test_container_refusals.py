@@ -163,7 +163,7 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
         plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
     assert plan["launch"]["threads"] == 1
     assert plan["memory"]["total"] < 700
-    assert plan["cache_ram_mib"] >= 128
+    assert plan["launch"]["cache_ram_mib"] >= 128
 
 
 def test_two_first_starts_on_one_volume_measure_once() -> None:

@@ -18,12 +18,11 @@ from appliance.engines.llama.kernel_record import KernelStore
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.refine import refine
-from appliance.engines.llama.planning.shortage import Narrowed, narrowed
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Kernels, Launch, Plan, RuledOut, Verdict
+from appliance.plan import Allocated, Kernels, Launch, Plan, RuledOut, Shortage, Verdict
 from appliance.probe import Cpu, Hardware
 from appliance.report import Report
 from appliance.settings import Settings
@@ -72,9 +71,8 @@ class Llama:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
         return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels, draft=inputs.draft)
 
-    def narrowed(self, inputs: Inputs, plan: Plan, error: FatalError, lines: Iterable[str]) -> Narrowed | None:
-        shortage = endings.shortage_of(error, lines)
-        return narrowed(inputs.hardware, plan, shortage, inputs.settings) if shortage else None
+    def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
+        return endings.shortage_of(error, lines)
 
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]

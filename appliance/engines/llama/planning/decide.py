@@ -13,6 +13,7 @@ from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import Device, usable_devices
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
+from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import (
     CHECKPOINTS_MAX,
     Copies,
@@ -60,6 +61,12 @@ class Scene:
     machine: Machine
     notes: tuple[str, ...]  # devices that are not used, and why
     verdicts: tuple[Verdict, ...] = ()  # on types of the KV cache below q8_0
+    limits: Limits = NO_LIMITS
+
+    @property
+    def usable_mib(self) -> float:
+        """Of host memory."""
+        return min(float(self.hardware.memory.usable_mib), self.limits.host_mib)
 
     @property
     def work(self) -> Work:
@@ -81,7 +88,7 @@ class Scene:
     @property
     def spare_mib(self) -> float:
         """Of host memory, what may be filled."""
-        return self.hardware.memory.usable_mib * (1 - SPARE_SHARE)
+        return self.usable_mib * (1 - SPARE_SHARE)
 
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
@@ -107,12 +114,13 @@ def scene_of(
     hardware: Hardware,
     model: Model,
     kernels: Kernels | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> Scene:
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
-    found, notes = usable_devices(hardware, image, engine)
+    found, notes = usable_devices(hardware, image, engine, limits)
     devices = _chosen(settings, found)
-    usable = float(hardware.memory.usable_mib)
+    usable = min(float(hardware.memory.usable_mib), limits.host_mib)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     more = 0.0 if devices else copies(model, kernels.isa).more
     spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more
@@ -126,6 +134,7 @@ def scene_of(
         kernels=kernels,
         machine=Machine(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
         notes=notes,
+        limits=limits,
     )
 
 
@@ -169,7 +178,7 @@ def offered_kinds(scene: Scene) -> tuple[str, ...]:
 
 def _from_disk(scene: Scene, tokens: int) -> int:
     """Without a limit every window would fit: where the weights exceed memory, a small one is taken."""
-    usable = scene.hardware.memory.usable_mib * (1 - SPARE_SHARE)
+    usable = scene.spare_mib
     bounded = replace(scene.machine, spare_mib=usable - least_cache(scene.settings) - host_overhead_mib())
     wanted = Wanted(tokens=tokens, is_asked=False, kinds=("f16",))
     window = choose_window(scene.work, bounded, wanted)
@@ -192,7 +201,7 @@ def _refusal(scene: Scene, kv_type: str, wanted: int) -> ModelDoesNotFitError:
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in scene.machine.devices)
     message = (
         f"model does not fit: {scene.model.path.name} needs {sizes}, "
-        f"and {scene.hardware.memory.usable_mib:,.0f} MiB are usable ({reasons.limit(scene.hardware)}){gpus}"
+        f"and {scene.usable_mib:,.0f} MiB are usable ({reasons.limit(scene.hardware)}){gpus}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
     if scene.machine.devices:
@@ -228,7 +237,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         parallel=slots(settings),
         is_embedding=model.is_embedding_model,
         memory=host,
-        usable_mib=hardware.memory.usable_mib - unified_mib(scene, window.placed.placement),
+        usable_mib=scene.usable_mib - unified_mib(scene, window.placed.placement),
         launch=LlamaLaunch(
             threads=threads[0],
             threads_batch=threads[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.probe import Gpu, Hardware
 from appliance.values import dataclass
@@ -27,7 +28,7 @@ class Device:
 
 
 def usable_devices(
-    hardware: Hardware, image: ImageFacts, engine: EngineFacts
+    hardware: Hardware, image: ImageFacts, engine: EngineFacts, limits: Limits = NO_LIMITS
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """Fastest first, and in words those that cannot be used. None where the engine has no backend for them."""
     if image.cuda is None and not any("cuda" in name for name in engine.backends):
@@ -39,7 +40,7 @@ def usable_devices(
         if why := _unusable(gpu, image, sliced):
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
-            devices.append(_device(gpu, hardware))
+            devices.append(_device(gpu, hardware, limits))
     return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, d.index, d.id))), tuple(refused)
 
 
@@ -58,9 +59,12 @@ def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
     return None
 
 
-def _device(gpu: Gpu, hardware: Hardware) -> Device:
+def _device(gpu: Gpu, hardware: Hardware, limits: Limits) -> Device:
     margin = assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
-    free = float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
+    if gpu.is_unified:
+        free = min(float(hardware.memory.usable_mib), limits.host_mib)
+    else:
+        free = min(float(gpu.vram_free_mib or 0), limits.of_gpu(device_id(gpu)))
     measured = next((s for s in hardware.speeds.gpus if s.uuid == gpu.uuid), None) if hardware.speeds else None
     memory = (measured.memory_gb_s if measured else None) or gpu.bandwidth_gb_s or assumptions.GPU_GB_S.value
     pinned = (measured.pinned_gb_s if measured else None) or _link_gb_s(gpu)

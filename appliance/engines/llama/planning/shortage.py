@@ -1,32 +1,27 @@
-"""The machine as an engine found it that ran out of memory while it loaded a plan, to plan anew for. Pure."""
+"""What room is left for a plan after the engine ran out of memory while it loaded it. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from appliance.engines.llama.planning.decide import SPARE_SHARE, least_cache
 from appliance.engines.llama.planning.devices import device_id
+from appliance.engines.llama.planning.limits import Limits
 from appliance.plan import Plan, Shortage
-from appliance.probe import Gpu, Hardware
+from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Narrowed:
-    """`hardware` has `missing_mib` less than the plan takes in one place: of a GPU's own memory, or of the host's."""
+class Missing:
+    """`limits` leave the plan `missing_mib` less than it takes in one place: the memory of a GPU, or of the host."""
 
-    hardware: Hardware
+    limits: Limits
     missing_mib: float
     where: str
     gpu_id: str | None
 
-    def is_smaller(self, after: Plan, before: Plan) -> bool:
-        """Whether it takes less there. Only then another attempt is worth a load."""
-        return _taken_mib(self.hardware, after, self.gpu_id) < _taken_mib(self.hardware, before, self.gpu_id)
 
-
-def narrowed(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settings) -> Narrowed | None:
+def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settings, limits: Limits) -> Missing | None:
     """None for a GPU that the plan does not use. What the plan takes counts, and not what seemed free: of a plan with
     room to spare, less room would change nothing."""
     gpu, held_back_mib, where = None, 0.0, "the host"
@@ -38,28 +33,22 @@ def narrowed(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Setti
             return None
         held_back_mib, where = share.held_back_mib, f"{shortage.device} ({share.name})"
     if gpu is None or gpu.is_unified:
-        taken_mib = _taken_mib(hardware, plan, None)
-        left_mib = max(0.0, taken_mib - shortage.refused_mib)
-        usable_mib = int((left_mib + least_cache(settings)) / (1 - SPARE_SHARE))
-        memory = replace(hardware.memory, available_mib=min(hardware.memory.available_mib, usable_mib))
-        less = replace(hardware, memory=memory)
-        return Narrowed(hardware=less, missing_mib=taken_mib - left_mib, where=where, gpu_id=None)
-    taken_mib = _taken_mib(hardware, plan, device_id(gpu))
-    left_mib = taken_mib - shortage.refused_mib
-    if shortage.free_mib is not None and shortage.free_mib < taken_mib:
+        taken = taken_mib(hardware, plan, None)
+        left = max(0.0, taken - shortage.refused_mib)
+        usable_mib = int((left + least_cache(settings)) / (1 - SPARE_SHARE))
+        return Missing(limits=limits.with_host(usable_mib), missing_mib=taken - left, where=where, gpu_id=None)
+    id = device_id(gpu)
+    taken = taken_mib(hardware, plan, id)
+    left = taken - shortage.refused_mib
+    if shortage.free_mib is not None and shortage.free_mib < taken:
         # The log tells all that was missing, and not only of which buffer: a refused cache of 16 GiB may lack one.
-        left_mib = shortage.free_mib - held_back_mib
-    left_mib = max(0.0, left_mib)
-    less = _with_free(hardware, gpu, int(left_mib + held_back_mib))
-    return Narrowed(hardware=less, missing_mib=taken_mib - left_mib, where=where, gpu_id=device_id(gpu))
+        left = shortage.free_mib - held_back_mib
+    left = max(0.0, left)
+    less = limits.with_gpu(id, int(left + held_back_mib))
+    return Missing(limits=less, missing_mib=taken - left, where=where, gpu_id=id)
 
 
-def _with_free(hardware: Hardware, gpu: Gpu, free_mib: int) -> Hardware:
-    gpus = tuple(replace(each, vram_free_mib=free_mib) if each is gpu else each for each in hardware.gpus.gpus)
-    return replace(hardware, gpus=replace(hardware.gpus, gpus=gpus))
-
-
-def _taken_mib(hardware: Hardware, plan: Plan, gpu_id: str | None) -> float:
+def taken_mib(hardware: Hardware, plan: Plan, gpu_id: str | None) -> float:
     """Of that GPU's memory, or of the host's with the GPUs that have none of their own. Without the caches that grow
     only with use: loading does not need them."""
     if gpu_id is not None:

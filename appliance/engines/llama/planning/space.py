@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
+from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.costs import costs_of, with_threads
 from appliance.engines.llama.planning.decide import (
@@ -29,9 +30,11 @@ from appliance.engines.llama.planning.decide import (
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
+from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.placement import Placed, place
+from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
 from appliance.engines.llama.planning.speculation import applied, as_asked, kinds, reckon, still_applied
 from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
@@ -48,6 +51,7 @@ from appliance.plan import (
     Placement,
     Plan,
     Share,
+    Shortage,
     Speculation,
     Verdict,
 )
@@ -73,11 +77,14 @@ class Space:
         verdicts: Sequence[Verdict] = (),
         kernels: Kernels | None = None,
         draft: Model | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it.
         `kernels` as for `scene_of`; `draft` is the model that makes draft tokens, if one is given."""
         check(settings, engine, model)
-        scene = scene_of(settings, image, engine, hardware, model, kernels)
+        facts = (settings, image, engine, hardware, model)
+        self._with_limits = partial(Space, *facts, verdicts=verdicts, kernels=kernels, draft=draft)
+        scene = scene_of(*facts, kernels, limits)
         self._scene = replace(scene, verdicts=tuple(verdicts))
         self._image = image
         self._draft = draft
@@ -268,7 +275,7 @@ class Space:
             parallel=self._scene.parallel,
             cpu_variant=self._scene.kernels.variant,
             placement=replace(measured.placement, shares=shares),
-            usable_mib=self._scene.hardware.memory.usable_mib - unified_mib(self._scene, Placement(shares=shares)),
+            usable_mib=self._scene.usable_mib - unified_mib(self._scene, Placement(shares=shares)),
         )
         if kernels := self._scene.kernels.choice:  # a pinned profile may be of an image with other variants
             choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
@@ -278,6 +285,15 @@ class Space:
             need, free = there.memory.total - there.memory.cache - there.memory.checkpoints, there.usable_mib
             return f"it needs {need:,.0f} MiB of host memory without caches, and {free:,.0f} are usable"
         return fitted
+
+    def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
+        scene = self._scene
+        found = missing(scene.hardware, plan, shortage, scene.settings, scene.limits)
+        if found is None:
+            return None
+        taken = partial(taken_mib, scene.hardware, gpu_id=found.gpu_id)
+        space = self._with_limits(limits=found.limits)
+        return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def _with_caches(self, plan: Plan) -> Plan | None:
         """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""

@@ -1,0 +1,28 @@
+"""Room that an engine was seen to have, where it is less than what the probe says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """In MiB. Of the host's usable memory, and of what is free on a GPU, by its id, what is held back included."""
+
+    host_mib: float = math.inf
+    gpus_mib: tuple[tuple[str, float], ...] = ()
+
+    def of_gpu(self, id: str) -> float:
+        return min((mib for name, mib in self.gpus_mib if name == id), default=math.inf)
+
+    def with_host(self, mib: float) -> Limits:
+        return replace(self, host_mib=min(self.host_mib, mib))
+
+    def with_gpu(self, id: str, mib: float) -> Limits:
+        return replace(self, gpus_mib=(*self.gpus_mib, (id, mib)))
+
+
+NO_LIMITS = Limits()
