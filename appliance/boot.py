@@ -63,7 +63,8 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     image, facts = load_facts(settings)
     engine = load_engine(image)
     model = load_model(settings, image)
-    hardware = check_supported(settings, image, probe(settings.data_dir, environment))
+    hardware = probe(settings.data_dir, environment)
+    warnings = check_supported(settings, image, hardware)
     install = install_of(settings, image, facts, hardware)
     if settings.engine_dir is None:
         sources = {**settings.sources, "engine_dir": "image"}
@@ -81,7 +82,7 @@ def prepare(settings: Settings, environment: Mapping[str, str]) -> Prepared:
     drafting = digest(inputs.draft.parts, inputs.draft.header_bytes) if inputs.draft else None
     of_model = digest(model.parts, model.header_bytes)
     key = make_key(settings, image, hardware, of_model, drafting, cpu_variant=inputs.kernels.variant)
-    return Prepared(engine=engine, install=install, inputs=inputs, key=key)
+    return Prepared(engine=engine, install=install, inputs=inputs, key=key, warnings=warnings)
 
 
 def load_model(settings: Settings, image: ImageFacts) -> Model:
@@ -148,14 +149,14 @@ def vouch(settings: Settings, found: Prepared, report: Report) -> None:
     Raises GpuUnusableError when it sees none although there is one.
     """
     image, hardware = found.inputs.image, found.inputs.hardware
-    for words in hardware.gpus.warnings:
+    for words in (*hardware.gpus.warnings, *found.warnings):
         report.warning("hardware", words)
     if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
         return
     variant = found.inputs.kernels.variant
     devices = found.engine.query_devices(found.install, hardware, cpu_variant=variant, may_recall=True)
     check_devices(image, hardware, devices.names, devices.said)
-    if fewer := why_fewer(hardware, devices.names):
+    if fewer := why_fewer(image, hardware, devices.names):
         report.warning("hardware", fewer)
 
 

@@ -6,7 +6,6 @@ Pure. What the engine itself said of its devices is passed in by the caller, who
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from appliance.errors import (
     DriverTooOldError,
@@ -21,38 +20,46 @@ from appliance.settings import Settings
 SELECT = "`python -m images select`"
 
 
-def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:
-    """The machine as this image can use it: GPUs that it has no kernels for are left out, with a warning each.
+def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
+    """What to warn of: GPUs that this image has no kernels for, and serving on the CPU with a CUDA image.
 
     Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
     used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
     """
     if settings.devices == "none":
-        return hardware
+        return ()
     if image.cuda is None:
         _refuse_idle_gpu(image, hardware)
-        return hardware
+        return ()
     if not hardware.gpus.gpus:
         if hardware.gpu_requested:
             raise _unusable(hardware)
-        return _warned(hardware, "no GPU was given to this container: serving on the CPU. Start it with --gpus all")
+        return ("no GPU was given to this container: serving on the CPU. Start it with --gpus all",)
     check_driver(image, hardware)
-    return _with_kernels(image, hardware)
+    return _without_kernels(image, hardware)
+
+
+def usable_gpus(image: ImageFacts, hardware: Hardware) -> tuple[Gpu, ...]:
+    """Those that the image has kernels for. A chip that NVML does not tell is among them: the engine may know it."""
+    gpus = hardware.gpus.gpus
+    return tuple(gpu for gpu in gpus if gpu.sm is None or any(runs_on(form, gpu.sm) for form in image.sm))
 
 
 def check_devices(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...], said: str) -> None:
     """Raises GpuUnusableError when the engine lists no GPU although NVML does; `said` are its last words."""
     if image.cuda is None or not hardware.gpus.gpus or devices:
         return
-    message = f"the engine sees no GPU where NVML sees {_names(hardware.gpus.gpus)}: {said or 'it does not say why'}"
+    seen = _names(usable_gpus(image, hardware))
+    message = f"the engine sees no GPU where NVML sees {seen}: {said or 'it does not say why'}"
     raise GpuUnusableError(message, hint=_cuda_remedy(said, hardware))
 
 
-def why_fewer(hardware: Hardware, devices: tuple[str, ...]) -> str | None:
-    """Words for an engine that sees some GPUs but not all; None where it sees what NVML does."""
-    whole = [gpu for gpu in hardware.gpus.gpus if gpu.mig_profile is None]
+def why_fewer(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...]) -> str | None:
+    """Words for an engine that sees some of its GPUs but not all; None where it sees what NVML does."""
+    usable = usable_gpus(image, hardware)
+    whole = [gpu for gpu in usable if gpu.mig_profile is None]
     # Of slices CUDA shows a process only one, unless it is told which: with any of them a count says nothing.
-    if len(whole) < len(hardware.gpus.gpus) or len(devices) >= len(whole):
+    if len(whole) < len(usable) or len(devices) >= len(whole):
         return None
     return f"the engine sees {len(devices)} of {len(whole)} GPUs: {', '.join(devices)} of {_names(tuple(whole))}"
 
@@ -124,9 +131,8 @@ def check_driver(image: ImageFacts, hardware: Hardware) -> None:
     raise DriverTooOldError(message, hint=hint)
 
 
-def _with_kernels(image: ImageFacts, hardware: Hardware) -> Hardware:
-    """A chip that NVML does not tell stays in: the engine may know it."""
-    usable = [gpu for gpu in hardware.gpus.gpus if gpu.sm is None or any(runs_on(form, gpu.sm) for form in image.sm)]
+def _without_kernels(image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
+    usable = usable_gpus(image, hardware)
     strangers = [gpu for gpu in hardware.gpus.gpus if gpu not in usable]
     has = f"{image.cell} has kernels for SM {', '.join(image.sm) or 'none'}"
     if not usable:
@@ -135,14 +141,7 @@ def _with_kernels(image: ImageFacts, hardware: Hardware) -> Hardware:
         # A cell that names no chip carries all that its engine has: no other tag of the release helps.
         other = f"use the image {tags}; " if "-sm" in image.cell else ""
         raise NoKernelError(message, hint=f"{other}{SELECT} says whether there is one")
-    left = [f"{_names((gpu,))} is left out: {has}" for gpu in strangers]
-    return _warned(replace(hardware, gpus=replace(hardware.gpus, gpus=tuple(usable))), *left)
-
-
-def _warned(hardware: Hardware, *warnings: str) -> Hardware:
-    if not warnings:
-        return hardware
-    return replace(hardware, gpus=replace(hardware.gpus, warnings=(*hardware.gpus.warnings, *warnings)))
+    return tuple(f"{_names((gpu,))} is left out: {has}" for gpu in strangers)
 
 
 def _names(gpus: tuple[Gpu, ...]) -> str:

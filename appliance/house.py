@@ -73,6 +73,7 @@ class Prepared:
     install: Install
     inputs: Inputs
     key: Key
+    warnings: tuple[str, ...] = ()  # of what this image leaves unused
 
     def space(self, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from appliance.boot import install_of, load_engine, load_facts, load_model, look_at_draft
-from appliance.checks import check_supported
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
@@ -68,7 +67,7 @@ class Subject:
             settings=self.settings,
             image=self.image,
             facts=self.facts,
-            hardware=_as_usable(self.settings, self.image, self.hardware),
+            hardware=self.hardware,
             model=model,
             kernels=usable or Kernels(variant=None, isa=self.hardware.cpu.isa),
             draft=draft,
@@ -149,7 +148,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
         return
     with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
         open_volume(settings.data_dir, image.build_id)
-    inputs = replace(subject.inputs(model, draft), hardware=subject.hardware)
+    inputs = subject.inputs(model, draft)
     for result in subject.engine.check_kernels(subject.install, inputs):
         if result.error is not None:
             yield failed(result.name, result.error)
@@ -157,14 +156,6 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
             yield warned(result.name, result.problem, result.hint)
         else:
             yield passed(result.name, result.words)
-
-
-def _as_usable(settings: Settings, image: ImageFacts, hardware: Hardware) -> Hardware:
-    """As a start plans; where it would refuse the machine, that is said already, and the whole of it is planned."""
-    try:
-        return check_supported(settings, image, hardware)
-    except FatalError:
-        return hardware
 
 
 def _speeds(settings: Settings, hardware: Hardware) -> Check:

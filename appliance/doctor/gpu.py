@@ -61,21 +61,20 @@ def _usable(
     if image is None:
         return
     try:
-        usable = check_supported(settings, image, hardware)
-        for warning in usable.gpus.warnings[len(hardware.gpus.warnings) :]:
+        for warning in check_supported(settings, image, hardware):
             yield warned("gpu", warning, "`python -m images select` names the image for each GPU")
-        if image.cuda is None or not usable.gpus.gpus or settings.devices == "none":
+        if image.cuda is None or not hardware.gpus.gpus or settings.devices == "none":
             yield passed("gpu", "none is asked for" + (": devices is none" if settings.devices == "none" else ""))
             return
         if ask_engine is None:
             yield passed("gpu", "the image has kernels for it; the engine was not asked")
             return
         devices = ask_engine()
-        check_devices(image, usable, devices.names, devices.said)
+        check_devices(image, hardware, devices.names, devices.said)
     except FatalError as error:
         yield failed("gpu", error)
         return
-    if words := why_fewer(usable, devices.names):
+    if words := why_fewer(image, hardware, devices.names):
         yield warned("gpu", words, "CUDA_VISIBLE_DEVICES may hide one; else look for Xid in `dmesg` on the host")
         return
     yield passed("gpu", f"the engine sees {', '.join(devices.names)}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from facts import IMAGE, machine
 
-from appliance.checks import check_devices, check_supported, tag_for, why_fewer
+from appliance.checks import check_devices, check_supported, tag_for, usable_gpus, why_fewer
 from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
 from appliance.image_facts import TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
@@ -69,11 +69,11 @@ def test_machine_code_runs_where_nvidia_says_so(form: str, sm: str, runs: bool) 
     assert runs_on(form, sm) is runs
 
 
-def test_what_fits_passes_unchanged() -> None:
+def test_what_fits_is_nothing_to_warn_of() -> None:
     hardware = given(gpu())
-    assert check_supported(AUTO, CUDA_IMAGE, hardware) == hardware
+    assert check_supported(AUTO, CUDA_IMAGE, hardware) == ()
     newer_minor = given(gpu("89"))
-    assert check_supported(AUTO, CUDA_IMAGE, newer_minor) == newer_minor
+    assert check_supported(AUTO, CUDA_IMAGE, newer_minor) == ()
 
 
 def test_a_gpu_without_kernels_is_20_and_names_the_tag_that_has_them() -> None:
@@ -86,21 +86,23 @@ def test_a_gpu_without_kernels_is_20_and_names_the_tag_that_has_them() -> None:
 
 
 def test_of_several_gpus_those_without_kernels_are_left_out_with_a_reason() -> None:
-    usable = check_supported(AUTO, CUDA_IMAGE, given(gpu("75", 0, "old"), gpu("86", 1), gpu("89", 2)))
-    assert [each.index for each in usable.gpus.gpus] == [1, 2]
-    assert usable.gpus.warnings == ("old (SM 75) is left out: llama-cu130-sm86 has kernels for SM 86",)
+    hardware = given(gpu("75", 0, "old"), gpu("86", 1), gpu("89", 2))
+    warnings = check_supported(AUTO, CUDA_IMAGE, hardware)
+    assert warnings == ("old (SM 75) is left out: llama-cu130-sm86 has kernels for SM 86",)
+    assert [each.index for each in usable_gpus(CUDA_IMAGE, hardware)] == [1, 2]
+    assert why_fewer(CUDA_IMAGE, hardware, ("CUDA0", "CUDA1")) is None
 
 
 def test_a_chip_that_is_not_told_is_not_judged() -> None:
     hardware = given(gpu(None))
-    assert check_supported(AUTO, CUDA_IMAGE, hardware) == hardware
+    assert check_supported(AUTO, CUDA_IMAGE, hardware) == ()
 
 
 @pytest.mark.parametrize(("driver", "is_old"), [("575.57.08", True), ("579.99", True), ("580", False), (None, False)])
 def test_a_driver_below_the_floor_is_21(driver: str | None, is_old: bool) -> None:
     hardware = given(gpu(), driver=driver, cuda="12.9")
     if not is_old:
-        assert check_supported(AUTO, CUDA_IMAGE, hardware) == hardware
+        assert check_supported(AUTO, CUDA_IMAGE, hardware) == ()
         return
     error = refusal(CUDA_IMAGE, hardware)
     assert isinstance(error, DriverTooOldError)
@@ -146,8 +148,8 @@ def test_a_gpu_that_was_given_and_cannot_be_used_is_23_with_its_cause(
 
 
 def test_a_cuda_image_without_a_gpu_serves_on_the_cpu_and_says_so() -> None:
-    usable = check_supported(AUTO, CUDA_IMAGE, machine())
-    assert "serving on the CPU" in usable.gpus.warnings[0]
+    warnings = check_supported(AUTO, CUDA_IMAGE, machine())
+    assert "serving on the CPU" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -167,13 +169,13 @@ def test_a_gpu_given_to_an_image_without_kernels_is_23_and_never_the_cpu_in_sile
 
 def test_a_gpu_that_nobody_gave_is_no_reason() -> None:
     hardware = replace(machine(), gpus=GpuProbe(gpus=(gpu(),)))
-    assert check_supported(AUTO, IMAGE, hardware) == hardware
+    assert check_supported(AUTO, IMAGE, hardware) == ()
 
 
 def test_who_asks_for_no_gpu_is_not_refused_for_one() -> None:
     broken = given(gpu("75"), driver="470.1", problem="hangs")
-    assert check_supported(replace(AUTO, devices="none"), CUDA_IMAGE, broken) == broken
-    assert check_supported(replace(AUTO, devices="none"), IMAGE, broken) == broken
+    assert check_supported(replace(AUTO, devices="none"), CUDA_IMAGE, broken) == ()
+    assert check_supported(replace(AUTO, devices="none"), IMAGE, broken) == ()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +198,7 @@ def test_an_engine_that_sees_no_gpu_is_23(said: str, remedy: str) -> None:
 
 def test_an_engine_that_sees_some_of_the_gpus_is_said() -> None:
     two = given(gpu(index=0), gpu(index=1))
-    assert why_fewer(two, ("CUDA0", "CUDA1")) is None
-    assert (why_fewer(two, ("CUDA0",)) or "").startswith("the engine sees 1 of 2 GPUs: CUDA0 of Test 9000")
+    assert why_fewer(CUDA_IMAGE, two, ("CUDA0", "CUDA1")) is None
+    assert (why_fewer(CUDA_IMAGE, two, ("CUDA0",)) or "").startswith("the engine sees 1 of 2 GPUs: CUDA0 of Test 9000")
     slices = given(replace(gpu(), mig_profile="1g.10gb"), replace(gpu(index=0), mig_profile="1g.10gb"))
-    assert why_fewer(slices, ("CUDA0",)) is None
+    assert why_fewer(CUDA_IMAGE, slices, ("CUDA0",)) is None
