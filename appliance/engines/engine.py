@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from appliance import engines
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError, FatalError
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from appliance.model import Model
     from appliance.report import Report
 
-_FOLDER = Path(__file__).parent
+
+_NOT_OFFERED = "the engine's space offers nothing that needs it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ class Ending(Protocol):
 
 
 class Space(Protocol):
-    """Every plan for one set of inputs."""
+    """Every plan for one set of inputs. What has a body here an engine need not have."""
 
     @property
     def best(self) -> Plan:
@@ -138,6 +140,7 @@ class Space(Protocol):
     @property
     def predicted(self) -> Plan:
         """What is served where nothing was measured. Raises ModelDoesNotFitError (31)."""
+        return self.best
 
     @property
     def native(self) -> int:
@@ -155,15 +158,19 @@ class Space(Protocol):
     def offers(self) -> tuple[Offer, ...]:
         """Kinds of speculative decoding that model and engine can do, the likeliest first. Raises ConfigError (10) for
         one that was asked for and cannot be done."""
+        return ()
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
-        """What it adds to the plan."""
+        """Of a kind that is offered: what it adds to the plan."""
+        raise ValueError(_NOT_OFFERED)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
         """Raises ModelDoesNotFitError (31) where there is no room."""
+        raise ValueError(_NOT_OFFERED)
 
     def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
         """As a plan that was measured, where that still holds."""
+        return plan
 
     def costs(self, plan: Plan) -> Costs:
         """For the predictor."""
@@ -171,19 +178,24 @@ class Space(Protocol):
     @property
     def knob_effects(self) -> Mapping[str, KnobEffect]:
         """For the predictor: by knob of `Plan.knobs`, what it does beyond the costs."""
+        return {}
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
+        return ()
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
         """With as much less room as the engine lacked when it loaded the plan. None where the plan takes nothing in
         that place."""
+        return None
 
     def kinds_to_check(self) -> tuple[str, ...]:
         """KV cache types that would carry a much longer context, if they were shown to be harmless."""
+        return ()
 
     def modelled(self, plan: Plan) -> str | None:
         """A line for `--explain` on what was not built yet, or None."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +226,22 @@ class Guard(Protocol):
 
     def rule_out(self, variant: str, seen: str) -> RuledOut:
         """For this and later starts. All that is ruled out."""
+
+    def give_up(self) -> None: ...
+
+
+class NoGuard:
+    """Of an engine whose kernels need no check."""
+
+    is_checking = False
+
+    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None: ...
+
+    async def finish(self) -> tuple[str, str] | None:
+        return None
+
+    def rule_out(self, variant: str, seen: str) -> RuledOut:
+        return RuledOut(seen={variant: seen})
 
     def give_up(self) -> None: ...
 
@@ -281,7 +309,8 @@ class TextReader(Protocol):
 
 
 class Engine(Protocol):
-    """One engine. Methods that only read have no state; none keeps anything between calls but on the volume."""
+    """One engine. Methods that only read have no state; none keeps anything between calls but on the volume. What has a
+    body here an engine need not have."""
 
     @property
     def name(self) -> str:
@@ -301,6 +330,7 @@ class Engine(Protocol):
     @property
     def dropped_headers(self) -> frozenset[bytes]:
         """Of a request, lower case: what the engine must not see."""
+        return frozenset()
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""
@@ -309,31 +339,38 @@ class Engine(Protocol):
         self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
     ) -> Devices:
         """GPUs that the engine itself sees. With `may_recall` a good answer of an earlier start is believed."""
+        return Devices()
 
     def ruled_out(self, cache_dir: Path, image: ImageFacts, cpu: Cpu) -> RuledOut:
         """What earlier starts saw of the kernels on this CPU. Writes nothing."""
+        return RuledOut()
 
     def choose_kernels(
         self, settings: Settings, facts: EngineFacts, cpu: Cpu, ruled_out: RuledOut | None = None
     ) -> Kernels:
         """Raises ConfigError (10) for a variant that cannot be used, CpuUnsupportedError (22) where none is left."""
+        return Kernels(variant=None, isa=cpu.isa)
 
-    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard: ...
+    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
+        return NoGuard()
 
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
         """All that this machine can run, for the model's types. What fails is ruled out."""
+        return iter(())
 
     def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
 
     def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
         """What it lacked that ended with this error and log while it loaded. None where they do not tell of memory."""
+        return None
 
     def refine(
         self, plans: Sequence[Plan], install: Install, *, budget_s: float, is_wanted: Callable[[], bool]
     ) -> Sequence[Plan]:
         """In their order, with what the engine's own loader says that they need, without those that do not fit by it.
         Blocks for `budget_s` at most, and ends once `is_wanted` says no, from whichever thread."""
+        return plans
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command: ...
 
@@ -342,6 +379,7 @@ class Engine(Protocol):
 
     def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
         """For the check of KV cache types that `Space.kinds_to_check` names."""
+        raise ValueError(_NOT_OFFERED)
 
     def is_worth_showing(self, line: str) -> bool:
         """Whether a line of its log belongs into ours."""
@@ -376,4 +414,5 @@ def read_facts(binary: Path, kv_pairs: str) -> EngineFacts:
 
 
 def _folders_with(module: str) -> list[str]:
-    return sorted(path.parent.name for path in _FOLDER.glob(f"*/{module}"))
+    """Of every folder that is on the package's path: an engine may be installed elsewhere."""
+    return sorted(path.parent.name for folder in engines.__path__ for path in Path(folder).glob(f"*/{module}"))

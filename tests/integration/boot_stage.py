@@ -42,6 +42,8 @@ ANSWER_S = 30.0  # for what takes a second on a quiet machine
 class Home:
     """A volume with one small model, the facts of an image, and an engine folder."""
 
+    program = "appliance"  # the module that is run
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.data = folder / "data"
@@ -144,7 +146,7 @@ esac
         with short_folder() as folder:
             runtime_dir = beside.runtime_dir if beside else folder
             return subprocess.run(
-                [sys.executable, "-m", "appliance", *words],
+                [sys.executable, "-m", self.program, *words],
                 env=self.environment(runtime_dir, **settings),
                 cwd=ROOT,
                 capture_output=True,
@@ -170,7 +172,7 @@ esac
             settings = {"port": str(free_port()), **settings}
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "appliance", "serve"],
+                    [sys.executable, "-m", self.program, "serve"],
                     env=self.environment(runtime_dir, **settings),
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
