@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.engines.llama.planning.assumptions import DRAM_GB_S, DRAM_SHARE
-from appliance.engines.llama.planning.costs import CPU_FIXED_MS, cpu_costs, with_threads
+from appliance.engines.llama.planning.roofline import CPU_FIXED_MS, cpu_costs, with_threads
 from appliance.plan import Costs
 from appliance.tune.curve import Curve, Point
 from appliance.tune.terms import Candidate, Value

@@ -23,7 +23,6 @@ class Costs:
     cpu_prefill_ms: float = 0.0
     copy_ms: float = 0.0  # host weights to a GPU, once a batch of a prompt
     prefill_depth_us: float = 0.0
-    window: int | None = None  # past which the cache's share grows no longer
     batch: int = 512  # tokens of a prompt that are worked on at once
 
     def __add__(self, other: Costs) -> Costs:
@@ -31,4 +30,4 @@ class Costs:
         return replace(self, **sums)
 
 
-_SUMMED = tuple(name for name in Costs.__dataclass_fields__ if name not in ("window", "batch"))
+_SUMMED = tuple(name for name in Costs.__dataclass_fields__ if name != "batch")

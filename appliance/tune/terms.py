@@ -109,13 +109,12 @@ class Effects:
 def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[Term, ...]:
     """Of one token with `depth` in the cache."""
     work = candidate.work
-    seen = depth if work.window is None else min(depth, work.window)
     parts = (
         ("gpu", work.gpu_ms),
         ("cpu", work.cpu_ms),
         ("fixed", work.fixed_ms),
-        ("gpu_depth", work.gpu_depth_us * seen / 1000),
-        ("cpu_depth", work.cpu_depth_us * seen / 1000),
+        ("gpu_depth", work.gpu_depth_us * depth / 1000),
+        ("cpu_depth", work.cpu_depth_us * depth / 1000),
     )
     return _with_effects(candidate, effects, parts, "decode")
 

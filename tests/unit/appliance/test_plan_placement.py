@@ -21,7 +21,7 @@ from appliance.engines.llama.planning.memory import (
     output_mib,
 )
 from appliance.engines.llama.planning.placement import Machine, Work, place
-from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Rates
+from appliance.engines.llama.planning.roofline import DEPTH, HOP, Roofline
 from appliance.model import Layer, Model
 
 LAYERS = 6
@@ -59,7 +59,7 @@ def device(index: int, free_mib: float, gb_s: float) -> Device:
 def cheapest_by_counting(work: Work, devices: tuple[Device, ...], dram_gb_s: float) -> int | None:
     """All runs of layers on all devices in order, none on the CPU."""
     model, layers = work.model, layers_of(work.model)
-    rates = Rates(model=model, kv_type="f16", ubatch=work.ubatch, dram_gb_s=dram_gb_s, upload=None)
+    roofline = Roofline(model=model, kv_type="f16", ubatch=work.ubatch, dram_gb_s=dram_gb_s, depth=DEPTH)
     mib = [
         (la.dense_bytes + layer_kv_bytes(la, "f16", work.context, work.ubatch, work.parallel)) / MIB for la in layers
     ]
@@ -76,9 +76,11 @@ def cheapest_by_counting(work: Work, devices: tuple[Device, ...], dram_gb_s: flo
             logits = output_mib(model, work.parallel) if end == len(mib) else 0.0
             if sum(mib[start:end]) + buffer + logits > card.free_mib:
                 break
-            cost += sum(rates.on_gpu(layer, card).job for layer in layers[start : min(end, len(layers))])
-            cost += rates.output(card.bandwidth_gb_s).job if end == len(mib) else 0
-            cost += HOP_PS * TOKENS_OUT if start else 0
+            cost += sum(
+                roofline.job(roofline.on_gpu(layer, card)).job for layer in layers[start : min(end, len(layers))]
+            )
+            cost += roofline.job(roofline.output_on_gpu(card)).job if end == len(mib) else 0
+            cost += HOP.job if start else 0
         else:
             found.append(cost)
     return min(found, default=None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_plan_gpus import shape, space, with_gpus
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
+from appliance.engines.llama.planning.roofline import DEPTH, TOKENS_IN
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speed import DEPTH, TOKENS_IN
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Plan
 from appliance.probe import Hardware

@@ -10,8 +10,9 @@ and bandwidth is as fast but for noise, it is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
+from functools import partial
 
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import (
@@ -25,9 +26,9 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Cost, Rates
+from appliance.engines.llama.planning.roofline import DEPTH, HOP, Cost, Roofline
 from appliance.model import Layer, Model
-from appliance.plan import Memory, Placement, Share, Speed
+from appliance.plan import Costs, Memory, Placement, Share, Speed
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
@@ -101,39 +102,35 @@ class _Table:
     gpus: tuple[tuple[int, ...], ...]
     apart: tuple[tuple[int, ...], ...]
     gpus_pay: bool  # every layer is at most half as long on any GPU: then the CPU gets none that fits on one
-    rates: Rates
+    roofline: Roofline
 
 
 def _table(work: Work, machine: Machine, devices: tuple[Device, ...]) -> _Table:
     """Costs do not depend on the context, so they are reckoned once a start."""
     key = (id(work.model), work.kv_type, work.ubatch, tuple(device.id for device in devices))
     if key not in machine.tables:
-        rates = Rates(
+        roofline = Roofline(
             model=work.model,
             kv_type=work.kv_type,
             ubatch=work.ubatch,
             dram_gb_s=machine.dram_gb_s,
             upload=devices[0] if devices else None,
+            depth=DEPTH,
         )
-        machine.tables[key] = _reckoned(rates, layers_of(work.model), devices)
+        machine.tables[key] = _job_costs(roofline, layers_of(work.model), devices)
     return machine.tables[key]
 
 
-def _reckoned(rates: Rates, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
-    cpu = tuple(0 if layer.is_draft else rates.on_cpu(layer).job for layer in layers)
-    gpus = tuple(tuple(0 if la.is_draft else rates.on_gpu(la, device).job for la in layers) for device in devices)
-    apart = tuple(
-        tuple(_apart(rates, layer, device).job for layer in layers) if rates.model.experts else row
-        for row, device in zip(gpus, devices, strict=True)
-    )
-    pay = all(2 * gpu <= on_cpu for row in gpus for gpu, on_cpu in zip(row, cpu, strict=True))
-    return _Table(cpu=cpu, gpus=gpus, apart=apart, gpus_pay=pay, rates=rates)
+def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
+    def row(on: Callable[[Layer], Costs]) -> tuple[int, ...]:
+        return tuple(0 if layer.is_draft else roofline.job(on(layer)).job for layer in layers)
 
-
-def _apart(rates: Rates, layer: Layer, device: Device) -> Cost:
-    if layer.is_draft:
-        return Cost()
-    return rates.experts_on_cpu(layer, device) if layer.expert_bytes else rates.on_gpu(layer, device)
+    cpu = row(roofline.on_cpu)
+    gpus = tuple(row(partial(roofline.on_gpu, device=device)) for device in devices)
+    has_experts = bool(roofline.model.experts)
+    apart = tuple(row(partial(roofline.experts_on_cpu, device=device)) for device in devices) if has_experts else gpus
+    pay = all(2 * gpu <= on_cpu for on_gpu in gpus for gpu, on_cpu in zip(on_gpu, cpu, strict=True))
+    return _Table(cpu=cpu, gpus=gpus, apart=apart, gpus_pay=pay, roofline=roofline)
 
 
 def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
@@ -189,7 +186,7 @@ class _Search:
         self._devices = devices
         self._experts_on_cpu = experts_on_cpu
         self._table = table
-        self._rates = table.rates
+        self._roofline = table.roofline
         self._layers = layers_of(work.model)
         self._count = len(self._layers) + 1
         self._ubatch = min(work.ubatch, padded(work.context))
@@ -327,7 +324,7 @@ class _Search:
         runs = list(itertools.pairwise(even))
         fits = all(self._need_mib(at, *run) <= self._room(at, run[0]) for at, run in enumerate(runs) if run[1] > run[0])
         time = costs[0][even[0]] + sum(costs[at + 1][run[1]] - costs[at + 1][run[0]] for at, run in enumerate(runs))
-        time += HOP_PS * TOKENS_OUT * sum(start > 0 for start, end in runs if end > start)
+        time += HOP.job * sum(start > 0 for start, end in runs if end > start)
         is_whole = even[-1] == self._count and all(runs[at][1] > runs[at][0] for at in used)
         return tuple(even) if is_whole and fits and time <= cost * (1 + EVEN_FOR) else ends
 
@@ -352,29 +349,32 @@ class _Search:
                 need = most - held[i] + copied[i]
                 if best[i] == _NEVER or need > rooms[i]:
                     continue
-                hop = 0 if i == 0 else HOP_PS * TOKENS_OUT
+                hop = 0 if i == 0 else HOP.job
                 found = (best[i][0] + cost[j] - cost[i] + hop, max(best[i][1], need / rooms[i]))
                 if found < chosen[j]:
                     chosen[j], ends[j] = found, (*came[i], j)
         return chosen, ends
 
     def _cpu_costs(self) -> list[int]:
-        output = self._rates.output(self._machine.dram_gb_s).job
-        return [0, *itertools.accumulate((*self._table.cpu, output))]
+        return [0, *itertools.accumulate((*self._table.cpu, self._output().job))]
 
     def _gpu_costs(self, at: int) -> list[int]:
         first = self._table.apart[at][: self._experts_on_cpu]
         rest = self._table.gpus[at][self._experts_on_cpu :]
-        output = self._rates.output(self._devices[at].bandwidth_gb_s).job
-        return [0, *itertools.accumulate((*first, *rest, output))]
+        return [0, *itertools.accumulate((*first, *rest, self._output(self._devices[at]).job))]
 
-    def _on(self, device: Device, at: int) -> Cost:
-        layer = self._layers[at]
+    def _output(self, device: Device | None = None) -> Cost:
+        roofline = self._roofline
+        return roofline.job(roofline.output_on_gpu(device) if device else roofline.output_on_cpu())
+
+    def _layer(self, at: int, device: Device | None = None) -> Cost:
+        layer, roofline = self._layers[at], self._roofline
         if layer.is_draft:
             return Cost()
-        if at < self._experts_on_cpu and layer.expert_bytes:
-            return self._rates.experts_on_cpu(layer, device)
-        return self._rates.on_gpu(layer, device)
+        if device is None:
+            return roofline.job(roofline.on_cpu(layer))
+        is_apart = at < self._experts_on_cpu
+        return roofline.job((roofline.experts_on_cpu if is_apart else roofline.on_gpu)(layer, device))
 
     def _placed(self, ends: tuple[int, ...], bound: int) -> Placed:
         cpu_layers = ends[0]
@@ -406,15 +406,12 @@ class _Search:
         return Placed(placement=placement, host=self._host(cpu_layers), speed=cost.speed(), cost=bound)
 
     def _cost(self, cpu_layers: int, runs: list[tuple[Device, int, int]]) -> Cost:
-        total = Cost()
-        for at in range(min(cpu_layers, self._count - 1)):
-            total += Cost() if self._layers[at].is_draft else self._rates.on_cpu(self._layers[at])
+        last = self._count - 1
+        parts = [self._layer(at) for at in range(min(cpu_layers, last))]
         if cpu_layers == self._count:
-            total += self._rates.output(self._machine.dram_gb_s)
+            parts.append(self._output())
         for device, start, end in runs:
-            for at in range(start, min(end, self._count - 1)):
-                total += self._on(device, at)
-            if end == self._count:
-                total += self._rates.output(device.bandwidth_gb_s)
-            total += Cost(decode=HOP_PS if start else 0)
-        return total
+            parts += [self._layer(at, device) for at in range(start, min(end, last))]
+            parts += [self._output(device)] if end == self._count else []
+            parts += [HOP] if start else []
+        return sum(parts, Cost())

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.costs import costs_of, with_threads
 from appliance.engines.llama.planning.decide import (
     BATCH,
     UBATCH,
@@ -34,6 +33,7 @@ from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.placement import Placed, place
+from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
 from appliance.engines.llama.planning.speculation import applied, as_asked, kinds, reckon, still_applied
@@ -319,8 +319,20 @@ class Space:
         launch, scene = launch_of(plan), self._scene
         key = (plan.placement.in_short(), plan.kv_type, launch.ubatch)
         if key not in self._costs:
-            self._costs[key] = costs_of(scene.model, plan.placement, scene.machine, plan.kv_type, launch.ubatch)
+            self._costs[key] = self._costs_of(plan, launch.ubatch)
         return with_threads(self._costs[key], launch.threads, max(1, scene.hardware.cpu.cores))
+
+    def _costs_of(self, plan: Plan, ubatch: int) -> Costs:
+        machine, shares = self._scene.machine, plan.placement.shares
+        devices = {device.id: device for device in machine.devices}
+        roofline = Roofline(
+            model=self._scene.model,
+            kv_type=plan.kv_type,
+            ubatch=ubatch,
+            dram_gb_s=machine.dram_gb_s,
+            upload=devices[shares[0].id] if shares else None,
+        )
+        return costs_of(roofline, plan.placement, devices)
 
     @property
     def knob_effects(self) -> Mapping[str, KnobEffect]:
