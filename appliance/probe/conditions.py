@@ -6,10 +6,7 @@ somebody else's doing, and enough of it to be seen in a figure; our own threads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
-from types import NoneType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
 from appliance.probe.load import GpuLoad, GpuLoads, LoadSample
@@ -106,53 +103,6 @@ def conditions(
         gpus=_gpus(known or GpuProbe(), gpus.samples, before.own_pids | after.own_pids | gpus.own_pids),
         problem=gpus.problem,
     )
-
-
-def as_document(seen: Conditions) -> dict[str, Any]:
-    """Values that JSON knows, as they stand in a profile."""
-    return asdict(seen)
-
-
-def parse_conditions(document: object) -> Conditions:
-    """Raises ValueError for what `as_document` did not write."""
-    return Conditions(**_fields(Conditions, document, gpus=_parse_gpu))
-
-
-def _parse_gpu(document: object) -> GpuConditions:
-    return GpuConditions(
-        **_fields(GpuConditions, document, foreign=_parse_holder, newcomers=_parse_holder, reasons=_parse_word)
-    )
-
-
-def _parse_holder(document: object) -> GpuHolder:
-    return GpuHolder(**_fields(GpuHolder, document))
-
-
-def _parse_word(word: object) -> str:
-    if not isinstance(word, str):
-        message = f"a reason is not text: {word!r}"
-        raise ValueError(message)
-    return word
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "None": (NoneType,)}
-
-
-def _fields(kind: type[Any], document: object, **parsers: Any) -> dict[str, Any]:  # noqa: ANN401
-    names = {field.name for field in fields(kind)}
-    if not isinstance(document, dict) or set(document) != names:
-        message = f"{kind.__name__} has other fields than {', '.join(sorted(names))}: {document!r:.200}"
-        raise ValueError(message)
-    values: dict[str, Any] = {}
-    for field in fields(kind):
-        value = document[field.name]
-        allowed = tuple(each for word in str(field.type).split(" | ") for each in _TYPES.get(word, (list, tuple)))
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            message = f"{kind.__name__}.{field.name} is not {field.type}: {value!r:.200}"
-            raise ValueError(message)
-        parse = parsers.get(field.name)
-        values[field.name] = value if parse is None else tuple(parse(each) for each in document[field.name])
-    return values
 
 
 def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dict[str, float | None]:

@@ -415,7 +415,7 @@ def _parse(data: bytes) -> Profile:
 def _is(profile: Profile, data: bytes) -> bool:
     """As written: what was measured just now and what was read back differ in nothing that is kept."""
     with suppress(ValueError):
-        return dump_profile(_parse(data)) == dump_profile(profile)
+        return _parse(data) == parse_profile(dump_profile(profile))
     return False
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.documents import read
 from appliance.probe.cgroup import CpuGroup
-from appliance.probe.conditions import Conditions, GpuConditions, as_document, conditions, parse_conditions
+from appliance.probe.conditions import Conditions, GpuConditions, conditions
 from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
 from appliance.probe.load import GpuLoad, GpuLoads, GpuProcess, LoadSample
 from tests.fakes.machines import gpus_of
@@ -242,7 +243,7 @@ def test_any_counters_make_shares_that_a_profile_can_keep(
     shares = (seen.own_cpu, seen.foreign_cpu, seen.steal, seen.throttled, seen.throttled_others, seen.cpu_pressure)
     assert all(share is None or 0 <= share <= 1 for share in shares)
     assert seen.disturbance is None or seen.disturbance.strip()
-    assert parse_conditions(json.loads(json.dumps(as_document(seen)))) == seen
+    assert read(Conditions, json.loads(json.dumps(asdict(seen)))) == seen
 
 
 @pytest.mark.parametrize(
@@ -258,14 +259,14 @@ def test_any_counters_make_shares_that_a_profile_can_keep(
 )
 def test_a_damaged_record_is_refused(damage: dict[str, object]) -> None:
     seen = Conditions(interval_s=8, gpus=(GpuConditions(index=0, reasons=("power cap",)),))
-    document = as_document(seen)
-    assert parse_conditions(document) == seen
+    document = asdict(seen)
+    assert read(Conditions, document) == seen
     with pytest.raises(ValueError, match=r"Conditions"):
-        parse_conditions(document | damage)
+        read(Conditions, document | damage)
 
 
 def test_a_reason_that_is_no_word_is_refused() -> None:
-    document = as_document(Conditions(interval_s=8, gpus=(GpuConditions(index=0),)))
+    document = asdict(Conditions(interval_s=8, gpus=(GpuConditions(index=0),)))
     document["gpus"][0]["reasons"] = [4]
-    with pytest.raises(ValueError, match="a reason is not text: 4"):
-        parse_conditions(document)
+    with pytest.raises(ValueError, match=r"Conditions: Expected `str`, got `int` - at `\$.gpus\[0\].reasons\[0\]`"):
+        read(Conditions, document)

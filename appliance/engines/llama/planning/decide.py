@@ -234,7 +234,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         load_mode=load_mode,
         is_embedding=model.is_embedding_model,
         memory=host,
-        usable_mib=hardware.memory.usable_mib - unified_mib(scene, window.placed.placement),
+        usable_mib=float(hardware.memory.usable_mib - unified_mib(scene, window.placed.placement)),
         cpu_variant=scene.kernels.variant,
         checkpoints=checkpoints,
         idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
