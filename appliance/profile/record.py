@@ -24,7 +24,7 @@ from appliance.tune.speeds import measured_speeds, predicted_speeds
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 4
+SCHEMA = 5
 # For speed.
 SETTINGS_THAT_MATTER = (
     "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "speculation",

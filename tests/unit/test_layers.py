@@ -86,6 +86,7 @@ ONLY_IN = {
     "uvicorn": ("appliance/gateway/",),
     "docker": ("images/docker.py", "appliance/host/"),
     "msgspec": ("appliance/documents.py",),
+    "psutil": ("appliance/probe/processes.py",),
 }
 
 

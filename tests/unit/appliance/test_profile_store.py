@@ -83,7 +83,6 @@ conditions = st.builds(
     own_cpu=st.none() | st.floats(0, 1),
     foreign_cpu=st.none() | st.floats(0, 1),
     steal=st.none() | st.floats(0, 1),
-    cpu_pressure=st.none() | st.floats(0, 1),
     gpus=st.lists(st.just(CARD), max_size=2).map(tuple),
     problem=st.none() | st.text(),
 )
