@@ -273,7 +273,7 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other = shelf.folder / "of-another-appliance.json"
     other.write_text(text)
     assert shelf.store.all() == ()
-    assert [(found.id, found.schema) for found in shelf.store.strangers()] == [("of-another-appliance", str(schema))]
+    assert [(found.id, found.schema) for found in shelf.store.foreign()] == [("of-another-appliance", str(schema))]
     words = f"schema of profiles: {schema} -> {SCHEMA}; of-another-appliance is kept"
     assert shelf.store.why_unused(key("b2"), "small.gguf") == words
     assert shelf.store.why_unused(key(size=1), "small.gguf") is None
@@ -550,7 +550,7 @@ def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> No
     shelf.store.keep(key(), PARTIAL)
     assert shelf.store.kept(key()) == PARTIAL
     assert shelf.store.kept(key("b2")) == Partial()
-    assert (shelf.store.load(key()), shelf.store.all(), shelf.store.strangers()) == (None, (), ())
+    assert (shelf.store.load(key()), shelf.store.all(), shelf.store.foreign()) == (None, (), ())
     assert shelf.store.save(profile())
     assert shelf.store.kept(key()) == Partial()
     assert not kept(shelf).exists()
