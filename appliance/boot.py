@@ -15,7 +15,7 @@ from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, p
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import TASTES, Plan
 from appliance.probe import Hardware, count_oom_kills, probe
-from appliance.profile import Key, Picked, Profile, ProfileStore, Standing, make_key, pick
+from appliance.profile import Key, Picked, Profile, ProfileStatus, ProfileStore, make_key, pick
 from appliance.report import Report
 from appliance.settings import Settings
 from appliance.supervisor import become_subreaper
@@ -114,7 +114,7 @@ class Foretold:
     found: Prepared
     space: Space
     profile: Profile | None = None
-    standing: Standing | None = None
+    standing: ProfileStatus | None = None
 
 
 def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
@@ -126,7 +126,7 @@ def foretell(settings: Settings, environment: Mapping[str, str]) -> Foretold:
     space = found.space(verdicts)
     picked = pick(profile, settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
-        standing = store.standing(profile)
+        standing = store.status(profile)
         return Foretold(plan=picked.plan, found=found, space=space, profile=profile, standing=standing)
     return Foretold(plan=found.predicted(verdicts), found=found, space=space)
 

@@ -780,7 +780,7 @@ class House:
         if self._profile is None:
             return None
         try:
-            return self._store.standing(self._profile).as_document()
+            return self._store.status(self._profile).as_document()
         except VolumeError as error:  # serving goes on without its volume, and so does what is told of it
             return {"problem": error.message}
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from appliance.documents import read
+
 SCHEMA = 1
 IMAGE_FACTS_PATH = "/opt/appliance/image_facts.json"
 ENGINE_FACTS_PATH = "/opt/appliance/engine_facts.json"
@@ -87,41 +88,21 @@ def dump_facts(facts: ImageFacts | EngineFacts) -> str:
 
 def parse_image_facts(text: str) -> ImageFacts:
     """Raises ValueError when `text` is not what `dump_facts` writes."""
-    data = _checked(text, "image facts")
-    recipe = data.pop("recipe", None)
-    return _built(ImageFacts, {**data, "recipe": Recipe(**recipe) if recipe else None})
+    return read(ImageFacts, _checked(text, "image facts"))
 
 
 def parse_engine_facts(text: str) -> EngineFacts:
     """Raises ValueError when `text` is not what `dump_facts` writes."""
-    data = _checked(text, "engine facts")
-    variants = data.pop("cpu_variants", [])
-    if not isinstance(variants, list) or not all(isinstance(row, dict) for row in variants):
-        message = f"engine facts have no list of CPU variants: {variants!r:.80}"
-        raise ValueError(message)
-    return _built(EngineFacts, {**data, "cpu_variants": [_built(CpuVariant, row) for row in variants]})
+    return read(EngineFacts, _checked(text, "engine facts"))
 
 
 def _checked(text: str, what: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"{what} are not JSON: {error}"
         raise ValueError(message) from error
     if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
         message = f"{what} have another schema than {SCHEMA}"
         raise ValueError(message)
     return data
-
-
-def _built(kind: type[T], data: dict[str, Any]) -> T:
-    tuples = {name: _as_tuple(value) for name, value in data.items() if isinstance(value, list)}
-    try:
-        return kind(**{**data, **tuples})
-    except TypeError as error:
-        message = f"{kind.__name__}: {error}"
-        raise ValueError(message) from error
-
-
-def _as_tuple(value: Any) -> Any:  # noqa: ANN401 - JSON
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

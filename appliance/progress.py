@@ -12,7 +12,6 @@ from appliance.values import dataclass
 
 class Phase(StrEnum):
     STARTING = "starting"
-    DOWNLOADING = "downloading"
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
@@ -24,7 +23,6 @@ class Phase(StrEnum):
 
 DOING = {
     Phase.STARTING: "the appliance is starting",
-    Phase.DOWNLOADING: "the model is being downloaded",
     Phase.LOADING: "the model is being loaded",
     Phase.TUNING: "the machine is being measured",
     Phase.READY: "the model is ready",
@@ -37,11 +35,10 @@ DOING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """`fraction` of the phase that is done, 0 to 1, None when unknown; `since` is time.monotonic() at its beginning."""
+    """`since` is time.monotonic() at the beginning of the phase."""
 
     phase: Phase
     message: str = ""
-    fraction: float | None = None
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -53,9 +50,8 @@ class Progress:
         return self.phase is Phase.HELD
 
     def sentence(self) -> str:
-        """What is being done and how far it is: "the model is being loaded: weights (42 %)"."""
-        text = f"{DOING[self.phase]}: {self.message}" if self.message else DOING[self.phase]
-        return text if self.fraction is None else f"{text} ({self.fraction * 100:.0f} %)"
+        """What is being done: "the model is being loaded: weights"."""
+        return f"{DOING[self.phase]}: {self.message}" if self.message else DOING[self.phase]
 
     def document(self) -> dict[str, Any]:
         """The body of a readiness answer that is not "ready"."""
@@ -63,6 +59,5 @@ class Progress:
             "status": "not ready",
             "phase": str(self.phase),
             "message": self.sentence(),
-            "fraction": self.fraction,
             "elapsed_s": round(max(0.0, time.monotonic() - self.since), 1),
         }

@@ -104,7 +104,7 @@ def not_ready(progress: Progress) -> Refusal:
     if progress.phase is Phase.FAILED:
         # No Retry-After: nothing is under way that would make waiting worth it.
         return Refusal(503, "engine_died", progress.sentence(), kind="service_unavailable")
-    wait_s = RETRY_LATER_S if progress.phase in (Phase.DOWNLOADING, Phase.TUNING) else RETRY_SOON_S
+    wait_s = RETRY_LATER_S if progress.phase is Phase.TUNING else RETRY_SOON_S
     return Refusal(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=(_retry(wait_s),))
 
 

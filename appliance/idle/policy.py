@@ -18,7 +18,6 @@ class Do(StrEnum):
     END = "end"
 
 
-ALONE = frozenset({Do.MEASURE_ALONE, Do.CHANGE_ALONE})
 """Requests that come meanwhile are held, and the engine is loaded anew."""
 
 

@@ -44,7 +44,7 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
 
 
 def _with_projector(model: Model) -> Model:
-    """A projector is counted, not loaded; one that cannot be read is as none, since the model can do without."""
+    """A projector is named, not loaded; one that cannot be read is as none, since the model can do without."""
     path = find_projector(model.path)
     if path is None:
         return model
@@ -54,4 +54,4 @@ def _with_projector(model: Model) -> Model:
         return model
     if gguf.metadata.get("general.architecture") != "clip":
         return model
-    return replace(model, projector=path, projector_bytes=sum(tensor.size_bytes for tensor in gguf.tensors))
+    return replace(model, projector=path)

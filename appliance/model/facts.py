@@ -59,7 +59,6 @@ class Model:
     format: Format
     architecture: str
     name: str
-    size_label: str | None
     file_bytes: int
     header_bytes: int
     weights_bytes: int
@@ -78,7 +77,6 @@ class Model:
     experts: int
     experts_used: int
     expert_bytes: int  # of all routed experts together
-    sliding_window: int | None  # as the header has it; what the engine makes of it is `swa_window`
     output_is_tied: bool  # the token embedding is the output matrix, too
     has_chat_template: bool
     is_embedding_model: bool
@@ -87,10 +85,7 @@ class Model:
     stack: tuple[Layer, ...] = ()  # every layer in order, draft layers last
     embedding_bytes: int = 0  # the token embedding and what else is looked up: a token reads one row
     output_bytes: int = 0  # output matrix, final norm, the rest; a tied embedding is counted here a second time
-    expert_shared_bytes: int = 0  # of all shared experts; part of the layers' dense_bytes
-    swa_window: int | None = None  # of the sliding layers
     projector: Path | None = None  # a multimodal projector that lies beside the model
-    projector_bytes: int = 0
     embedding_type: str | None = None  # of the token embedding
     recurrent_length: int = 0  # inner width of recurrent layers
     recurrent_channels: int = 0  # that their convolution runs over
@@ -121,7 +116,6 @@ def parse_facts(gguf: Gguf) -> Model:
         format="gguf",
         architecture=keys.architecture,
         name=keys.text("general.name") or gguf.path.stem,
-        size_label=keys.text("general.size_label"),
         file_bytes=gguf.file_bytes,
         header_bytes=gguf.header_bytes,
         weights_bytes=sum(tensor.size_bytes for tensor in gguf.tensors),
@@ -140,7 +134,6 @@ def parse_facts(gguf: Gguf) -> Model:
         experts=experts,
         experts_used=_experts_used(keys, layers, experts),
         expert_bytes=sum(weights.expert_bytes),
-        sliding_window=keys.number("attention.sliding_window", default=0) or None,
         output_is_tied=_is_tied(gguf.tensors),
         has_chat_template="tokenizer.chat_template" in gguf.metadata,
         is_embedding_model=_is_embedding_model(keys),
@@ -153,8 +146,6 @@ def parse_facts(gguf: Gguf) -> Model:
         recurrent_length=keys.number("ssm.inner_size", default=0),
         recurrent_channels=_channels(keys),
         expert_length=keys.number("expert_feed_forward_length", default=0) if experts else 0,
-        expert_shared_bytes=weights.shared_expert_bytes,
-        swa_window=next((layer.window for layer in stack if layer.window), None),
     )
 
 

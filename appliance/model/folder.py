@@ -18,7 +18,6 @@ _LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
-_SHARED_EXPERTS = re.compile(r"\.shared_experts?\.")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -41,7 +40,6 @@ def read_folder(folder: Path) -> Model:
         format="safetensors",
         architecture=config.architecture,
         name=folder.name,
-        size_label=None,
         file_bytes=sum(shard.file_bytes for shard in shards),
         header_bytes=shards[0].header_bytes,
         weights_bytes=sum(tensor.size_bytes for tensor in tensors),
@@ -60,7 +58,6 @@ def read_folder(folder: Path) -> Model:
         experts=experts,
         experts_used=config.number("experts_used", default=0, high=experts) if experts else 0,
         expert_bytes=sum(weights.expert_bytes),
-        sliding_window=config.number("window", default=0) or None,
         output_is_tied=not any("lm_head." in tensor.name for tensor in tensors),
         has_chat_template=_has_chat_template(folder),
         is_embedding_model=(folder / "modules.json").exists(),
@@ -69,8 +66,6 @@ def read_folder(folder: Path) -> Model:
         stack=stack,
         embedding_bytes=weights.embedding_bytes,
         output_bytes=weights.output_bytes,
-        expert_shared_bytes=weights.shared_expert_bytes,
-        swa_window=next((layer.window for layer in stack if layer.window), None),
     )
 
 
@@ -136,10 +131,8 @@ def _weights(config: Config, tensors: Iterable[Stored], trunk: int, drafts: int)
             sums["embedding" if _EMBEDDING.search(tensor.name) else "output"] += tensor.size_bytes
             sums["head"] += tensor.size_bytes if "lm_head." in tensor.name else 0
             continue
-        is_shared = _SHARED_EXPERTS.search(tensor.name) is not None
         is_routed = _EXPERTS.search(tensor.name) is not None
         (experts if is_routed else dense)[number] += tensor.size_bytes
-        sums["shared"] += tensor.size_bytes if is_shared else 0
     empty = [number for number in range(trunk) if not dense[number]]
     if empty:
         config.fail(
@@ -151,7 +144,6 @@ def _weights(config: Config, tensors: Iterable[Stored], trunk: int, drafts: int)
         output_bytes=sums["output"] + (0 if sums["head"] else sums["embedding"]),
         dense_bytes=tuple(dense),
         expert_bytes=tuple(experts),
-        shared_expert_bytes=sums["shared"],
     )
 
 

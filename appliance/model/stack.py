@@ -21,7 +21,6 @@ LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 
 # What -ncmoe and --cpu-moe move: LLM_FFN_EXPS_REGEX of common/common.h; it takes biases and scales of experts, too.
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
-_SHARED_EXPERTS = re.compile(r"\.ffn_\w+_shexp\b")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Looked up by row, never multiplied, and kept in host memory by the engine.
 LOOKED_UP = ("token_embd.", "per_layer_token_embd.", "position_embd.", "token_types.")
@@ -85,7 +84,6 @@ class Weights:
     output_bytes: int
     dense_bytes: tuple[int, ...]
     expert_bytes: tuple[int, ...]
-    shared_expert_bytes: int
 
 
 def parse_heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: bool) -> Heads:
@@ -140,14 +138,12 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
         if int(block[1]) >= layers:
             keys.fail(f"it holds tensors of layer {block[1]}, and its header tells of {layers} layers")
         (experts if _EXPERTS.search(tensor.name) else dense)[int(block[1])] += tensor.size_bytes
-        sums["shared"] += tensor.size_bytes if _SHARED_EXPERTS.search(tensor.name) else 0
     tied = 0 if "output.weight" in sums else sums["token_embd.weight"]
     return Weights(
         embedding_bytes=sums["embedding"],
         output_bytes=sums["output"] + tied,
         dense_bytes=tuple(dense),
         expert_bytes=tuple(experts),
-        shared_expert_bytes=sums["shared"],
     )
 
 

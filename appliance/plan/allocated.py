@@ -14,7 +14,6 @@ class Allocated:
     compute: float = 0.0
     output: float = 0.0
     recurrent: float = 0.0  # states
-    mapped: float = 0.0  # of `model`, what is a file in memory
     repacked: float = 0.0  # of `model`, what the CPU backend copied
     devices: tuple[tuple[str, float], ...] = ()  # the engine's name of each GPU, and the sum over its buffers
 

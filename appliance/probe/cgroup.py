@@ -35,14 +35,6 @@ class Limits:
     memory_headroom_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CpuGroup:
-    """Counters of one level of the cgroup path; None where nobody counts."""
-
-    used_s: float | None = None
-    throttled_s: float | None = None  # summed over the CPUs on which the quota held it up
-
-
 def parse_mountinfo(text: str) -> tuple[Mount, ...]:
     """The cgroup mounts of /proc/self/mountinfo; format in proc(5)."""
     mounts = []
@@ -136,59 +128,6 @@ def query_oom_kills(root: Path) -> int | None:
         if (kills := parse_stat(_text(own / file)).get("oom_kill")) is not None:
             return kills
     return None
-
-
-def query_cpu_groups(root: Path) -> tuple[CpuGroup, ...]:
-    """What this process's group and those above it have used, the innermost first. No cpu controller: none."""
-    mounts, paths = (
-        parse_mountinfo(_text(root / "proc/self/mountinfo")),
-        parse_membership(_text(root / "proc/self/cgroup")),
-    )
-    for mount in mounts:
-        if mount.controllers is not None and "cpu" in mount.controllers:
-            # Version 1 counts what was used in another controller, which may be mounted elsewhere.
-            usage = next((m for m in mounts if m.controllers is not None and "cpuacct" in m.controllers), mount)
-            top, used = root / mount.path.lstrip("/"), root / usage.path.lstrip("/")
-            levels = _levels(root, mount, paths.get("cpu", "/"))
-            return tuple(_cpu_v1(level, used / level.relative_to(top)) for level in levels)
-    for mount in mounts:
-        if mount.controllers is None:
-            return tuple(_cpu_v2(level) for level in _levels(root, mount, paths.get("", "/")))
-    return ()
-
-
-def query_cpu_pressure(root: Path) -> float | None:
-    """Seconds in which a task of our own group waited for a CPU; None: version 1, or a kernel without PSI."""
-    paths = parse_membership(_text(root / "proc/self/cgroup"))
-    for mount in parse_mountinfo(_text(root / "proc/self/mountinfo")):
-        if mount.controllers is None:
-            return parse_pressure(_text(next(_levels(root, mount, paths.get("", "/"))) / "cpu.pressure"))
-    return None
-
-
-def parse_pressure(text: str) -> float | None:
-    """Seconds of the line "some … total=<microseconds>"; format in Documentation/accounting/psi.rst."""
-    for line in text.splitlines():
-        kind, *fields = line.split()[:5] or [""]
-        totals = (field.removeprefix("total=") for field in fields if field.startswith("total="))
-        if kind == "some" and (total := parse_count(next(totals, ""))) is not None:
-            return total / 1e6
-    return None
-
-
-def _cpu_v2(level: Path) -> CpuGroup:
-    stat = parse_stat(_text(level / "cpu.stat"))
-    return CpuGroup(used_s=_seconds(stat.get("usage_usec"), 1e6), throttled_s=_seconds(stat.get("throttled_usec"), 1e6))
-
-
-def _cpu_v1(level: Path, usage: Path) -> CpuGroup:
-    stat = parse_stat(_text(level / "cpu.stat"))
-    used = parse_count(_text(usage / "cpuacct.usage"))
-    return CpuGroup(used_s=_seconds(used, 1e9), throttled_s=_seconds(stat.get("throttled_time"), 1e9))
-
-
-def _seconds(count: int | None, each: float) -> float | None:
-    return None if count is None else count / each
 
 
 def _levels(root: Path, mount: Mount, path: str) -> Iterator[Path]:

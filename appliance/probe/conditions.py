@@ -6,12 +6,9 @@ somebody else's doing, and enough of it to be seen in a figure; our own threads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
-from types import NoneType
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from appliance.probe.hardware import Gpu, GpuHolder, GpuProbe
+from appliance.probe.hardware import GpuHolder, GpuProbe
 from appliance.probe.load import GpuLoad, GpuLoads, LoadSample
 from appliance.values import dataclass
 
@@ -24,12 +21,6 @@ FOREIGN_CPU = 0.05
 # half of one holds up all of ours, however many they are.
 CROWDED, FOREIGN_CORES = 0.95, 0.5
 STEAL = 0.02  # of the time in which a CPU was wanted; a vCPU that is taken away stops at a barrier, too
-# Of the time that the group's threads wanted; less is the rounding of a quota that our own work just fills.
-THROTTLED = 0.05
-# Of the group's use: a quota that our work alone exhausts is the machine that the plan has to live with.
-THROTTLED_BY_OTHERS = 0.05
-# A process's user and system time are each cut to a hundredth of a second; a group's is exact.
-ROUNDING_S = 0.02
 FOREIGN_GPU = 5  # per cent: a desktop that redraws a clock stays below, a video or a second model does not
 SLOWED = 0.1  # of the looks: a single one may be the power supply's own moment
 WORKING = 20  # per cent of utilization from which a clock tells of work; an idle GPU clocks down, which means nothing
@@ -44,7 +35,8 @@ REASONS = {
     0x0080: "power brake",
 }
 # A power cap is none of them: it is how a GPU with a limit always works, and it will while it serves.
-SLOWDOWNS = 0x0008 | 0x0020 | 0x0040 | 0x0080
+SLOWDOWN_BITS = 0x0008 | 0x0020 | 0x0040 | 0x0080
+SLOWDOWNS = frozenset(word for bit, word in REASONS.items() if bit & SLOWDOWN_BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +46,11 @@ class GpuConditions:
     index: int
     uuid: str | None = None
     clock_share: float | None = None
-    memory_clock_share: float | None = None
     utilization: float | None = None  # per cent, the mean of the looks
     reasons: tuple[str, ...] = ()  # why it did not clock higher, each that was seen
     slowed: float | None = None  # the share of looks in which heat or its power supply slowed it
-    foreign_mib: int | None = None
     foreign_utilization: int | None = None  # per cent; the most of what was seen at rest and of others' processes
     foreign: tuple[GpuHolder, ...] = ()
-    newcomers: tuple[GpuHolder, ...] = ()  # those that came meanwhile, where nobody tells whether they work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +62,6 @@ class Conditions:
     own_cpu: float | None = None  # of these CPUs' time
     foreign_cpu: float | None = None
     steal: float | None = None  # of the time in which a CPU was wanted
-    throttled: float | None = None  # of the time that our group, or one above it, wanted
-    throttled_others: float | None = None  # of that group's use, what is not ours
-    cpu_pressure: float | None = None  # of the time, that in which a task of our group (or else: any) waited for a CPU
     gpus: tuple[GpuConditions, ...] = ()
     problem: str | None = None  # why nothing is known of the GPUs
 
@@ -94,65 +80,14 @@ def conditions(
 ) -> Conditions:
     """`known` is what the probe saw before our engine started: who held memory then is not our engine."""
     interval_s = max(0.0, after.time_s - before.time_s)
-    throttled, others = _throttling(before, after)
     gpus = gpus or GpuLoads()
     return Conditions(
         interval_s=interval_s,
         cpus=after.cpus,
         **(_cpu_shares(before, after, interval_s) if interval_s >= SHORTEST_S else {}),
-        throttled=throttled,
-        throttled_others=others,
-        cpu_pressure=_pressure(before, after, interval_s),
-        gpus=_gpus(known or GpuProbe(), gpus.samples, before.own_pids | after.own_pids | gpus.own_pids),
+        gpus=_gpus(known or GpuProbe(), gpus.samples, before.own_pids | after.own_pids | {*gpus.own_pids}),
         problem=gpus.problem,
     )
-
-
-def as_document(seen: Conditions) -> dict[str, Any]:
-    """Values that JSON knows, as they stand in a profile."""
-    return asdict(seen)
-
-
-def parse_conditions(document: object) -> Conditions:
-    """Raises ValueError for what `as_document` did not write."""
-    return Conditions(**_fields(Conditions, document, gpus=_parse_gpu))
-
-
-def _parse_gpu(document: object) -> GpuConditions:
-    return GpuConditions(
-        **_fields(GpuConditions, document, foreign=_parse_holder, newcomers=_parse_holder, reasons=_parse_word)
-    )
-
-
-def _parse_holder(document: object) -> GpuHolder:
-    return GpuHolder(**_fields(GpuHolder, document))
-
-
-def _parse_word(word: object) -> str:
-    if not isinstance(word, str):
-        message = f"a reason is not text: {word!r}"
-        raise ValueError(message)
-    return word
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "None": (NoneType,)}
-
-
-def _fields(kind: type[Any], document: object, **parsers: Any) -> dict[str, Any]:  # noqa: ANN401
-    names = {field.name for field in fields(kind)}
-    if not isinstance(document, dict) or set(document) != names:
-        message = f"{kind.__name__} has other fields than {', '.join(sorted(names))}: {document!r:.200}"
-        raise ValueError(message)
-    values: dict[str, Any] = {}
-    for field in fields(kind):
-        value = document[field.name]
-        allowed = tuple(each for word in str(field.type).split(" | ") for each in _TYPES.get(word, (list, tuple)))
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            message = f"{kind.__name__}.{field.name} is not {field.type}: {value!r:.200}"
-            raise ValueError(message)
-        parse = parsers.get(field.name)
-        values[field.name] = value if parse is None else tuple(parse(each) for each in document[field.name])
-    return values
 
 
 def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dict[str, float | None]:
@@ -169,29 +104,6 @@ def _cpu_shares(before: LoadSample, after: LoadSample, interval_s: float) -> dic
     }
 
 
-def _throttling(before: LoadSample, after: LoadSample) -> tuple[float | None, float | None]:
-    """The level of the cgroup path that was held up most, and how much of what ran there is not ours."""
-    own_s = _risen(before.own_s, after.own_s)
-    ours_s = None if own_s is None else own_s + ROUNDING_S * len(before.own_pids | after.own_pids)
-    worst: tuple[float | None, float | None] = (None, None)
-    for one, other in zip(before.groups, after.groups, strict=False):
-        used_s, held_s = _risen(one.used_s, other.used_s), _risen(one.throttled_s, other.throttled_s)
-        if used_s is None or held_s is None:
-            continue
-        share = held_s / (held_s + used_s) if held_s else 0.0
-        others = None if ours_s is None or not used_s or not held_s else max(0.0, used_s - ours_s) / used_s
-        if worst[0] is None or share > worst[0]:
-            worst = (share, others)
-    return worst
-
-
-def _pressure(before: LoadSample, after: LoadSample, interval_s: float) -> float | None:
-    waited_s = _risen(before.group_pressure_s, after.group_pressure_s)
-    if waited_s is None:
-        waited_s = _risen(before.host_pressure_s, after.host_pressure_s)
-    return min(1.0, waited_s / interval_s) if waited_s is not None and interval_s > 0 else None
-
-
 def _risen(before: float | None, after: float | None) -> float | None:
     """None also for a counter that went backwards: a machine that was moved, a group that was made anew."""
     return after - before if before is not None and after is not None and after >= before else None
@@ -205,11 +117,6 @@ def _cpu_disturbances(seen: Conditions) -> Iterator[str]:
             yield f"other programs took {seen.foreign_cpu:.0%} of {_cpus(seen.cpus)} ({cores:.1f} cores)"
     if seen.steal is not None and seen.steal > STEAL:
         yield f"the hypervisor took {seen.steal:.0%} of the CPU time for other machines"
-    if (seen.throttled or 0.0) > THROTTLED and (seen.throttled_others or 0.0) > THROTTLED_BY_OTHERS:
-        yield (
-            f"a CPU quota held this container up for {seen.throttled:.0%} of the time that it wanted, "
-            f"with {seen.throttled_others:.0%} of it used by others"
-        )
 
 
 def _cpus(count: int) -> str:
@@ -218,23 +125,17 @@ def _cpus(count: int) -> str:
 
 def _gpu(gpu: GpuConditions) -> Iterator[str]:
     if gpu.slowed is not None and gpu.slowed > SLOWED:
-        why = ", ".join(word for word in gpu.reasons if _bit(word) & SLOWDOWNS)
+        why = ", ".join(word for word in gpu.reasons if word in SLOWDOWNS)
         clock = "" if gpu.clock_share is None else f", at {gpu.clock_share:.0%} of its clock"
         yield f"GPU {gpu.index} was slowed down ({why}) for {gpu.slowed:.0%} of the time{clock}"
     if gpu.foreign_utilization is not None and gpu.foreign_utilization > FOREIGN_GPU:
         who = f": {people(gpu.foreign)}" if gpu.foreign else ""
         yield f"GPU {gpu.index} was {gpu.foreign_utilization} % busy with the work of others{who}"
-    elif gpu.newcomers:
-        yield f"others came to GPU {gpu.index} meanwhile: {people(gpu.newcomers)}"
 
 
 def people(holders: Sequence[GpuHolder]) -> str:
     """As in "python (pid 4711), a process (pid 12)"."""
     return ", ".join(f"{(holder.name or 'a process').rsplit('/', 1)[-1]} (pid {holder.pid})" for holder in holders)
-
-
-def _bit(word: str) -> int:
-    return next(bit for bit, each in REASONS.items() if each == word)
 
 
 def _gpus(known: GpuProbe, samples: Sequence[Sequence[GpuLoad]], own_pids: frozenset[int]) -> tuple[GpuConditions, ...]:
@@ -252,26 +153,17 @@ def _one_gpu(known: GpuProbe, looks: Sequence[GpuLoad], own_pids: frozenset[int]
     earlier = {holder.pid for holder in probed.holders} if probed else set()
     ours = _ours(looks, earlier, own_pids)
     others = {process.pid: process for look in looks for process in look.processes if process.pid not in ours}
-    first = {process.pid for process in looks[0].processes}
     working = [look for look in meanwhile if (look.utilization or 0) >= WORKING]
     reasons = [look.reasons for look in meanwhile if look.reasons is not None]
-    foreign = tuple(GpuHolder(pid=p.pid, name=p.name, used_mib=p.used_mib) for p in others.values())
     return GpuConditions(
         index=looks[0].index,
         uuid=looks[0].uuid,
         clock_share=_mean([_share(look.sm_clock_mhz, look.sm_clock_max_mhz) for look in working]),
-        memory_clock_share=_mean([_share(look.memory_clock_mhz, look.memory_clock_max_mhz) for look in working]),
         utilization=_mean([look.utilization for look in meanwhile]),
         reasons=tuple(word for bit, word in REASONS.items() if any(bit & each for each in reasons)),
-        slowed=_mean([bool(each & SLOWDOWNS) for each in reasons]),
-        foreign_mib=_foreign_mib(looks, ours, probed),
+        slowed=_mean([bool(each & SLOWDOWN_BITS) for each in reasons]),
         foreign_utilization=_foreign_utilization(looks, ours),
-        foreign=foreign,
-        newcomers=tuple(
-            holder
-            for holder, process in zip(foreign, others.values(), strict=True)
-            if holder.pid not in first | earlier and process.utilization is None
-        ),
+        foreign=tuple(GpuHolder(pid=p.pid, name=p.name, used_mib=p.used_mib) for p in others.values()),
     )
 
 
@@ -282,27 +174,6 @@ def _ours(looks: Sequence[GpuLoad], earlier: set[int], own_pids: frozenset[int])
     if any(pids & own_pids for pids in listed):
         return set(own_pids) - earlier
     return next((pids for pids in listed if pids), set())
-
-
-def _foreign_mib(looks: Sequence[GpuLoad], ours: set[int], probed: Gpu | None) -> int | None:
-    """What is used less what is ours; where the driver tells no sizes, what was used before our engine started."""
-    rest = []
-    for look in looks:
-        own = [process.used_mib for process in look.processes if process.pid in ours]
-        known = [mib for mib in own if mib is not None]
-        if look.used_mib is not None and known and len(known) == len(own):
-            rest.append(max(0, look.used_mib - sum(known)))
-    if rest:
-        return _median(rest)  # a process that just begins or ends is in one of the two figures only
-    if probed is None or probed.vram_total_mib is None or probed.vram_free_mib is None:
-        return None
-    return probed.vram_total_mib - probed.vram_free_mib
-
-
-def _median(values: list[int]) -> int:
-    # Not statistics.median: importing it costs a start from a profile some 15 ms, for fractions and decimals.
-    middle = sorted(values)[(len(values) - 1) // 2 : len(values) // 2 + 1]
-    return round(sum(middle) / len(middle))
 
 
 def _foreign_utilization(looks: Sequence[GpuLoad], ours: set[int]) -> int | None:

@@ -13,15 +13,15 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 import pynvml  # type: ignore[import-untyped]
 
-from appliance.probe.load import query_tree
-from appliance.probe.nvml import GPUS_MAX, fact, holders_of, is_cut, memory_of, slices_of
+from appliance.probe.load import GpuLoad, GpuLoads, GpuProcess
+from appliance.probe.nvml import GPUS_MAX, fact, holders_of, is_cut, slices_of
+from appliance.probe.processes import query_tree
 
-ROOT = Path("/")
 EVERY_S = 0.5
 SAMPLES_MAX = 240  # two minutes; beyond that every second one is dropped and looks are taken half as often
 REST_S = 1.2  # the longest window that utilization is averaged over is a second
@@ -30,67 +30,65 @@ RUNNING_S = 1.0
 _LOOK_S = 0.1
 
 
-def watch(parent: int) -> dict[str, Any]:
+def watch(parent: int) -> GpuLoads:
     """The report. `parent` heads the tree of processes that is ours."""
     first = rest()
     print("watching", flush=True)
-    samples: list[list[dict[str, Any]]] = []
+    samples: list[tuple[GpuLoad, ...]] = []
     own_pids: set[int] = set()
     every_s = EVERY_S
     while not _is_over(every_s):
-        samples.append(list(look()))
-        own_pids |= query_tree(ROOT, parent).keys()
+        samples.append(tuple(look()))
+        own_pids |= query_tree(parent).keys()
         if len(samples) > SAMPLES_MAX:
             samples, every_s = samples[1::2], every_s * 2
-    return {"samples": [first, *samples, rest()], "own_pids": sorted(own_pids)}
+    return GpuLoads(samples=(first, *samples, rest()), own_pids=tuple(sorted(own_pids)))
 
 
-def rest() -> list[dict[str, Any]]:
+def rest() -> tuple[GpuLoad, ...]:
     """One look whose `utilization` is the least of the next moments."""
     deadline_s = time.monotonic() + REST_S
-    seen = list(look())
-    while time.monotonic() < deadline_s and any((gpu["utilization"] or 0) > REST_UTILIZATION for gpu in seen):
+    seen = tuple(look())
+    while time.monotonic() < deadline_s and any((gpu.utilization or 0) > REST_UTILIZATION for gpu in seen):
         time.sleep(_LOOK_S)
-        seen = [_least(*pair) for pair in zip(seen, look(), strict=True)]
+        seen = tuple(_least(*pair) for pair in zip(seen, look(), strict=True))
     return seen
 
 
-def look() -> Iterator[dict[str, Any]]:
-    """Every device, as `GpuLoad` names it. Raises NVMLError when not even the devices can be counted."""
+def look() -> Iterator[GpuLoad]:
+    """Every device. Raises NVMLError when not even the devices can be counted."""
     for index in range(min(pynvml.nvmlDeviceGetCount(), GPUS_MAX)):
         handle = fact(pynvml.nvmlDeviceGetHandleByIndex, index)
         if handle is None:
-            yield {"index": index, "utilization": None}
+            yield GpuLoad(index=index)
             continue
-        whole = {"index": index} | _clocks(handle)
+        whole = _clocks(index, handle)
         for device in slices_of(handle) if is_cut(handle) else (handle,):
-            yield whole | _use(device)
+            yield _with_use(whole, device)
 
 
-def _clocks(handle: Any) -> dict[str, Any]:  # noqa: ANN401 - NVML's opaque pointer
+def _clocks(index: int, handle: Any) -> GpuLoad:  # noqa: ANN401 - NVML's opaque pointer
     reasons = fact(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     if reasons is None:  # its name before driver 535
         reasons = fact(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    return {
-        "sm_clock_mhz": fact(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "sm_clock_max_mhz": fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": fact(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-        "memory_clock_max_mhz": fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-        "reasons": reasons,
-    }
+    return GpuLoad(
+        index=index,
+        sm_clock_mhz=fact(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        sm_clock_max_mhz=fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        reasons=reasons,
+    )
 
 
-def _use(device: Any) -> dict[str, Any]:  # noqa: ANN401
-    rates, memory = fact(pynvml.nvmlDeviceGetUtilizationRates, device), memory_of(device)
-    total, free = memory["vram_total_mib"], memory["vram_free_mib"]
+def _with_use(whole: GpuLoad, device: Any) -> GpuLoad:  # noqa: ANN401
+    rates = fact(pynvml.nvmlDeviceGetUtilizationRates, device)
     holders = holders_of(device)
     running = _running(device, [holder["pid"] for holder in holders])
-    return {
-        "uuid": fact(pynvml.nvmlDeviceGetUUID, device),
-        "utilization": None if rates is None else int(rates.gpu),
-        "used_mib": None if total is None or free is None else total - free,
-        "processes": [holder | {"utilization": running.get(holder["pid"])} for holder in holders],
-    }
+    return replace(
+        whole,
+        uuid=fact(pynvml.nvmlDeviceGetUUID, device),
+        utilization=None if rates is None else int(rates.gpu),
+        processes=tuple(GpuProcess(**holder, utilization=running.get(holder["pid"])) for holder in holders),
+    )
 
 
 def _running(device: Any, pids: list[int]) -> dict[int, int]:  # noqa: ANN401
@@ -106,9 +104,9 @@ def _running(device: Any, pids: list[int]) -> dict[int, int]:  # noqa: ANN401
     return {pid: newest.get(pid, 0) for pid in pids} if newest.keys() & set(pids) else {}
 
 
-def _least(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    known = [gpu["utilization"] for gpu in (one, other) if gpu["utilization"] is not None]
-    return other | {"utilization": min(known, default=None)}
+def _least(one: GpuLoad, other: GpuLoad) -> GpuLoad:
+    known = [gpu.utilization for gpu in (one, other) if gpu.utilization is not None]
+    return replace(other, utilization=min(known, default=None))
 
 
 def _is_over(wait_s: float) -> bool:
@@ -117,14 +115,13 @@ def _is_over(wait_s: float) -> bool:
 
 
 def main() -> int:
-    report: dict[str, Any]
     parent = os.getppid()
     try:
         pynvml.nvmlInit()
         report = watch(parent)
     except pynvml.NVMLError as error:
-        report = {"problem": f"NVML: {error}"}
-    json.dump(report, sys.stdout)
+        report = GpuLoads(problem=f"NVML: {error}")
+    json.dump(asdict(report), sys.stdout)
     return 0
 
 

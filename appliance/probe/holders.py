@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from appliance.probe.hardware import Gpu, GpuHolder, Hardware
-from appliance.probe.load import query_tree
+from appliance.probe.processes import query_tree
 
 NOTABLE_MIB = 256  # less makes no plan unfit
 NAMED_MAX = 3
 _FIELDS = re.compile(r"^(Name|VmRSS|RssAnon|RssShmem):\s*(.*?)(?: kB)?$", re.MULTILINE)
 
 
-def who_holds(hardware: Hardware, root: Path = Path("/"), *, own_pid: int | None = None) -> str:
+def who_holds(hardware: Hardware, root: Path = Path("/")) -> str:
     """As in "5,120 MiB of GPU 0 are held by python (pid 4711)"; our own process and its descendants are left out."""
-    own = frozenset(query_tree(root, os.getpid() if own_pid is None else own_pid))
+    own = frozenset(query_tree(os.getpid()))
     parts = [words for gpu in hardware.gpus.gpus for words in _of_gpu(gpu, own)]
     parts += _of_host(hardware, query_residents(root, own))
     return "; ".join(parts) or "no other process is seen to hold memory"

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from appliance.documents import Rules, load, read
 from appliance.errors import VolumeError
 from appliance.probe.hardware import GpuSpeed, Hardware, Speeds, fingerprint
 
@@ -72,37 +73,23 @@ def save_speeds(folder: Path, hardware: Hardware, speeds: Speeds) -> Path:
 
 def parse_speeds(text: str, hardware: Hardware) -> Speeds:
     """Raises ValueError for anything that `save_speeds` would not have written for this machine."""
-    try:
-        document = json.loads(text)
-    except RecursionError as error:
-        message = "it is nested too deep"
-        raise ValueError(message) from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA or document.get("key") != _key(hardware):
+    document = load(text)
+    if document.get("schema") != SCHEMA or document.get("key") != _key(hardware):
         message = "it is for another machine, or of another schema"
         raise ValueError(message)
-    row = document.get("speeds")
-    if not isinstance(row, dict) or set(row) != {"dram_gb_s", "gpus"} or not isinstance(row["gpus"], list):
-        message = "it holds no speeds"
-        raise ValueError(message)
-    return Speeds(dram_gb_s=_rate(row["dram_gb_s"]), gpus=tuple(_gpu(entry) for entry in row["gpus"]))
+    return read(Speeds, document.get("speeds"), rules=_RULES)
 
 
-def _gpu(entry: object) -> GpuSpeed:
-    names = {field.name for field in fields(GpuSpeed)}
-    if not isinstance(entry, dict) or set(entry) != names or not isinstance(entry["uuid"], str):
-        message = "an entry is not a GPU's"
-        raise ValueError(message)
-    return GpuSpeed(uuid=entry["uuid"], **{name: _rate(entry[name]) for name in names - {"uuid"}})
+def _are_rates(*rates: float | None) -> bool:
+    """The planner divides by them."""
+    return all(rate is None or 0 < rate < LIMIT_GB_S for rate in rates)
 
 
-def _rate(value: object) -> float | None:
-    if value is None:
-        return None
-    # The planner divides by these. The bound also keeps out an integer that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LIMIT_GB_S:
-        message = f"not a bandwidth: {value!r}"
-        raise ValueError(message)
-    return float(value)
+_GPU_RATES = tuple(field.name for field in fields(GpuSpeed) if field.name != "uuid")
+_RULES: Rules = {
+    GpuSpeed: lambda gpu: _are_rates(*(getattr(gpu, name) for name in _GPU_RATES)),
+    Speeds: lambda speeds: _are_rates(speeds.dram_gb_s),
+}
 
 
 def _read(path: Path, hardware: Hardware) -> Speeds:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from appliance.probe.conditions import Conditions, conditions
+from appliance.probe.counters import query_load
 from appliance.probe.driver import reaching
 from appliance.probe.hardware import Hardware
-from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer, query_load
+from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer
 from appliance.run import Running, RunTimeout
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class Watch:
     """Around one measurement. Our own engine must be at rest, or not there, as the block begins and as it ends: what
     the GPUs do at these moments is taken for the work of others.
 
-    Without GPUs it costs two samples of about a millisecond. With them a child looks before the block, now and then
+    Without GPUs it costs two samples of a millisecond or two. With them a child looks before the block, now and then
     during it, and up to 1.2 s after it, until the GPUs are at rest: its start and its end are no part of the interval.
     `async with` waits for them without holding up the event loop.
     """
@@ -33,17 +33,14 @@ class Watch:
         hardware: Hardware,
         environment: Mapping[str, str],
         *,
-        root: Path = Path("/"),
-        own_pid: int | None = None,
+        sample: Callable[[], LoadSample] = query_load,
         child: Sequence[str] = CHILD,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. `own_pid`
-        heads the tree of processes that is our own work, by default this process."""
+        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else."""
         self._known = hardware.gpus
         self._environment = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
-        self._root = root
-        self._own_pid = own_pid
+        self._sample = sample
         self._child = tuple(child)
         self._timeout_s = timeout_s
         self._gpus = GpuLoads()  # what keeps them from being watched
@@ -63,7 +60,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self._seen = None
         self._gpus = GpuLoads() if not self._known.gpus else self._watched()
-        self._before = query_load(self._root, own_pid=self._own_pid)
+        self._before = self._sample()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -72,7 +69,7 @@ class Watch:
             if running is not None:
                 running.kill()
             return
-        after = query_load(self._root, own_pid=self._own_pid)
+        after = self._sample()
         self._seen = conditions(
             self._before,
             after,

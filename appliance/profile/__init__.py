@@ -1,15 +1,16 @@
 """Step 4: the best plan and how it was found, kept on the volume."""
 
+from appliance.profile.marks import ProfileStatus
 from appliance.profile.pick import Picked, pick, wants_more
 from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile, speeds_document, speeds_of
-from appliance.profile.store import ProfileStore, Standing
+from appliance.profile.store import ProfileStore
 
 __all__ = [
     "Key",
     "Picked",
     "Profile",
+    "ProfileStatus",
     "ProfileStore",
-    "Standing",
     "dump_profile",
     "make_key",
     "parse_profile",

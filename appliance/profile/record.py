@@ -9,31 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable
-from dataclasses import asdict, fields
-from functools import cache
-from typing import Any, cast
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
-from appliance.engines.engine import load
+from appliance.documents import Rules, load, read
+from appliance.engines.engine import load as load_engine
 from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import (
-    KINDS,
-    Allocated,
-    Choice,
-    Launch,
-    Memory,
-    Placement,
-    Plan,
-    Share,
-    Speculation,
-    Speed,
-    Speeds,
-    Verdict,
-)
+from appliance.plan import Allocated, Launch, Plan, Speeds, Verdict
 from appliance.probe import Hardware, fingerprint
-from appliance.probe.conditions import parse_conditions
 from appliance.settings import Settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
@@ -150,138 +136,56 @@ class OtherSchemaError(ValueError):
 
 def parse_profile(text: str) -> Profile:
     """Raises ValueError for everything that `dump_profile` of this schema did not write."""
+    document = load(text)
+    schema = document.pop("schema", None)
+    if schema != SCHEMA:
+        message = f"profile has another schema than {SCHEMA}: {schema}"
+        raise OtherSchemaError(message)
+    profile = read(Profile, document, rules=MEASURED, key=_parse_key, plan=parse_plan, plans=_parse_plans)
+    parse_mix(profile.workload)
+    return profile
+
+
+def parse_plan(document: object) -> Plan:
+    engine = document.get("engine") if isinstance(document, dict) else None
+    return read(Plan, document, launch=partial(read, _launch_of(engine)))
+
+
+def _launch_of(engine: object) -> type[Launch]:
+    """Of the engine of that name. Raises ValueError for one that this appliance has not."""
     try:
-        document = json.loads(text)
-        schema = document.pop("schema")
-        if schema != SCHEMA:
-            message = f"profile has another schema than {SCHEMA}: {schema}"
-            raise OtherSchemaError(message)
-        return _profile(document)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        message = f"profile lacks something: {type(error).__name__}: {error}"
+        return load_engine(str(engine)).launch
+    except ConfigError as error:
+        message = f"Plan.engine cannot be: {engine!r:.80}: {error.message}"
         raise ValueError(message) from error
 
 
-def _profile(document: dict[str, Any]) -> Profile:
-    key = Key(parts=dict(document["key"]["parts"]))
-    if key.id != document["key"]["id"]:
+def _parse_plans(documents: object) -> tuple[Plan, ...]:
+    if not isinstance(documents, list):
+        message = f"Profile.plans is no list: {documents!r:.80}"
+        raise ValueError(message)
+    return tuple(parse_plan(document) for document in documents)
+
+
+def _parse_key(document: object) -> Key:
+    written = read(_WrittenKey, document)
+    key = Key(parts=written.parts)
+    if key.id != written.id:
         message = "profile's key does not match its parts"
         raise ValueError(message)
-    parse_mix(document["workload"])
-    return Profile(
-        **{
-            **fields_of(Profile, document),
-            "key": key,
-            "plan": _plan(document["plan"]),
-            "plans": tuple(_plan(plan) for plan in document["plans"]),
-            "measurements": tuple(parse_measurement(m) for m in document["measurements"]),
-            "other_modes": _texts("Profile.other_modes", document["other_modes"]),
-            "verdicts": tuple(Verdict(**fields_of(Verdict, verdict)) for verdict in document["verdicts"]),
-            "notes": _texts("Profile.notes", document["notes"]),
-            "allocated": _allocated(document["allocated"]),
-            "gpu_uuids": _texts("Profile.gpu_uuids", document["gpu_uuids"]),
-        }
-    )
+    return key
 
 
-def _texts(name: str, found: Any) -> tuple[str, ...]:  # noqa: ANN401
-    if not isinstance(found, list | tuple) or not all(isinstance(text, str) for text in found):
-        message = f"{name} is not a list of texts: {found!r}"
-        raise TypeError(message)
-    return tuple(found)
+@dataclass(frozen=True, kw_only=True)
+class _WrittenKey:
+    id: str
+    parts: dict[str, Any]
 
 
-def _plan(data: dict[str, Any]) -> Plan:
-    speed = data["speed"]
-    return Plan(
-        **{
-            **fields_of(Plan, data),
-            "memory": _memory(data["memory"]),
-            "launch": _launch(data["engine"], data["launch"]),
-            "placement": _placement(data["placement"]),
-            "speed": None if speed is None else Speed(**fields_of(Speed, speed)),
-            "speculation": _speculation(data["speculation"]),
-            "choices": tuple(Choice(**fields_of(Choice, choice)) for choice in data["choices"]),
-        }
-    )
-
-
-def _launch(engine: str, data: dict[str, Any]) -> Launch:
-    """The engine's own. Raises TypeError for one that this appliance has not."""
-    try:
-        kind = load(engine).launch
-    except ConfigError as error:
-        raise TypeError(error.message) from error
-    return kind(**fields_of(kind, data))
-
-
-def _speculation(data: dict[str, Any] | None) -> Speculation | None:
-    if data is None:
-        return None
-    if data["kind"] not in KINDS:
-        message = f"Speculation.kind is none of {', '.join(KINDS)}: {data['kind']!r}"
-        raise TypeError(message)
-    return Speculation(**{**fields_of(Speculation, data), "adds": _memory(data["adds"])})
-
-
-def _memory(data: dict[str, Any]) -> Memory:
-    return Memory(**fields_of(Memory, data))
-
-
-def _placement(data: dict[str, Any]) -> Placement:
-    shares = tuple(Share(**{**fields_of(Share, share), "memory": _memory(share["memory"])}) for share in data["shares"])
-    return Placement(**{**fields_of(Placement, data), "shares": shares})
-
-
-def parse_measurement(data: dict[str, Any]) -> Measurement:
-    points = tuple(_point(point) for point in data["points"])
-    conditions = data["conditions"]
-    return Measurement(
-        **{
-            **fields_of(Measurement, data),
-            "points": points,
-            "allocated": _allocated(data["allocated"]),
-            "conditions": None if conditions is None else parse_conditions(conditions),
-        }
-    )
-
-
-def _point(data: dict[str, Any]) -> Point:
-    point = Point(**fields_of(Point, data))
+def _is_timed(point: Point) -> bool:
+    """No engine takes no time, or for ever."""
     is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
-    if not (is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf):
-        message = f"Point has times that no engine takes: {point}"
-        raise TypeError(message)
-    return point
+    return is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf
 
 
-def _allocated(data: dict[str, Any] | None) -> Allocated | None:
-    if data is None:
-        return None
-    devices = tuple((str(name), float(size)) for name, size in data.get("devices", ()))
-    return Allocated(**{**fields_of(Allocated, data), "devices": devices})
-
-
-_SIMPLE: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-_SIMPLE["int | None"] = (int, type(None))
-_SIMPLE["float | None"] = (int, float, type(None))
-_SIMPLE["str | None"] = (str, type(None))
-
-
-def fields_of(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `kind`, the simple ones of their types: KeyError for a missing one, else TypeError."""
-    types = _types_of(cast(Hashable, kind))
-    if unknown := data.keys() - types.keys():
-        message = f"{kind.__name__} has no {', '.join(sorted(unknown))}"
-        raise TypeError(message)
-    for name, (written, simple) in types.items():
-        if simple and not (isinstance(data[name], simple) and isinstance(data[name], bool) == (written == "bool")):
-            message = f"{kind.__name__}.{name} is not {written}: {data[name]!r}"
-            raise TypeError(message)
-    return {name: data[name] for name in types}
-
-
-@cache
-def _types_of(kind: Any) -> dict[str, tuple[str, tuple[type, ...] | None]]:  # noqa: ANN401 - a class
-    """By name: the type as it is written, and what it is where it is a simple one."""
-    return {field.name: (str(field.type), _SIMPLE.get(str(field.type))) for field in fields(kind)}
+MEASURED: Rules = {Point: _is_timed}

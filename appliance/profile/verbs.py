@@ -58,8 +58,8 @@ def answer(action: str, ids: list[str], desk: Desk) -> Answer:
 
 def _list(desk: Desk) -> Answer:
     found = desk.store.all()
-    strangers = desk.store.strangers()
-    note = "".join(f"{s.id}: kept for another version, schema {s.schema} and not {SCHEMA}\n" for s in strangers)
+    foreign = desk.store.foreign()
+    note = "".join(f"{each.id}: kept for another version, schema {each.schema} and not {SCHEMA}\n" for each in foreign)
     if desk.as_json:
         return Answer(text=json.dumps([_row(profile, desk.store) for profile in found], indent=1), note=note)
     if not found and not note:
@@ -69,25 +69,25 @@ def _list(desk: Desk) -> Answer:
 
 def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
     row = {"id": profile.key.id, "created": profile.created, "speed": profile.speed, "key": profile.key.parts}
-    return {**row, **store.standing(profile).as_document()}
+    return {**row, **store.status(profile).as_document()}
 
 
 def _line(profile: Profile, store: ProfileStore) -> str:
-    marks = "".join(f"  {name}" for name, found in store.standing(profile).as_document().items() if found)
+    marks = "".join(f"  {name}" for name, found in store.status(profile).as_document().items() if found)
     plan = profile.plan
     return f"{profile.key.id}  {profile.created}{marks}  {plan.alias}: {in_short(plan)}; {profile.speed}"
 
 
 def _show(desk: Desk, key_id: str) -> Answer:
     profile = desk.store.find(key_id)
-    standing = desk.store.standing(profile)
+    status = desk.store.status(profile)
     if desk.as_json:
         document = json.loads(dump_profile(profile)) | {"speeds": speeds_document(profile.plan, profile)}
-        document |= {"stale": standing.stale} if standing.stale else {}
+        document |= {"stale": status.stale} if status.stale else {}
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
     parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
     measured = "\n".join(measurement.in_words() for measurement in profile.measurements)
-    measured = "\n".join((measured, *standing.in_words()))
+    measured = "\n".join((measured, *status.in_words()))
     if profile.gpu_uuids:
         measured += f"\non {', '.join(profile.gpu_uuids)}"
     head = f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,6 +26,7 @@ from appliance.engines.llama.planning.launch import with_launch
 from appliance.gateway.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import GpuProbe, Hardware, probe
+from appliance.probe.load import LoadSample
 from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import PROBES_MAX, DriftState
@@ -56,30 +57,19 @@ def hardware() -> Hardware:
 
 
 class Machine:
-    """A /proc and a control group in which we work, others may, and a quota may hold us up."""
+    """One CPU on which we work, and others may."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.others = 0  # ticks of a hundredth of a second, with each of ours
-        self.throttled_us = 0
-        self._ticks = 0
-        self._write("proc/self/mountinfo", "1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
-        self._write("proc/self/cgroup", "0::/\n")
-        self.pass_on()
+    def __init__(self) -> None:
+        self.others = 0  # hundredths of a second, with each of ours
+        self._ours_s = self._others_s = 0.0
 
     def pass_on(self) -> None:
-        self._ticks += 1
-        ours, all_of_us = self._ticks, self._ticks * (1 + self.others)
-        self._write(f"proc/{os.getpid()}/stat", f"{os.getpid()} (a) S 1 {'0 ' * 9}{ours} 0 0 0\n")
-        self._write("proc/stat", f"cpu  {all_of_us} 0 0 0 0 0 0 0 0 0\n")
-        throttled = f"throttled_usec {self._ticks * self.throttled_us}\n"
-        self._write("sys/fs/cgroup/cpu.stat", f"usage_usec {ours * 10_000}\n{throttled}")
+        self._ours_s += 0.01
+        self._others_s += 0.01 * self.others
 
-    def _write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".new").write_text(text)
-        path.with_suffix(".new").rename(path)
+    def sample(self) -> LoadSample:
+        busy_s = self._ours_s + self._others_s
+        return LoadSample(time_s=time.monotonic(), cpus=1, busy_s=busy_s, steal_s=0.0, own_s=self._ours_s)
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
@@ -96,7 +86,7 @@ class Machine:
 
 class Stage:
     def __init__(self, folder: Path, make_command: MakeCommand, hardware: Hardware, profile: Profile) -> None:
-        self.machine = Machine(folder / "root")
+        self.machine = Machine()
         self.profile = profile
         self.traffic = Traffic()
         self.log = StringIO()
@@ -129,7 +119,7 @@ class Stage:
             command,
             traffic=self.traffic,
             report=Report("json", self.log),
-            watch=watch or partial(Watch, self._hardware, {}, root=self.machine.root),
+            watch=watch or partial(Watch, self._hardware, {}, sample=self.machine.sample),
             after_s=0.01,
         )
 
@@ -170,14 +160,6 @@ async def test_an_engine_as_it_was_measured_is_so_after_two_probes(stage: Stage,
     assert (drift.state, drift.note, len(stage.said)) == (DriftState.VALID, "", 2)
     assert all(one.is_good for one in drift.last)
     assert {one.did for one in drift.last} == {"decoded", "read"}
-
-
-async def test_a_quota_that_holds_up_our_own_work_alone_is_no_neighbour(stage: Stage) -> None:
-    stage.slow_down(2)
-    stage.machine.throttled_us = 10_000  # for each tick of ours as long again
-    async with stage.monitoring() as monitor:
-        drift = await monitor.run()
-    assert (drift.state, len(stage.said)) == (DriftState.STALE, 2)
 
 
 async def test_beside_a_neighbour_nothing_is_decided_and_without_it_the_same_speed_is_found(stage: Stage) -> None:

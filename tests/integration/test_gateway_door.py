@@ -269,12 +269,12 @@ def test_health_needs_no_key(stage: Stage) -> None:
 
 
 def test_while_loading(unready: Stage) -> None:
-    unready.progress = Progress(phase=Phase.LOADING, message="weights of demo", fraction=0.42)
+    unready.progress = Progress(phase=Phase.LOADING, message="weights of demo")
 
     answer = unready.ask("POST", "/v1/chat/completions", CHAT)
     assert answer.status == 503
     assert answer.headers["retry-after"] == "2"
-    message = "the model is being loaded: weights of demo (42 %)"
+    message = "the model is being loaded: weights of demo"
     assert answer.json == {
         "error": {"message": message, "type": "service_unavailable", "param": None, "code": "model_loading"}
     }
@@ -285,7 +285,6 @@ def test_while_loading(unready: Stage) -> None:
         "status": "not ready",
         "phase": "loading",
         "message": message,
-        "fraction": 0.42,
         "elapsed_s": 0,
     }
     assert unready.ask("GET", "/health/live", key=None).status == 200
@@ -296,7 +295,6 @@ def test_while_loading(unready: Stage) -> None:
     ("phase", "code"),
     [
         (Phase.STARTING, "model_loading"),
-        (Phase.DOWNLOADING, "model_loading"),
         (Phase.TUNING, "model_loading"),
         (Phase.RESTARTING, "model_loading"),
         (Phase.STOPPING, "shutting_down"),

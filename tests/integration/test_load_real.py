@@ -18,8 +18,10 @@ from supervisor_harness import eventually
 
 from appliance.probe import Hardware, probe
 from appliance.probe.conditions import FOREIGN_CPU, conditions
-from appliance.probe.load import LoadSample, parse_process_times, query_load
+from appliance.probe.counters import query_load
+from appliance.probe.load import LoadSample
 from appliance.probe.nvidia import query_gpus
+from appliance.probe.processes import query_tree
 from appliance.probe.watch import Watch
 from appliance.run import run
 
@@ -51,9 +53,7 @@ async def burn_as_ours(seconds: float) -> None:
 
 
 def used_s(pid: int) -> float:
-    times = parse_process_times(Path(f"/proc/{pid}/stat").read_text())
-    assert times is not None
-    return times[1]
+    return query_tree(pid)[pid]
 
 
 def test_somebody_else_s_work_is_named(hardware: Hardware, others: int) -> None:
@@ -86,7 +86,7 @@ def everything_is_ours() -> LoadSample:
     kthreadd = Path("/proc/2/comm")
     if not kthreadd.is_file() or kthreadd.read_text() != "kthreadd\n":
         pytest.skip("a container sees only its own processes: those of others would be foreign")
-    programs, kernel = (query_load(Path("/"), own_pid=pid) for pid in (1, 2))
+    programs, kernel = (query_load(own_pid=pid) for pid in (1, 2))
     assert programs.own_s is not None
     assert kernel.own_s is not None
     return replace(programs, own_s=programs.own_s + kernel.own_s)
@@ -108,9 +108,9 @@ async def test_our_own_work_is_no_disturbance_however_much_it_is() -> None:
 
 def test_work_in_another_tree_of_our_own_group_is_somebody_else_s(others: int) -> None:
     """As by `docker exec`: it competes like any other."""
-    sample = query_load(Path("/"))
+    sample = query_load()
     assert others not in sample.own_pids
-    theirs = query_load(Path("/"), own_pid=others)
+    theirs = query_load(own_pid=others)
     assert theirs.own_pids == {others}
 
 
@@ -118,9 +118,9 @@ def test_a_sample_is_cheap() -> None:
     took_s = []
     for _ in range(20):
         start = time.perf_counter()
-        query_load(Path("/"))
+        query_load()
         took_s.append(time.perf_counter() - start)
-    assert min(took_s) < 0.005
+    assert min(took_s) < 0.02
 
 
 def on(hardware: Hardware, environment: Any) -> Hardware:
@@ -132,7 +132,6 @@ def test_a_described_gpu_in_trouble(hardware: Hardware, machine_environment: Put
         "4090-shared",
         gpu__0__sm_clock_mhz=2520,
         gpu__0__sm_clock_now=1260,
-        gpu__0__memory_clock_now=10501,
         gpu__0__reasons=0x44,
         gpu__0__utilization="0,90,90,0",  # at rest, twice at work, at rest
         gpu__0__running=1,
@@ -141,9 +140,9 @@ def test_a_described_gpu_in_trouble(hardware: Hardware, machine_environment: Put
     with Watch(on(hardware, environment), environment, timeout_s=60) as watch:
         time.sleep(SECONDS)
     (gpu,) = watch.conditions.gpus
-    assert (gpu.clock_share, gpu.memory_clock_share, gpu.slowed) == (0.5, 1.0, 1.0)
+    assert (gpu.clock_share, gpu.slowed) == (0.5, 1.0)
     assert gpu.reasons == ("power cap", "thermal slowdown by hardware")
-    assert (gpu.foreign_mib, gpu.foreign_utilization, gpu.newcomers) == (15000, 37, ())
+    assert gpu.foreign_utilization == 37
     assert "GPU 0 was 37 % busy with the work of others: python3 (pid 4242)" in (watch.conditions.disturbance or "")
 
 
@@ -208,7 +207,7 @@ def test_a_driver_in_trouble_costs_its_figures_alone(
 def watchers() -> set[str]:
     """Command lines of our children that watch GPUs."""
     found = set()
-    for pid in query_load(Path("/")).own_pids:
+    for pid in query_load().own_pids:
         command = Path(f"/proc/{pid}/cmdline")
         if command.exists() and b"gpu_load" in command.read_bytes():
             found.add(str(command))

@@ -20,7 +20,7 @@ from appliance.model import Model
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.probe.conditions import SHORTEST_S
-from appliance.probe.load import TICKS_PER_S
+from appliance.probe.load import LoadSample
 from appliance.probe.watch import Watch
 from appliance.settings import resolve_settings
 from appliance.tune import engine
@@ -81,11 +81,10 @@ class Bench:
         self._decode_ms = decode_ms
         self._prefill_ms = prefill_ms
         self._knobs = knobs
-        self.root = socket_path.parent / "root"
         self.started: list[str] = []
         self.done: list[Measurement] = []
         self.disturbed = 0  # in so many steps a hypervisor takes the CPU away
-        self._stolen_s = 0
+        self._stolen_s = 0.0
 
     def start(self, plan: Plan) -> Command:
         self.started.append(plan.key)
@@ -96,12 +95,11 @@ class Bench:
         if self.disturbed and step.what != "loading":
             self.disturbed -= 1
             time.sleep(SHORTEST_S)  # of less nobody can tell
-            self.steal(1)
+            self._stolen_s += 1
 
-    def steal(self, seconds: int) -> None:
-        self._stolen_s += seconds
-        (self.root / "proc").mkdir(parents=True, exist_ok=True)
-        (self.root / "proc/stat").write_text(f"cpu 0 0 0 0 0 0 0 {self._stolen_s * TICKS_PER_S}\n")
+    def sample(self) -> LoadSample:
+        """Of a machine on which nothing else runs."""
+        return LoadSample(time_s=time.monotonic(), cpus=1, busy_s=0.0, steal_s=self._stolen_s, own_s=0.0)
 
     async def tune(
         self,
@@ -139,7 +137,7 @@ class Bench:
                 measure,
                 bench=measured_with(self.start),
                 tell=self.tell,
-                watch=lambda: Watch(self.hardware, {}, root=self.root),
+                watch=lambda: Watch(self.hardware, {}, sample=self.sample),
             ),
             Goal(mix=parse_mix(workload), mode=mode, native=here.native),
             budget_s=budget_s,
@@ -465,7 +463,6 @@ async def test_a_window_that_memory_was_seen_not_to_hold_is_not_tried(socket_pat
 
 async def test_what_was_disturbed_is_measured_once_more_and_a_calm_look_counts(socket_path: Path) -> None:
     bench = Bench(socket_path)
-    bench.steal(0)
     bench.disturbed = 1
     tuned = await bench.tune(on_cpu(), [on_cpu().best])
     first, second, *_ = bench.done
@@ -477,7 +474,6 @@ async def test_what_was_disturbed_is_measured_once_more_and_a_calm_look_counts(s
 
 async def test_where_everything_was_disturbed_the_result_says_so(socket_path: Path) -> None:
     bench = Bench(socket_path)
-    bench.steal(0)
     bench.disturbed = 100
     tuned = await bench.tune(on_cpu(), [on_cpu().best])
     assert tuned.disturbance == bench.done[-1].disturbance

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.disk import Disk, put_file
+from appliance.documents import load, read
 from appliance.engines.llama.kernels import Asked
 from appliance.plan import RuledOut
 from appliance.probe import Cpu
@@ -73,7 +74,7 @@ class KernelStore:
             return Record()
         try:
             return _parse(data, self._owner)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except ValueError as error:
             if may_set_aside:
                 self._set_aside(f"{type(error).__name__}: {error}"[:200])
             return Record()
@@ -118,38 +119,20 @@ class KernelStore:
 
 
 def _parse(data: bytes, owner: Mapping[str, Any]) -> Record:
-    """Raises what a damaged document raises."""
+    """Raises ValueError for a damaged document."""
     if len(data) >= MAX_BYTES:
         message = f"longer than {MAX_BYTES:,} bytes"
         raise ValueError(message)
-    document = json.loads(data)
-    schema = document["schema"]
-    if schema != SCHEMA or {name: document[name] for name in owner} != owner:
+    document = load(data)
+    schema = document.pop("schema", None)
+    theirs = {name: document.pop(name) for name in owner if name in document}
+    is_whole = schema is not None and (schema != SCHEMA or theirs.keys() == owner.keys())
+    if is_whole and (schema, theirs) != (SCHEMA, owner):
         return Record()  # an appliance of another schema may come back; a foreign file says nothing of this CPU
-    ruled_out = {str(name): _text(seen) for name, seen in document["ruled_out"].items()}
-    return Record(ruled_out=ruled_out, checked={str(name): _checked(row) for name, row in document["checked"].items()})
-
-
-def _checked(row: Mapping[str, Any]) -> Checked:
-    problem, asked = row["problem"], row["asked"]
-    return Checked(
-        asked=Asked(types=_texts(asked["types"]), kv_types=_texts(asked["kv_types"])),
-        problem=None if problem is None else _text(problem),
-    )
-
-
-def _texts(found: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
-    if not isinstance(found, list):
-        message = f"no list: {found!r:.80}"
-        raise TypeError(message)
-    return tuple(_text(each) for each in found)
-
-
-def _text(found: Any) -> str:  # noqa: ANN401 - JSON
-    if not isinstance(found, str):
-        message = f"no text: {found!r:.80}"
-        raise TypeError(message)
-    return found
+    if not is_whole:
+        message = "it does not say what it is of"
+        raise ValueError(message)
+    return read(Record, document)
 
 
 def _words(error: OSError) -> str:

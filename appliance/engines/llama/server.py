@@ -213,7 +213,7 @@ _GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host mem
 
 def parse_allocated(lines: Iterable[str]) -> Allocated:
     """From lines like `load_tensors:   CPU_Mapped model buffer size =    92.10 MiB`."""
-    sums = dict.fromkeys((*_KINDS.values(), "mapped", "repacked"), 0.0)
+    sums = dict.fromkeys((*_KINDS.values(), "repacked"), 0.0)
     devices: dict[str, float] = {}
     is_drafting = False
     for line in lines:
@@ -224,7 +224,6 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
         if is_drafting and kind == "compute":
             continue  # the draft's context, sized anew: its first buffer stands above, and is gone
         sums[kind] += size
-        sums["mapped"] += size if place.endswith("_Mapped") else 0.0
         sums["repacked"] += size if place in _COPIES else 0.0
         if _GPU.fullmatch(place):
             devices[place] = devices.get(place, 0.0) + size

@@ -247,7 +247,7 @@ BUFFERS = (
 def test_buffer_sizes_are_read_from_the_log() -> None:
     noise = ("0.00.085.608 I llama_kv_cache: size =   90.00 MiB (  4096 cells,  30 layers)", "buffer size", "")
     found = parse_allocated((*noise, *BUFFERS))
-    assert found == Allocated(model=133.0, kv=90.0, compute=17.51, output=0.75, mapped=92.1, repacked=40.9)
+    assert found == Allocated(model=133.0, kv=90.0, compute=17.51, output=0.75, repacked=40.9)
     assert found.total == pytest.approx(241.26)
     assert parse_allocated(line.split(" I ", 1)[1] for line in BUFFERS) == found  # without its prefix too
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.idle.policy import ALONE, LOOK_AGAIN_S, SETTLE_S, Do, Next, Situation, decide
+from appliance.idle.policy import LOOK_AGAIN_S, SETTLE_S, Do, Next, Situation, decide
 
+ALONE = frozenset({Do.MEASURE_ALONE, Do.CHANGE_ALONE})
 IDLE_S = 600.0
 SITUATIONS = st.builds(
     Situation,

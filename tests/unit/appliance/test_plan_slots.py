@@ -48,9 +48,8 @@ def test_slots_follow_users_unless_asked_for(flags: dict[str, str], expected: in
 
 
 def test_slots_of_users_need_memory_where_each_has_its_own() -> None:
-    sliding = replace(SMALL, sliding_window=512)
-    stack = tuple(replace(layer, window=512) for layer in layers_of(sliding))
-    few, many = (first(replace(sliding, stack=stack), users=users) for users in ("1", "20"))
+    stack = tuple(replace(layer, window=512) for layer in layers_of(SMALL))
+    few, many = (first(replace(SMALL, stack=stack), users=users) for users in ("1", "20"))
     assert many.memory.kv > 2 * few.memory.kv
     assert first(users="20").memory.kv == first().memory.kv  # cells that all slots share
 

@@ -97,7 +97,7 @@ ACTIONS: dict[str, tuple[Action, tuple[Profile | None, ...]]] = {
     "forget stale": (lambda store: store.forget(OLD.key.id), (OLD, None)),
     "ask for stale": (lambda store: store.why_stale(OLD), (OLD,)),
     "load": (lambda store: store.load(OLD.key), (OLD,)),
-    "list": (lambda store: (store.all(), store.strangers()), (OLD,)),
+    "list": (lambda store: (store.all(), store.foreign()), (OLD,)),
 }
 
 
@@ -129,7 +129,7 @@ def assert_whole(folder: Path, allowed: tuple[Profile | None, ...]) -> None:
     found = store.load(OLD.key)
     assert found in allowed
     assert all(one in (OLD, NEW, OTHER) for one in store.all())
-    assert store.strangers() == ()
+    assert store.foreign() == ()
     for path in folder.glob("[!.]*.json"):
         assert path.read_text() in {dump_profile(one) for one in (OLD, NEW, OTHER)}
     if found is not None:

@@ -83,7 +83,6 @@ conditions = st.builds(
     own_cpu=st.none() | st.floats(0, 1),
     foreign_cpu=st.none() | st.floats(0, 1),
     steal=st.none() | st.floats(0, 1),
-    cpu_pressure=st.none() | st.floats(0, 1),
     gpus=st.lists(st.just(CARD), max_size=2).map(tuple),
     problem=st.none() | st.text(),
 )
@@ -257,7 +256,7 @@ def test_a_file_that_lacks_a_part_is_set_aside(shelf: Shelf, kind: str) -> None:
 @pytest.mark.parametrize("found", ["GPU-1", [1], None, {"0": "GPU-1"}])
 def test_names_of_gpus_that_are_no_list_of_texts_are_set_aside(shelf: Shelf, found: object) -> None:
     assert shelf.load_bytes(json.dumps({**json.loads(TEXT), "gpu_uuids": found}).encode()) is None
-    assert "Profile.gpu_uuids is not a list of texts" in shelf.warnings[0]
+    assert "gpu_uuids" in shelf.warnings[0]
 
 
 def test_a_deep_or_a_huge_file_is_set_aside(shelf: Shelf) -> None:
@@ -274,7 +273,7 @@ def test_an_older_or_newer_schema_is_set_aside_under_our_name_and_left_alone_und
     other = shelf.folder / "of-another-appliance.json"
     other.write_text(text)
     assert shelf.store.all() == ()
-    assert [(found.id, found.schema) for found in shelf.store.strangers()] == [("of-another-appliance", str(schema))]
+    assert [(found.id, found.schema) for found in shelf.store.foreign()] == [("of-another-appliance", str(schema))]
     words = f"schema of profiles: {schema} -> {SCHEMA}; of-another-appliance is kept"
     assert shelf.store.why_unused(key("b2"), "small.gguf") == words
     assert shelf.store.why_unused(key(size=1), "small.gguf") is None
@@ -551,7 +550,7 @@ def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> No
     shelf.store.keep(key(), PARTIAL)
     assert shelf.store.kept(key()) == PARTIAL
     assert shelf.store.kept(key("b2")) == Partial()
-    assert (shelf.store.load(key()), shelf.store.all(), shelf.store.strangers()) == (None, (), ())
+    assert (shelf.store.load(key()), shelf.store.all(), shelf.store.foreign()) == (None, (), ())
     assert shelf.store.save(profile())
     assert shelf.store.kept(key()) == Partial()
     assert not kept(shelf).exists()
@@ -571,10 +570,10 @@ def test_what_is_there_is_told_in_words() -> None:
     [
         (dump_partial(key("b2"), PARTIAL).encode(), "it is for another key"),
         (KEPT.replace(b'"schema": %d' % SCHEMA, b'"schema": 99'), f"it has another schema than {SCHEMA}: 99"),
-        (KEPT.replace(b'"ngram"', b'"magic"'), "Tried.kind is none of draft, mtp, ngram"),
-        (KEPT.replace(b"510.5", b"-510.5"), "no measuring gives this: Answer("),
+        (KEPT.replace(b'"ngram"', b'"magic"'), "Invalid enum value 'magic' - at `$.guesses[1].tried.kind`"),
+        (KEPT.replace(b"510.5", b"-510.5"), "Partial.guesses[0].tried.answers[0] cannot be: Answer("),
         (b"\xff\xfe", "can't decode"),
-        (b"[" * 100_000, "something is lacking or odd: RecursionError"),
+        (b"[" * 100_000, "it is nested too deep"),
     ],
 )
 def test_what_was_kept_and_is_none_of_ours_is_set_aside_with_its_reason(shelf: Shelf, data: bytes, why: str) -> None:

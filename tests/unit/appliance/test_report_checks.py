@@ -50,8 +50,8 @@ def test_a_phase_keeps_its_beginning_while_it_lasts() -> None:
     report = Report("json", io.StringIO())
     report.phase(Phase.TUNING, "one")
     since = report.progress.since
-    report.phase(Phase.TUNING, "two", fraction=0.5)
-    assert (report.progress.since, report.progress.message, report.progress.fraction) == (since, "two", 0.5)
+    report.phase(Phase.TUNING, "two")
+    assert (report.progress.since, report.progress.message) == (since, "two")
     report.phase(Phase.READY)
     assert report.progress.is_ready
     assert report.progress.since > since

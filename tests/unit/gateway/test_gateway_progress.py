@@ -15,9 +15,9 @@ def test_every_phase_has_words(phase: Phase) -> None:
     assert Progress(phase=phase).is_ready == (phase is Phase.READY)
 
 
-def test_how_far_it_is() -> None:
-    progress = Progress(phase=Phase.DOWNLOADING, message="demo.gguf", fraction=0.125)
-    assert progress.sentence() == "the model is being downloaded: demo.gguf (12 %)"
+def test_what_is_done_to_what() -> None:
+    progress = Progress(phase=Phase.LOADING, message="demo.gguf")
+    assert progress.sentence() == "the model is being loaded: demo.gguf"
 
 
 def test_the_time_in_a_phase_is_never_negative() -> None:

@@ -22,12 +22,12 @@ def facts(
 
 
 def test_a_plain_model(tmp_path: Path) -> None:
-    model = facts(tmp_path, general__name="Tiny", general__size_label="9K", tokenizer__chat_template="{{ x }}")
-    assert (model.architecture, model.name, model.size_label, model.format) == ("llama", "Tiny", "9K", "gguf")
+    model = facts(tmp_path, general__name="Tiny", tokenizer__chat_template="{{ x }}")
+    assert (model.architecture, model.name, model.format) == ("llama", "Tiny", "gguf")
     assert (model.layers, model.embedding_length, model.feed_forward_length, model.heads) == (2, 64, 128, 8)
     assert (model.kv_heads, model.key_length, model.value_length) == ((2, 2), 8, 8)
     assert (model.native_context, model.vocabulary) == (512, 100)
-    assert (model.experts, model.experts_used, model.expert_bytes, model.sliding_window) == (0, 0, 0, None)
+    assert (model.experts, model.experts_used, model.expert_bytes) == (0, 0, 0)
     assert (model.output_is_tied, model.has_chat_template, model.is_embedding_model) == (False, True, False)
     assert (model.cache_kind, model.cache_reason) == ("attention", None)
     q8_0 = (64 * 100 * 2 + 64 * 128) // 32 * 34
@@ -39,7 +39,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
 def test_defaults(tmp_path: Path) -> None:
     model = facts(tmp_path, without="attention.head_count_kv", tokens=0)
     assert model.kv_heads == (8, 8)
-    assert (model.name, model.size_label, model.has_chat_template) == ("tiny", None, False)
+    assert (model.name, model.has_chat_template) == ("tiny", False)
     assert model.vocabulary == 100  # from the embedding's rows
 
 
@@ -48,8 +48,11 @@ def test_head_lengths_of_their_own(tmp_path: Path) -> None:
     model = facts(tmp_path, **own)
     assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
     windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
-    assert (windowed.key_length, windowed.value_length, windowed.sliding_window) == (64, 16, 128)
-    assert (windowed.swa_window, windowed.cache_reason) == (None, None)  # the engine lets no llama slide
+    assert (windowed.key_length, windowed.value_length) == (64, 16)
+    assert ({layer.window for layer in windowed.stack}, windowed.cache_reason) == (
+        {None},
+        None,
+    )  # the engine lets no llama slide
 
 
 def test_numbers_by_layer(tmp_path: Path) -> None:

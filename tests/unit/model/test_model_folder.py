@@ -67,7 +67,7 @@ def test_experts(tmp_path: Path) -> None:
     model = facts(tmp_path, MOE, num_experts=2, num_experts_per_tok=1)
     assert (model.experts, model.experts_used) == (2, 1)
     assert [layer.expert_bytes for layer in model.stack] == [2 * 2 * 32 * 64, 2 * 2 * 64 * 64]
-    assert (model.expert_bytes, model.expert_shared_bytes) == (2 * 2 * 32 * 64 + 2 * 2 * 64 * 64, 2 * 32 * 64)
+    assert model.expert_bytes == 2 * 2 * 32 * 64 + 2 * 2 * 64 * 64
     layers = sum(layer.dense_bytes + layer.expert_bytes for layer in model.stack)
     assert model.weights_bytes == layers + model.embedding_bytes + model.output_bytes
 
@@ -83,7 +83,8 @@ def test_sliding_windows(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     model = facts(tmp_path, sliding_window=128, layer_types=kinds)
     assert [(layer.kind, layer.window) for layer in model.stack] == [("sliding", 128), ("full", None)]
-    assert facts(tmp_path, sliding_window=128, use_sliding_window=False).swa_window is None
+    unused = facts(tmp_path, sliding_window=128, use_sliding_window=False)
+    assert {layer.window for layer in unused.stack} == {None}
     assert facts(tmp_path, sliding_window=None).cache_reason is None
     assert [layer.kind for layer in facts(tmp_path, sliding_window=9, sliding_window_pattern=2).stack] == [
         "sliding",
@@ -235,13 +236,13 @@ def test_any_config_is_read_or_refused_in_words(tmp_path: Path, change: dict[str
         assert len(model.stack) == (model.layers if model.cache_kind == "attention" else 0)
 
 
-def test_a_projector_beside_the_model_is_counted(tmp_path: Path) -> None:
+def test_a_projector_beside_the_model_is_found(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m.gguf")
-    assert (read_model(model).projector, read_model(model).projector_bytes) == (None, 0)
+    assert read_model(model).projector is None
     beside = write_model(
         tmp_path / "mmproj-m.gguf", architecture="clip", metadata={}, tokens=0, tensors=[("v.weight", (64, 64), F32)]
     )
-    assert (read_model(model).projector, read_model(model).projector_bytes) == (beside, 4 * 64 * 64)
+    assert read_model(model).projector == beside
     beside.write_bytes(b"GGUF and nothing else")
     assert read_model(model).projector is None
     write_model(beside)

@@ -70,14 +70,17 @@ def test_what_a_kind_keeps(
     assert all(layer.state_bytes or layer.kind != "recurrent" for layer in model.stack)
 
 
+def windows(model: Model) -> set[int]:
+    return {layer.window for layer in model.stack if layer.window}
+
+
 def test_only_sliding_layers_have_the_window(tmp_path: Path) -> None:
     model = small(tmp_path, "sliding")
     assert [layer.window for layer in model.stack] == [512] * 5 + [None] + [512] * 2
-    assert model.swa_window == 512
-    assert small(tmp_path, "gqa", attention__sliding_window=512).swa_window is None
-    assert small(tmp_path, "sliding-halves").swa_window == 4096  # gemma2's own, where the header has none
-    assert small(tmp_path, "sliding", attention__sliding_window=None).swa_window is None
-    assert small(tmp_path, "sliding", attention__sliding_window=0).swa_window is None
+    assert windows(small(tmp_path, "gqa", attention__sliding_window=512)) == set()
+    assert windows(small(tmp_path, "sliding-halves")) == {4096}  # gemma2's own, where the header has none
+    assert windows(small(tmp_path, "sliding", attention__sliding_window=None)) == set()
+    assert windows(small(tmp_path, "sliding", attention__sliding_window=0)) == set()
 
 
 def test_a_pattern_in_the_header_wins(tmp_path: Path) -> None:
@@ -102,15 +105,15 @@ def test_patterns_are_those_of_set_swa_pattern(tmp_path: Path, name: str, layers
         number % period != 0 if sliding.dense_first else number % period < period - 1 for number in range(layers)
     ]  # llama-hparams.cpp, word for word
     assert [layer.kind == "sliding" for layer in model.stack] == slides
-    assert model.swa_window == ((8192 if name == "llama4" else 128) if any(slides) else None)
+    assert windows(model) == ({8192 if name == "llama4" else 128} if any(slides) else set())
 
 
 def test_exaone_slides_in_one_size_only(tmp_path: Path) -> None:
-    for layers, window in ((64, 4096), (30, None)):
+    for layers, expected in ((64, {4096}), (30, set())):
         metadata = {key.replace("llama", "exaone4", 1): value for key, value in LLAMA.items()}
         metadata["exaone4.block_count"] = layers
         path = write_model(tmp_path / "m.gguf", architecture="exaone4", metadata=metadata, tensors=LLAMA_TENSORS[:1])
-        assert read_model(path).swa_window == window
+        assert windows(read_model(path)) == expected
 
 
 def test_draft_layers_come_last(tmp_path: Path) -> None:
@@ -166,11 +169,10 @@ def test_published_models(
     assert sum(layer.state_bytes for layer in model.stack) / 2**20 == pytest.approx(state_mib, abs=0.1)
 
 
-def test_experts_differ_by_layer_and_shared_ones_stay_dense(tmp_path: Path) -> None:
+def test_experts_differ_by_layer(tmp_path: Path) -> None:
     model = small(tmp_path, "mla")
     first, *others = model.stack
     assert (first.expert_bytes, min(layer.expert_bytes for layer in others) > 0) == (0, True)
-    assert 0 < model.expert_shared_bytes < sum(layer.dense_bytes for layer in others)
     q4_k_m = read_model(write_gguf(tmp_path / "m.gguf", PUBLISHED["qwen3-30b-a3b"]))
     assert len({layer.expert_bytes for layer in q4_k_m.stack}) == 2  # some layers' ffn_down has more bits
 
@@ -180,14 +182,16 @@ def test_biases_of_experts_move_with_them(tmp_path: Path) -> None:
     assert model.stack[0].expert_bytes == 2 * 3 * 256 * 256 * 8 + 4 * 3 * 256 * 8
 
 
-def test_chunked_and_merged_experts_are_routed_ones(tmp_path: Path) -> None:
+def test_chunked_and_merged_experts_are_routed_ones_and_shared_ones_dense(tmp_path: Path) -> None:
     names = ("ffn_up_exps", "ffn_down_chexps", "ffn_gate_up_exps", "ffn_up_shexp")
     bank = [(f"blk.0.{name}.weight", (64, 32, 4), LLAMA_TENSORS[0][2]) for name in names]
     norm = [("blk.1.ffn_norm_exps.weight", (64,), F32)]  # arctic's: a norm, which no flag moves
     model = read_model(write_model(tmp_path / "m.gguf", tensors=LLAMA_TENSORS + bank + norm))
     each = 64 * 32 * 4 // 32 * 34
-    assert (model.stack[0].expert_bytes, model.expert_shared_bytes) == (3 * each, each)
-    assert (model.stack[1].expert_bytes, model.stack[1].dense_bytes) == (0, 64 * 128 // 32 * 34 + 4 * 64)
+    plain = read_model(write_model(tmp_path / "plain.gguf", tensors=LLAMA_TENSORS))
+    added = [now.dense_bytes - before.dense_bytes for now, before in zip(model.stack, plain.stack, strict=True)]
+    assert [layer.expert_bytes for layer in model.stack] == [3 * each, 0]
+    assert added == [each, 4 * 64]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,10 +60,13 @@ def test_a_gpu_whose_processes_a_container_cannot_see(tmp_path: Path) -> None:
 
 
 def test_our_own_engine_is_nobody(tmp_path: Path) -> None:
-    fields = " ".join(["0"] * 30)
-    put(tmp_path, {"/proc/4711/stat": f"4711 (python) S 1 {fields}\n", "/proc/4711/status": status("python", 9000)})
-    held = machine(PYTHON, free_mib=24564 - 5120)
-    assert who_holds(held, tmp_path, own_pid=4711) == "no other process is seen to hold memory"
+    with subprocess.Popen(["sleep", "60"]) as engine:
+        put(tmp_path, {f"/proc/{engine.pid}/status": status("python", 9000)})
+        ours = machine(replace(PYTHON, pid=engine.pid), free_mib=24564 - 5120)
+        theirs = machine(PYTHON, free_mib=24564 - 5120)
+        assert who_holds(ours, tmp_path) == "no other process is seen to hold memory"
+        assert who_holds(theirs, tmp_path) == "5,120 MiB of GPU 0 are held by python (pid 4711)"
+        engine.kill()
 
 
 def test_the_largest_processes_of_the_host(tmp_path: Path) -> None:

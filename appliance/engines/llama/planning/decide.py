@@ -237,7 +237,7 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
         parallel=slots(settings),
         is_embedding=model.is_embedding_model,
         memory=host,
-        usable_mib=scene.usable_mib - unified_mib(scene, window.placed.placement),
+        usable_mib=float(scene.usable_mib - unified_mib(scene, window.placed.placement)),
         launch=LlamaLaunch(
             threads=threads[0],
             threads_batch=threads[0],

@@ -1,0 +1,92 @@
+"""JSON documents -> dataclasses: what was not written from the dataclass is refused, by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, KeysView, Mapping
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+T = TypeVar("T")
+# By dataclass: whether these values can be. Their types are right then.
+Rules = Mapping[type, Callable[[Any], bool]]
+_Path = tuple[Any, str | int]  # what it is part of, or None, and its own name or place: words only when they are wanted
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+def load(data: str | bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no JSON object."""
+    try:
+        document = json.loads(data)
+    except RecursionError as error:
+        message = f"it is nested too deep: {error}"
+        raise ValueError(message) from error
+    if not isinstance(document, dict):
+        message = f"it is no JSON object: {document!r:.80}"
+        raise ValueError(message)
+    return document
+
+
+def read(kind: type[T], document: object, *, rules: Rules | None = None, **parts: Callable[[Any], Any]) -> T:
+    """A `kind` from what `json.loads` gave; `parts` read fields that their type alone does not describe.
+
+    Raises ValueError for a wrong type, for a field that is missing or unknown at any depth, and for values against a
+    rule. An integer may stand for a float, a boolean for neither.
+    """
+    try:
+        value = _convert(kind, document, parts)
+        _check(document, value, (None, kind.__name__), rules or {}, skipped=parts.keys())
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        message = f"{kind.__name__}: {error}"
+        raise ValueError(message) from error
+    return value
+
+
+def _convert(kind: type[T], document: object, parts: Mapping[str, Callable[[Any], Any]]) -> T:
+    if not parts or not isinstance(document, dict):
+        return msgspec.convert(document, kind, strict=True)
+    _check_names(document, _names_of(kind), (None, kind.__name__))
+    others = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in parts]
+    rest = msgspec.convert(document, msgspec.defstruct(kind.__name__, others), strict=True)
+    return kind(**msgspec.structs.asdict(rest), **{name: parse(document[name]) for name, parse in parts.items()})
+
+
+def _check(document: Any, value: object, path: _Path, rules: Rules, *, skipped: Collection[str] = ()) -> None:  # noqa: ANN401
+    """What msgspec does not: it passes over unknown fields of a dataclass, and gives missing ones their defaults."""
+    if isinstance(value, tuple):
+        for place, each in enumerate(value):
+            if type(each) not in _PLAIN:
+                _check(document[place], each, (path, place), rules)
+    elif names := _names_of(type(value)):
+        _check_names(document, names, path)
+        for name in names:
+            each = getattr(value, name)
+            if type(each) not in _PLAIN and name not in skipped:
+                _check(document[name], each, (path, name), rules)
+        is_possible = rules.get(type(value))
+        if is_possible is not None and not is_possible(value):
+            message = f"{_in_words(path)} cannot be: {value!r:.200}"
+            raise ValueError(message)
+
+
+def _check_names(document: Mapping[str, Any], names: KeysView[str], path: _Path) -> None:
+    if document.keys() != names:
+        missing, unknown = sorted(names - document.keys()), sorted(document.keys() - names)
+        words = [f"lacks {', '.join(missing)}"] if missing else []
+        words += [f"has no {', '.join(unknown)}"] if unknown else []
+        message = f"{_in_words(path)} {' and '.join(words)}"
+        raise ValueError(message)
+
+
+def _names_of(kind: type) -> KeysView[str]:
+    """Of a dataclass's fields; empty for every other type."""
+    found: Mapping[str, object] = getattr(kind, "__dataclass_fields__", {})
+    return found.keys()  # as `fields` has them, which takes longer
+
+
+def _in_words(path: _Path) -> str:
+    parent, name = path
+    if parent is None:
+        return str(name)
+    return _in_words(parent) + (f".{name}" if isinstance(name, str) else f"[{name}]")
