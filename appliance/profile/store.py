@@ -30,7 +30,7 @@ from appliance.profile.record import (
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.profile.partial import Partial
+    from appliance.tune.partial import Partial
 
 MAX_BYTES = 16 * 2**20  # ours are some 100 KB; a larger file is not one of ours
 _Found = TypeVar("_Found")
@@ -155,7 +155,9 @@ class ProfileStore:
     def kept(self, key: Key) -> Partial:
         """Of a tuning for this key that was broken off. What cannot be read is said, set aside if it can be, and
         measured again: no reason to fail."""
-        from appliance.profile.partial import Partial, parse_partial  # here: a start from a profile never needs it
+        # Here: a start from a profile never needs it.
+        from appliance.profile.partial import parse_partial
+        from appliance.tune.partial import Partial
 
         path = self._partial(key)
         try:

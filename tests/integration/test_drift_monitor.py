@@ -20,7 +20,6 @@ from engine_stage import session_with
 from supervisor_harness import MakeCommand, eventually
 
 from appliance.command import Command
-from appliance.drift_monitor import DriftMonitor
 from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.gateway.traffic import Traffic
 from appliance.plan import Kind, Plan, Speculation
@@ -29,6 +28,7 @@ from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import PROBES_MAX, DriftState
 from appliance.report import Report
+from appliance.serve.drift_monitor import DriftMonitor
 from appliance.tune.engine import running
 
 LIMIT_S = 60.0

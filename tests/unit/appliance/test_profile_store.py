@@ -22,11 +22,12 @@ from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
 from appliance.profile.at_start import Act, Found, at_start
-from appliance.profile.partial import GuessLook, Partial, SlotsLook, dump_partial, parse_partial
+from appliance.profile.partial import dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage
+from appliance.tune.partial import GuessLook, Partial, SlotsLook
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
