@@ -65,6 +65,11 @@ class Gateway:
             await serving
         return cls(server, serving, app, listener.getsockname()[1])
 
+    @property
+    def running(self) -> int:
+        """Requests of every kind."""
+        return sum(traffic.running for traffic in self._traffics)
+
     async def drain(self, drain_s: float) -> None:
         """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
         rest, every connection closed. Returns within `drain_s` + 1 s whatever the clients do; a second call waits for

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from appliance.probe import Hardware, gpu_uuids
 from appliance.profile.record import Key, Profile
 from appliance.settings import Settings
-from appliance.tune.session import Measured, TuningResult
+from appliance.tune.session import MeasuredPlans, TuningResult
 from appliance.tune.speeds import speeds_on
 from appliance.tune.workload import parse_mix
 
@@ -42,11 +42,11 @@ def make_profile(
     )
 
 
-def measured_of(profile: Profile) -> Measured:
-    return Measured(plans=profile.plans, measurements=profile.measurements, verdicts=profile.verdicts)
+def measured_of(profile: Profile) -> MeasuredPlans:
+    return MeasuredPlans(plans=profile.plans, measurements=profile.measurements, verdicts=profile.verdicts)
 
 
-def with_more(profile: Profile, found: Measured, mode: str) -> Profile:
+def with_more(profile: Profile, found: MeasuredPlans, mode: str) -> Profile:
     """The same profile with what was measured later for another mode."""
     modes = (*profile.other_modes, mode)
     return replace(profile, plans=found.plans, measurements=found.measurements, other_modes=modes)

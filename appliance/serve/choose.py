@@ -58,7 +58,7 @@ async def _choose_plan(served: ServedModel) -> Plan:
 
             served.profile = await measure(served)
             return served.profile.plan
-    return served.start.predicted() if profile is None else use_profile(served, profile)
+    return served.space.predicted if profile is None else use_profile(served, profile)
 
 
 def use_profile(served: ServedModel, profile: Profile) -> Plan:

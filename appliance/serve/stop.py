@@ -32,7 +32,10 @@ async def stoppable(report: Report, *models: ServedModel) -> AsyncIterator[async
         for served in models:
             served.report.phase(Phase.STOPPING)
             served.guard.give_up()
-        await asyncio.gather(*(served.host.stop() for served in models))
+        stops = await asyncio.gather(*(served.host.stop() for served in models), return_exceptions=True)
+        for failure in stops:
+            if failure is not None:
+                raise failure  # only now: each engine had its time to end
         report.info("stopped", "the engine is gone")
 
 

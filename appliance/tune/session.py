@@ -7,25 +7,24 @@ profile.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 from appliance.engines.engine import Inputs, Space
-from appliance.errors import EngineError, ModelDoesNotFitError
-from appliance.plan import TASTES, Choice, Plan, Verdict, with_choice
+from appliance.plan import Plan, Verdict
 from appliance.probe.watch import Watch
 from appliance.report import Report
 from appliance.tune import quality
 from appliance.tune.budget import Budget
+from appliance.tune.draft_trials import DraftTrials, can_speculate
 from appliance.tune.engine import Bench
+from appliance.tune.loader import refined
 from appliance.tune.measure import FirstLook, Look, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.partial import PartialResults, PartialStore
 from appliance.tune.slot_trials import SlotTrials
-from appliance.tune.speculate import choose_speculation, least_s
 from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import parse_mix
 
@@ -34,7 +33,6 @@ SHARE_FOR_KV = 0.25
 SHARE_FOR_SPECULATION = 0.25
 SHARE_FOR_SLOTS = 0.15
 SHARE_FOR_LOADER = 0.1
-REFINED = 12  # plans that the engine's own loader is asked about
 MORE_PLANS = 2  # at most, that are measured for another mode than the first
 
 
@@ -51,7 +49,7 @@ class TuningResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredPlans:
     """What was measured of plans, by an earlier session or by this one."""
 
     plans: tuple[Plan, ...]
@@ -117,7 +115,7 @@ class TuningSession:
             seconds=self._budget.spent_s,
         )
 
-    async def widen(self, before: Measured) -> Measured:
+    async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
         """With what the mode that is set wants of contexts that no plan has which was measured before."""
         self._budget = Budget(self._settings.budget_s)
         self._results.load()
@@ -154,14 +152,15 @@ class TuningSession:
 
     async def _choose_plan(self, space: Space) -> Tuned:
         settings = self._settings
-        plans = await self._refined(await asyncio.to_thread(self._possible, space))
+        possible = await asyncio.to_thread(self._possible, space)
+        plans = await refined(possible, self._bench, budget_s=settings.budget_s * SHARE_FOR_LOADER, report=self._report)
         kept = self._results.kept.measurements
         self._results.measurements[:] = kept
         words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
         if kept:
             words += f"; {len(kept)} measurements are there from a start that was interrupted"
         self._report.info("tune_start", words)
-        reserved = SHARE_FOR_SPECULATION * _can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
+        reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
         budget_s = max(1.0, self._budget.left_s - reserved * settings.budget_s)
         return await self._tuner(space, plans, budget_s).run()
 
@@ -188,63 +187,12 @@ class TuningSession:
             return plans
         return [plan for plan in plans if not isinstance(self._beside.now(plan), str)] or plans[:1]
 
-    async def _refined(self, plans: Sequence[Plan]) -> Sequence[Plan]:
-        """The most promising ones as the engine's own loader reckons them, where they use GPUs: on a CPU its log tells
-        the same."""
-        if not plans[0].placement.shares:
-            return plans
-        first = sorted(plans, key=lambda plan: plan.speed.job_s if plan.speed else 0.0)[:REFINED]
-        given_up = threading.Event()
-        try:
-            refined = await asyncio.to_thread(
-                self._bench.engine.refine,
-                first,
-                self._bench.install,
-                budget_s=self._settings.budget_s * SHARE_FOR_LOADER,
-                is_wanted=lambda: not given_up.is_set(),
-            )
-        finally:
-            given_up.set()  # a thread is not cancelled, and its children would go on beside whoever asks
-        fitting = {plan.key: plan for plan in refined}
-        words = f"the engine's loader was asked about {len(first)} plans: {len(fitting)} fit by its figures"
-        self._report.info("plans_refined", words)
-        dropped = {plan.key for plan in first} - set(fitting)
-        return [fitting.get(plan.key, plan) for plan in plans if plan.key not in dropped] or plans
-
     async def _choose_speculation(self, space: Space, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
-        """With draft tokens where these were seen to be faster. An engine that fails at it is served without."""
-        plan, requested = tuned.plan, self._settings.speculation
-        if not _can_speculate(space) and not self._has_draft:
-            return plan, ()
-        kept = self._results.drafts_of(plan.key)
-        try:
-            found, why, tried = await choose_speculation(
-                plan,
-                self._bench,
-                space,
-                requested=requested,
-                left_s=self._left_for_speculation_s(tuned, has_base=any(not tried.error for tried in kept)),
-                on_step=self._results.on_step,
-                kept=kept,
-                on_result=self._results.on_draft(plan.key),
-            )
-            words = Choice(name="speculation", value="off", reason=why, source="measured")
-            chosen = with_choice(plan, words)
-            if found is not None:
-                chosen = space.speculating(plan, found, replace(words, value=found.in_words()))
-        except (EngineError, ModelDoesNotFitError) as error:
-            if requested not in TASTES:
-                raise
-            self._report.warning("speculation_failed", f"speculative decoding is off: {error.message}")
-            return plan, (f"speculative decoding failed: {error.message}",)
-        value = "off" if found is None else found.in_words()
-        self._report.info("speculation", f"speculative decoding: {value}: {why}")
-        return chosen, tuple(each.in_words() for each in tried)
-
-    def _left_for_speculation_s(self, tuned: Tuned, *, has_base: bool) -> float:
-        """0 where it is too little for a start without draft tokens and one with: one of them alone says nothing."""
+        if not can_speculate(space) and not self._has_draft:
+            return tuned.plan, ()
+        trials = DraftTrials(tuned, space, self._bench, results=self._results, report=self._report)
         left_s = self._budget.at_most_s(SHARE_FOR_SPECULATION)
-        return left_s if left_s >= least_s(tuned) * (1 if has_base else 2) else 0.0
+        return await trials.choose(requested=self._settings.speculation, left_s=left_s)
 
     @property
     def _chooses_slots(self) -> bool:
@@ -264,7 +212,3 @@ class TuningSession:
             left_s=lambda: self._budget.at_most_s(SHARE_FOR_SLOTS),
         )
         return await trials.choose()
-
-
-def _can_speculate(space: Space) -> bool:
-    return any(offer.is_tried for offer in space.offers())

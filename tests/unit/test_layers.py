@@ -184,6 +184,12 @@ def test_no_engine_is_named_outside_its_folder() -> None:
     assert found == []
 
 
+def test_what_comes_first_is_waited_for_in_one_place() -> None:
+    """`race.first_of` cancels the rest and waits for its end, which is forgotten where it is written again."""
+    found = [name_of(path) for path in FILES if "FIRST_COMPLETED" in path.read_text()]
+    assert found == ["appliance/race.py"]
+
+
 def test_no_room_for_leftovers() -> None:
     assert not [name_of(path) for path in FILES if path.stem in {"utils", "helpers", "common", "misc"}]
 
