@@ -194,34 +194,32 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.boot import boot
     from appliance.report import Report
+    from appliance.serve.run import serve
 
-    return _run_story(boot(settings, environment, Report(settings.log)))
+    return _run_loop(serve(settings, environment, Report(settings.log)))
 
 
 def _tune(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.boot import measure_only
     from appliance.report import Report
+    from appliance.serve.run import measure_only
 
-    return _run_story(measure_only(settings, environment, Report(settings.log)))
+    return _run_loop(measure_only(settings, environment, Report(settings.log)))
 
 
-def _run_story(story: Coroutine[Any, Any, int]) -> int:
+def _run_loop(main: Coroutine[Any, Any, int]) -> int:
     import uvloop
 
-    return uvloop.run(story)
+    return uvloop.run(main)
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.boot import foretell
     from appliance.plan import as_document, explain, explain_settings
+    from appliance.serve.preview import preview
 
-    found = foretell(settings, environment)
-    chosen, profile, standing = found.plan, found.profile, found.standing
-    prepared, socket_path = found.found, settings.runtime_dir / "appliance.sock"
-    used = prepared.inputs.settings
-    argv = prepared.engine.command(chosen, prepared.install, socket_path).argv
+    found = preview(settings, environment)
+    start, chosen, profile, standing = found.start, found.plan, found.profile, found.standing
+    argv = start.engine.command(chosen, start.install, settings.runtime_dir / "appliance.sock").argv
     if options.json:
         of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
         print(json.dumps({"plan": as_document(chosen), **of, "argv": argv}, indent=1))
@@ -230,7 +228,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
 
         print(shlex.join(argv))
     else:
-        print(f"settings\n{_indented(explain_settings(used))}\n\nplan\n{_indented(explain(chosen))}\n")
+        print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explain(chosen))}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")
         print(
@@ -272,10 +270,10 @@ def _measure(
 ) -> int:
     from dataclasses import asdict
 
-    from appliance.boot import install_of, load_facts
     from appliance.probe import SPEEDS_FOLDER
     from appliance.probe.measure import in_words, measure
     from appliance.probe.speeds import save_speeds
+    from appliance.serve.inputs import install_of, load_facts
     from appliance.volume import open_volume
 
     open_volume(settings.data_dir)  # before the time is spent
@@ -330,12 +328,12 @@ def _as_lines(document: Mapping[str, object], prefix: str = "") -> str:
 
 
 def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.boot import query_key
     from appliance.profile import ProfileStore
-    from appliance.profile.verbs import Desk, answer
+    from appliance.profile.verbs import CliContext, answer
+    from appliance.serve.inputs import query_key
     from appliance.volume import open_volume
 
-    desk = Desk(
+    context = CliContext(
         store=ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr)),
         folder=str(settings.profiles_dir),
         this_key=lambda: query_key(settings, environment),
@@ -343,7 +341,7 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
         read_input=lambda: sys.stdin.read(),
         as_json=options.json,
     )
-    told = answer(options.action, [id for id in (options.id, options.other) if id], desk)
+    told = answer(options.action, [id for id in (options.id, options.other) if id], context)
     print(told.note, end="", file=sys.stderr)
     if told.text:
         print(told.text)
@@ -421,7 +419,7 @@ def _gateway_address(settings: Settings) -> tuple[str, int]:
 
 
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
-    from appliance.boot import load_facts
+    from appliance.serve.inputs import load_facts
 
     image, engine = load_facts(settings)
     row = {

@@ -153,7 +153,7 @@ async def tune(
     goal = Goal(mix=mix, mode="speed", native=max(plan.context for plan in space.plans))
     seen: list[Measurement] = []
 
-    def done(measurement: Measurement) -> None:
+    def on_result(measurement: Measurement) -> None:
         seen.append(measurement)
         so_far = rated((plans[key] for key in dict.fromkeys(m.key for m in seen)), seen)
         best = choose(goal.mode, so_far, mix, native=goal.native).rated.key if so_far else None
@@ -165,7 +165,7 @@ async def tune(
         lambda plan, look: take(start(space.candidates[plan.key]), plan, look),
         goal,
         budget_s=budget_s,
-        done=done,
+        on_result=on_result,
     )
     try:
         tuned = await tuner.run()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from appliance.boot import install_of, load_engine, load_facts, load_model, look_at_draft
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
@@ -21,6 +20,7 @@ from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
+from appliance.serve.inputs import install_of, load_engine, load_facts, load_model, read_draft_model
 from appliance.settings import Settings
 from appliance.volume import open_volume
 
@@ -140,7 +140,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     settings, image = subject.settings, subject.image
     try:
         model = load_model(settings, image)
-        draft = look_at_draft(settings, model)
+        draft = read_draft_model(settings, model)
     except FatalError as error:
         yield warned(
             "kernels", f"not checked, since there is no model: {error.message}", "name one with APPLIANCE_MODEL"

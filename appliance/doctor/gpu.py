@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from appliance.checks import check_devices, check_driver, check_supported, why_fewer
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Devices
 from appliance.errors import FatalError
 from appliance.image_facts import ImageFacts
 from appliance.probe import Gpu, Hardware
 from appliance.probe.driver import CUDA, PLACES
+from appliance.serve.checks import check_devices, check_driver, check_supported, why_fewer
 from appliance.settings import Settings
 
 _HINT = "mounted elsewhere, LD_LIBRARY_PATH has to name its folder, which must not be on the volume"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from appliance.boot import load_model
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
@@ -18,6 +17,7 @@ from appliance.image_facts import ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
+from appliance.serve.inputs import load_model
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
 

@@ -7,81 +7,107 @@ imported with the first request for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine_route import EngineRoute
+from appliance.errors import ConfigError
 from appliance.gateway.auth import Keys, RequireKey
+from appliance.gateway.backend import Backend
+from appliance.gateway.by_model import AllModels, ByModel, Endpoint, overall_progress
 from appliance.gateway.forward import EngineEndpoint, Reply
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
 from appliance.gateway.refusal import Refusal, internal_error
 from appliance.gateway.traffic import Traffic
-from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from appliance.gateway.own import Action, Document
-
-Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
+MODELS = "/v1/models"  # of an engine: its list of models
 
 
 class App:
-    """The gateway's ASGI application, and what moves in it."""
+    """The gateway's ASGI application, and the models behind it."""
 
-    def __init__(self, asgi: ASGIApp, traffic: Traffic, engine: UpstreamPool) -> None:
+    def __init__(self, asgi: ASGIApp, backends: Sequence[Backend], traffics: Sequence[Traffic]) -> None:
         self._asgi = asgi
-        self.traffic = traffic
-        self.engine = engine
+        self.backends = tuple(backends)
+        self.traffics = tuple(traffics)  # all requests, also those whose model is not known yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._asgi(scope, receive, send)
 
 
 def create_app(
+    backends: Sequence[Backend],
     *,
-    socket_path: Path,
-    engine_routes: Iterable[EngineRoute],
     keys: Keys | None,
-    progress: Callable[[], Progress],
-    documents: Mapping[str, Document],
-    actions: Mapping[str, Action] | None = None,
-    models: Document | None = None,
     max_body_mib: int = 64,
-    engine_restarts: Callable[[], int] | None = None,
     tell_every_s: float = TELL_EVERY_S,
-    dropped_headers: frozenset[bytes] = frozenset(),
 ) -> App:
-    """`keys` None turns authentication off. `documents` are served as /appliance/v1/<name>, `actions` answer a POST
-    there. `models` is the list of models while the engine does not give its own. `dropped_headers` of a request, lower
-    case, are kept from the engine.
-
-    Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
-    """
-    traffic = Traffic()
-    engine = UpstreamPool(socket_path, dropped_headers)
-    metrics = Metrics(traffic=traffic, progress=progress, engine_restarts=engine_restarts)
-    routes: dict[str, tuple[tuple[str, ...], Endpoint]] = {}
-    for route in engine_routes:
-        endpoint = EngineEndpoint(
-            route,
-            engine=engine,
-            traffic=traffic,
-            progress=progress,
-            max_body_bytes=max_body_mib * 2**20,
-            stand_in=models if route.upstream == "/v1/models" else None,
-            tell_every_s=tell_every_s,
-        )
-        routes[route.path] = (route.methods, endpoint)
-    routes |= _health_routes(traffic, progress)
-    rest = _Rest(metrics, documents, actions or {})
+    """`keys` None turns authentication off. Of several backends a request goes to the one that it names as `model`;
+    raises ConfigError where two have one name."""
+    _refuse_same_names(backends)
+    reading = Traffic()
+    traffics = [*(backend.traffic for backend in backends), reading]
+    progress = partial(overall_progress, backends)
+    metrics = Metrics(
+        running=lambda: sum(traffic.running for traffic in traffics),
+        progress=progress,
+        engine_restarts=_engine_restarts(backends),
+    )
+    routes = _engine_routes(backends, reading, max_body_mib * 2**20, tell_every_s) | _health_routes(reading, progress)
+    rest = _Rest(metrics, backends)
     door: ASGIApp = _Door(routes, rest)
     if keys is not None:
         door = RequireKey(door, keys)
-    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), traffic, engine)
+    return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics)
+
+
+def _refuse_same_names(backends: Sequence[Backend]) -> None:
+    names = Counter(backend.name for backend in backends)
+    if same := [name for name, count in names.items() if count > 1]:
+        message = f"several models have one name: {', '.join(same)}"
+        raise ConfigError(message, hint="give each an alias of its own")
+
+
+def _engine_restarts(backends: Sequence[Backend]) -> Callable[[], int] | None:
+    known = [backend.engine_restarts for backend in backends if backend.engine_restarts is not None]
+    return (lambda: sum(restarts() for restarts in known)) if known else None
+
+
+def _engine_routes(
+    backends: Sequence[Backend], reading: Traffic, max_body_bytes: int, tell_every_s: float
+) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
+    by_path: dict[str, dict[str, EngineEndpoint]] = {}
+    first: dict[str, EngineRoute] = {}
+    for backend in backends:
+        for route in backend.routes:
+            first.setdefault(route.path, route)
+            endpoint = EngineEndpoint(
+                route,
+                engine=backend.upstream,
+                traffic=backend.traffic,
+                progress=backend.progress,
+                max_body_bytes=max_body_bytes,
+                stand_in=backend.models if route.upstream == MODELS else None,
+                tell_every_s=tell_every_s,
+            )
+            by_path.setdefault(route.path, {})[backend.name] = endpoint
+
+    def endpoint_of(path: str) -> Endpoint:
+        route, endpoints = first[path], by_path[path]
+        if len(backends) == 1:
+            return next(iter(endpoints.values()))
+        if route.upstream == MODELS:
+            return AllModels(backends)
+        return ByModel(endpoints, dialect=route.dialect, reading=reading, max_body_bytes=max_body_bytes)
+
+    return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
 
 
 class _Door:
@@ -130,12 +156,12 @@ def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
 class _Rest:
     """Our own routes, made with FastAPI when the first of them is asked for."""
 
-    def __init__(self, metrics: Metrics, documents: Mapping[str, Document], actions: Mapping[str, Action]) -> None:
+    def __init__(self, metrics: Metrics, backends: Sequence[Backend]) -> None:
         self._metrics = metrics
-        self._documents = documents
-        self._actions = actions
+        self._backends = backends
         self._loading: asyncio.Task[ASGIApp] | None = None
-        self.paths = frozenset({"/metrics", *(f"/appliance/v1/{name}" for name in (*documents, *actions))})
+        names = {name for backend in backends for name in (*backend.documents, *backend.actions)}
+        self.paths = frozenset({"/metrics", *(f"/appliance/v1/{name}" for name in names)})
 
     async def loaded(self) -> ASGIApp:
         if self._loading is None:
@@ -150,7 +176,7 @@ class _Rest:
     def _make(self) -> ASGIApp:
         from appliance.gateway.own import create_own_app  # here: the first token after a start does not wait for it
 
-        return create_own_app(self._metrics, self._documents, self._actions)
+        return create_own_app(self._metrics, self._backends)
 
 
 def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[str, tuple[tuple[str, ...], Endpoint]]:

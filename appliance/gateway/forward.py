@@ -138,9 +138,9 @@ class EngineEndpoint:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise refusal.not_ready(progress)
-        reading = read_body(receive, _declared_length(scope), self._max_body_bytes)
-        body = await _unless_over(reading, must_end=must_end)
-        await _unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
+        reading = read_body(receive, declared_length(scope), self._max_body_bytes)
+        body = await unless_over(reading, must_end=must_end)
+        await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
     async def _has_stood_in(self, reply: Reply) -> bool:
         """Whether the request was answered without the engine, which does not answer now."""
@@ -224,7 +224,7 @@ async def until_client_left(receive: Receive) -> None:
             raise ClientLeft
 
 
-async def _unless_over(
+async def unless_over(
     work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None], must_end: asyncio.Future[None]
 ) -> T:
     """The result of `work`, unless a watcher raises or `must_end` is done before; whatever is left is cancelled and
@@ -241,7 +241,7 @@ async def _unless_over(
     return result
 
 
-def _declared_length(scope: Scope) -> int:
+def declared_length(scope: Scope) -> int:
     """Content-Length as announced, 0 without one: a chunked body is counted while it is read."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
@@ -45,9 +44,10 @@ class Histogram:
 
 class Metrics:
     def __init__(
-        self, *, traffic: Traffic, progress: Callable[[], Progress], engine_restarts: Callable[[], int] | None
+        self, *, running: Callable[[], int], progress: Callable[[], Progress], engine_restarts: Callable[[], int] | None
     ) -> None:
-        self._traffic = traffic
+        """`running` are the requests that are there now."""
+        self._running = running
         self._progress = progress
         self._engine_restarts = engine_restarts
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -90,9 +90,7 @@ class Metrics:
             for route, histogram in by_route.items():
                 family.add_metric([route], buckets=histogram.buckets(), sum_value=histogram.sum_s)
             yield family
-        yield GaugeMetricFamily(
-            "appliance_requests_in_flight", "Requests with the engine now", value=self._traffic.running
-        )
+        yield GaugeMetricFamily("appliance_requests_in_flight", "Requests with the engine now", value=self._running())
         now = self._progress().phase
         phases = GaugeMetricFamily("appliance_phase", "1 for the phase that the appliance is in", labels=["phase"])
         for phase in Phase:

@@ -5,10 +5,10 @@ None of them is modelled, none is documented by FastAPI. Imported when one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,23 +16,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from appliance.gateway.backend import Backend
 from appliance.gateway.metrics import Metrics
-from appliance.gateway.refusal import Refusal, internal_error
+from appliance.gateway.refusal import Refusal, internal_error, unknown_model
 
+T = TypeVar("T")
 Document = Callable[[], dict[str, Any]]
 Action = Callable[[], tuple[int, dict[str, Any]]]
 """Does at once what was asked for; status and document of the answer. Raises Refusal."""
 
 
-def create_own_app(metrics: Metrics, documents: Mapping[str, Document], actions: Mapping[str, Action]) -> FastAPI:
+def create_own_app(metrics: Metrics, backends: Sequence[Backend]) -> FastAPI:
     async def scrape(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     routes = [Route("/metrics", scrape)]
-    for name in {**documents, **actions}:
-        methods = [method for method, there in (("GET", documents), ("POST", actions)) if name in there]
-        endpoint = _endpoint(documents.get(name), actions.get(name))
-        routes.append(Route(f"/appliance/v1/{name}", endpoint, methods=methods))
+    for name in dict.fromkeys(name for backend in backends for name in (*backend.documents, *backend.actions)):
+        documents = {backend.name: backend.documents[name] for backend in backends if name in backend.documents}
+        actions = {backend.name: backend.actions[name] for backend in backends if name in backend.actions}
+        methods = [method for method, there in (("GET", documents), ("POST", actions)) if there]
+        routes.append(Route(f"/appliance/v1/{name}", _endpoint(documents, actions), methods=methods))
     return FastAPI(
         openapi_url=None,
         redirect_slashes=False,
@@ -43,14 +46,30 @@ def create_own_app(metrics: Metrics, documents: Mapping[str, Document], actions:
     )
 
 
-def _endpoint(document: Document | None, action: Action | None) -> Callable[[Request], Any]:
+def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) -> Callable[[Request], Any]:
+    """By the name of the model, which a request gives as `?model=` where there are several."""
+
     async def answer(request: Request) -> Response:
-        if request.method == "POST" and action is not None:
-            status, found = action()
+        if request.method == "POST":
+            status, found = _of_model(actions, request)()
             return JSONResponse(found, status_code=status)
-        return JSONResponse(document() if document else {})
+        if len(documents) > 1 and "model" not in request.query_params:
+            return JSONResponse({"models": {name: document() for name, document in documents.items()}})
+        return JSONResponse(_of_model(documents, request)())
 
     return answer
+
+
+def _of_model(each: Mapping[str, T], request: Request) -> T:
+    if len(each) == 1:
+        return next(iter(each.values()))
+    name = request.query_params.get("model")
+    if name is None:
+        message = "several models are served: say which with ?model=NAME"
+        raise Refusal(400, "model_required", message)
+    if name not in each:
+        raise unknown_model(name, each)
+    return each[name]
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ The body has the four keys that OpenAI's errors have and no more, so the source 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine_route import Dialect
@@ -68,6 +69,18 @@ def invalid_key() -> Refusal:
         "`docker exec NAME appliance key` shows it",
         headers=((b"www-authenticate", b"Bearer"),),
     )
+
+
+def unknown_model(name: str, known: Iterable[str]) -> Refusal:
+    return Refusal(404, "model_not_found", f"the model `{name[:200]}` does not exist: {_named(known)}")
+
+
+def no_model(known: Iterable[str]) -> Refusal:
+    return Refusal(400, "model_required", f"the request names no model in a JSON field `model`: {_named(known)}")
+
+
+def _named(models: Iterable[str]) -> str:
+    return f"here are {', '.join(f'`{name}`' for name in models)}"
 
 
 def body_too_large(limit_bytes: int) -> Refusal:

@@ -13,8 +13,8 @@ import uvicorn
 
 from appliance.errors import ConfigError
 from appliance.gateway.app import App
-from appliance.gateway.traffic import Traffic
-from appliance.gateway.upstream_pool import UpstreamPool
+from appliance.gateway.traffic import all_idle
+from appliance.race import first_of
 
 # Together with uvicorn's own steps of 0.1 s these stay below the second that `drain` may take after its `drain_s`.
 TELL_S = 0.25  # for the error events to reach the clients
@@ -32,13 +32,11 @@ BIND_HINTS = {
 class Gateway:
     """The application on its port, from `open` to `drain`."""
 
-    def __init__(
-        self, server: _Server, serving: asyncio.Task[None], traffic: Traffic, engine: UpstreamPool, port: int
-    ) -> None:
+    def __init__(self, server: _Server, serving: asyncio.Task[None], app: App, port: int) -> None:
         self._server = server
         self._serving = serving
-        self.traffic = traffic
-        self.engine = engine
+        self._traffics = app.traffics
+        self.backends = app.backends
         self.port = port
 
     @classmethod
@@ -60,23 +58,29 @@ class Gateway:
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-        is_up = asyncio.create_task(server.is_up.wait())
-        await asyncio.wait([serving, is_up], return_when=asyncio.FIRST_COMPLETED)
-        is_up.cancel()
+        # Shielded: it goes on serving once it is up.
+        await first_of(asyncio.shield(serving), server.is_up.wait())
         if serving.done():
             listener.close()
             await serving
-        return cls(server, serving, app.traffic, app.engine, listener.getsockname()[1])
+        return cls(server, serving, app, listener.getsockname()[1])
+
+    @property
+    def running(self) -> int:
+        """Requests of every kind."""
+        return sum(traffic.running for traffic in self._traffics)
 
     async def drain(self, drain_s: float) -> None:
         """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
         rest, every connection closed. Returns within `drain_s` + 1 s whatever the clients do; a second call waits for
         the same end."""
-        self.traffic.close()
+        for traffic in self._traffics:
+            traffic.close()
         self._server.stop_accepting()
-        if not await self.traffic.until_idle(drain_s):
-            self.traffic.end_all()
-            await self.traffic.until_idle(TELL_S)
+        if not await all_idle(self._traffics, drain_s):
+            for traffic in self._traffics:
+                traffic.end_all()
+            await all_idle(self._traffics, TELL_S)
         self._server.should_exit = True
         if not await self._has_ended(FLUSH_S):
             self._server.abort_connections()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from appliance.gateway import refusal
@@ -88,3 +88,8 @@ class Traffic:
         except TimeoutError:
             return False
         return True
+
+
+async def all_idle(each: Iterable[Traffic], timeout_s: float) -> bool:
+    """False when requests of any are still running after `timeout_s`."""
+    return all(await asyncio.gather(*(traffic.until_idle(timeout_s) for traffic in each)))

@@ -33,7 +33,7 @@ class UpstreamPool:
         self._past.append(self._present)
         self._present = _Upstream(socket_path)
 
-    async def until_left(self) -> None:
+    async def wait_drained(self) -> None:
         """Returns once no request is with an engine of the past, however long that takes."""
         while self._past:
             line = self._past[0]

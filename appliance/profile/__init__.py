@@ -1,7 +1,7 @@
 """Step 4: the best plan and how it was found, kept on the volume."""
 
 from appliance.profile.marks import ProfileStatus
-from appliance.profile.pick import Picked, pick, wants_more
+from appliance.profile.pick import Picked, best_of, pick, wants_more
 from appliance.profile.record import Key, Profile, dump_profile, make_key, parse_profile, speeds_document, speeds_of
 from appliance.profile.store import ProfileStore
 
@@ -11,6 +11,7 @@ __all__ = [
     "Profile",
     "ProfileStatus",
     "ProfileStore",
+    "best_of",
     "dump_profile",
     "make_key",
     "parse_profile",

@@ -1,64 +1,20 @@
-"""What a tuning that has not ended has found out so far, as it stands on the volume.
+"""A tuning that has not ended, as it stands on the volume: kept under the key of the profile that it is to become.
 
-Kept under the key of the profile that it is to become, so model, build, machine and settings are the same; beside that
-each part says of which plan it is. Imported when something is measured, and not by a start from a profile.
+Imported when something is measured, and not by a start from a profile.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from appliance.documents import Rules, load, read
 from appliance.profile.record import MEASURED, SCHEMA, Key
-from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage
+from appliance.tune.partial import Partial, SlotsLook
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuessLook:
-    """One start of those that choose how far to guess ahead for the plan of this key. All of one plan were asked the
-    same prompts, with answers as long as those of the first."""
-
-    key: str
-    tried: Tried
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotsLook:
-    """One number of slots for the plan of this name, guesses and all. Only those with the same workload are compared.
-    Without `found` the engine ended, with `error`."""
-
-    key: str
-    slots: int
-    found: Concurrency | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Partial:
-    """In the order in which it was found. Verdicts on types of the KV cache are not among it: they are reckoned again
-    from the passages of text, so that one for lack of time is never taken for one that was measured."""
-
-    measurements: tuple[Measurement, ...] = ()
-    passages: tuple[Passage, ...] = ()
-    guesses: tuple[GuessLook, ...] = ()
-    slots: tuple[SlotsLook, ...] = ()
-
-    def in_words(self) -> str:
-        """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
-        pieces = sum(len(passage.nll) for passage in self.passages)
-        counts = {
-            "measurement": len(self.measurements),
-            "chunk of text": pieces,
-            "trial of speculative decoding": len(self.guesses),
-            "trial of slots": len(self.slots),
-        }
-        named = ((count, *name.partition(" ")) for name, count in counts.items() if count)
-        return ", ".join(f"{count} {what}{'s' * (count > 1)}{space}{rest}" for count, what, space, rest in named)
 
 
 def dump_partial(key: Key, partial: Partial) -> str:

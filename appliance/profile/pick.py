@@ -42,6 +42,12 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     return tuple(lacking)
 
 
+def best_of(profile: Profile | None, mode: str, space: Space) -> Plan:
+    """The best that was measured and fits, else the prediction. Raises ModelDoesNotFitError (31)."""
+    picked = pick(profile, mode, space) if profile else ()
+    return picked.plan if isinstance(picked, Picked) else space.predicted
+
+
 def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) -> bool:
     """Whether the mode, which is not one that was measured for, may want a context that no measured plan has, and one
     trial may end within the budget. `space` is that of the mode."""

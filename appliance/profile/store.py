@@ -20,7 +20,7 @@ from appliance.profile.unfinished import UnfinishedTunings
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.profile.partial import Partial
+    from appliance.tune.partial import Partial
 
 _Found = TypeVar("_Found")
 

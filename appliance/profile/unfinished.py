@@ -10,7 +10,7 @@ from appliance.profile.files import ProfileFiles, refusing
 from appliance.profile.record import Key
 
 if TYPE_CHECKING:
-    from appliance.profile.partial import Partial
+    from appliance.tune.partial import Partial
 
 
 class UnfinishedTunings:
@@ -31,7 +31,9 @@ class UnfinishedTunings:
 
     def kept(self, key: Key) -> Partial:
         """What cannot be read is said, set aside if it can be, and measured again: no reason to fail."""
-        from appliance.profile.partial import Partial, parse_partial  # here: a start from a profile never needs it
+        # Here: a start from a profile never needs it.
+        from appliance.profile.partial import parse_partial
+        from appliance.tune.partial import Partial
 
         path = self._files.path(key.id, ".partial")
         try:

@@ -25,7 +25,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Desk:
+class CliContext:
     """What the verbs work with. `this_key` looks at this machine and its model; `writable` makes sure of the volume."""
 
     store: ProfileStore
@@ -36,7 +36,7 @@ class Desk:
     as_json: bool
 
 
-def answer(action: str, ids: list[str], desk: Desk) -> Answer:
+def answer(action: str, ids: list[str], context: CliContext) -> Answer:
     """Raises UsageError for ids that the verb does not take."""
     least, most = {"list": (0, 0), "import": (0, 0), "diff": (1, 2)}.get(action, (1, 1))
     if not least <= len(ids) <= most:
@@ -44,27 +44,27 @@ def answer(action: str, ids: list[str], desk: Desk) -> Answer:
         message = f"profiles {action} {'needs an id' if few else f'does not take so many ids: {len(ids)}'}"
         raise UsageError(message, hint="`appliance profiles list` shows what is there")
     verbs: dict[str, Callable[[], Answer]] = {
-        "list": lambda: _list(desk),
-        "show": lambda: _show(desk, ids[0]),
-        "export": lambda: Answer(text=dump_profile(desk.store.find(ids[0])).rstrip("\n")),
-        "import": lambda: _import(desk),
-        "diff": lambda: _diff(desk, ids),
-        "pin": lambda: _pin(desk, ids[0]),
-        "unpin": lambda: _unpin(desk, ids[0]),
-        "forget": lambda: _forget(desk, ids[0]),
+        "list": lambda: _list(context),
+        "show": lambda: _show(context, ids[0]),
+        "export": lambda: Answer(text=dump_profile(context.store.find(ids[0])).rstrip("\n")),
+        "import": lambda: _import(context),
+        "diff": lambda: _diff(context, ids),
+        "pin": lambda: _pin(context, ids[0]),
+        "unpin": lambda: _unpin(context, ids[0]),
+        "forget": lambda: _forget(context, ids[0]),
     }
     return verbs[action]()
 
 
-def _list(desk: Desk) -> Answer:
-    found = desk.store.all()
-    foreign = desk.store.foreign()
+def _list(context: CliContext) -> Answer:
+    found = context.store.all()
+    foreign = context.store.foreign()
     note = "".join(f"{each.id}: kept for another version, schema {each.schema} and not {SCHEMA}\n" for each in foreign)
-    if desk.as_json:
-        return Answer(text=json.dumps([_row(profile, desk.store) for profile in found], indent=1), note=note)
+    if context.as_json:
+        return Answer(text=json.dumps([_row(profile, context.store) for profile in found], indent=1), note=note)
     if not found and not note:
-        note = f"no profiles in {desk.folder}\n"
-    return Answer(text="\n".join(_line(profile, desk.store) for profile in found), note=note)
+        note = f"no profiles in {context.folder}\n"
+    return Answer(text="\n".join(_line(profile, context.store) for profile in found), note=note)
 
 
 def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def _line(profile: Profile, store: ProfileStore) -> str:
     return f"{profile.key.id}  {profile.created}{marks}  {plan.alias}: {in_short(plan)}; {profile.speed}"
 
 
-def _show(desk: Desk, key_id: str) -> Answer:
-    profile = desk.store.find(key_id)
-    status = desk.store.status(profile)
-    if desk.as_json:
+def _show(context: CliContext, key_id: str) -> Answer:
+    profile = context.store.find(key_id)
+    status = context.store.status(profile)
+    if context.as_json:
         document = json.loads(dump_profile(profile)) | {"speeds": speeds_document(profile.plan, profile)}
         document |= {"stale": status.stale} if status.stale else {}
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
@@ -94,34 +94,34 @@ def _show(desk: Desk, key_id: str) -> Answer:
     return Answer(text=f"{head}\nmeasured {profile.created}\n{_indented(measured)}")
 
 
-def _import(desk: Desk) -> Answer:
+def _import(context: CliContext) -> Answer:
     try:
-        profile = parse_profile(desk.read_input())
+        profile = parse_profile(context.read_input())
     except ValueError as error:
         message = f"profile cannot be imported: {error}"
         raise ConfigError(message, hint="give what `appliance profiles export ID` wrote, unchanged") from error
-    desk.writable()
-    if not desk.store.save(profile):
+    context.writable()
+    if not context.store.save(profile):
         id_ = profile.key.id
-        if desk.store.is_pinned(id_):
+        if context.store.is_pinned(id_):
             message = f"profile cannot be imported: {id_} is there and pinned"
             raise ConfigError(message, hint=f"`appliance profiles unpin {id_}` lets it be replaced")
         message = f"profile cannot be imported: {id_} is there, and the new one was disturbed: {profile.disturbance}"
         raise ConfigError(message, hint=f"`appliance profiles forget {id_}` makes room for it")
     used = "used by the next start whose model, machine, image and settings are the same"
-    return _told(desk, {"imported": profile.key.id}, f"{profile.key.id}: {used}")
+    return _told(context, {"imported": profile.key.id}, f"{profile.key.id}: {used}")
 
 
-def _diff(desk: Desk, ids: list[str]) -> Answer:
+def _diff(context: CliContext, ids: list[str]) -> Answer:
     """Of two profiles, or of one and this machine with its model: what differs, each with both values."""
-    old = desk.store.find(ids[0])
+    old = context.store.find(ids[0])
     if len(ids) == 2:
-        new = desk.store.find(ids[1])
+        new = context.store.find(ids[1])
         name, key = new.key.id, _changes(old.key.parts, new.key.parts)
         plan = _changes(_compared(old), _compared(new))
     else:
-        name, key, plan = "this machine", _changes(old.key.parts, desk.this_key().parts), {}
-    if desk.as_json:
+        name, key, plan = "this machine", _changes(old.key.parts, context.this_key().parts), {}
+    if context.as_json:
         return Answer(text=json.dumps({"from": old.key.id, "to": name, "key": key, "plan": plan}, indent=1))
     lines = [f"{part}: {before} -> {after}" for part, (before, after) in key.items()]
     lines += [f"plan.{part}: {before} -> {after}" for part, (before, after) in plan.items()]
@@ -139,27 +139,27 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, A
     return {n: (old.get(n), new.get(n)) for n in sorted({*old, *new}) if old.get(n) != new.get(n)}
 
 
-def _pin(desk: Desk, key_id: str) -> Answer:
-    desk.writable()
-    profile = desk.store.pin(key_id)
+def _pin(context: CliContext, key_id: str) -> Answer:
+    context.writable()
+    profile = context.store.pin(key_id)
     words = "pinned: never replaced, and used for its model, machine and settings whatever the image"
-    return _told(desk, {"pinned": profile.key.id}, f"{profile.key.id}: {words}")
+    return _told(context, {"pinned": profile.key.id}, f"{profile.key.id}: {words}")
 
 
-def _unpin(desk: Desk, key_id: str) -> Answer:
-    profile = desk.store.unpin(key_id)  # also on a full volume: it removes
-    return _told(desk, {"unpinned": profile.key.id}, f"{profile.key.id}: no longer pinned")
+def _unpin(context: CliContext, key_id: str) -> Answer:
+    profile = context.store.unpin(key_id)  # also on a full volume: it removes
+    return _told(context, {"unpinned": profile.key.id}, f"{profile.key.id}: no longer pinned")
 
 
-def _forget(desk: Desk, key_id: str) -> Answer:
-    gone = desk.store.forget(key_id)  # also on a full volume: it is what helps there
+def _forget(context: CliContext, key_id: str) -> Answer:
+    gone = context.store.forget(key_id)  # also on a full volume: it is what helps there
     row = {"forgotten": gone.id, "model": gone.alias, "was_pinned": gone.was_pinned}
     of = f" of {gone.alias}" if gone.alias else ""
-    return _told(desk, row, f"{gone.id}{of}: forgotten{', which was pinned' if gone.was_pinned else ''}")
+    return _told(context, row, f"{gone.id}{of}: forgotten{', which was pinned' if gone.was_pinned else ''}")
 
 
-def _told(desk: Desk, row: dict[str, Any], words: str) -> Answer:
-    return Answer(text=json.dumps(row) if desk.as_json else words)
+def _told(context: CliContext, row: dict[str, Any], words: str) -> Answer:
+    return Answer(text=json.dumps(row) if context.as_json else words)
 
 
 def _indented(text: str) -> str:

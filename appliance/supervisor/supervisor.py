@@ -249,14 +249,15 @@ class Supervisor:
             if self._owner is None or self._changed is None:
                 message = "the engine was never started"
                 raise RuntimeError(message)
-            waits: set[asyncio.Future[None]] = {self._changed}
+            changes: list[asyncio.Future[None]] = [self._changed]
             if self._owner.done():
                 self._owner.result()  # a bug must not strand those who wait
             else:
-                waits.add(self._owner)
+                changes.append(self._owner)
             if self._state in states:
                 return
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            # Shielded: others wait for them as well.
+            await first_of(*(asyncio.shield(change) for change in changes))
 
     def _current(self) -> Child:
         if self._child is None:

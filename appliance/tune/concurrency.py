@@ -32,7 +32,7 @@ async def measure_slots(
     users: int,
     workload: Workload,
     left_s: float,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
     is_exact: bool = False,
 ) -> Concurrency | str:
     """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window,
@@ -42,7 +42,7 @@ async def measure_slots(
 
     async def measured() -> Concurrency | str:
         began = time.monotonic()
-        tell(Step(plan=plan, what="loading"))
+        on_step(Step(plan=plan, what="loading"))
         command = bench.start(plan)
         async with running(bench.engine, command) as supervisor:
             load_s = time.monotonic() - began
@@ -53,7 +53,7 @@ async def measure_slots(
                 users=users,
                 workload=workload,
                 left_s=left_s - load_s,
-                tell=tell,
+                on_step=on_step,
                 is_exact=is_exact,
             )
             found = await unless_stalled(work, supervisor, command.stall_timeout_s)
@@ -71,7 +71,7 @@ async def drive(
     users: int,
     workload: Workload,
     left_s: float,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
     is_exact: bool = False,
 ) -> Concurrency | str:
     """The same on an engine that is up: `plan` is what it was started with."""
@@ -86,10 +86,10 @@ async def drive(
             job = within
         prompts = _prompts(probe, users, job.tokens_in)
         if job.tokens_reused:
-            tell(Step(plan=plan, what=f"filling {users} contexts of {job.tokens_reused:,} tokens"))
+            on_step(Step(plan=plan, what=f"filling {users} contexts of {job.tokens_reused:,} tokens"))
             for prompt in prompts:
                 await probe.complete(prompt[: job.tokens_reused], 1)
-        tell(Step(plan=plan, what=f"{users} users at once in {plan.parallel} slots, {job.tokens_in:,} tokens each"))
+        on_step(Step(plan=plan, what=f"{users} users at once in {plan.parallel} slots, {job.tokens_in:,} tokens each"))
         jobs = await _together(probe, prompts, job)
     return Concurrency(slots=plan.parallel, workload=job, jobs=jobs)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.command import Command
-from appliance.engines.engine import Engine
+from appliance.engines.engine import Engine, Extent, Install, TextReader
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.race import first_of
@@ -21,10 +22,18 @@ DEATH_S = 1.0  # a dying engine closes its connections a moment before its exit 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What plans are measured with: an engine of its own for each start."""
+    """What plans are measured with: the engine's server on a socket of its own, and the engine's other programs."""
 
     engine: Engine
-    start: Callable[[Plan], Command]
+    install: Install
+    socket_path: Path
+
+    def start(self, plan: Plan) -> Command:
+        """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
+        return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
+
+    def reader(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
+        return self.engine.text_reader(plan, self.install, extent, text)
 
 
 @asynccontextmanager

@@ -70,7 +70,7 @@ async def measure(
     look: Look | FirstLook,
     *,
     bench: Bench,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
     watch: Callable[[], Watch],
 ) -> Measurement:
     """One start of the engine. Raises the engine's error when it fails on the way.
@@ -79,13 +79,13 @@ async def measure(
     """
     began = now()
     lines: deque[str] = deque(maxlen=LOG_LINES)
-    tell(Step(plan=plan, what="loading"))
+    on_step(Step(plan=plan, what="loading"))
     command = bench.start(plan)
     async with running(bench.engine, command, on_line=lines.append) as supervisor:
         load_s = now() - began
         async with bench.engine.client(command) as client, watch() as watching:
             probe = await Probe.of(client)
-            work = points_of(probe, plan, look, tell)
+            work = points_of(probe, plan, look, on_step)
             points = await unless_stalled(work, supervisor, command.stall_timeout_s)
     return Measurement(
         key=plan.key,
@@ -105,11 +105,13 @@ class Asks(Protocol):
     async def run(self, depth: int, tokens: int) -> Point: ...
 
 
-async def points_of(probe: Asks, plan: Plan, look: Look | FirstLook, tell: Callable[[Step], None]) -> tuple[Point, ...]:
+async def points_of(
+    probe: Asks, plan: Plan, look: Look | FirstLook, on_step: Callable[[Step], None]
+) -> tuple[Point, ...]:
     points: list[Point] = []
 
     async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
-        tell(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
+        on_step(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
         points.append(await probe.run(depth, tokens))
         return points[-1]
 

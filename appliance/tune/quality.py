@@ -47,20 +47,19 @@ async def check(
     *,
     budget_s: float,
     prefill_tokens_per_s: float,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
     kept: Sequence[Passage] = (),
-    done: Callable[[Passage], None] = lambda _: None,
+    on_result: Callable[[Passage], None] = lambda _: None,
 ) -> tuple[Verdict, ...]:
     """One verdict a kind, in this order, up to the first that is accepted: those after it carry less or are worse.
 
     Nothing else may use the devices meanwhile. It takes `budget_s` at most, and a moment for the engine to end. An
     ending that another type may mend is a refusal; raises FatalError for a model, a GPU or a CPU that will not do.
 
-    `done` gets what each run has read, also when it is broken off; `kept` are those of checks before, and only what is
-    missing is read. So a row of broken-off checks gets to its end as long as each holds one load and one piece; lost is
-    at most the load, the piece at work, and those pieces of f16 that the other type was broken off before. A verdict is
-    always reckoned from what was read: one for lack of time is none the next time.
-    """
+    `on_result` gets what each run has read, also when it is broken off; `kept` are those of checks before, and only
+    what is missing is read. So a row of broken-off checks gets to its end as long as each holds one load and one piece;
+    lost is at most the load, the piece at work, and those pieces of f16 that the other type was broken off before. A
+    verdict is always reckoned from what was read: one for lack of time is none the next time."""
     if plan.is_embedding:
         return tuple(refused(kind, "the model gives vectors and generates no text") for kind in kinds)
     extent = extent_for(
@@ -72,7 +71,7 @@ async def check(
     if extent is None:
         why = f"{budget_s:.0f} s are too short at {prefill_tokens_per_s:,.0f} tokens a second of prefill"
         return tuple(refused(kind, why) for kind in kinds)
-    checking = _Check(plan, extent, start, budget_s=budget_s, tell=tell, kept=kept, done=done)
+    checking = _Check(plan, extent, start, budget_s=budget_s, on_step=on_step, kept=kept, on_result=on_result)
     verdicts: list[Verdict] = []
     for kind in kinds:
         verdicts.append(await checking.judged(kind))
@@ -91,9 +90,9 @@ class _Check:
         start: Start,
         *,
         budget_s: float,
-        tell: Callable[[Step], None],
+        on_step: Callable[[Step], None],
         kept: Sequence[Passage],
-        done: Callable[[Passage], None],
+        on_result: Callable[[Passage], None],
     ) -> None:
         # As the text is read: the window that is served follows the free memory, and is another at nearly each start.
         self._plan = replace(plan, context=extent.piece_tokens)
@@ -102,8 +101,8 @@ class _Check:
         self._start = start
         self._budget_s = budget_s
         self._deadline = time.monotonic() + budget_s
-        self._tell = tell
-        self._done = done
+        self._on_step = on_step
+        self._on_result = on_result
         alike = [passage for passage in kept if passage.piece_tokens == extent.piece_tokens]
         self._read = [passage for passage in alike if passage.error is None]
         errors = [(passage.key, passage.error) for passage in alike if passage.error is not None]
@@ -157,7 +156,7 @@ class _Check:
             raise EngineNotReadyError(self._failed[plan.key])
         began = time.monotonic()
         extent = replace(self._extent, pieces=pieces)
-        self._tell(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {kind}"))
+        self._on_step(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {kind}"))
         is_enough = asyncio.Event()
         reader: TextReader | None = None
 
@@ -210,11 +209,11 @@ class _Check:
         seconds = time.monotonic() - began
         found = Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=first, nll=nll, seconds=seconds)
         self._read.append(found)
-        self._done(found)
+        self._on_result(found)
 
     def _note_failure(self, plan: Plan, extent: Extent, error: EngineError) -> None:
         self._failed[plan.key] = error.message
-        self._done(Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=0, error=error.message))
+        self._on_result(Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=0, error=error.message))
 
 
 async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | None:

@@ -111,35 +111,34 @@ async def choose_speculation(
     bench: Bench,
     space: Space,
     *,
-    asked: str,
+    requested: str,
     left_s: float,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
     kept: Sequence[Tried] = (),
-    done: Callable[[Tried], None] = lambda _: None,
+    on_result: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
     """None when guessing nothing is as fast. What was asked for is served in any case, with the best number measured.
 
-    `done` gets each start as it ends, failures too; `kept` are those of a choosing for the same plan that was broken
-    off: they take the place of their starts, also where no time is left. A failure does so when it is there TRIES
-    times; where a kind was asked for none is kept, since that ends the tuning.
+    `on_result` gets each start as it ends, failures too; `kept` are those of a choosing for the same plan that was
+    broken off: they take the place of their starts, also where no time is left. A failure does so when it is there
+    TRIES times; where a kind was asked for none is kept, since that ends the tuning.
 
-    `asked` is the setting. `plan` guesses nothing; `space.speculating(plan, …)` is the one to serve. Raises ConfigError
-    when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the engine ends
-    with without guesses.
-    """
+    `requested` is the setting. `plan` guesses nothing; `space.speculating(plan, …)` is the one to serve. Raises
+    ConfigError when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the
+    engine ends with without guesses."""
     offers = space.offers()
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
         reasons = dict.fromkeys(offer.reason for offer in offers)
         return None, f"nothing to draft with: {'; '.join(reasons)}", []
-    kind_asked = tried[0] if asked == tried[0] else None
-    taste = next((taste for taste in TASTES if taste == asked), TASTES[0])
-    run = _Run(plan, bench, space, taste, tell=tell, left_s=left_s, kept=kept, done=done)
-    await run.measure_base(is_asked=kind_asked is not None)
+    kind_requested = tried[0] if requested == tried[0] else None
+    taste = next((taste for taste in TASTES if taste == requested), TASTES[0])
+    run = _Run(plan, bench, space, taste, on_step=on_step, left_s=left_s, kept=kept, on_result=on_result)
+    await run.measure_base(is_requested=kind_requested is not None)
     for kind in tried:
-        await run.measure_kind(kind, is_asked=kind == kind_asked)
-    if kind_asked is not None:
-        return *run.of_asked(kind_asked), run.tried
+        await run.measure_kind(kind, is_requested=kind == kind_requested)
+    if kind_requested is not None:
+        return *run.of_requested(kind_requested), run.tried
     await run.measure_base_again()
     return *run.of_fastest(), run.tried
 
@@ -162,12 +161,12 @@ class _Run:
         space: Space,
         taste: Taste,
         *,
-        tell: Callable[[Step], None],
+        on_step: Callable[[Step], None],
         left_s: float,
         kept: Sequence[Tried],
-        done: Callable[[Tried], None],
+        on_result: Callable[[Tried], None],
     ) -> None:
-        self._plan, self._bench, self._tell, self._done = plan, bench, tell, done
+        self._plan, self._bench, self._on_step, self._on_result = plan, bench, on_step, on_result
         self._space, self._taste = space, taste
         self._kept = list(kept)
         self._left_s = left_s
@@ -191,13 +190,13 @@ class _Run:
             self._kept.remove(found)
         return found
 
-    async def measure_base(self, *, is_asked: bool) -> None:
-        self._base = await self._without(has_time=self._left_s > 0, is_asked=is_asked)
+    async def measure_base(self, *, is_requested: bool) -> None:
+        self._base = await self._without(has_time=self._left_s > 0, is_requested=is_requested)
         if self._base is not None:
             self.tried.append(self._base)
             self._base_ms = ms_per_token([a for a in self._base.answers if a.counts])
 
-    async def _without(self, *, has_time: bool, is_asked: bool = False) -> Tried | None:
+    async def _without(self, *, has_time: bool, is_requested: bool = False) -> Tried | None:
         found = self._take(None, 0)
         if found is None and not has_time:
             return None
@@ -206,8 +205,8 @@ class _Run:
         try:
             return found or await self._measured(self._plan, ask_s=0.0 if self._base else self._left_s / ROUNDS)
         except EngineError as error:
-            if not is_asked:
-                self._done(Tried(kind=None, tokens=0, error=error.message))
+            if not is_requested:
+                self._on_result(Tried(kind=None, tokens=0, error=error.message))
             raise
 
     async def measure_base_again(self) -> None:
@@ -224,7 +223,7 @@ class _Run:
         self._base_ms = ms_per_token([a for a in answers if a.counts])
         self._rates = {kind: self._compared(kind) for kind in self._rates}
 
-    async def measure_kind(self, kind: Kind, *, is_asked: bool) -> None:
+    async def measure_kind(self, kind: Kind, *, is_requested: bool) -> None:
         """One number after the other, as the law says. A start that fails ends its kind."""
         rates = self._rates.setdefault(kind, [])
         while self._base is not None and self._base_ms:
@@ -234,13 +233,13 @@ class _Run:
             found = self._take(kind, tokens)
             if found is None and not self._has_time():
                 return
-            found = found or await self._measured_with(kind, tokens, is_asked=is_asked)
+            found = found or await self._measured_with(kind, tokens, is_requested=is_requested)
             if found is None:
                 return
             self.tried.append(found)
             if found.error:
                 return
-            if is_asked and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
+            if is_requested and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
                 message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
                 raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
             before = len(rates)
@@ -248,22 +247,22 @@ class _Run:
             if len(rates) == before:
                 return
 
-    async def _measured_with(self, kind: Kind, tokens: int, *, is_asked: bool) -> Tried | None:
+    async def _measured_with(self, kind: Kind, tokens: int, *, is_requested: bool) -> Tried | None:
         try:
             return await self._measured(self._space.speculating(self._plan, self._reckoned(kind, tokens)))
         except (EngineError, ModelDoesNotFitError) as error:
-            if is_asked:
+            if is_requested:
                 raise
             failed = Tried(kind=kind, tokens=tokens, error=error.message)
-            self._done(failed)
+            self._on_result(failed)
             return failed
 
     async def _measured(self, plan: Plan, ask_s: float = 0.0) -> Tried | None:
         """None when the time is up before it has ended."""
-        work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, tell=self._tell)
+        work = measure_speculation(plan, self._bench, ask_s=ask_s, like=self._base, on_step=self._on_step)
         found = await in_time(self._deadline - time.monotonic(), work)
         if found is not None:
-            self._done(found)
+            self._on_result(found)
         return found
 
     def _compared(self, kind: Kind) -> list[Rate]:
@@ -295,7 +294,7 @@ class _Run:
             return None, "no time was left to measure what speculative decoding gains"
         return None, f"{GAINS_NOTHING[self._taste]}: {words}"
 
-    def of_asked(self, kind: Kind) -> tuple[Speculation, str]:
+    def of_requested(self, kind: Kind) -> tuple[Speculation, str]:
         rates = self._rates.get(kind, [])
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
@@ -323,7 +322,7 @@ async def measure_speculation(
     *,
     ask_s: float,
     like: Tried | None,
-    tell: Callable[[Step], None],
+    on_step: Callable[[Step], None],
 ) -> Tried:
     """One start, asked several prompts: those of `like`, with answers as long, or what fits into `ask_s`.
 
@@ -331,10 +330,12 @@ async def measure_speculation(
     """
     began = time.monotonic()
     guesses = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
-    tell(Step(plan=plan, what=f"loading, {guesses}"))
+    on_step(Step(plan=plan, what=f"loading, {guesses}"))
     command = bench.start(plan)
     async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:
-        asking = _ask(_Asker(client), plan, ask_s, like, lambda name: tell(Step(plan=plan, what=f"answering {name}")))
+        asking = _ask(
+            _Asker(client), plan, ask_s, like, lambda name: on_step(Step(plan=plan, what=f"answering {name}"))
+        )
         tokens_each, answers = await unless_stalled(asking, supervisor, command.stall_timeout_s, doing=DOING)
     speculation = plan.speculation
     return Tried(

@@ -20,13 +20,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.boot import prepare
 from appliance.errors import FatalError
-from appliance.house import Prepared
 from appliance.plan import Plan
 from appliance.probe import as_document
 from appliance.probe.watch import Watch
 from appliance.profile import Profile, ProfileStore
+from appliance.serve.inputs import StartInputs, read_inputs
 from appliance.settings import Settings, load_settings, process_environment
 from appliance.supervisor import become_subreaper
 from appliance.tune import engine
@@ -80,7 +79,7 @@ class Bench:
         with held(self._options.engine, leave_mib) as taken:
             print(f"GPU memory taken by a second process: {taken or 'none'}", flush=True)
             settings = self._settings({})
-            found = prepare(settings, self._environment)
+            found = read_inputs(settings, self._environment)
             self._where = self._place(found, leave_mib)
             self._load_rows()
             profile = self._tuned(settings, found)
@@ -91,7 +90,7 @@ class Bench:
     def _settings(self, cell: Mapping[str, str]) -> Settings:
         return load_settings({**self._base, **cell}, self._environment)
 
-    def _place(self, found: Prepared, leave_mib: int | None) -> str:
+    def _place(self, found: StartInputs, leave_mib: int | None) -> str:
         gpu = (
             ", ".join(each.name or "GPU" for each in found.inputs.hardware.gpus.gpus)
             or found.inputs.hardware.cpu.model_name
@@ -109,7 +108,7 @@ class Bench:
         size = self._model.stat().st_size / 1e9
         print(f"wrote {self._model.name}: {size:.1f} GB in {time.monotonic() - began:.1f} s", flush=True)
 
-    def _tuned(self, settings: Settings, found: Prepared) -> Profile | None:
+    def _tuned(self, settings: Settings, found: StartInputs) -> Profile | None:
         """From `appliance tune`, as a user runs it; None where it needs another call to end."""
         store = ProfileStore(settings.profiles_dir, lambda words: print(words, file=sys.stderr))
         if profile := store.peek(found.key):
@@ -130,7 +129,7 @@ class Bench:
             sys.exit(f"error: appliance tune ended with {code}")
         return store.peek(found.key)
 
-    async def _sweep(self, found: Prepared, profile: Profile) -> None:
+    async def _sweep(self, found: StartInputs, profile: Profile) -> None:
         """The choice first and last: how far it moved meanwhile is the noise that regret is read against."""
         if not self._looks_at_pick and self._has_time:
             await self._look(found, PICK, profile.plan)
@@ -157,20 +156,18 @@ class Bench:
         slowest = max((row.seconds for row in self.rows if row.job_s is not None), default=FIRST_CELL_S)
         return self.left_s > 1.2 * slowest
 
-    async def _look(self, found: Prepared, cell: str, plan: Plan) -> None:
+    async def _look(self, found: StartInputs, cell: str, plan: Plan) -> None:
         settings = self._settings({})
         look = Look(depths=tuple(depth for depth in DEPTHS if depth <= plan.context // 2), is_long=True)
         began = time.monotonic()
 
         socket_path = self._settings({}).runtime_dir / "appliance-sweep.sock"
-        bench = engine.Bench(
-            engine=found.engine, start=lambda each: found.engine.command(each, found.install, socket_path)
-        )
+        bench = engine.Bench(engine=found.engine, install=found.install, socket_path=socket_path)
 
         row = Row(where=self._where, cell=cell, plan=plan.key)
         try:
             async with asyncio.timeout(max(1.0, self.left_s)):  # the engine is gone when it ends, and nothing is kept
-                seen = await measure(plan, look, bench=bench, tell=_silent, watch=self._watch(found))
+                seen = await measure(plan, look, bench=bench, on_step=_silent, watch=self._watch(found))
         except TimeoutError:
             print(f"{cell}: no time was left for it", flush=True)
             return
@@ -186,7 +183,7 @@ class Bench:
             )
         self._add(replace(row, seconds=time.monotonic() - began))
 
-    def _watch(self, found: Prepared) -> Callable[[], Watch]:
+    def _watch(self, found: StartInputs) -> Callable[[], Watch]:
         return lambda: Watch(found.inputs.hardware, self._environment)
 
     def _load_rows(self) -> None:
@@ -200,7 +197,7 @@ class Bench:
         said = f"job {row.job_s:.3f} s" if row.job_s is not None else row.error
         print(f"{len(self.rows)}: {row.cell}: {said} ({row.seconds:.0f} s)", flush=True)
 
-    def _report(self, found: Prepared, profile: Profile | None, taken: Mapping[str, int]) -> int:
+    def _report(self, found: StartInputs, profile: Profile | None, taken: Mapping[str, int]) -> int:
         """0 when every cell was seen, 75 (try again) when a further call has to go on."""
         verdict = judge(self.rows)
         wanted = {PICK, *map(name_of, self._cells)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import aiohttp
 import pytest
 
 from appliance.command import Command
+from appliance.engines.engine import Install
+from appliance.engines.llama.engine import Llama
 from appliance.engines.llama.facts import parse_variants
+from appliance.image_facts import EngineFacts
+from appliance.plan import Plan
+from appliance.tune.engine import Bench
 
 COPIED = Path(__file__).parents[2] / ".make/engine"
 
@@ -45,3 +51,21 @@ def find_model() -> Path:
 def session_with(command: Command) -> aiohttp.ClientSession:
     """On the socket of an engine that is up."""
     return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
+
+
+class Started(Llama):
+    """The engine, its server another program."""
+
+    def __init__(self, start: Callable[[Plan], Command]) -> None:
+        self._start = start
+
+    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
+        return self._start(plan)
+
+
+def bench_of(start: Callable[[Plan], Command]) -> Bench:
+    """Only servers are started with it, each as `start` says."""
+    nowhere = Path("/nonexistent")
+    facts = EngineFacts(version="1", build=1, commit="abc", flags=(), kv_types=())
+    install = Install(engine_dir=nowhere, facts=facts, cache_dir=nowhere)
+    return Bench(engine=Started(start), install=install, socket_path=nowhere)

@@ -24,6 +24,7 @@ import uvloop
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
+from appliance.gateway.backend import Backend
 from appliance.gateway.server import Gateway
 from appliance.progress import Phase, Progress
 
@@ -190,17 +191,16 @@ def _gateway(
     documents: Mapping[str, Callable[[], dict[str, Any]]],
     tell_every_s: float,
 ) -> Iterator[None]:
-    app = create_app(
+    backend = Backend(
+        name="small",
         socket_path=stage.engine_socket,
-        engine_routes=ROUTES,
+        routes=ROUTES,
         dropped_headers=DROPPED_HEADERS,
-        keys=keys,
         progress=lambda: stage.progress,
         documents=documents,
-        max_body_mib=max_body_mib,
         engine_restarts=lambda: 3,
-        tell_every_s=tell_every_s,
     )
+    app = create_app([backend], keys=keys, max_body_mib=max_body_mib, tell_every_s=tell_every_s)
     with running_loop() as loop:
         gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(10)
         stage.port = gateway.port

@@ -24,11 +24,12 @@ from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
+from appliance.gateway.backend import Backend
 from appliance.gateway.server import Gateway
-from appliance.idle.serving import Serving
-from appliance.idle.tuner import IdleTuner
 from appliance.progress import Phase
 from appliance.report import Report
+from appliance.serve.engine_host import EngineHost
+from appliance.serve.idle_tuner import IdleTuner
 from appliance.supervisor import Restart, Supervisor
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
@@ -88,7 +89,7 @@ class Measuring:
 class IdleStage:
     folder: Path
     report: Report
-    serving: Serving[FakePlan]
+    host: EngineHost[FakePlan]
     gateway: Gateway
     log: StringIO
 
@@ -104,9 +105,9 @@ class IdleStage:
             return why_no_room
 
         return IdleTuner(
-            serving=self.serving,
-            traffic=self.gateway.traffic,
-            door=self.gateway.engine,
+            host=self.host,
+            traffic=self.backend.traffic,
+            upstream=self.backend.upstream,
             report=self.report,
             measure=measure,
             why_no_room=why,
@@ -114,6 +115,11 @@ class IdleStage:
             idle_s=idle_s,
             settle_s=settle_s,
         )
+
+    @property
+    def backend(self) -> Backend:
+        (found,) = self.gateway.backends
+        return found
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in self.log.getvalue().splitlines()]
@@ -142,9 +148,9 @@ class IdleStage:
         return models.pop(), text
 
     def pid(self) -> int:
-        assert self.serving.supervisor is not None
-        assert self.serving.supervisor.pid is not None
-        return self.serving.supervisor.pid
+        assert self.host.supervisor is not None
+        assert self.host.supervisor.pid is not None
+        return self.host.supervisor.pid
 
 
 @asynccontextmanager
@@ -159,32 +165,32 @@ async def idle_stage(
     sockets = (folder / "a.sock", folder / "b.sock")
     log = StringIO()
     report = Report("json", log)
-    serving: Serving[FakePlan] = Serving(
+    host: EngineHost[FakePlan] = EngineHost(
         sockets=sockets,
         command=command or (lambda plan, path: fake_command(path, *plan.knobs)),
         supervise=lambda _: Supervisor(restart=restart),
     )
     try:
-        serving.launch(first)
-        assert serving.supervisor is not None
-        assert await serving.supervisor.wait_ready() is None
+        host.launch(first)
+        assert host.supervisor is not None
+        assert await host.supervisor.wait_ready() is None
         report.phase(Phase.READY)
-        app = create_app(
+        backend = Backend(
+            name="any",
             socket_path=sockets[0],
-            engine_routes=ROUTES,
+            routes=ROUTES,
             dropped_headers=DROPPED_HEADERS,
-            keys=Keys(frozenset({KEY})),
             progress=lambda: report.progress,
             documents={},
-            tell_every_s=tell_every_s,
         )
+        app = create_app([backend], keys=Keys(frozenset({KEY})), tell_every_s=tell_every_s)
         gateway = await Gateway.open(app, "127.0.0.1", 0)
         try:
-            yield IdleStage(folder=folder, report=report, serving=serving, gateway=gateway, log=log)
+            yield IdleStage(folder=folder, report=report, host=host, gateway=gateway, log=log)
         finally:
             await gateway.drain(0.0)
     finally:
-        await serving.stop()
+        await host.stop()
         shutil.rmtree(folder)
 
 

@@ -20,7 +20,6 @@ from engine_stage import session_with
 from supervisor_harness import MakeCommand, eventually
 
 from appliance.command import Command
-from appliance.drift_monitor import DriftMonitor
 from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.planning.launch import with_launch
 from appliance.gateway.traffic import Traffic
@@ -31,6 +30,7 @@ from appliance.probe.watch import Watch
 from appliance.profile import Profile, parse_profile
 from appliance.profile.drift import PROBES_MAX, DriftState
 from appliance.report import Report
+from appliance.serve.drift_monitor import DriftMonitor
 from appliance.tune.engine import running
 
 LIMIT_S = 60.0

@@ -17,6 +17,7 @@ from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
+from appliance.gateway.backend import Backend
 from appliance.gateway.server import Gateway
 from appliance.progress import Phase, Progress
 
@@ -326,14 +327,15 @@ def test_metrics(stage: Stage) -> None:
 
 
 def open_gateway(host: str, port: int) -> None:
-    app = create_app(
+    backend = Backend(
+        name="small",
         socket_path=Path("/tmp/none.sock"),
-        engine_routes=ROUTES,
+        routes=ROUTES,
         dropped_headers=DROPPED_HEADERS,
-        keys=Keys(frozenset({KEY})),
         progress=lambda: Progress(phase=Phase.READY),
         documents={},
     )
+    app = create_app([backend], keys=Keys(frozenset({KEY})))
 
     async def open_and_drain() -> None:
         gateway = await Gateway.open(app, host, port)

@@ -82,8 +82,8 @@ async def test_streams_over_a_change(stage: IdleStage) -> None:
     async with asyncio.timeout(120):
         first = stage.pid()
         long = asyncio.create_task(chat(stage, tokens=200))
-        await eventually(lambda: stage.gateway.traffic.running == 1)
-        changing = asyncio.create_task(stage.serving.change_over(BEST, stage.gateway.engine))
+        await eventually(lambda: stage.backend.traffic.running == 1)
+        changing = asyncio.create_task(stage.host.swap(BEST, stage.backend.upstream))
         answers = []
         while not changing.done():
             answers.append(await chat(stage, tokens=4))

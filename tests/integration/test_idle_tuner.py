@@ -75,7 +75,7 @@ async def test_a_steady_stream_of_requests_over_a_change() -> None:
             assert not is_alive(first_pid)
             await eventually(lambda: count("best") >= 20, timeout_s=30)
             is_over.set()
-        assert stage.serving.plan == BEST
+        assert stage.host.plan == BEST
         assert stage.report.progress.phase is Phase.READY
     assert count("predicted") + count("best") == len(answers)
     assert {text for _, text in answers} == {TEXT}
@@ -87,8 +87,8 @@ async def test_the_old_engine_lives_as_long_as_its_last_request() -> None:
         first_pid = stage.pid()
         ask = client.chat.completions.create
         streams = [await ask(model="a", messages=MESSAGES, stream=True) for _ in range(3)]
-        changing = asyncio.create_task(stage.serving.change_over(BEST, stage.gateway.engine))
-        await eventually(lambda: stage.serving.plan == BEST)
+        changing = asyncio.create_task(stage.host.swap(BEST, stage.backend.upstream))
+        await eventually(lambda: stage.host.plan == BEST)
         assert await stage.model() == "best"
         assert is_alive(first_pid)
         for events in streams:
@@ -161,7 +161,7 @@ async def test_short_stretches_of_idleness_add_up(stage: IdleStage) -> None:
             await eventually(lambda count=round_number: len(stage.events("idle_stopped")) == count)  # type: ignore[misc]
         measuring.sittings = [0.0]
         await ended(task)
-    assert stage.serving.plan == BEST
+    assert stage.host.plan == BEST
 
 
 @pytest.mark.parametrize(("why_no_room", "alone"), [("", False), (NO_ROOM, True)])
@@ -176,7 +176,7 @@ async def test_who_waits_for_the_result_waits_for_no_idle_period(
         tuner.begin_now()
         await ended(task)
     assert measuring.calls == [alone]
-    assert stage.serving.plan == BEST
+    assert stage.host.plan == BEST
 
 
 async def test_one_sitting_an_idle_period(stage: IdleStage) -> None:
@@ -230,7 +230,7 @@ async def test_a_request_waits_for_the_reload_and_is_served(stage: IdleStage) ->
 
 
 async def test_the_worst_wait_is_said_beforehand(stage: IdleStage) -> None:
-    load_s = stage.serving.load_s
+    load_s = stage.host.load_s
     measuring = Measuring(stage.folder, [60.0])
     async with running(stage.tuner(measuring, why_no_room=NO_ROOM, idle_s=0.5)):
         await eventually(lambda: bool(stage.events("idle_no_room")))
@@ -281,7 +281,7 @@ async def test_the_best_plan_comes_back_with_the_same_reload(stage: IdleStage) -
 async def test_when_the_best_plan_does_not_load_the_one_before_it_serves(stage: IdleStage) -> None:
     broken = fake_plan("broken", "--load-seconds", "0.3", "--die-before-ready", "1")
     async with running(stage.tuner(Measuring(stage.folder, [0.0], broken), why_no_room=NO_ROOM)) as task:
-        watching = asyncio.create_task(stage.serving.wait_failed())
+        watching = asyncio.create_task(stage.host.wait_failed())
         await eventually(lambda: stage.report.progress.phase is Phase.HELD)
         await eventually(lambda: "being loaded" in stage.report.progress.message)
         assert await stage.stream() == ("predicted", TEXT)
@@ -323,7 +323,7 @@ async def test_a_stop_leaves_nothing_behind(stage: IdleStage, why_no_room: str, 
     task = asyncio.create_task(stage.tuner(measuring, why_no_room=why_no_room).run())
     if is_loading:
         await eventually(lambda: bool(measuring.ended_at))
-        await eventually(lambda: bool(list(stage.folder.glob("b.sock"))) or stage.serving.supervisor is None)
+        await eventually(lambda: bool(list(stage.folder.glob("b.sock"))) or stage.host.supervisor is None)
     else:
         await eventually(lambda: bool(measuring.pids))
     began = time.monotonic()
@@ -341,8 +341,8 @@ async def test_a_stop_while_the_last_requests_of_the_old_engine_run() -> None:
     async with idle_stage(endless) as stage, stage.openai() as client:
         pids = [stage.pid()]
         events = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
-        changing = asyncio.create_task(stage.serving.change_over(BEST, stage.gateway.engine))
-        await eventually(lambda: stage.serving.plan == BEST)
+        changing = asyncio.create_task(stage.host.swap(BEST, stage.backend.upstream))
+        await eventually(lambda: stage.host.plan == BEST)
         pids.append(stage.pid())
         changing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -360,7 +360,7 @@ async def test_held_requests_end_with_a_stop(stage: IdleStage) -> None:
     task = asyncio.create_task(stage.tuner(Measuring(stage.folder, [0.0], slow), why_no_room=NO_ROOM).run())
     await eventually(lambda: "being loaded" in stage.report.progress.message)
     streaming = asyncio.create_task(stage.stream())
-    await eventually(lambda: stage.gateway.traffic.running == 1)
+    await eventually(lambda: stage.backend.traffic.running == 1)
     task.cancel()
     await stage.gateway.drain(5.0)
     with pytest.raises(openai.APIError, match="the appliance is stopping"):
@@ -374,8 +374,8 @@ async def test_held_requests_end_with_a_stop(stage: IdleStage) -> None:
 async def test_the_death_of_whoever_serves_is_seen() -> None:
     mortal = fake_plan("best", "--die-on-request")
     async with idle_stage(PREDICTED) as stage:
-        watching = asyncio.create_task(stage.serving.wait_failed())
-        assert await stage.serving.change_over(mortal, stage.gateway.engine) is None
+        watching = asyncio.create_task(stage.host.wait_failed())
+        assert await stage.host.swap(mortal, stage.backend.upstream) is None
         await asyncio.sleep(0.05)
         assert not watching.done()  # the first one was stopped: that is no death
         with pytest.raises(openai.APIStatusError):
@@ -386,9 +386,9 @@ async def test_the_death_of_whoever_serves_is_seen() -> None:
 
 async def test_there_and_back_again(stage: IdleStage) -> None:
     for _ in range(2):
-        assert await stage.serving.change_over(BEST, stage.gateway.engine) is None
+        assert await stage.host.swap(BEST, stage.backend.upstream) is None
         assert await stage.model() == "best"
-        assert await stage.serving.change_over(PREDICTED, stage.gateway.engine) is None
+        assert await stage.host.swap(PREDICTED, stage.backend.upstream) is None
         assert await stage.model() == "predicted"
 
 
@@ -396,9 +396,9 @@ async def test_restarts_of_all_engines_are_counted() -> None:
     mortal = fake_plan("mortal", "--die-after", "0.2")
     restart = Restart(max_in_row=100, backoff_s=(0.0,))
     async with idle_stage(mortal, restart=restart) as stage:
-        await eventually(lambda: stage.serving.restarts >= 1)
-        await eventually(lambda: stage.serving.is_ready)
-        before = stage.serving.restarts
-        assert await stage.serving.change_over(BEST, stage.gateway.engine) is None
-        assert stage.serving.restarts >= before
+        await eventually(lambda: stage.host.restarts >= 1)
+        await eventually(lambda: stage.host.is_ready)
+        before = stage.host.restarts
+        assert await stage.host.swap(BEST, stage.backend.upstream) is None
+        assert stage.host.restarts >= before
         assert await stage.model() == "best"

@@ -78,9 +78,9 @@ async def checked(
         start,
         budget_s=budget_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
-        tell=said.append,
+        on_step=said.append,
         kept=tuple(passages),
-        done=passages.append,
+        on_result=passages.append,
     )
     assert all("tokens of text with a KV cache of" in step.what for step in said)
     return found

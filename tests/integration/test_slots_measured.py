@@ -9,18 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_stage import find_engine
+from engine_stage import bench_of, find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
 from appliance.engines.engine import Install
-from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.server import command
 from appliance.errors import EngineDiedError, EngineNotReadyError
 from appliance.plan import Plan
 from appliance.tune.concurrency import SYSTEM, measure_slots
-from appliance.tune.engine import Bench
 from appliance.tune.measure import Step
 from appliance.tune.slots import Concurrency, choose
 from appliance.tune.workload import CHAT, Workload
@@ -63,11 +61,11 @@ async def measured(
     told: list[str] = []
     found = await measure_slots(
         plan,
-        Bench(engine=LLAMA, start=start),
+        bench_of(start),
         users=users,
         workload=workload,
         left_s=left_s,
-        tell=lambda step: told.append(step.what),
+        on_step=lambda step: told.append(step.what),
         is_exact=is_exact,
     )
     assert isinstance(found, Concurrency), found
@@ -123,11 +121,11 @@ async def test_where_the_time_is_too_short_nothing_is_measured_and_why_is_said(
     async def slots(decode_ms: int, *knobs: str, left_s: float) -> Concurrency | str:
         return await measure_slots(
             fake_plan,
-            Bench(engine=LLAMA, start=lambda _: make_command("--decode-ms", str(decode_ms), *knobs)),
+            bench_of(lambda _: make_command("--decode-ms", str(decode_ms), *knobs)),
             users=2,
             workload=CHAT,
             left_s=left_s,
-            tell=lambda step: told.append(step.what),
+            on_step=lambda step: told.append(step.what),
         )
 
     # The fake says that a token takes so long, and does not take it.
@@ -155,11 +153,11 @@ async def test_an_engine_that_fails_is_classified(
     with pytest.raises(error, match=words):
         await measure_slots(
             fake_plan,
-            Bench(engine=LLAMA, start=lambda _: make_command(*knobs, stall_timeout_s=1.0)),
+            bench_of(lambda _: make_command(*knobs, stall_timeout_s=1.0)),
             users=2,
             workload=CHAT,
             left_s=10.0,
-            tell=told.append,
+            on_step=told.append,
         )
     assert told[0].what == "loading"
 

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_stage import find_engine
+from engine_stage import bench_of, find_engine
 from supervisor_harness import MakeCommand
 
 from appliance.command import Command
 from appliance.engines.engine import Install
-from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, reckon
@@ -26,7 +25,6 @@ from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
-from appliance.tune.engine import Bench
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
 from tests.shapes import SMALL, write_gguf
 
@@ -81,11 +79,11 @@ class Stage:
         space = space_of(self.hardware, self.model, draft=draft, **flags)
         work = choose_speculation(
             space.best,
-            Bench(engine=LLAMA, start=start),
+            bench_of(start),
             space,
-            asked=flags.get("speculation", "auto"),
+            requested=flags.get("speculation", "auto"),
             left_s=left_s,
-            tell=lambda step: None,
+            on_step=lambda step: None,
         )
         return asyncio.run(work)
 
@@ -223,9 +221,7 @@ class Real:
     def measure(self, of: Plan, like: Tried | None = None) -> Tried:
         install = Install(engine_dir=self.binary.parent, facts=self.facts, cache_dir=self.folder)
         start: Callable[[Plan], Command] = partial(command, install=install, socket_path=self.folder / "e.sock")
-        return asyncio.run(
-            measure_speculation(of, Bench(engine=LLAMA, start=start), ask_s=0.5, like=like, tell=lambda step: None)
-        )
+        return asyncio.run(measure_speculation(of, bench_of(start), ask_s=0.5, like=like, on_step=lambda step: None))
 
     def guessing(
         self, model: Model, kind: Kind, tokens: int, draft: Model | None = None, like: Tried | None = None

@@ -9,10 +9,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from engine_stage import bench_of
 from supervisor_harness import fake_command
 
 from appliance.command import Command
-from appliance.engines.llama.engine import ENGINE as LLAMA
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineArgumentsError, EngineError, EngineGpuMemoryError, EngineNotReadyError
@@ -23,7 +23,6 @@ from appliance.probe.conditions import SHORTEST_S
 from appliance.probe.load import LoadSample
 from appliance.probe.watch import Watch
 from appliance.settings import resolve_settings
-from appliance.tune import engine
 from appliance.tune.measure import Step, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
@@ -60,10 +59,6 @@ def laptop_plans() -> tuple[Plan, ...]:
     best = on_laptop().best
     alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     return tuple(p for p in on_laptop().all() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike)
-
-
-def measured_with(start: Callable[[Plan], Command]) -> engine.Bench:
-    return engine.Bench(engine=LLAMA, start=start)
 
 
 class Bench:
@@ -135,13 +130,13 @@ class Bench:
             plans,
             partial(
                 measure,
-                bench=measured_with(self.start),
-                tell=self.tell,
+                bench=bench_of(self.start),
+                on_step=self.tell,
                 watch=lambda: Watch(self.hardware, {}, sample=self.sample),
             ),
             Goal(mix=parse_mix(workload), mode=mode, native=here.native),
             budget_s=budget_s,
-            done=self.done.append,
+            on_result=self.done.append,
             kept=kept,
         )
 

@@ -12,11 +12,11 @@ from appliance.plan import Allocated, Plan, Verdict
 from appliance.probe import GpuHolder
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
-from appliance.profile.partial import GuessLook, Partial, SlotsLook
 from appliance.settings import resolve_settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
 from appliance.tune.paired import Passage
+from appliance.tune.partial import GuessLook, Partial, SlotsLook
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from facts import IMAGE, machine
 
-from appliance.checks import check_devices, check_supported, tag_for, usable_gpus, why_fewer
 from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
 from appliance.image_facts import TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
+from appliance.serve.checks import check_devices, check_supported, tag_for, usable_gpus, why_fewer
 from appliance.settings import Settings
 from images import compat
 

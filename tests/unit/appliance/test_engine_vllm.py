@@ -7,10 +7,10 @@ import pytest
 from facts import IMAGE
 
 from appliance.__main__ import main
-from appliance.boot import load_engine
 from appliance.engines.vllm import facts as vllm_facts
 from appliance.errors import ConfigError, EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
+from appliance.serve.inputs import load_engine
 
 # As the wheel of 0.33.0 has it, shortened.
 VERSION = """

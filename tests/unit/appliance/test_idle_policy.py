@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.idle.policy import LOOK_AGAIN_S, SETTLE_S, Do, Next, Situation, decide
+from appliance.serve.idle_policy import LOOK_AGAIN_S, SETTLE_S, Action, Decision, IdleState, decide
 
-ALONE = frozenset({Do.MEASURE_ALONE, Do.CHANGE_ALONE})
 IDLE_S = 600.0
+ALONE = {Action.MEASURE_ALONE, Action.SWAP_ALONE}  # requests that come meanwhile wait for a load
 SITUATIONS = st.builds(
-    Situation,
+    IdleState,
     is_ready=st.booleans(),
     running=st.integers(0, 3),
     idle_s=st.floats(0, 2000),
@@ -22,7 +22,7 @@ SITUATIONS = st.builds(
     was_reloaded_now=st.booleans(),
 ).map(lambda now: replace(now, has_better=now.has_better and now.is_measured))
 
-QUIET = Situation(
+QUIET = IdleState(
     is_ready=True,
     running=0,
     idle_s=IDLE_S,
@@ -34,71 +34,71 @@ QUIET = Situation(
 )
 
 
-def do(now: Situation) -> Do:
-    return decide(now, idle_s=IDLE_S).do
+def do(now: IdleState) -> Action:
+    return decide(now, idle_s=IDLE_S).action
 
 
 @pytest.mark.parametrize(
     ("now", "then"),
     [
-        (QUIET, Do.MEASURE_ALONE),
-        (replace(QUIET, idle_s=IDLE_S - 1), Do.WAIT),
-        (replace(QUIET, has_room=True, idle_s=SETTLE_S), Do.MEASURE_BESIDE),
-        (replace(QUIET, has_room=True, idle_s=SETTLE_S - 1), Do.WAIT),
-        (replace(QUIET, is_ready=False), Do.WAIT),
-        (replace(QUIET, running=1), Do.WAIT),
-        (replace(QUIET, was_reloaded_now=True), Do.WAIT),
-        (replace(QUIET, was_measured_now=True), Do.WAIT),
-        (replace(QUIET, has_room=True, was_measured_now=True), Do.WAIT),
-        (replace(QUIET, has_room=True, was_reloaded_now=True), Do.MEASURE_BESIDE),
-        (replace(QUIET, is_measured=True, has_better=True, was_reloaded_now=True), Do.WAIT),
-        (replace(QUIET, is_measured=True), Do.END),
-        (replace(QUIET, is_measured=True, has_better=True), Do.CHANGE_ALONE),
-        (replace(QUIET, is_measured=True, has_better=True, was_measured_now=True), Do.CHANGE_ALONE),
-        (replace(QUIET, is_measured=True, has_better=True, has_room=True, running=3, idle_s=0), Do.CHANGE_BESIDE),
+        (QUIET, Action.MEASURE_ALONE),
+        (replace(QUIET, idle_s=IDLE_S - 1), Action.WAIT),
+        (replace(QUIET, has_room=True, idle_s=SETTLE_S), Action.MEASURE_BESIDE),
+        (replace(QUIET, has_room=True, idle_s=SETTLE_S - 1), Action.WAIT),
+        (replace(QUIET, is_ready=False), Action.WAIT),
+        (replace(QUIET, running=1), Action.WAIT),
+        (replace(QUIET, was_reloaded_now=True), Action.WAIT),
+        (replace(QUIET, was_measured_now=True), Action.WAIT),
+        (replace(QUIET, has_room=True, was_measured_now=True), Action.WAIT),
+        (replace(QUIET, has_room=True, was_reloaded_now=True), Action.MEASURE_BESIDE),
+        (replace(QUIET, is_measured=True, has_better=True, was_reloaded_now=True), Action.WAIT),
+        (replace(QUIET, is_measured=True), Action.END),
+        (replace(QUIET, is_measured=True, has_better=True), Action.SWAP_ALONE),
+        (replace(QUIET, is_measured=True, has_better=True, was_measured_now=True), Action.SWAP_ALONE),
+        (replace(QUIET, is_measured=True, has_better=True, has_room=True, running=3, idle_s=0), Action.SWAP_BESIDE),
     ],
 )
-def test_what_is_done_when(now: Situation, then: Do) -> None:
+def test_what_is_done_when(now: IdleState, then: Action) -> None:
     assert do(now) is then
 
 
 @given(SITUATIONS, st.floats(1, 3600))
-def test_nobody_waits_who_need_not(now: Situation, idle_s: float) -> None:
+def test_nobody_waits_who_need_not(now: IdleState, idle_s: float) -> None:
     step = decide(now, idle_s=idle_s)
-    if step.do in ALONE:
+    if step.action in ALONE:
         assert not now.running
         assert not now.has_room
         assert now.idle_s >= idle_s
         assert not now.was_reloaded_now
-    if step.do is Do.MEASURE_BESIDE:
+    if step.action is Action.MEASURE_BESIDE:
         assert now.has_room
         assert not now.running
-    if step.do in (Do.MEASURE_ALONE, Do.MEASURE_BESIDE):
+    if step.action in (Action.MEASURE_ALONE, Action.MEASURE_BESIDE):
         assert not now.is_measured
         assert not now.was_measured_now
-    if step.do in (Do.CHANGE_ALONE, Do.CHANGE_BESIDE):
+    if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):
         assert now.has_better
-    if step.do not in (Do.WAIT, Do.END):
+    if step.action not in (Action.WAIT, Action.END):
         assert now.is_ready
-    assert (step.do is Do.END) == (now.is_measured and not now.has_better)
-    assert (step.do is Do.WAIT) == (step.wait_s > 0)
+    assert (step.action is Action.END) == (now.is_measured and not now.has_better)
+    assert (step.action is Action.WAIT) == (step.wait_s > 0)
     assert step.wait_s <= LOOK_AGAIN_S
 
 
 @given(SITUATIONS, st.floats(1, 3600))
-def test_a_fresh_idle_period_that_is_long_enough_is_used(now: Situation, idle_s: float) -> None:
+def test_a_fresh_idle_period_that_is_long_enough_is_used(now: IdleState, idle_s: float) -> None:
     fresh = replace(
         now, is_ready=True, running=0, idle_s=idle_s + SETTLE_S, was_measured_now=False, was_reloaded_now=False
     )
-    assert decide(fresh, idle_s=idle_s).do is not Do.WAIT
+    assert decide(fresh, idle_s=idle_s).action is not Action.WAIT
 
 
 @given(SITUATIONS, st.floats(1, 3600))
-def test_a_wait_that_is_over_is_not_waited_again(now: Situation, idle_s: float) -> None:
+def test_a_wait_that_is_over_is_not_waited_again(now: IdleState, idle_s: float) -> None:
     """It may only wait again where it looks again anyway."""
     step = decide(now, idle_s=idle_s)
-    if step.do is Do.WAIT and step.wait_s < SETTLE_S and not now.running and now.is_ready:
-        assert decide(replace(now, idle_s=now.idle_s + step.wait_s + 1e-6), idle_s=idle_s).do is not Do.WAIT
+    if step.action is Action.WAIT and step.wait_s < SETTLE_S and not now.running and now.is_ready:
+        assert decide(replace(now, idle_s=now.idle_s + step.wait_s + 1e-6), idle_s=idle_s).action is not Action.WAIT
 
 
 @given(
@@ -120,9 +120,9 @@ def test_a_life_of_requests(
         while now.idle_s < gap:
             now = replace(now, is_measured=left == 0, has_better=left == 0 and has_better and not is_changed)
             step = decide(now, idle_s=IDLE_S)
-            if step.do is Do.END:
+            if step.action is Action.END:
                 break
-            reloads += step.do in ALONE
+            reloads += step.action in ALONE
             now, left, is_changed = after(now, step, gap, measure_s, left, is_changed, has_better)
         assert reloads <= 1
         if has_room:
@@ -132,15 +132,15 @@ def test_a_life_of_requests(
 
 
 def after(
-    now: Situation, step: Next, gap: float, measure_s: float, left: int, is_changed: bool, has_better: bool
-) -> tuple[Situation, int, bool]:
+    now: IdleState, step: Decision, gap: float, measure_s: float, left: int, is_changed: bool, has_better: bool
+) -> tuple[IdleState, int, bool]:
     """What the doing of a step makes of it."""
-    if step.do is Do.WAIT:
+    if step.action is Action.WAIT:
         return replace(now, idle_s=now.idle_s + step.wait_s), left, is_changed
-    if step.do in (Do.CHANGE_ALONE, Do.CHANGE_BESIDE):
-        is_reload = step.do is Do.CHANGE_ALONE
+    if step.action in (Action.SWAP_ALONE, Action.SWAP_BESIDE):
+        is_reload = step.action is Action.SWAP_ALONE
         return replace(now, was_reloaded_now=now.was_reloaded_now or is_reload, idle_s=now.idle_s + 1), left, True
-    is_alone = step.do is Do.MEASURE_ALONE
+    is_alone = step.action is Action.MEASURE_ALONE
     is_whole = now.idle_s + measure_s <= gap
     left -= is_whole
     then = replace(

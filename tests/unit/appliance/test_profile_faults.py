@@ -22,7 +22,8 @@ from profiles import BUSY, PARTIAL, key, measured, profile
 from appliance.disk import Disk
 from appliance.errors import VolumeError
 from appliance.profile import Profile, ProfileStore, dump_profile
-from appliance.profile.partial import Partial, dump_partial
+from appliance.profile.partial import dump_partial
+from appliance.tune.partial import Partial
 
 ROOT = Path(__file__).parents[3]
 OLD = profile(speed="old")

@@ -1,4 +1,4 @@
-"""A whole study on fake programs, broken off and begun again: what was found out is not found out twice."""
+"""A whole tuning on fake programs, broken off and begun again: what was found out is not found out twice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_stage import Started
 from supervisor_harness import eventually, fake_command
 
 from appliance.command import Command
-from appliance.engines.engine import Install
-from appliance.engines.llama.engine import Llama
+from appliance.engines.engine import Inputs, Install
 from appliance.engines.llama.perplexity import BINARY
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import speculation_arguments
 from appliance.model import Model
-from appliance.plan import Plan, Verdict
+from appliance.plan import Kernels, Plan, Verdict
 from appliance.profile import Key, Profile, ProfileStore
-from appliance.profile.partial import Partial
 from appliance.report import Report
+from appliance.serve.inputs import StartInputs
+from appliance.serve.measure import measure, measure_more
+from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings, resolve_settings
-from appliance.study import MORE_PLANS, Programs, Study
+from appliance.tune.partial import Partial
+from appliance.tune.session import MORE_PLANS
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -58,16 +61,6 @@ def space(verdicts: object) -> Space:
     return Space(SETTINGS, IMAGE, ENGINE, MACHINE, small(), verdicts=verdicts)
 
 
-class Served(Llama):
-    """The engine, its server another program."""
-
-    def __init__(self, serve: Callable[[Plan], Command]) -> None:
-        self._serve = serve
-
-    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
-        return self._serve(plan)
-
-
 @cache
 def on_laptop(verdicts: object) -> Space:
     assert isinstance(verdicts, tuple)
@@ -75,8 +68,19 @@ def on_laptop(verdicts: object) -> Space:
     return Space(FOR_CONTEXT, *facts(has_cuda=True), hardware, of, verdicts=verdicts)
 
 
+class OnSpace(Started):
+    """The engine with another space of plans."""
+
+    def __init__(self, start: Callable[[Plan], Command], make_space: Callable[[object], Space]) -> None:
+        super().__init__(start)
+        self._make_space = make_space
+
+    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
+        return self._make_space(tuple(verdicts))
+
+
 class Stage:
-    """Studies one after the other on one volume; `steps` are what they say that they start an engine for."""
+    """Tunings one after the other on one volume; `steps` are what they say that they start an engine for."""
 
     def __init__(self, folder: Path, socket_path: Path) -> None:
         self.folder, self.socket_path = folder, socket_path
@@ -104,20 +108,19 @@ esac
         self.served += 1
         return fake_command(self.socket_path, *QUICK, *GUESSES, *speculation_arguments(plan, ENGINE), *self.knobs(plan))
 
-    def study(self, settings: Settings = SETTINGS, make_space: Callable[[Sequence[Verdict]], Space] = space) -> Study:
+    def made(self, settings: Settings = SETTINGS, make_space: Callable[[object], Space] = space) -> ServedModel:
+        """A model whose engine is not started, but for what is measured."""
         install = Install(engine_dir=self.folder, facts=ENGINE, cache_dir=self.folder, stall_timeout_s=60.0)
-        programs = Programs(engine=Served(self._serve), install=install, socket_path=self.socket_path)
-        return Study(
-            settings,
-            {},
-            programs,
-            draft=None,
+        inputs = Inputs(
+            settings=settings,
+            image=IMAGE,
+            facts=ENGINE,
             hardware=MACHINE,
-            key=KEY,
-            space=make_space,
-            store=self.store,
-            report=Report("json", self.log),
+            model=small(),
+            kernels=Kernels(variant=None, isa=MACHINE.cpu.isa),
         )
+        start = StartInputs(engine=OnSpace(self._serve, make_space), install=install, inputs=inputs, key=KEY)
+        return ServedModel(start, {}, self.store, Report("json", self.log))
 
     @property
     def kept(self) -> Partial:
@@ -138,12 +141,12 @@ esac
         return Counter(passages=readings, guesses=guesses, slots=slots)
 
     async def run_until(self, is_there: Callable[[Partial], bool]) -> Profile | None:
-        """The profile of a study that gets to its end before that is there; else it is broken off then."""
-        return await self._until(self.study().run(), is_there)
+        """The profile of a tuning that gets to its end before that is there; else it is broken off then."""
+        return await self._until(measure(self.made()), is_there)
 
     async def widen_until(self, profile: Profile, is_there: Callable[[Partial], bool]) -> Profile | None:
         """The same of what the mode `context` wants beside the profile, on a laptop."""
-        return await self._until(self.study(FOR_CONTEXT, on_laptop).widen(profile), is_there)
+        return await self._until(measure_more(self.made(FOR_CONTEXT, on_laptop), profile), is_there)
 
     async def _until(self, story: Coroutine[Any, Any, Profile], is_there: Callable[[Partial], bool]) -> Profile | None:
         task = asyncio.create_task(story)
@@ -168,7 +171,7 @@ def assert_nothing_twice(kept: Partial) -> None:
     assert all(count == 1 or (kind is None and count == 2) for (_, kind, _), count in guesses.items())
 
 
-async def test_every_kind_of_step_is_there_and_a_study_that_ends_leaves_nothing_behind(stage: Stage) -> None:
+async def test_every_kind_of_step_is_there_and_a_tuning_that_ends_leaves_nothing_behind(stage: Stage) -> None:
     found = await stage.run_until(lambda kept: False)
     assert found is not None
     starts = stage.count_starts()
@@ -181,7 +184,7 @@ async def test_every_kind_of_step_is_there_and_a_study_that_ends_leaves_nothing_
 
 
 @pytest.mark.parametrize("kind", ["passages", "measurements", "guesses", "slots"])
-async def test_a_study_that_was_broken_off_goes_on_after_each_kind_of_step(
+async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     stage: Stage, tmp_path_factory: pytest.TempPathFactory, socket_path: Path, kind: str
 ) -> None:
     whole = Stage(tmp_path_factory.mktemp("whole"), socket_path)

@@ -9,20 +9,17 @@ SETTLE_S = 3.0  # between two turns of one conversation nothing is started: it w
 LOOK_AGAIN_S = 30.0  # who else holds memory may change at any time
 
 
-class Do(StrEnum):
+class Action(StrEnum):
     WAIT = "wait"
     MEASURE_BESIDE = "measure beside the engine that serves"
     MEASURE_ALONE = "stop the engine, measure, load the best"
-    CHANGE_BESIDE = "load the best beside the engine that serves, then change over"
-    CHANGE_ALONE = "stop the engine, load the best"
+    SWAP_BESIDE = "load the best beside the engine that serves, then switch to it"
+    SWAP_ALONE = "stop the engine, load the best"
     END = "end"
 
 
-"""Requests that come meanwhile are held, and the engine is loaded anew."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class IdleState:
     """An idle period begins with the end of a request and ends with the next one."""
 
     is_ready: bool  # the engine answers
@@ -36,20 +33,20 @@ class Situation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Next:
-    do: Do
+class Decision:
+    action: Action
     wait_s: float = 0.0
 
 
-def decide(now: Situation, *, idle_s: float, settle_s: float = SETTLE_S) -> Next:
+def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Decision:
     """`idle_s` is how long nobody must have asked before requests may have to wait for a reload."""
     if now.is_measured and not now.has_better:
-        return Next(do=Do.END)
+        return Decision(action=Action.END)
     if not now.is_ready:
         return _wait(settle_s)
     if now.has_better and now.has_room:
         # Whether somebody asks or not: nobody waits for it.
-        return Next(do=Do.CHANGE_BESIDE)
+        return Decision(action=Action.SWAP_BESIDE)
     if now.running:
         return _wait(LOOK_AGAIN_S)
     is_alone = not now.has_room
@@ -59,9 +56,9 @@ def decide(now: Situation, *, idle_s: float, settle_s: float = SETTLE_S) -> Next
     if left_s > 0:
         return _wait(left_s)
     if now.is_measured:
-        return Next(do=Do.CHANGE_ALONE)
-    return Next(do=Do.MEASURE_ALONE if is_alone else Do.MEASURE_BESIDE)
+        return Decision(action=Action.SWAP_ALONE)
+    return Decision(action=Action.MEASURE_ALONE if is_alone else Action.MEASURE_BESIDE)
 
 
-def _wait(seconds: float) -> Next:
-    return Next(do=Do.WAIT, wait_s=min(LOOK_AGAIN_S, max(0.01, seconds)))
+def _wait(seconds: float) -> Decision:
+    return Decision(action=Action.WAIT, wait_s=min(LOOK_AGAIN_S, max(0.01, seconds)))

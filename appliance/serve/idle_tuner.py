@@ -1,4 +1,4 @@
-"""Measures while nobody asks, and lets the best plan serve from then on. What to do when is said in `policy`."""
+"""Measures while nobody asks, and lets the best plan serve from then on. What to do when: `idle_policy`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from appliance.errors import FatalError
-from appliance.idle.policy import SETTLE_S, Do, Situation, decide
 from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.report import Report
+from appliance.serve.idle_policy import SETTLE_S, Action, IdleState, decide
 from appliance.supervisor import Crash
 
 if TYPE_CHECKING:
     # For the names only: what the gateway needs to run takes half a second to import.
     from appliance.gateway.traffic import Traffic
-    from appliance.idle.serving import Door, Serving
+    from appliance.serve.engine_host import EngineHost, Upstream
 
 P = TypeVar("P")
 STOP_S = 1.0  # measuring has to end within this, so that it is what a request waits for at most before the load
@@ -35,9 +35,9 @@ class IdleTuner(Generic[P]):
     def __init__(
         self,
         *,
-        serving: Serving[P],
+        host: EngineHost[P],
         traffic: Traffic,
-        door: Door,
+        upstream: Upstream,
         report: Report,
         measure: Callable[[bool], Awaitable[P | None]],
         why_no_room: Callable[[P | None], Awaitable[str]],
@@ -45,9 +45,9 @@ class IdleTuner(Generic[P]):
         idle_s: float,
         settle_s: float = SETTLE_S,
     ) -> None:
-        self._serving = serving
+        self._host = host
         self._traffic = traffic
-        self._door = door
+        self._upstream = upstream
         self._report = report
         self._measure_on = measure
         self._why_no_room = why_no_room
@@ -72,23 +72,23 @@ class IdleTuner(Generic[P]):
     async def run(self) -> None:
         """Returns when the best plan serves, or none could be found. Raises FatalError when the engine that was
         stopped for it does not come back."""
-        steps: dict[Do, Callable[[], Awaitable[None]]] = {
-            Do.MEASURE_BESIDE: self._measure_beside,
-            Do.MEASURE_ALONE: self._measure_alone,
-            Do.CHANGE_BESIDE: self._change_beside,
-            Do.CHANGE_ALONE: self._change_alone,
+        steps: dict[Action, Callable[[], Awaitable[None]]] = {
+            Action.MEASURE_BESIDE: self._measure_beside,
+            Action.MEASURE_ALONE: self._measure_alone,
+            Action.SWAP_BESIDE: self._swap_beside,
+            Action.SWAP_ALONE: self._swap_alone,
         }
         self._began = time.monotonic()
         while True:
-            # Asked before the traffic is looked at: between that look and the hold nothing may be awaited, or a
+            # Asked before the traffic is looked at: between that look and the pause nothing may be awaited, or a
             # request could slip to an engine that is about to be stopped.
             why = await self._why_no_room(self._best)
-            step = decide(self._situation(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
-            if step.do is Do.END:
+            step = decide(self._state(has_room=not why), idle_s=self._idle_s, settle_s=self._settle_s)
+            if step.action is Action.END:
                 return
-            self.is_busy = step.do is not Do.WAIT
+            self.is_busy = step.action is not Action.WAIT
             if self.is_busy:
-                await steps[step.do]()
+                await steps[step.action]()
                 continue
             if why:
                 self._tell_once(why)
@@ -101,22 +101,22 @@ class IdleTuner(Generic[P]):
         hurrying = () if self._hurry.is_set() else (self._hurry.wait(),)
         await first_of(self._traffic.until_arrival(), *hurrying, timeout_s=timeout_s)
 
-    def _situation(self, *, has_room: bool) -> Situation:
+    def _state(self, *, has_room: bool) -> IdleState:
         traffic = self._traffic
-        return Situation(
-            is_ready=self._serving.is_ready,
+        return IdleState(
+            is_ready=self._host.is_ready,
             running=traffic.running,
             idle_s=min(traffic.idle_s, time.monotonic() - self._began),
             has_room=has_room,
             is_measured=self._best is not None or self._is_given_up,
-            has_better=not self._is_given_up and self._best is not None and self._serving.is_another(self._best),
+            has_better=not self._is_given_up and self._best is not None and self._host.is_another(self._best),
             was_measured_now=self._measured_in == traffic.arrivals,
             was_reloaded_now=self._reloaded_in == traffic.arrivals,
         )
 
     @property
     def _worst_wait_s(self) -> float:
-        return self._serving.load_s + STOP_S
+        return self._host.load_s + STOP_S
 
     def _tell_once(self, why: str) -> None:
         if self._was_told:
@@ -133,53 +133,53 @@ class IdleTuner(Generic[P]):
         await self._measure(is_alone=False)
 
     async def _measure_alone(self) -> None:
-        began = self._hold("the machine is being measured; the model is back about {} after a request")
+        began = self._pause("the machine is being measured; the model is back about {} after a request")
         words = (
             f"nobody has asked for {self._traffic.idle_s:.0f} s: measuring in place of the engine; a request that "
             f"comes now waits up to {self._worst_wait_s:.1f} s"
         )
         self._report.info("idle_measure", words, worst_wait_s=round(self._worst_wait_s, 3))
-        served = await self._serving.leave()
+        served = await self._host.detach()
         if self._traffic.arrivals == began:
             await self._measure(is_alone=True)
         await self._bring_back(served)
 
-    async def _change_alone(self) -> None:
-        self._hold("another plan is being loaded, about {}")
+    async def _swap_alone(self) -> None:
+        self._pause("another plan is being loaded, about {}")
         words = f"nobody has asked for {self._traffic.idle_s:.0f} s: loading the best plan of those measured"
         self._report.info("idle_change", words, worst_wait_s=round(self._worst_wait_s, 3))
-        await self._bring_back(await self._serving.leave())
+        await self._bring_back(await self._host.detach())
 
-    def _hold(self, words: str) -> int:
+    def _pause(self, words: str) -> int:
         """From here on requests wait. Returns how many have come so far."""
-        self._report.phase(Phase.HELD, words.format(f"{self._serving.load_s:.0f} s"))
+        self._report.phase(Phase.HELD, words.format(f"{self._host.load_s:.0f} s"))
         self._reloaded_in = self._traffic.arrivals
         return self._traffic.arrivals
 
     async def _bring_back(self, served: P) -> None:
         """The best plan if it is known, else the one that served; that one too when the best does not load."""
         wanted = served if self._best is None else self._best
-        about_s = self._serving.load_s
+        about_s = self._host.load_s
         self._report.phase(Phase.HELD, f"the model is being loaded, about {about_s:.0f} s")
-        crash = await self._serving.load(wanted)
+        crash = await self._host.load(wanted)
         if crash is not None and wanted is not served:
             self._give_up(f"the best plan did not load: {crash.describe()}; the plan before it serves on")
-            crash = await self._serving.load(served)
+            crash = await self._host.load(served)
         if crash is not None:
             self._report.phase(Phase.FAILED, crash.describe())
             raise self._as_error(crash)
         self._report.phase(Phase.READY)
-        words = f"the engine is back after {self._serving.load_s:.1f} s"
-        self._report.info("idle_back", words, seconds=round(self._serving.load_s, 3), held=self._traffic.running)
+        words = f"the engine is back after {self._host.load_s:.1f} s"
+        self._report.info("idle_back", words, seconds=round(self._host.load_s, 3), held=self._traffic.running)
 
-    async def _change_beside(self) -> None:
+    async def _swap_beside(self) -> None:
         if self._best is None:
             return
         self._report.info(
             "idle_change", "loading the plan that was measured to be the best, beside the one that serves"
         )
         try:
-            crash = await self._serving.change_over(self._best, self._door)
+            crash = await self._host.swap(self._best, self._upstream)
         except FatalError as error:
             self._give_up(f"the best plan cannot be started: {error.message}; the plan before it serves on")
             return

@@ -16,12 +16,12 @@ P = TypeVar("P")
 """A plan. Nothing is known of it here: it is made into a Command and told apart by that."""
 
 
-class Door(Protocol):
-    """What the gateway's `Engine` does."""
+class Upstream(Protocol):
+    """What the gateway's `UpstreamPool` does."""
 
     def switch_to(self, socket_path: Path) -> None: ...
 
-    async def until_left(self) -> None: ...
+    async def wait_drained(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class _Present(Generic[P]):
     supervisor: Supervisor
 
 
-class Serving(Generic[P]):
+class EngineHost(Generic[P]):
     """`sockets` are two paths for the engines to take turns on; the gateway begins with the first.
 
-    One caller at a time uses `leave`, `load` and `change_over`; `stop` may come at any moment, from anybody.
+    One caller at a time uses `detach`, `load` and `swap`; `stop` may come at any moment, from anybody.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Serving(Generic[P]):
         return (wanted.argv, wanted.environment) != (present.argv, present.environment)
 
     def launch(self, plan: P) -> None:
-        """The first engine, or after `leave` one in place of a first that never served: spawned at once. Its
+        """The first engine, or after `detach` one in place of a first that never served: spawned at once. Its
         `wait_ready` and its death are those of `supervisor`."""
         supervisor = self._supervise(plan)
         supervisor.start(self._command(plan, self._sockets[0]))
         self._set_present(_Present(plan, self._sockets[0], supervisor))
 
-    async def leave(self) -> P:
+    async def detach(self) -> P:
         """Stops the engine, which is then away until `load` or `launch`; returns its plan. What it still works on is
-        lost: hold requests before."""
+        lost: pause requests before."""
         present = self._in_place()
         self._load_s = self.load_s
         self._is_away = True
@@ -105,7 +105,7 @@ class Serving(Generic[P]):
         return present.plan
 
     async def load(self, plan: P) -> Crash | None:
-        """After `leave`, in its place. A Crash when the engine did not become ready; it is still away then."""
+        """After `detach`, in its place. A Crash when the engine did not become ready; it is still away then."""
         present = self._in_place()
         # The same supervisor: it refuses where the last engine outlived SIGKILL and still holds its memory.
         self._past_restarts += present.supervisor.restarts
@@ -115,7 +115,7 @@ class Serving(Generic[P]):
         self._set_present(_Present(plan, present.socket_path, present.supervisor))
         return None
 
-    async def change_over(self, plan: P, door: Door) -> Crash | None:
+    async def swap(self, plan: P, upstream: Upstream) -> Crash | None:
         """Loads another engine beside, sends new requests there once it is ready, and stops the old one when the last
         of its requests has ended. A Crash when the other did not become ready: then nothing has changed."""
         old = self._in_place()
@@ -126,7 +126,7 @@ class Serving(Generic[P]):
             supervisor.start(self._command(plan, socket_path))
             if crash := await supervisor.wait_ready():
                 return crash
-            door.switch_to(socket_path)
+            upstream.switch_to(socket_path)
             self._past_restarts += old.supervisor.restarts
             self._others.append(old.supervisor)
             self._set_present(_Present(plan, socket_path, supervisor))
@@ -135,7 +135,7 @@ class Serving(Generic[P]):
                 await supervisor.stop(grace_s=0.0)  # it has served nobody, and a stop of everything may be waiting
             self._others.remove(supervisor)
         # When everything stops the gateway drains both: until then the old engine is left to its requests.
-        await door.until_left()
+        await upstream.wait_drained()
         await old.supervisor.stop()
         self._others.remove(old.supervisor)
         return None

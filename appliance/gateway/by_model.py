@@ -1,0 +1,100 @@
+"""Several models behind one gateway: which one a request is for, and what is told of all of them together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from appliance.engine_route import Dialect
+from appliance.gateway import refusal
+from appliance.gateway.backend import Backend
+from appliance.gateway.forward import ClientLeft, Reply, declared_length, read_body, unless_over
+from appliance.gateway.refusal import Refusal
+from appliance.gateway.traffic import Traffic
+from appliance.progress import Progress
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
+
+
+class ByModel:
+    """The ASGI application of one path: the request goes to the model that its JSON names, byte for byte.
+
+    `endpoints` are those of the models whose engines have the path; `reading` counts requests until their model is
+    known.
+    """
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        *,
+        dialect: Dialect,
+        reading: Traffic,
+        max_body_bytes: int,
+    ) -> None:
+        self._endpoints = endpoints
+        self._dialect = dialect
+        self._reading = reading
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._reading.admitted(is_work=False) as must_end:
+                reading = read_body(receive, declared_length(scope), self._max_body_bytes)
+                body = await unless_over(reading, must_end=must_end)
+            endpoint = self._endpoint_for(body)
+        except Refusal as error:
+            await Reply(send, self._dialect).refuse(error)
+        except ClientLeft:
+            return
+        else:
+            await endpoint(scope, _again(body, receive), send)
+
+    def _endpoint_for(self, body: bytes) -> Endpoint:
+        name = model_named_in(body)
+        if name is None:
+            raise refusal.no_model(self._endpoints)
+        if name not in self._endpoints:
+            raise refusal.unknown_model(name, self._endpoints)
+        return self._endpoints[name]
+
+
+class AllModels:
+    """The ASGI application of the list of models."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        lists = [backend.models() for backend in self._backends if backend.models is not None]
+        data = [model for found in lists for model in found["data"]]
+        await Reply(send, "openai").document({"object": "list", "data": data})
+
+
+def model_named_in(body: bytes) -> str | None:
+    """None where it is no JSON object, or names none."""
+    try:
+        document: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    name = document.get("model") if isinstance(document, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def overall_progress(backends: Sequence[Backend]) -> Progress:
+    """Of the first model that does not serve, else of the first that is held; of one model its own."""
+    found = [backend.progress() for backend in backends]
+    return min(found, key=lambda progress: 2 * progress.is_ready + progress.is_held)
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """`receive` as if `body` had not been read yet."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return received

@@ -1,0 +1,129 @@
+"""Which plan a start serves: from a profile, from measuring, or the prediction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from appliance.errors import FatalError
+from appliance.plan import Plan
+from appliance.profile import Picked, Profile, pick
+from appliance.profile.at_start import ProfileState, StartAction, StartDecision, at_start, is_due
+from appliance.serve.kernels import plan_without
+from appliance.serve.load import launch
+from appliance.serve.served_model import ServedModel
+
+WATCHED_S = 1.0  # to see whether something else is at work: less than half of it tells nothing
+
+
+def start_from_profile(served: ServedModel) -> None:
+    """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were checked
+    before."""
+    profile = served.store.load(served.key)
+    served.guard.begin(served.inputs, profile.verdicts if profile else ())
+    if served.guard.is_checking:
+        return
+    if profile is not None and (start := _at_start(served, profile, may_measure=True)).action is StartAction.USE:
+        _report(served, start)
+        launch(served, use_profile(served, profile))
+
+
+async def choose_plan(served: ServedModel) -> Plan:
+    """Measures, unless told not to, or while another container does for the same key: nobody waits for it. With the
+    next CPU variant where one dies while it is measured."""
+    while True:
+        try:
+            return await _choose_plan(served)
+        except FatalError as error:
+            await plan_without(served, served.inputs.kernels.variant, error)
+
+
+async def _choose_plan(served: ServedModel) -> Plan:
+    store, model, report = served.store, served.inputs.model, served.report
+    profile = store.load(served.key)
+    if profile is None and (changed := store.why_unused(served.key, model.path.name)):
+        report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
+    if model.is_embedding_model and served.settings.tune != "off":
+        report.info("tune_off", "the model gives vectors, not text: serving the prediction")
+        return served.space.best
+    with store.tuning(served.key) as is_ours:
+        profile = store.load(served.key)
+        start = _at_start(served, profile, may_measure=is_ours)
+        if start.action is StartAction.WATCH:
+            start = _at_start(served, profile, may_measure=is_ours, busy=await _what_else_works(served))
+        _report(served, start)
+        if start.action is StartAction.MEASURE:
+            from appliance.serve.measure import measure  # here: a start from a profile never needs it
+
+            served.profile = await measure(served)
+            return served.profile.plan
+    return served.space.predicted if profile is None else use_profile(served, profile)
+
+
+def use_profile(served: ServedModel, profile: Profile) -> Plan:
+    """The best of what was measured that fits the memory which is free now; the prediction where nothing does."""
+    served.profile = profile
+    report, mode = served.report, served.settings.mode
+    build_id = served.inputs.image.build_id
+    if (build := profile.key.parts.get("build")) != build_id:
+        words = f"profile {profile.key.id} is pinned: used although build: {build} -> {build_id}"
+        report.info("profile_pinned", words, profile=profile.key.id)
+    report.info("profile_used", f"profile {profile.key.id}: {profile.speed}", profile=profile.key.id)
+    picked = pick(profile, mode, served.space)
+    _report_passed_over(served, picked.passed_over if isinstance(picked, Picked) else picked)
+    if isinstance(picked, Picked):
+        if not picked.is_best or mode != profile.mode:
+            words = f"serving {picked.plan.key}: {picked.why}{_measured_for(served, profile)}"
+            report.info("plan_picked", words, mode=mode)
+        return picked.plan
+    report.warning("plan_predicted", "nothing that was measured fits now: serving the prediction")
+    return served.space_of_profile.predicted
+
+
+def _at_start(
+    served: ServedModel, profile: Profile | None, *, may_measure: bool, busy: str | None = None
+) -> StartDecision:
+    state = None
+    if profile is not None:
+        id_ = profile.key.id
+        due = is_due(profile.created, disturbed_times=profile.disturbed_times, now=datetime.now(UTC))
+        state = ProfileState(
+            id=id_,
+            stale=served.store.why_stale(profile),
+            provisional=profile.disturbance if due else None,
+            busy=busy,
+            is_pinned=served.store.is_pinned(id_),
+        )
+    return at_start(state, tune=served.settings.tune, may_measure=may_measure)
+
+
+async def _what_else_works(served: ServedModel) -> str:
+    """On this machine now, in words; empty where nothing does."""
+    from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
+
+    async with Watch(served.hardware, served.environment) as watching:
+        await asyncio.sleep(WATCHED_S)
+    return watching.conditions.disturbance or ""
+
+
+def _report(served: ServedModel, start: StartDecision) -> None:
+    if start.words:
+        (served.report.warning if start.is_warning else served.report.info)(start.event, start.words)
+
+
+def _measured_for(served: ServedModel, profile: Profile) -> str:
+    if served.settings.mode in (profile.mode, *profile.other_modes):
+        return ""
+    tune = served.settings.tune
+    words = f"; chosen among what was measured for mode '{profile.mode}'"
+    return words if tune == "idle" else f"{words}, and tune '{tune}' measures no more"
+
+
+def _report_passed_over(served: ServedModel, lacking: Sequence[str]) -> None:
+    if not lacking:
+        return
+    from appliance.probe.holders import who_holds  # here: few starts are short of memory
+
+    for words in lacking:
+        served.report.warning("plan_passed_over", f"{words}; {who_holds(served.hardware)}")

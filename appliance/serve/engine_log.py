@@ -1,0 +1,45 @@
+"""What engines say as they load: kept for the sizes of their buffers, and for the cause where one does not come up."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+
+from appliance.engines.engine import Engine
+from appliance.plan import Plan
+from appliance.report import Report
+from appliance.supervisor import Restart, State, Supervisor
+
+LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few hundred
+
+
+class EngineLogs:
+    """Of every engine that is supervised: one that serves, and another that is loaded beside it."""
+
+    def __init__(self, engine: Engine, report: Report) -> None:
+        self._engine = engine
+        self._report = report
+        self._lines: dict[Supervisor, deque[str]] = {}
+
+    def supervise(self, plan: Plan) -> Supervisor:
+        lines: deque[str] = deque(maxlen=LOG_LINES)
+        # Another try with the same kernels would die of the same instruction.
+        restart = Restart(not_after=frozenset({signal.SIGILL}) if plan.cpu_variant else frozenset())
+        made = Supervisor(restart=restart, on_line=lambda line: self._on_line(made, lines, line))
+        self._lines = {each: kept for each, kept in self._lines.items() if each.state is not State.STOPPED}
+        self._lines[made] = lines
+        return made
+
+    def take(self, supervisor: Supervisor) -> tuple[str, ...]:
+        """Its lines up to its last readiness, once."""
+        lines = self._lines.get(supervisor)
+        taken = tuple(lines or ())
+        if lines is not None:
+            lines.clear()
+        return taken
+
+    def _on_line(self, supervisor: Supervisor, lines: deque[str], line: str) -> None:
+        if supervisor.state is State.STARTING:  # also beside another that serves
+            lines.append(line)
+        if self._engine.is_worth_showing(line):
+            self._report.warning("engine", line[:1000])

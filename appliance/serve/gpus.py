@@ -1,0 +1,37 @@
+"""Whether engine, NVML and nvidia-smi see the same GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from appliance.probe import Hardware
+from appliance.report import Report
+from appliance.serve.checks import check_devices, why_fewer
+from appliance.serve.inputs import StartInputs
+
+
+def check_gpus(start: StartInputs, report: Report) -> None:
+    """Reports what is odd about the machine, and asks the engine itself for its GPUs: it is started for that once.
+
+    Raises GpuUnusableError (23) when it sees none although there is one.
+    """
+    image, hardware = start.inputs.image, start.inputs.hardware
+    for words in (*hardware.gpus.warnings, *start.warnings):
+        report.warning("hardware", words)
+    if image.cuda is None or not hardware.gpus.gpus or start.settings.devices == "none":
+        return
+    variant = start.inputs.kernels.variant
+    devices = start.engine.query_devices(start.install, hardware, cpu_variant=variant, may_recall=True)
+    check_devices(image, hardware, devices.names, devices.said)
+    if fewer := why_fewer(image, hardware, devices.names):
+        report.warning("hardware", fewer)
+
+
+async def cross_check_gpus(hardware: Hardware, environment: Mapping[str, str], report: Report) -> None:
+    """Reports where nvidia-smi contradicts NVML; before measuring only, since it may take seconds."""
+    from appliance.probe.smi import cross_check  # here, since a start from a profile never needs its XML parser
+
+    found = await asyncio.to_thread(cross_check, hardware.gpus, environment, hardware.volume.path)
+    for words in found.warnings[len(hardware.gpus.warnings) :]:
+        report.warning("hardware", words)

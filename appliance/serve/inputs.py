@@ -1,0 +1,129 @@
+"""What a start knows before it starts anything: image, engine, model, machine, settings, and the key of its profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.engines.engine import Engine, Inputs, Install, Space, load
+from appliance.errors import ConfigError
+from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
+from appliance.model import Model, digest, read_draft, read_model, resolve_model
+from appliance.plan import TASTES, Kernels, Verdict
+from appliance.probe import Hardware, count_oom_kills, probe
+from appliance.profile import Key, make_key
+from appliance.serve.checks import check_supported
+from appliance.settings import Settings
+from appliance.values import dataclass
+
+OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartInputs:
+    """Made once; only the kernels may change, when a variant is ruled out."""
+
+    engine: Engine
+    install: Install
+    inputs: Inputs
+    key: Key
+    warnings: tuple[str, ...] = ()  # of what this image leaves unused
+
+    @property
+    def settings(self) -> Settings:
+        """With the engine's folder, also where that is the image's own."""
+        return self.inputs.settings
+
+    def space(self, verdicts: Sequence[Verdict] = ()) -> Space:
+        """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+        return self.engine.space(self.inputs, verdicts)
+
+    def with_kernels(self, kernels: Kernels) -> StartInputs:
+        key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
+        return replace(self, inputs=self.inputs.with_kernels(kernels), key=key)
+
+    def on(self, hardware: Hardware) -> StartInputs:
+        """For the machine as another probe found it."""
+        return replace(self, inputs=replace(self.inputs, hardware=hardware))
+
+
+def read_inputs(settings: Settings, environment: Mapping[str, str]) -> StartInputs:
+    """Looks at everything and refuses what cannot work. Writes nothing and starts nothing."""
+    image, facts = load_facts(settings)
+    engine = load_engine(image)
+    model = load_model(settings, image)
+    hardware = probe(settings.data_dir, environment)
+    warnings = check_supported(settings, image, hardware)
+    install = install_of(settings, image, facts, hardware)
+    if settings.engine_dir is None:
+        sources = {**settings.sources, "engine_dir": "image"}
+        settings = replace(settings, engine_dir=install.engine_dir, sources=sources)
+    ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
+    inputs = Inputs(
+        settings=settings,
+        image=image,
+        facts=facts,
+        hardware=hardware,
+        model=model,
+        kernels=engine.choose_kernels(settings, facts, hardware.cpu, ruled_out),
+        draft=read_draft_model(settings, model),
+    )
+    return StartInputs(engine=engine, install=install, inputs=inputs, key=_key_of(inputs), warnings=warnings)
+
+
+def _key_of(inputs: Inputs) -> Key:
+    model, draft = inputs.model, inputs.draft
+    return make_key(
+        inputs.settings,
+        inputs.image,
+        inputs.hardware,
+        digest(model.parts, model.header_bytes),
+        digest(draft.parts, draft.header_bytes) if draft else None,
+        cpu_variant=inputs.kernels.variant,
+    )
+
+
+def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
+    """Raises ConfigError when the files of the image are missing or damaged."""
+    try:
+        image = parse_image_facts((settings.facts_dir / "image_facts.json").read_text(encoding="utf-8"))
+        engine = parse_engine_facts((settings.facts_dir / "engine_facts.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"facts of this image cannot be read: {settings.facts_dir}: {error}"
+        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
+    return image, engine
+
+
+def load_engine(image: ImageFacts) -> Engine:
+    """Raises ConfigError for an image whose engine this appliance cannot start."""
+    return load(image.engine, said_by=f"{image.engine} {image.engine_version} ({image.cell})")
+
+
+def load_model(settings: Settings, image: ImageFacts) -> Model:
+    """The one that was asked for, else the image's own, else the only one there is."""
+    return read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+
+
+def read_draft_model(settings: Settings, model: Model) -> Model | None:
+    """The draft model of speculative decoding, refused here when it cannot be one, and not in the middle of a
+    tuning."""
+    if settings.draft_model is None or settings.speculation not in (*TASTES, "draft"):
+        return None
+    return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
+
+
+def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:
+    return Install(
+        engine_dir=settings.engine_dir or OPT / image.engine,
+        facts=facts,
+        cache_dir=settings.data_dir / "cache" / image.build_id,
+        driver_dir=hardware.gpus.driver_folder,
+        stall_timeout_s=settings.stall_timeout_s,
+        oom_kills=count_oom_kills,
+    )
+
+
+def query_key(settings: Settings, environment: Mapping[str, str]) -> Key:
+    """Of the profile that a start here would want."""
+    return read_inputs(settings, environment).key

@@ -1,0 +1,41 @@
+"""The CPU variant of the engine's kernels: checked before it serves for the first time, and another where one fails."""
+
+from __future__ import annotations
+
+from appliance.errors import CpuBackendError, CpuUnsupportedError, FatalError
+from appliance.plan import Plan
+from appliance.profile import best_of
+from appliance.progress import Phase
+from appliance.serve.served_model import ServedModel
+
+UNLOADABLE = "its file cannot be loaded: it is missing or damaged"
+
+
+async def prove_kernels(served: ServedModel) -> None:
+    """Before they serve for the first time. Variants that fail are ruled out; raises when none is left."""
+    while True:
+        served.guard.begin(served.inputs)
+        if served.guard.is_checking:
+            served.report.phase(Phase.STARTING, f"checking the CPU's kernels: {served.inputs.kernels.variant}")
+        failed = await served.guard.finish()
+        if failed is None:
+            return
+        _rule_out(served, *failed)
+
+
+async def plan_without(served: ServedModel, variant: str | None, error: FatalError) -> Plan:
+    """What to serve instead, where the kernels are what the engine died of. Raises the error where they are not."""
+    if variant is None or not isinstance(error, CpuUnsupportedError | CpuBackendError):
+        raise error
+    _rule_out(served, variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
+    await prove_kernels(served)
+    return best_of(served.profile, served.settings.mode, served.space_of_profile)
+
+
+def _rule_out(served: ServedModel, variant: str, seen: str) -> None:
+    """The next variant is planned with from here on. Raises CpuUnsupportedError (22) where none is left, ConfigError
+    (10) where this one was asked for."""
+    inputs, ruled_out = served.inputs, served.guard.rule_out(variant, seen)
+    engine = served.start.engine
+    kernels = engine.choose_kernels(served.settings, inputs.facts, inputs.hardware.cpu, ruled_out)
+    served.set_start(served.start.with_kernels(kernels))

@@ -1,0 +1,67 @@
+"""The gateway in front of the models that are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from appliance.report import Report
+from appliance.serve.served_model import ServedModel
+from appliance.serve.status import documents_of, measure_now, models_of
+from appliance.settings import Settings
+from appliance.volume import read_or_make_key
+
+if TYPE_CHECKING:
+    from appliance.gateway.backend import Backend
+    from appliance.gateway.server import Gateway
+
+
+@asynccontextmanager
+async def open_gateway(settings: Settings, report: Report, *models: ServedModel) -> AsyncIterator[Gateway]:
+    """Listens at once: clients are told what a start is doing. Drains before an engine is stopped. Its backends are
+    those of the models, in their order. `settings` say where, and with which key."""
+    key = _key(settings, report)
+    # Here: above, uvicorn would delay the engine's start.
+    from appliance.gateway.app import create_app
+    from appliance.gateway.auth import Keys
+    from appliance.gateway.server import Gateway
+
+    app = create_app([_backend(served) for served in models], keys=Keys(frozenset({key})) if key else None)
+    gateway = await Gateway.open(app, settings.host, settings.port)
+    report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
+    address = settings.address_path
+    address.write_text(f"{settings.host} {gateway.port}\n", encoding="ascii")
+    try:
+        yield gateway
+    finally:
+        address.unlink(missing_ok=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(gateway.drain(settings.drain_s))
+
+
+def _backend(served: ServedModel) -> Backend:
+    from appliance.gateway.backend import Backend  # here: above, it would delay the engine's start
+
+    engine = served.start.engine
+    return Backend(
+        name=served.name,
+        socket_path=served.socket_path,
+        routes=engine.routes,
+        dropped_headers=engine.dropped_headers,
+        progress=lambda: served.report.progress,
+        documents=documents_of(served),
+        actions={"tuning": partial(measure_now, served)},
+        models=partial(models_of, served),
+        engine_restarts=lambda: served.host.restarts,
+    )
+
+
+def _key(settings: Settings, report: Report) -> str | None:
+    if not settings.auth:
+        report.warning("auth_off", "authentication is off: whoever reaches the port can use the model")
+        return None
+    return read_or_make_key(settings.key_path)

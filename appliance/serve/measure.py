@@ -1,0 +1,121 @@
+"""Measures, and keeps the profile. Imported when something is to be measured, and not by a start from a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from appliance.engines.engine import Space
+from appliance.errors import ConfigError, FatalError
+from appliance.probe.watch import Watch
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.profile.of_tuning import make_profile, measured_of, with_more
+from appliance.report import Report
+from appliance.serve.kernels import plan_without, prove_kernels
+from appliance.serve.served_model import ServedModel
+from appliance.tune.engine import Bench
+from appliance.tune.partial import Partial
+from appliance.tune.session import MORE_PLANS, TuningSession
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialOf:
+    """A `PartialStore`: what the store keeps for one key."""
+
+    store: ProfileStore
+    key: Key
+
+    def load(self) -> Partial:
+        return self.store.kept(self.key)
+
+    def save(self, partial: Partial) -> None:
+        self.store.keep(self.key, partial)
+
+
+async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Space | None = None) -> Profile:
+    """The profile, saved. Raises what the engine ended with when nothing could be measured. `beside` is the space in
+    the memory that an engine which serves meanwhile leaves free."""
+    session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
+    result = await session.run()
+    before = served.store.peek(served.key) if result.tuned.disturbance else None
+    profile = make_profile(result, key=served.key, settings=served.settings, hardware=served.hardware, before=before)
+    _save(served.store, profile, served.report)
+    return profile
+
+
+async def measure_more(served: ServedModel, profile: Profile, *, beside: Space | None = None) -> Profile:
+    """The profile, saved, with what the mode that is set wants of contexts that no measured plan has."""
+    report, mode, id_ = served.report, served.settings.mode, profile.key.id
+    session = served.session = _session(served, shows_phase=False, beside=beside)
+    words = f"profile {id_} was measured for mode '{profile.mode}': up to {MORE_PLANS} more for '{mode}'"
+    report.info("tune_more", words, profile=id_)
+    widened = with_more(profile, await session.widen(measured_of(profile)), mode)
+    served.store.save(widened)
+    count = len(widened.plans) - len(profile.plans)
+    report.info("tuned_more", f"measured {count} more for mode '{mode}'", profile=id_)
+    return widened
+
+
+async def measure_alone(served: ServedModel) -> None:
+    """Without serving. Raises ConfigError for a model that makes no text, for a profile that would stay as it is since
+    it is pinned, and while another container measures for the same key: two would spoil each other's."""
+    model = served.inputs.model
+    if model.is_embedding_model:
+        message = f"nothing can be measured: {model.path.name} gives vectors, not text"
+        raise ConfigError(message, hint="serve it: its plan is the prediction")
+    _refuse_pinned(served)
+    with served.store.tuning(served.key) as is_ours:
+        if not is_ours:
+            message = "another container on this volume is measuring for the same key"
+            raise ConfigError(message, hint="wait for it; its profile will serve both")
+        await prove_kernels(served)
+        while True:
+            try:
+                await measure(served)
+            except FatalError as error:
+                await plan_without(served, served.inputs.kernels.variant, error)
+            else:
+                return
+
+
+def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) -> TuningSession:
+    start = served.start
+    return TuningSession(
+        start.inputs,
+        Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket),
+        space=start.space,
+        store=PartialOf(store=served.store, key=start.key),
+        watch=partial(Watch, served.hardware, served.environment),
+        report=served.report,
+        shows_phase=shows_phase,
+        beside=beside,
+    )
+
+
+def _save(store: ProfileStore, profile: Profile, report: Report) -> None:
+    is_kept = store.save(profile)
+    pinned = store.pinned(profile.key)
+    if pinned is not None:
+        words = f"profile {pinned.key.id} is pinned and stays the one used; `appliance profiles unpin` ends that"
+        report.warning("profile_pinned", words, profile=pinned.key.id)
+    if profile.disturbance:
+        stays = "" if is_kept else ", and the profile that is there stays"
+        words = f"something else was at work while this was measured: {profile.disturbance}; provisional{stays}"
+        report.warning("provisional", words)
+    words = f"chose {profile.plan.key} in {profile.seconds:.0f} s: {profile.speed}; stopped: {profile.stopped_by}"
+    report.info("tuned", words, profile=profile.key.id, stopped_by=profile.stopped_by)
+
+
+def _refuse_pinned(served: ServedModel) -> None:
+    """Before the budget is spent. A pin of another build's profile is none of ours: what is measured is kept."""
+    store, key = served.store, served.key
+    pinned = store.pinned(key)
+    if store.stays(key):
+        message = f"profile is pinned, and what is measured would not be kept: {key.id}"
+        raise ConfigError(message, hint=f"`appliance profiles unpin {key.id}` lets it be measured again")
+    if pinned is not None:
+        words = (
+            f"profile {pinned.key.id} of build {pinned.key.parts.get('build')} is pinned: what is measured is kept "
+            "beside it, and used when `appliance profiles unpin` has ended that"
+        )
+        served.report.warning("profile_pinned", words, profile=pinned.key.id)

@@ -1,0 +1,52 @@
+"""The story of a start, one line a step: start reading here. Each verb is a file of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from appliance.report import Report
+from appliance.serve.choose import choose_plan, start_from_profile
+from appliance.serve.gpus import cross_check_gpus
+from appliance.serve.kernels import prove_kernels
+from appliance.serve.listen import open_gateway
+from appliance.serve.load import launch, wait_loaded
+from appliance.serve.served_model import ServedModel, open_model
+from appliance.serve.stop import stoppable
+from appliance.serve.supervise import serve_until_failure
+from appliance.settings import Settings
+from appliance.supervisor import become_subreaper
+
+if TYPE_CHECKING:
+    from appliance.gateway.backend import Backend
+
+
+async def serve(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
+    """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
+    become_subreaper()
+    served = open_model(settings, environment, report)
+    start_from_profile(served)  # the engine loads while the gateway is imported
+    async with stoppable(report, served), open_gateway(settings, report, served) as gateway:
+        await serve_model(served, gateway.backends[0])
+    return 0
+
+
+async def serve_model(served: ServedModel, backend: Backend) -> None:
+    """One of the models behind a gateway. Never returns; raises FatalError when its engine is given up."""
+    if served.host.plan is None:
+        await prove_kernels(served)
+        await cross_check_gpus(served.hardware, served.environment, served.report)
+        launch(served, await choose_plan(served))
+    await wait_loaded(served)
+    await serve_until_failure(served, backend)
+
+
+async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
+    """The story without serving: always measures, and keeps the profile. 143, as of SIGTERM, when it was stopped."""
+    become_subreaper()
+    served = open_model(settings, environment, report)
+    async with stoppable(report, served) as stop:
+        from appliance.serve.measure import measure_alone  # here: a start from a profile never needs it
+
+        await measure_alone(served)
+    return 143 if stop.is_set() else 0

@@ -1,0 +1,105 @@
+"""All that belongs to one model that is served."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.command import Command
+from appliance.engines.engine import Inputs, Space
+from appliance.model import plain_name
+from appliance.plan import Allocated, Plan
+from appliance.probe import Hardware
+from appliance.profile import Key, Profile, ProfileStore
+from appliance.report import Report
+from appliance.serve.background import BackgroundTasks
+from appliance.serve.engine_host import EngineHost
+from appliance.serve.engine_log import EngineLogs
+from appliance.serve.gpus import check_gpus
+from appliance.serve.inputs import StartInputs, load_facts, read_inputs
+from appliance.settings import Settings
+from appliance.volume import open_volume
+
+if TYPE_CHECKING:
+    from appliance.tune.session import TuningSession
+
+
+class ServedModel:
+    """Made inside the running loop and passed to each verb of a start: nothing of it is global, and there may be
+    several. `number` tells those of one process apart."""
+
+    def __init__(
+        self,
+        start: StartInputs,
+        environment: Mapping[str, str],
+        store: ProfileStore,
+        report: Report,
+        *,
+        number: int = 0,
+    ) -> None:
+        # Short: 107 bytes is all that a socket has.
+        name = f"appliance-{os.getpid()}{f'-{number}' if number else ''}"
+        first, second, self.trial_socket = (start.settings.runtime_dir / f"{name}{end}.sock" for end in ("", "b", "m"))
+        self.start = start
+        self.space = start.space()  # of all plans, built once for these inputs
+        self.environment = environment
+        self.began_s = int(time.time())
+        self.store = store
+        self.report = report
+        self.socket_path = first
+        self.logs = EngineLogs(start.engine, report)
+        self.host: EngineHost[Plan] = EngineHost(
+            sockets=(first, second), command=self.command, supervise=self.logs.supervise
+        )
+        self.guard = start.engine.guard(start.install, self.inputs.image, self.hardware.cpu, report)
+        self.background = BackgroundTasks(self)
+        self.profile: Profile | None = None  # that the plan is from
+        self.session: TuningSession | None = None  # the last one
+        self.allocated: Allocated | None = None  # by the engine that serves
+
+    @property
+    def settings(self) -> Settings:
+        return self.start.settings
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.start.inputs
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.start.inputs.hardware
+
+    @property
+    def key(self) -> Key:
+        return self.start.key
+
+    @property
+    def name(self) -> str:
+        """As clients call it."""
+        return self.settings.alias or plain_name(self.inputs.model.path)
+
+    @property
+    def space_of_profile(self) -> Space:
+        """With the KV cache types that the profile has found harmless."""
+        return self.start.space(self.profile.verdicts) if self.profile and self.profile.verdicts else self.space
+
+    def set_start(self, start: StartInputs) -> None:
+        """With other kernels, for which another profile counts."""
+        self.start, self.space = start, start.space()
+        self.profile = self.store.load(start.key)
+
+    def command(self, plan: Plan, socket_path: Path) -> Command:
+        return self.start.engine.command(plan, self.start.install, socket_path)
+
+
+def open_model(settings: Settings, environment: Mapping[str, str], report: Report, *, number: int = 0) -> ServedModel:
+    """Looks at everything, and refuses what cannot work."""
+    image, _ = load_facts(settings)
+    open_volume(settings.data_dir, image.build_id)
+    start = read_inputs(settings, environment)
+    check_gpus(start, report)
+    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    return ServedModel(start, environment, store, report, number=number)

@@ -1,0 +1,149 @@
+"""Documents of a served model: what /appliance/v1/… and the list of models show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from appliance import __version__
+from appliance.errors import VolumeError
+from appliance.plan import Plan, Speeds, as_document, in_short
+from appliance.probe import as_document as hardware_document
+from appliance.profile import Profile, speeds_of
+from appliance.progress import Phase
+from appliance.serve.served_model import ServedModel
+from appliance.tune.speeds import predicted_speeds
+
+_TUNING_WORDS = {
+    "waiting": "measuring begins when nobody asks",
+    "measuring": "the machine is being measured; the plan before serves meanwhile",
+    "measured": "the best of what was measured serves",
+    "failed": "measuring came to no plan, and is not tried again before the next start; the log says why",
+}
+
+
+def documents_of(served: ServedModel) -> dict[str, Callable[[], dict[str, Any]]]:
+    """By name. Each is made anew when it is called."""
+    return {
+        "status": partial(_status, served),
+        "hardware": partial(hardware_document, served.hardware),
+        "plan": partial(_plan, served),
+        "profile": partial(_profile, served),
+        "tuning": partial(_tuning, served),
+    }
+
+
+def _status(served: ServedModel) -> dict[str, Any]:
+    progress, image, facts = served.report.progress, served.inputs.image, served.inputs.facts
+    plan, profile, drift = served.host.plan, served.profile, served.background.drift
+    measured = speeds_of(plan, profile)
+    return {
+        "phase": str(progress.phase),
+        "message": progress.sentence(),
+        "version": __version__,
+        "cell": image.cell,
+        "build_id": image.build_id,
+        "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
+        "model": served.name,
+        "context": plan.context if plan else None,
+        "chosen": in_short(plan) if plan else None,
+        "mode": served.settings.mode,
+        "speeds": _speeds(plan, measured),
+        "speed": measured.in_words() if measured else None,
+        "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
+        "tuning": tuning_state(served),
+        "memory_prediction_error": profile.prediction_error if profile else None,
+        "from_profile": profile is not None and served.session is None,
+        "profile_holds": str(drift) if drift else None,
+        "standing": _standing(served, profile),
+        "engine_restarts": served.host.restarts,
+    }
+
+
+def _plan(served: ServedModel) -> dict[str, Any]:
+    """Empty while none serves."""
+    return as_document(served.host.plan) if served.host.plan else {}
+
+
+def _profile(served: ServedModel) -> dict[str, Any]:
+    """Empty while none serves."""
+    found, allocated = served.profile, served.allocated
+    if found is None:
+        return {}
+    serving = served.host.plan
+    return {**asdict(found), "key": {"id": found.key.id, "parts": found.key.parts}} | {
+        "memory_prediction_error": found.prediction_error,
+        "speeds": _speeds(serving, speeds_of(serving, found)),
+        "standing": _standing(served, found),
+        "allocated_now": asdict(allocated) if allocated else None,
+    }
+
+
+def _tuning(served: ServedModel) -> dict[str, Any]:
+    state = tuning_state(served)
+    measured = [asdict(m) for m in served.session.measurements] if served.session else []
+    return {"state": state, "message": _tuning_words(served, state), "measurements": measured}
+
+
+def models_of(served: ServedModel) -> dict[str, Any]:
+    """OpenAI's list, until the engine gives its own: the model is known before it is loaded."""
+    model = {"id": served.name, "object": "model", "created": served.began_s, "owned_by": "appliance"}
+    return {"object": "list", "data": [{**model, "state": str(served.report.progress.phase)}]}
+
+
+def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:
+    """Asked for by somebody who waits for the result. Raises Refusal where nothing will be measured."""
+    state = tuning_state(served)
+    if state in ("off", "failed"):
+        from appliance.gateway.refusal import Refusal  # here: no start needs it
+
+        raise Refusal(409, f"tuning_{state}", _tuning_words(served, state))
+    if state == "waiting":
+        served.background.begin_now()
+    return (200 if state == "measured" else 202), {"state": state, "message": _tuning_words(served, state)}
+
+
+def tuning_state(served: ServedModel) -> str:
+    """off, waiting, measuring, measured or failed."""
+    background = served.background
+    if served.report.progress.phase is Phase.TUNING:
+        return "measuring"
+    if background.is_given_up:
+        return "failed"
+    if background.is_tuning is not None:
+        return "measuring" if background.is_tuning else "waiting"
+    if served.settings.tune == "idle" and background.wants_measuring:
+        return "waiting"
+    return "off" if served.profile is None else "measured"
+
+
+def _tuning_words(served: ServedModel, state: str) -> str:
+    settings = served.settings
+    if state != "off":
+        return _TUNING_WORDS[state]
+    if served.inputs.model.is_embedding_model:
+        return "nothing is measured: the model gives vectors, not text"
+    if settings.tune == "off":
+        return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
+    return "another container on this volume measured meanwhile: its profile is used at the next start"
+
+
+def _speeds(serving: Plan | None, measured: Speeds | None) -> dict[str, Any]:
+    """As `speeds_document`, of speeds that are made already."""
+    predicted = predicted_speeds(serving) if serving else None
+    return {
+        "measured": asdict(measured) if measured else None,
+        "predicted": asdict(predicted) if predicted else None,
+    }
+
+
+def _standing(served: ServedModel, profile: Profile | None) -> dict[str, Any] | None:
+    """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""
+    if profile is None:
+        return None
+    try:
+        return served.store.status(profile).as_document()
+    except VolumeError as error:  # serving goes on without its volume, and so does what is told of it
+        return {"problem": error.message}

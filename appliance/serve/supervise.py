@@ -1,0 +1,84 @@
+"""From the first readiness on: the engine that serves, its restarts, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+from appliance.errors import CpuUnsupportedError, FatalError
+from appliance.progress import Phase
+from appliance.race import first_of
+from appliance.serve.kernels import plan_without
+from appliance.serve.load import on_ready, report_variant
+from appliance.serve.served_model import ServedModel
+from appliance.supervisor import Crash, State
+
+if TYPE_CHECKING:
+    from appliance.gateway.backend import Backend
+
+FOLLOW_EVERY_S = 0.05
+
+
+async def serve_until_failure(served: ServedModel, backend: Backend) -> None:
+    """Never returns. Raises the error of the engine's ending, after which nothing is restarted any more."""
+    while True:
+        plan = served.host.plan
+        variant = plan.cpu_variant if plan else None
+        try:
+            await _until_given_up(served, backend)
+        except FatalError as error:
+            await _serve_on(served, variant, error)
+
+
+async def _serve_on(served: ServedModel, variant: str | None, error: FatalError) -> None:
+    """With the next CPU variant, in place of an engine that died of this one. Raises the error of any other ending."""
+    while True:
+        plan = await plan_without(served, variant, error)
+        report_variant(served, plan)
+        served.report.phase(Phase.RESTARTING, error.message)
+        await served.host.detach()
+        crash = await served.host.load(plan)
+        if crash is None:
+            on_ready(served)
+            return
+        variant, error = plan.cpu_variant, served.start.engine.as_error(crash)
+
+
+async def _until_given_up(served: ServedModel, backend: Backend) -> None:
+    """Raises the error of the engine's ending."""
+    failing, *beside = await first_of(served.host.wait_failed(), _follow_state(served), served.background.run(backend))
+    if not failing.cancelled():
+        raise _ending(served, failing.result())
+    for task in beside:
+        if not task.cancelled():
+            task.result()  # neither ever ends but by an error, which is the end of serving
+
+
+def _ending(served: ServedModel, crash: Crash) -> FatalError:
+    plan = served.host.plan
+    if crash.signal == signal.SIGILL and plan is not None and plan.cpu_variant is not None:
+        _report_death(served, crash)
+        return CpuUnsupportedError(f"the engine {crash.describe()}", log=crash.log)
+    return served.start.engine.as_error(crash, served=True)
+
+
+async def _follow_state(served: ServedModel) -> None:
+    """After a crash clients are told so until the next engine answers. An engine that is away on purpose is the idle
+    tuner's business, who says so itself."""
+    was_ready, before = True, served.host.supervisor
+    while True:
+        supervisor = served.host.supervisor
+        is_ready = supervisor is not None and supervisor.state is State.READY
+        crash = supervisor.crash if supervisor else None
+        if supervisor is before and was_ready and not is_ready and crash is not None:
+            served.report.phase(Phase.RESTARTING, crash.describe())
+            _report_death(served, crash)
+        if is_ready and (not was_ready or supervisor is not before):
+            on_ready(served)
+        was_ready, before = is_ready, supervisor
+        await asyncio.sleep(FOLLOW_EVERY_S)
+
+
+def _report_death(served: ServedModel, crash: Crash) -> None:
+    served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))

@@ -1,0 +1,23 @@
+"""The time that a tuning may take, and what is left of it."""
+
+from __future__ import annotations
+
+import time
+
+
+class Budget:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._began = time.monotonic()
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return self.seconds - self.spent_s
+
+    def at_most_s(self, share: float) -> float:
+        """That share of the whole, or what is left where that is less."""
+        return min(self.left_s, self.seconds * share)

@@ -1,0 +1,62 @@
+"""Whether the best plan is served with speculative decoding, and with how many draft tokens: measured, the best
+chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from appliance.engines.engine import Space
+from appliance.errors import EngineError, ModelDoesNotFitError
+from appliance.plan import TASTES, Choice, Plan, with_choice
+from appliance.report import Report
+from appliance.tune.engine import Bench
+from appliance.tune.partial import PartialResults
+from appliance.tune.speculate import choose_speculation, least_s
+from appliance.tune.tuner import Tuned
+
+
+class DraftTrials:
+    """For the plan that `tuned` chose."""
+
+    def __init__(self, tuned: Tuned, space: Space, bench: Bench, *, results: PartialResults, report: Report) -> None:
+        self._tuned, self._space, self._bench = tuned, space, bench
+        self._results, self._report = results, report
+        self._kept = results.drafts_of(tuned.plan.key)
+
+    async def choose(self, *, requested: str, left_s: float) -> tuple[Plan, tuple[str, ...]]:
+        """The plan with draft tokens where these were seen to be faster, and what was tried. `requested` is the
+        setting; an engine that fails at one of TASTES is served without."""
+        plan = self._tuned.plan
+        try:
+            found, why, tried = await choose_speculation(
+                plan,
+                self._bench,
+                self._space,
+                requested=requested,
+                left_s=left_s if left_s >= self._least_s else 0.0,
+                on_step=self._results.on_step,
+                kept=self._kept,
+                on_result=self._results.on_draft(plan.key),
+            )
+            words = Choice(name="speculation", value="off", reason=why, source="measured")
+            chosen = with_choice(plan, words)
+            if found is not None:
+                chosen = self._space.speculating(plan, found, replace(words, value=found.in_words()))
+        except (EngineError, ModelDoesNotFitError) as error:
+            if requested not in TASTES:
+                raise
+            self._report.warning("speculation_failed", f"speculative decoding is off: {error.message}")
+            return plan, (f"speculative decoding failed: {error.message}",)
+        value = "off" if found is None else found.in_words()
+        self._report.info("speculation", f"speculative decoding: {value}: {why}")
+        return chosen, tuple(each.in_words() for each in tried)
+
+    @property
+    def _least_s(self) -> float:
+        """Of a start without draft tokens and one with: one of them alone says nothing."""
+        has_base = any(not tried.error for tried in self._kept)
+        return least_s(self._tuned) * (1 if has_base else 2)
+
+
+def can_speculate(space: Space) -> bool:
+    return any(offer.is_tried for offer in space.offers())

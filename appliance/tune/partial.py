@@ -1,0 +1,137 @@
+"""What a tuning that has not ended has found so far, and what of it is kept for one that goes on.
+
+Model, build, machine and settings are those of the tuning; beside that each part says of which plan it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+from appliance.errors import VolumeError
+from appliance.progress import Phase
+from appliance.report import Report
+from appliance.tune.measure import Step
+from appliance.tune.measurement import TRIES, Measurement
+from appliance.tune.paired import Passage
+from appliance.tune.slots import Concurrency
+from appliance.tune.speculate import Tried
+from appliance.tune.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessLook:
+    """One start of those that choose how far to guess ahead for the plan of this key. All of one plan were asked the
+    same prompts, with answers as long as those of the first."""
+
+    key: str
+    tried: Tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsLook:
+    """One number of slots for the plan of this name, guesses and all. Only those with the same workload are compared.
+    Without `found` the engine ended, with `error`."""
+
+    key: str
+    slots: int
+    found: Concurrency | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """In the order in which it was found. Verdicts on types of the KV cache are not among it: they are reckoned again
+    from the passages of text, so that one for lack of time is never taken for one that was measured."""
+
+    measurements: tuple[Measurement, ...] = ()
+    passages: tuple[Passage, ...] = ()
+    guesses: tuple[GuessLook, ...] = ()
+    slots: tuple[SlotsLook, ...] = ()
+
+    def in_words(self) -> str:
+        """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
+        pieces = sum(len(passage.nll) for passage in self.passages)
+        counts = {
+            "measurement": len(self.measurements),
+            "chunk of text": pieces,
+            "trial of speculative decoding": len(self.guesses),
+            "trial of slots": len(self.slots),
+        }
+        named = ((count, *name.partition(" ")) for name, count in counts.items() if count)
+        return ", ".join(f"{count} {what}{'s' * (count > 1)}{space}{rest}" for count, what, space, rest in named)
+
+
+class PartialStore(Protocol):
+    """Where a tuning keeps what it has found, for one that goes on later."""
+
+    def load(self) -> Partial:
+        """Empty where there is nothing, or nothing that can be read."""
+
+    def save(self, partial: Partial) -> None:
+        """Raises VolumeError."""
+
+
+class PartialResults:
+    """What a tuning has found so far: reported and kept as it comes. `shows_phase` is False while something else
+    serves: clients are not told then that it is being measured."""
+
+    def __init__(self, store: PartialStore, report: Report, *, shows_phase: bool) -> None:
+        self._store = store
+        self._report = report
+        self._shows_phase = shows_phase
+        self.kept = Partial()
+        self.measurements: list[Measurement] = []  # also those that the tuning began with
+
+    def load(self) -> None:
+        self.kept = self._store.load()
+
+    def phase(self, words: str) -> None:
+        if self._shows_phase:
+            self._report.phase(Phase.TUNING, words)
+
+    def on_step(self, step: Step) -> None:
+        words = f"{step.plan.key}: {step.what}"
+        self.phase(words)
+        self._report.info("tune_step", words)
+
+    def on_measurement(self, measurement: Measurement) -> None:
+        self.measurements.append(measurement)
+        self._save(replace(self.kept, measurements=(*self.kept.measurements, measurement)))
+        if measurement.error:
+            self._report.warning("tune_failed", measurement.in_words())
+            return
+        self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
+
+    def on_passage(self, passage: Passage) -> None:
+        try:
+            self._save(replace(self.kept, passages=(*self.kept.passages, passage)))
+        except VolumeError as error:  # it may be told while everything is being stopped, and that is to go on
+            self._report.warning("not_kept", error.message)
+
+    def on_draft(self, key: str) -> Callable[[Tried], None]:
+        """For starts with the plan of this key."""
+
+        def keep(tried: Tried) -> None:
+            self._save(replace(self.kept, guesses=(*self.kept.guesses, GuessLook(key=key, tried=tried))))
+
+        return keep
+
+    def on_slots(self, look: SlotsLook) -> None:
+        self._save(replace(self.kept, slots=(*self.kept.slots, look)))
+
+    def drafts_of(self, key: str) -> list[Tried]:
+        return [look.tried for look in self.kept.guesses if look.key == key]
+
+    def slots_of(self, key: str, count: int, workload: Workload | None) -> SlotsLook | None:
+        """Of a tuning that was broken off: with this workload, if one was measured with already; a failure only when
+        it was one TRIES times."""
+        looks = [look for look in self.kept.slots if (look.key, look.slots) == (key, count)]
+        good = (look for look in looks if look.found and workload in (None, look.found.workload))
+        failed = [look for look in looks if look.error]
+        return next(good, failed[-1] if len(failed) >= TRIES else None)
+
+    def _save(self, partial: Partial) -> None:
+        self.kept = partial
+        self._store.save(partial)

@@ -1,0 +1,214 @@
+"""One tuning from its beginning to a result: types of the KV cache, plans, speculative decoding, slots.
+
+Holds the order and each part's share of the time. Imported when something is to be measured, and not by a start from a
+profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import cast
+
+from appliance.engines.engine import Inputs, Space
+from appliance.plan import Plan, Verdict
+from appliance.probe.watch import Watch
+from appliance.report import Report
+from appliance.tune import quality
+from appliance.tune.budget import Budget
+from appliance.tune.draft_trials import DraftTrials, can_speculate
+from appliance.tune.engine import Bench
+from appliance.tune.loader import refined
+from appliance.tune.measure import FirstLook, Look, measure
+from appliance.tune.measurement import Measurement
+from appliance.tune.modes import Mode
+from appliance.tune.partial import PartialResults, PartialStore
+from appliance.tune.slot_trials import SlotTrials
+from appliance.tune.tuner import Goal, Tuned, Tuner
+from appliance.tune.workload import parse_mix
+
+# Of the budget, each only where there is something to find out; what one leaves is there for the next.
+SHARE_FOR_KV = 0.25
+SHARE_FOR_SPECULATION = 0.25
+SHARE_FOR_SLOTS = 0.15
+SHARE_FOR_LOADER = 0.1
+MORE_PLANS = 2  # at most, that are measured for another mode than the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningResult:
+    """`plan` is the best of `tuned` with speculative decoding and slots; `notes` say what was tried of these."""
+
+    plan: Plan
+    tuned: Tuned
+    verdicts: tuple[Verdict, ...]  # on types of the KV cache below q8_0
+    notes: tuple[str, ...]
+    native: int  # the largest context that counts
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPlans:
+    """What was measured of plans, by an earlier session or by this one."""
+
+    plans: tuple[Plan, ...]
+    measurements: tuple[Measurement, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+class TuningSession:
+    """`space` makes the space of plans, given what was found out of types of the KV cache. `beside` is the space in the
+    memory that an engine which serves meanwhile leaves free.
+
+    What is found out is kept as it comes: a session that was broken off, by a stop, a request or a kill, goes on from
+    there, with a budget of its own. Lost is at most what one start of an engine was for; of a text that it reads only
+    the piece at work, but for a kill -9.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        bench: Bench,
+        *,
+        space: Callable[[Sequence[Verdict]], Space],
+        store: PartialStore,
+        watch: Callable[[], Watch],
+        report: Report,
+        shows_phase: bool = True,
+        beside: Space | None = None,
+    ) -> None:
+        self._settings = inputs.settings
+        self._has_draft = inputs.draft is not None
+        self._bench = bench
+        self._make_space = space
+        self._watch = watch
+        self._report = report
+        self._beside = beside
+        self._results = PartialResults(store, report, shows_phase=shows_phase)
+        self._budget = Budget(self._settings.budget_s)
+        self._mix = parse_mix(self._settings.workload)
+
+    @property
+    def measurements(self) -> Sequence[Measurement]:
+        """So far."""
+        return self._results.measurements
+
+    async def run(self) -> TuningResult:
+        """Raises what the engine ended with when nothing could be measured."""
+        self._budget = Budget(self._settings.budget_s)
+        self._results.phase("starting")
+        self._results.load()
+        if words := self._results.kept.in_words():
+            self._report.info("tune_goes_on", f"there are {words} of a tuning that was interrupted")
+        verdicts = await self._check_kv_types(self._make_space(()))
+        space = self._make_space(verdicts)
+        tuned = await self._choose_plan(space)
+        plan, notes = await self._choose_speculation(space, tuned)
+        plan, of_slots = await self._choose_slots(plan)
+        return TuningResult(
+            plan=plan,
+            tuned=tuned,
+            verdicts=verdicts,
+            notes=(*notes, *of_slots),
+            native=space.native,
+            seconds=self._budget.spent_s,
+        )
+
+    async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
+        """With what the mode that is set wants of contexts that no plan has which was measured before."""
+        self._budget = Budget(self._settings.budget_s)
+        self._results.load()
+        kept = self._results.kept.measurements
+        self._results.measurements[:] = (*before.measurements, *kept)
+        space = self._make_space(before.verdicts)
+        possible = await asyncio.to_thread(self._possible, space)
+        plans = {plan.key: plan for plan in (*before.plans, *possible)}
+        tuner = self._tuner(space, list(plans.values()), self._settings.budget_s)
+        await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}))
+        return replace(before, plans=tuner.measured, measurements=tuple(self.measurements))
+
+    async def _check_kv_types(self, space: Space) -> tuple[Verdict, ...]:
+        """Where memory carries less than is wanted at q8_0, and a smaller type would carry much more."""
+        types = space.kinds_to_check()
+        if not types:
+            return ()
+        best = space.best
+        found = await quality.check(
+            best,
+            types,
+            self._bench.reader,
+            budget_s=self._settings.budget_s * SHARE_FOR_KV,
+            prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
+            on_step=self._results.on_step,
+            kept=self._results.kept.passages,
+            on_result=self._results.on_passage,
+        )
+        for verdict in found:
+            what = "may be used" if verdict.is_accepted else "is not used"
+            words = f"a KV cache of {verdict.kv_type} {what}: {verdict.why}"
+            self._report.info("kv_checked", words, **asdict(verdict))
+        return found
+
+    async def _choose_plan(self, space: Space) -> Tuned:
+        settings = self._settings
+        possible = await asyncio.to_thread(self._possible, space)
+        plans = await refined(possible, self._bench, budget_s=settings.budget_s * SHARE_FOR_LOADER, report=self._report)
+        kept = self._results.kept.measurements
+        self._results.measurements[:] = kept
+        words = f"measuring the most promising of {len(plans):,} plans within {settings.budget_s:g} s"
+        if kept:
+            words += f"; {len(kept)} measurements are there from a start that was interrupted"
+        self._report.info("tune_start", words)
+        reserved = SHARE_FOR_SPECULATION * can_speculate(space) + SHARE_FOR_SLOTS * self._chooses_slots
+        budget_s = max(1.0, self._budget.left_s - reserved * settings.budget_s)
+        return await self._tuner(space, plans, budget_s).run()
+
+    def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
+        """That goes on from what was measured so far."""
+
+        async def take(plan: Plan, look: Look | FirstLook) -> Measurement:
+            return await measure(plan, look, bench=self._bench, on_step=self._results.on_step, watch=self._watch)
+
+        return Tuner(
+            space,
+            plans,
+            take,
+            Goal(mix=self._mix, mode=cast("Mode", self._settings.mode), native=space.native),
+            budget_s=budget_s,
+            on_result=self._results.on_measurement,
+            kept=self.measurements,
+        )
+
+    def _possible(self, space: Space) -> list[Plan]:
+        """Every plan that fits; beside an engine that serves, only what memory holds as well, lest it be killed."""
+        plans = space.all()
+        if self._beside is None:
+            return plans
+        return [plan for plan in plans if not isinstance(self._beside.now(plan), str)] or plans[:1]
+
+    async def _choose_speculation(self, space: Space, tuned: Tuned) -> tuple[Plan, tuple[str, ...]]:
+        if not can_speculate(space) and not self._has_draft:
+            return tuned.plan, ()
+        trials = DraftTrials(tuned, space, self._bench, results=self._results, report=self._report)
+        left_s = self._budget.at_most_s(SHARE_FOR_SPECULATION)
+        return await trials.choose(requested=self._settings.speculation, left_s=left_s)
+
+    @property
+    def _chooses_slots(self) -> bool:
+        """A number that was asked for is not in question."""
+        return self._settings.users > 1 and not self._settings.is_set("parallel")
+
+    async def _choose_slots(self, plan: Plan) -> tuple[Plan, tuple[str, ...]]:
+        if not self._chooses_slots:
+            return plan, ()
+        trials = SlotTrials(
+            plan,
+            self._bench,
+            users=self._settings.users,
+            mix=self._mix,
+            results=self._results,
+            report=self._report,
+            left_s=lambda: self._budget.at_most_s(SHARE_FOR_SLOTS),
+        )
+        return await trials.choose()
