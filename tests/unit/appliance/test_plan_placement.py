@@ -21,8 +21,9 @@ from appliance.engines.llama.planning.memory import (
     output_mib,
 )
 from appliance.engines.llama.planning.placement import Machine, Work, place
-from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Rates
+from appliance.engines.llama.planning.speed import HOP_PS, Rates
 from appliance.model import Layer, Model
+from appliance.plan import CHAT_TOKENS_OUT
 
 LAYERS = 6
 EMPTY = Layer(
@@ -78,7 +79,7 @@ def cheapest_by_counting(work: Work, devices: tuple[Device, ...], dram_gb_s: flo
                 break
             cost += sum(rates.on_gpu(layer, card).job for layer in layers[start : min(end, len(layers))])
             cost += rates.output(card.bandwidth_gb_s).job if end == len(mib) else 0
-            cost += HOP_PS * TOKENS_OUT if start else 0
+            cost += HOP_PS * CHAT_TOKENS_OUT if start else 0
         else:
             found.append(cost)
     return min(found, default=None)

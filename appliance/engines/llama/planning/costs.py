@@ -13,9 +13,9 @@ from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import KV_BYTES, layers_of
 from appliance.engines.llama.planning.placement import Machine
-from appliance.engines.llama.planning.speed import TOKENS_IN, cache_on_cpu, touched_bytes, used_bytes
+from appliance.engines.llama.planning.speed import cache_on_cpu, touched_bytes, used_bytes
 from appliance.model import Layer, Model
-from appliance.plan import Costs, Placement
+from appliance.plan import CHAT_TOKENS_IN, Costs, Placement
 from appliance.values import dataclass
 
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
@@ -23,7 +23,7 @@ CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other,
 
 def costs_of(model: Model, placement: Placement, machine: Machine, kv_type: str, ubatch: int) -> Costs:
     """With every core at work: what fewer threads cost is `with_threads`."""
-    parts = _Parts(model=model, machine=machine, kv_type=kv_type, batch=min(ubatch, TOKENS_IN))
+    parts = _Parts(model=model, machine=machine, kv_type=kv_type, batch=min(ubatch, CHAT_TOKENS_IN))
     total = sum(parts.of(placement), Costs())
     growing = [layer for layer in layers_of(model) if layer.k_elements and layer.window is None and not layer.is_draft]
     windows = [layer.window for layer in layers_of(model) if layer.window]

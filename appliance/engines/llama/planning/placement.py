@@ -25,9 +25,9 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.speed import HOP_PS, TOKENS_OUT, Cost, Rates
+from appliance.engines.llama.planning.speed import HOP_PS, Cost, Rates
 from appliance.model import Layer, Model
-from appliance.plan import Memory, Placement, Share, Speed
+from appliance.plan import CHAT_TOKENS_OUT, Memory, Placement, Share, Speed
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
@@ -327,7 +327,7 @@ class _Search:
         runs = list(itertools.pairwise(even))
         fits = all(self._need_mib(at, *run) <= self._room(at, run[0]) for at, run in enumerate(runs) if run[1] > run[0])
         time = costs[0][even[0]] + sum(costs[at + 1][run[1]] - costs[at + 1][run[0]] for at, run in enumerate(runs))
-        time += HOP_PS * TOKENS_OUT * sum(start > 0 for start, end in runs if end > start)
+        time += HOP_PS * CHAT_TOKENS_OUT * sum(start > 0 for start, end in runs if end > start)
         is_whole = even[-1] == self._count and all(runs[at][1] > runs[at][0] for at in used)
         return tuple(even) if is_whole and fits and time <= cost * (1 + EVEN_FOR) else ends
 
@@ -352,7 +352,7 @@ class _Search:
                 need = most - held[i] + copied[i]
                 if best[i] == _NEVER or need > rooms[i]:
                     continue
-                hop = 0 if i == 0 else HOP_PS * TOKENS_OUT
+                hop = 0 if i == 0 else HOP_PS * CHAT_TOKENS_OUT
                 found = (best[i][0] + cost[j] - cost[i] + hop, max(best[i][1], need / rooms[i]))
                 if found < chosen[j]:
                     chosen[j], ends[j] = found, (*came[i], j)

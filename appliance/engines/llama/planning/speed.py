@@ -12,12 +12,10 @@ from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import KV_BYTES
 from appliance.model import Layer, Model
-from appliance.plan import Speed
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Speed
 from appliance.values import dataclass
 
-TOKENS_IN = 512  # the chat job that placements are compared by; tune/workload.py has the same
-TOKENS_OUT = 256
-DEPTH = TOKENS_IN + TOKENS_OUT // 2
+DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
 PS = 10**12
 HOP_PS = int(assumptions.HOP_US.value * 10**6)
 LAYER = int(assumptions.LAYER_US.value * 10**6)
@@ -32,7 +30,7 @@ class Cost:
 
     @property
     def job(self) -> int:
-        return TOKENS_OUT * self.decode + TOKENS_IN * self.prefill
+        return CHAT_TOKENS_OUT * self.decode + CHAT_TOKENS_IN * self.prefill
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(decode=self.decode + other.decode, prefill=self.prefill + other.prefill)
@@ -86,12 +84,12 @@ class Rates:
         return used_bytes(self.model, layer)
 
     def _touched(self, layer: Layer) -> float:
-        return touched_bytes(self.model, layer, min(self.ubatch, TOKENS_IN))
+        return touched_bytes(self.model, layer, min(self.ubatch, CHAT_TOKENS_IN))
 
     def _copied(self, size: float) -> int:
         if self.upload is None or not size:
             return 0
-        batch = min(self.ubatch, TOKENS_IN)
+        batch = min(self.ubatch, CHAT_TOKENS_IN)
         worked = _ps(size / assumptions.PREFILL_GAIN_GPU.value, self.upload.bandwidth_gb_s)
         return _ps(size / batch, self.upload.upload_gb_s) + worked // batch
 
