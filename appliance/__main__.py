@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import json
 import os
@@ -395,7 +394,10 @@ def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> in
 def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
     import http.client
 
-    host, port = _gateway_address(settings)
+    from appliance.address import reachable, read_address
+
+    # Flags of `serve` may have moved it, and this verb has no such flags.
+    host, port = read_address(settings.address_path) or (reachable(settings.host), settings.port)
     connection = http.client.HTTPConnection(host, port, timeout=5)
     try:
         connection.request("GET", "/health/ready")
@@ -407,15 +409,6 @@ def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) ->
     finally:
         connection.close()
     return 0 if reply.status == 200 else 1
-
-
-def _gateway_address(settings: Settings) -> tuple[str, int]:
-    """Where the gateway said that it listens; else what the settings say."""
-    host, port = settings.host, settings.port
-    with contextlib.suppress(OSError, ValueError):  # no appliance has said anything
-        host, text = settings.address_path.read_text(encoding="ascii").split()
-        port = int(text)
-    return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), port  # noqa: S104
 
 
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:

@@ -21,7 +21,9 @@ from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
 FILE_NAME = "appliance.yaml"
-MIN_CONTEXT = 256  # engines keep their cache in pages: less is rounded up, and every figure would be short by one
+# Context lengths are multiples of it: a page of an engine's cache, or several. Less is rounded up, and every figure
+# would be short by one.
+CONTEXT_STEP = 256
 
 
 def _text(value: str) -> str:
@@ -84,8 +86,9 @@ def _one_of(*words: str) -> Callable[[str], str]:
 WORKLOADS = ("chat", "agent", "document")
 
 
-def _workload(value: str) -> str:
-    """Names of jobs with weights; what they mean is tune/workload.py's business."""
+def parse_jobs(value: str) -> tuple[tuple[str, float], ...]:
+    """Names of jobs with weights, from "chat" or "chat:3,agent:1"; what they mean is tune/workload.py's business."""
+    jobs = []
     for word in value.split(","):
         name, colon, share = word.strip().partition(":")
         if name not in WORKLOADS:
@@ -95,6 +98,12 @@ def _workload(value: str) -> str:
         if colon and not re.fullmatch(r"(?=.*[1-9])\d{1,6}(\.\d{1,6})?", share):
             message = "has a weight that is not a positive number"
             raise ValueError(message)
+        jobs.append((name, float(share) if colon else 1.0))
+    return tuple(jobs)
+
+
+def _workload(value: str) -> str:
+    parse_jobs(value)
     return value
 
 
@@ -116,7 +125,7 @@ class Settings:
     auth: bool = _setting(_switch, True, "ask for the API key", "on|off")
     alias: str | None = _setting(_text, None, "name of the model in the API (default: the file's name)", "NAME")
     ctx_size: int | None = _setting(
-        _integer(MIN_CONTEXT, 2**24),
+        _integer(CONTEXT_STEP, 2**24),
         None,
         "context length in tokens (default: what memory carries, at most native)",
         "N",

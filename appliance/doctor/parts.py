@@ -7,9 +7,9 @@ import http.client
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing, suppress
 
+from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError
@@ -118,12 +118,10 @@ def _shown(model: Model) -> str:
 
 def _answers(settings: Settings) -> bool:
     """Whether an appliance that shares our /tmp says that it listens, and does."""
-    with suppress(OSError, ValueError, http.client.HTTPException):  # none has said anything, or it is gone
-        host, port = Path(settings.address_path).read_text(encoding="ascii").split()
-        connection = http.client.HTTPConnection("127.0.0.1" if host == "0.0.0.0" else host, int(port), timeout=5)  # noqa: S104
-        try:
-            connection.request("GET", "/health/live")
-            return connection.getresponse().status == 200
-        finally:
-            connection.close()
+    if (address := read_address(settings.address_path)) is None:
+        return False
+    connection = http.client.HTTPConnection(*address, timeout=5)
+    with suppress(OSError, http.client.HTTPException), closing(connection):  # it is gone
+        connection.request("GET", "/health/live")
+        return connection.getresponse().status == 200
     return False

@@ -8,11 +8,13 @@ from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import Verdict
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.plan import (
-    CONTEXT_STEP,
+    CHAT_TOKENS_IN,
+    CHAT_TOKENS_OUT,
     KINDS,
     NOTHING,
     SIZES,
     SMALLEST_WINDOW,
+    SPEED_KEPT,
     TASTES,
     UNMEASURED,
     Kind,
@@ -29,14 +31,18 @@ from appliance.plan.plan import (
 )
 from appliance.plan.shortage import Shortage
 from appliance.plan.speeds import JobSpeed, SpeedAt, Speeds
+from appliance.settings import CONTEXT_STEP
 
 __all__ = [
+    "CHAT_TOKENS_IN",
+    "CHAT_TOKENS_OUT",
     "CONTEXT_STEP",
     "KINDS",
     "NOTHING",
     "PREDICTED",
     "SIZES",
     "SMALLEST_WINDOW",
+    "SPEED_KEPT",
     "TASTES",
     "UNMEASURED",
     "Allocated",

@@ -10,8 +10,10 @@ from appliance.plan.choice import Choice
 from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
 
-CONTEXT_STEP = 256  # context lengths are multiples of it: a page of an engine's cache, or several
 SMALLEST_WINDOW = 8192  # or the model's own: clients of today do not work below it
+SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
+# The chat job: placements are compared by it, and plans where nothing else is asked for.
+CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
 Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of

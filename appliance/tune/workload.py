@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT
+from appliance.settings import WORKLOADS as NAMES
+from appliance.settings import parse_jobs
 from appliance.tune.curve import Curve
 from appliance.values import dataclass
 
@@ -29,11 +32,11 @@ class Workload:
 
 # How long somebody waits for a first token: ten seconds keep the attention on a dialogue (Nielsen 1993, Usability
 # Engineering, 5.5); of a tool that works by itself, and of a long document, more is expected.
-CHAT = Workload(name="chat", tokens_in=512, tokens_out=256, ttft_limit_s=10.0)
+CHAT = Workload(name="chat", tokens_in=CHAT_TOKENS_IN, tokens_out=CHAT_TOKENS_OUT, ttft_limit_s=10.0)
 # An agent sends its whole history each turn and adds a file or a tool's answer: an eighth is new.
 CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336, ttft_limit_s=30.0)
 LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256, ttft_limit_s=300.0)
-WORKLOADS: Mapping[str, Workload] = {"chat": CHAT, "agent": CODING_AGENT, "document": LONG_DOCUMENT}
+WORKLOADS: Mapping[str, Workload] = dict(zip(NAMES, (CHAT, CODING_AGENT, LONG_DOCUMENT), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +59,8 @@ class Mix:
 
 
 def parse_mix(text: str) -> Mix:
-    """ "chat", or "chat:3,agent:1". Raises ValueError that names what is wrong."""
-    parts: list[tuple[Workload, float]] = []
-    for word in text.split(","):
-        name, colon, share = word.strip().partition(":")
-        if name not in WORKLOADS:
-            message = f"no workload {name!r}; there are {', '.join(WORKLOADS)}"
-            raise ValueError(message)
-        parts.append((WORKLOADS[name], _weight(share, word) if colon else 1.0))
-    return Mix(parts=tuple(parts))
-
-
-def _weight(text: str, word: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = 0.0
-    if not 0 < weight < float("inf"):
-        message = f"not a positive weight in {word!r}"
-        raise ValueError(message)
-    return weight
+    """ "chat", or "chat:3,agent:1". Raises ValueError that says what is wrong."""
+    return Mix(parts=tuple((WORKLOADS[name], weight) for name, weight in parse_jobs(text)))
 
 
 def only(workload: Workload) -> Mix:

@@ -9,15 +9,16 @@ from facts import ENGINE, IMAGE, LARGE, SMALL, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED
 from appliance.engines.llama.planning.launch import launch_of, with_launch
-from appliance.engines.llama.planning.memory import compute_mib, kv_bytes_per_token, kv_mib, output_mib
+from appliance.engines.llama.planning.memory import KV_BYTES, compute_mib, kv_bytes_per_token, kv_mib, output_mib
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
 from appliance.plan import Plan, as_document, explain, with_measured
 from appliance.probe import Hardware
-from appliance.settings import resolve_settings
+from appliance.settings import KV_TYPES, resolve_settings
 
 
 def first(model: Model = SMALL, hardware: Hardware | None = None, **flags: str) -> Plan:
@@ -26,6 +27,11 @@ def first(model: Model = SMALL, hardware: Hardware | None = None, **flags: str) 
 
 def reason(found: Plan, name: str) -> str:
     return next(choice.reason for choice in found.choices if choice.name == name)
+
+
+def test_a_setting_may_ask_for_every_type_of_which_the_size_is_known() -> None:
+    assert ("auto", *KV_BYTES) == KV_TYPES
+    assert {*TRUSTED, *BELOW_Q8} <= KV_BYTES.keys()
 
 
 def test_kv_bytes_are_the_published_ones() -> None:

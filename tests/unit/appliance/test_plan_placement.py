@@ -76,9 +76,8 @@ def cheapest_by_counting(work: Work, devices: tuple[Device, ...], dram_gb_s: flo
             logits = output_mib(model, work.parallel) if end == len(mib) else 0.0
             if sum(mib[start:end]) + buffer + logits > card.free_mib:
                 break
-            cost += sum(
-                roofline.job(roofline.on_gpu(layer, card)).job for layer in layers[start : min(end, len(layers))]
-            )
+            held = layers[start : min(end, len(layers))]
+            cost += sum(roofline.job(roofline.on_gpu(layer, card)).job for layer in held)
             cost += roofline.job(roofline.output_on_gpu(card)).job if end == len(mib) else 0
             cost += HOP.job if start else 0
         else:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_plan_gpus import shape, space, with_gpus
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
-from appliance.engines.llama.planning.roofline import DEPTH, TOKENS_IN
+from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
-from appliance.plan import Plan
+from appliance.plan import CHAT_TOKENS_IN, Plan
 from appliance.probe import Hardware
 from tests.golden.machines import MACHINES
 from tests.golden.plans import CASES, Case, model
@@ -67,7 +67,7 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     costs = here.costs(best)
     assert best.speed
     decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * DEPTH / 1000
-    copied_ms = costs.copy_ms / min(launch_of(best).ubatch, TOKENS_IN)
+    copied_ms = costs.copy_ms / min(launch_of(best).ubatch, CHAT_TOKENS_IN)
     depth_ms = costs.prefill_depth_us * DEPTH / 1000
     prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + copied_ms + depth_ms
     assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02)

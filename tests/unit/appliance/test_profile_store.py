@@ -484,7 +484,7 @@ def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf
         assert answer(other) == "False"
 
 
-def start(store: ProfileStore, *, may_measure: bool) -> Act:
+def start(store: ProfileStore, *, may_measure: bool) -> StartAction:
     found = store.load(key())
     if found is None:
         return at_start(None, tune="first", may_measure=may_measure).action

@@ -17,12 +17,10 @@ from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import KV_BYTES, layers_of
 from appliance.model import Layer, Model
-from appliance.plan import Costs, Placement, Speed
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Placement, Speed
 from appliance.values import dataclass
 
-TOKENS_IN = 512  # the chat job; tune/workload.py has the same
-TOKENS_OUT = 256
-DEPTH = TOKENS_IN + TOKENS_OUT // 2
+DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
 PS = 10**12
 HOP_MS = assumptions.HOP_US.value / 1000
 LAYER_MS = assumptions.LAYER_US.value / 1000
@@ -38,7 +36,7 @@ class Cost:
 
     @property
     def job(self) -> int:
-        return TOKENS_OUT * self.decode + TOKENS_IN * self.prefill
+        return CHAT_TOKENS_OUT * self.decode + CHAT_TOKENS_IN * self.prefill
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(decode=self.decode + other.decode, prefill=self.prefill + other.prefill)
@@ -134,7 +132,7 @@ class Roofline:
 
     @property
     def _batch(self) -> int:
-        return min(self.ubatch, TOKENS_IN)
+        return min(self.ubatch, CHAT_TOKENS_IN)
 
     def _used(self, layer: Layer) -> float:
         """Bytes of its routed experts that one token uses."""

@@ -41,6 +41,7 @@ from appliance.engines.llama.planning.window import Aim, Window, choose_window, 
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
 from appliance.plan import (
+    CONTEXT_STEP,
     SMALLEST_WINDOW,
     Choice,
     Costs,
@@ -198,12 +199,12 @@ class Space:
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest window that can be placed at all, whatever it costs, found by halving."""
-        low, high = carried // 256, padded(self.native) // 256
+        low, high = carried // CONTEXT_STEP, padded(self.native) // CONTEXT_STEP
         while low < high:
             middle = (low + high + 1) // 2
-            window = replace(self.window, kv_type=kv_type, context=middle * 256)
+            window = replace(self.window, kv_type=kv_type, context=middle * CONTEXT_STEP)
             low, high = (middle, high) if _again(self._scene, window, ubatch=UBATCH) else (low, middle - 1)
-        return low * 256
+        return low * CONTEXT_STEP
 
     def _around(self, plan: Plan) -> Iterator[Plan]:
         """With other threads, loaded otherwise, split otherwise."""

@@ -12,11 +12,11 @@ from typing import Literal
 
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
-from appliance.plan import CONTEXT_STEP
+from appliance.plan import CONTEXT_STEP, SPEED_KEPT
 from appliance.values import dataclass
 
 Aim = Literal["balanced", "speed", "context"]
-SPEED_KEPT: Mapping[Aim, float] = {"balanced": 0.7, "speed": 0.97, "context": 0.0}
+KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0.0}
 """Of the fastest plan's speed at a small context, what a larger one has to keep."""
 
 GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger window
@@ -48,7 +48,7 @@ def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None
     fast = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
     if not fast:
         return None
-    share = SPEED_KEPT[wanted.aim]
+    share = KEPT[wanted.aim]
     limits = {kind: cost / share if share else float("inf") for kind, cost in fast.items()}
     carried = {kind: at.most(kind, wanted.tokens, limits[kind]) if kind in limits else 0 for kind in wanted.kinds}
     kind = _kind(wanted, carried, at)
