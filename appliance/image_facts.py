@@ -7,10 +7,11 @@ the engine's own binary said when it was asked (`appliance engine-facts`), so no
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from appliance.documents import read
+from appliance.values import dataclass
 
 SCHEMA = 1
 IMAGE_FACTS_PATH = "/opt/appliance/image_facts.json"
