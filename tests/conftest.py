@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 HERE = Path(__file__).parent
-MARKS = {"unit": "fast", "integration": "process", "process": "process", "container": "container", "gpu": "gpu"}
+MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": "gpu"}
 
 settings.register_profile("patient", deadline=None)
 # For `make check`: a tenth of the examples of each property, see `tests.builders.examples`.

@@ -25,7 +25,7 @@ from tests.golden.machines import MACHINES
 from tests.shapes import PUBLISHED, write_gguf
 
 HERE = Path(__file__).parent / "plans"
-USAGE = Path(__file__).parents[1] / "unit/appliance/llama-server-help.txt"
+USAGE = Path(__file__).parents[1] / "data/llama-server-help.txt"
 WIDTH = 118
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import F32, LLAMA, array, header, key, tensor, text, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.model.gguf import Skipped, read_gguf
+from tests.unit.model.gguf_files import F32, LLAMA, array, header, key, tensor, text, write_model
 
 REAL_MODELS = sorted((Path(__file__).parents[3] / ".make/models").glob("*.gguf"))
 SAME_FILE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,10 +7,10 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, read_model
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
 
 
 def facts(

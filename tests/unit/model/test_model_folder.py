@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import F32, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, digest, read_model
 from appliance.model.folder import read_folder
+from tests.unit.model.gguf_files import F32, write_model
+from tests.unit.model.safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
 SAME_FOLDER = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MOE: Tensors = {

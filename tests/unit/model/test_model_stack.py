@@ -1,5 +1,5 @@
 """What each layer keeps and weighs, for every kind of cache. The figures of the small shapes are the real engine's:
-`tests/integration/test_model_engine.py` compares them with what it allocates."""
+`tests/process/test_model_engine.py` compares them with what it allocates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from appliance.model.architectures import ARCHITECTURES
 from appliance.model.facts import parse_facts
 from appliance.model.gguf import Gguf, Tensor
 from tests.shapes import PUBLISHED, SMALL, write_gguf
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
 
 MAMBA2_STATE = 4 * (3 * (512 + 2 * 2 * 64) + 64 * 512)
 DELTA_STATE = 4 * (3 * (256 + 2 * 2 * 64) + 64 * 256)

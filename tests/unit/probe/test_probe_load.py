@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import V2_MOUNT, put, v1_mount
 
 from appliance.probe.cgroup import CpuGroup, parse_pressure, query_cpu_groups, query_cpu_pressure
 from appliance.probe.hardware import GpuProbe
@@ -28,6 +27,7 @@ from appliance.probe.load import (
 )
 from appliance.run import Finished
 from tests.fakes.machines import gpus_of
+from tests.unit.probe.machine import V2_MOUNT, put, v1_mount
 
 CGROUP = "/sys/fs/cgroup"
 T = TICKS_PER_S
