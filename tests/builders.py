@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hypothesis import settings
+
 from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -21,6 +23,12 @@ from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT
+
+
+def examples(most: int) -> int:
+    """`most` examples of a property, or the part of them that the profile in use takes of its hundred."""
+    return max(1, most * settings().max_examples // 100)
+
 
 IMAGE = ImageFacts(
     build_id="b1", cell="llama-cpu", engine="llama", engine_version="1", engine_build=1, engine_commit="abc"

@@ -18,10 +18,13 @@ from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.model.gguf import Skipped, read_gguf
+from tests.builders import examples
 from tests.unit.model.gguf_files import F32, LLAMA, array, header, key, tensor, text, write_model
 
 REAL_MODELS = sorted((Path(__file__).parents[3] / ".make/models").glob("*.gguf"))
-SAME_FILE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_FILE = settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def refusal(path: Path) -> str:

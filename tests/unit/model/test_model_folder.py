@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, digest, read_model
 from appliance.model.folder import read_folder
+from tests.builders import examples
 from tests.unit.model.gguf_files import F32, write_model
 from tests.unit.model.safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
-SAME_FOLDER = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_FOLDER = settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 MOE: Tensors = {
     **DENSE,
     "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (32, 64)),

@@ -15,6 +15,7 @@ from appliance.model import Model, read_model
 from appliance.model.architectures import ARCHITECTURES
 from appliance.model.facts import parse_facts
 from appliance.model.gguf import Gguf, Tensor
+from tests.builders import examples
 from tests.shapes import PUBLISHED, SMALL, write_gguf
 from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
 
@@ -261,7 +262,7 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_header_is_reckoned_or_refused(change: dict[str, Any]) -> None:
     shape = change.pop("shape")
     metadata = {f"{shape.architecture}.{key}": fitted(value) for key, value in {**shape.metadata, **change}.items()}

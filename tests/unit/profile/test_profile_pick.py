@@ -15,7 +15,7 @@ from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick, wants_more
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
-from tests.builders import profile
+from tests.builders import examples, profile
 from tests.unit.engines.llama.planning.test_plan_gpus import shape, space, with_gpus
 from tests.unit.engines.llama.planning.test_plan_space import LAPTOP, laptop_plans, with_host
 
@@ -142,7 +142,7 @@ def test_a_profile_in_which_nothing_was_measured_gives_nothing() -> None:
     assert pick(of(ladder(), []), "balanced", space(LAPTOP, shape(MODEL))) == ()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.floats(1.0, 500.0), min_size=4, max_size=4), st.integers(0, 9000), st.sampled_from(MODES))
 def test_whatever_is_free_what_is_served_fits_and_nothing_that_fits_is_passed_over(
     times: list[float], free_mib: int, mode: str

@@ -2,11 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +14,6 @@ from appliance.errors import VolumeError
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
-from appliance.profile.at_start import Act, Found, at_start
 from appliance.profile.partial import GuessLook, Partial, SlotsLook, dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
 from appliance.tune.curve import Point
@@ -28,8 +22,7 @@ from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
-from tests.builders import BUSY, CARD, PARTIAL, QUIET, key, measured, profile
-from tests.mounts import tmpfs
+from tests.builders import BUSY, CARD, PARTIAL, QUIET, examples, key, measured, profile
 
 ROOT = Path(__file__).parents[3]
 TEXT = dump_profile(profile())
@@ -208,7 +201,7 @@ PARTS = (
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.integers(0, len(DATA) * 8 - 1))
 def test_a_flipped_bit_is_set_aside_or_leaves_a_profile_of_the_same_types(long_shelf: Shelf, bit: int) -> None:
     damaged = bytearray(DATA)
@@ -224,7 +217,7 @@ def test_a_flipped_bit_is_set_aside_or_leaves_a_profile_of_the_same_types(long_s
     assert {type(m) for m in found.measurements} == {Measurement}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_set_aside(long_shelf: Shelf, data: bytes) -> None:
     assert long_shelf.load_bytes(data) is None
@@ -238,7 +231,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from(sorted(json.loads(TEXT))), json_values)
 def test_any_json_in_the_place_of_a_part_is_never_an_exception(long_shelf: Shelf, name: str, value: Any) -> None:
     found = long_shelf.load_bytes(json.dumps({**json.loads(TEXT), name: value}).encode())
@@ -400,144 +393,6 @@ def test_a_mark_that_cannot_be_read_is_said(shelf: Shelf) -> None:
         shelf.store.why_stale(profile())
 
 
-HELPER = """
-import os, sys
-sys.path[:0] = sys.argv[1:2]
-from dataclasses import replace
-from pathlib import Path
-from tests.builders import BUSY, CARD, PARTIAL, QUIET, key, measured, profile
-from appliance.profile import ProfileStore
-store = ProfileStore(Path(sys.argv[2]), print)
-print("ready", flush=True)
-for line in sys.stdin:
-    word, _, rest = line.strip().partition(" ")
-    if word == "save":
-        found = profile()  # once: made-up plans are reckoned
-        for number in range(int(rest)):
-            store.save(replace(found, speed=f"{os.getpid()} " + "x" * (number * 997 % 20000)))
-        print("saved", flush=True)
-    elif word == "tuning":
-        with store.tuning(key()) as is_ours:
-            print(is_ours, flush=True)
-            if rest == "hold" and is_ours:
-                sys.stdin.readline()
-        if rest == "hold":
-            print("let go", flush=True)
-"""
-
-
-@contextmanager
-def helper(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process with a store on the same folder; it does as it is told, a line each."""
-    argv = [sys.executable, "-B", "-c", HELPER, str(ROOT), str(folder)]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert answer(process) == "ready"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def tell(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdin
-    process.stdin.write(words + "\n")
-    process.stdin.flush()
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout
-    return process.stdout.readline().strip()
-
-
-def test_with_two_writers_at_once_the_file_is_always_whole(shelf: Shelf) -> None:
-    shelf.store.save(profile())
-    with helper(shelf.folder) as one, helper(shelf.folder) as other:
-        for process in (one, other):
-            tell(process, "save 150")
-        seen: set[str] = set()
-        for _ in range(400):
-            found = shelf.store.load(key())
-            assert found is not None
-            seen.add(found.speed.split()[0])
-        assert [answer(one), answer(other)] == ["saved", "saved"]
-        last = shelf.store.load(key())
-    assert last is not None
-    assert len(seen) >= 2  # it did see them write
-    assert shelf.warnings == []
-    assert sorted(path.suffix for path in shelf.folder.iterdir()) == [".json", ".lock"]
-
-
-def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf: Shelf) -> None:
-    with helper(shelf.folder) as one:
-        tell(one, "tuning hold")
-        assert answer(one) == "True"
-        with shelf.store.tuning(key()) as is_ours:
-            assert not is_ours
-        with shelf.store.tuning(key("b2")) as is_ours:
-            assert is_ours  # another key is nobody's
-        one.send_signal(signal.SIGKILL)
-        one.wait(10)
-    with shelf.store.tuning(key()) as is_ours, helper(shelf.folder) as other:
-        assert is_ours
-        tell(other, "tuning")
-        assert answer(other) == "False"
-
-
-def start(store: ProfileStore, *, may_measure: bool) -> Act:
-    found = store.load(key())
-    if found is None:
-        return at_start(None, tune="first", may_measure=may_measure).act
-    stale = store.why_stale(found)
-    return at_start(Found(id=found.key.id, stale=stale, busy=""), tune="first", may_measure=may_measure).act
-
-
-def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf) -> None:
-    """Without a profile the other serves the prediction, with a stale one that, and the next start what was found."""
-    for before, meanwhile in ((None, Act.PREDICT), (profile(), Act.USE)):
-        if before is not None:
-            shelf.store.save(before)
-            shelf.store.mark_stale(before, "24 % slower, twice")
-        with helper(shelf.folder) as one:
-            tell(one, "tuning hold")
-            assert answer(one) == "True"
-            with shelf.store.tuning(key()) as is_ours:
-                assert start(shelf.store, may_measure=is_ours) is meanwhile
-            tell(one, "")  # it lets go, without having found anything
-            assert answer(one) == "let go"
-            with shelf.store.tuning(key()) as is_ours:
-                assert start(shelf.store, may_measure=is_ours) is Act.MEASURE
-            tell(one, "save 1")
-            assert answer(one) == "saved"
-        with shelf.store.tuning(key()) as is_ours:
-            assert start(shelf.store, may_measure=is_ours) is Act.USE
-        shelf.store.forget(key().id)
-
-
-def test_a_full_disk_is_said_and_the_old_profile_is_still_there(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "size=128k") as folder:
-        shelf = Shelf(folder / "profiles")
-        shelf.store.save(profile())
-        with pytest.raises(VolumeError, match=r"profile cannot be written: .*No space left on device") as caught:
-            shelf.store.save(profile(speed="x" * 200_000))
-        assert caught.value.exit_code == 50
-        assert shelf.store.load(key()) == profile()
-        assert not list(shelf.folder.glob(".*.tmp"))
-
-
-def test_a_folder_that_turned_read_only_is_said_and_the_old_profile_is_used(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", "size=128k") as folder:
-        shelf = Shelf(folder / "profiles")
-        shelf.store.save(profile())
-        shelf.store.save(profile(key("b2")))
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        assert shelf.store.load(key()) == profile()
-        with pytest.raises(VolumeError, match="Read-only file system") as caught:
-            shelf.store.save(profile(speed="new"))
-        assert caught.value.exit_code == 50
-        assert shelf.store.load(key()) == profile()
-
-
 def kept(shelf: Shelf) -> Path:
     return shelf.path.with_suffix(".partial")
 
@@ -601,7 +456,7 @@ def test_what_was_kept_and_is_torn_is_measured_again_and_written_anew(shelf: She
     assert shelf.store.kept(key()) == PARTIAL
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.DataObject) -> None:
     document = json.loads(dump_partial(key(), PARTIAL))

@@ -23,7 +23,7 @@ from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Stop, Trial,
 from appliance.tune.refit import fit
 from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import CHAT, only
-from tests.builders import ENGINE, IMAGE, LARGE, machine
+from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)
 LOAD_S = 10.0
@@ -251,7 +251,7 @@ def test_the_same_measurements_give_the_same_answer_so_an_interrupted_run_goes_o
     assert ask.candidate.key == whole[3].key
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.floats(0.4, 2.5), st.floats(0.4, 2.5), st.sampled_from(THREADS), st.floats(500, 12_000), st.integers(0, 99))
 def test_on_any_box_it_ends_and_picks_what_was_measured_and_works(
     gpu: float, cpu: float, cliff: int, room_mib: float, seed: int

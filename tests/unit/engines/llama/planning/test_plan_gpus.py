@@ -19,6 +19,7 @@ from appliance.model import Model
 from appliance.plan import Plan, as_document, with_measured
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
+from tests.builders import examples
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 from tests.shapes import PUBLISHED
@@ -101,7 +102,7 @@ def window(host: str, having: list[tuple[int, float]], name: str) -> int:
         return 0
 
 
-@settings(deadline=None, max_examples=50)  # two whole plans an example
+@settings(deadline=None, max_examples=examples(50))  # two whole plans an example
 @given(hosts, cards, models, more_memory, st.integers(0, 3))
 def test_in_mode_context_more_memory_never_gives_a_smaller_window(
     host: str, having: list[tuple[int, float]], name: str, more_mib: int, at: int

@@ -15,6 +15,7 @@ from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware
 from appliance.settings import Settings, resolve_settings
+from tests.builders import examples
 from tests.golden.machines import MACHINES
 from tests.golden.plans import facts, model
 
@@ -43,7 +44,7 @@ def loaded_mib(plan: Plan) -> float:
 
 
 @given(data=st.data(), machine=st.sampled_from(sorted(CASES)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_next_plan_needs_so_much_less_there_or_none_fits(data: st.DataObject, machine: str) -> None:
     hardware, before = MACHINES[machine], first(machine)
     shares = before.placement.shares

@@ -15,6 +15,7 @@ from appliance.engines.llama.planning.speed import DEPTH, TOKENS_IN
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Plan
 from appliance.probe import Hardware
+from tests.builders import examples
 from tests.golden.machines import MACHINES
 from tests.golden.plans import CASES, Case, model
 from tests.shapes import PUBLISHED
@@ -125,7 +126,7 @@ def test_a_start_with_the_same_facts_serves_each_plan_as_it_was_measured() -> No
 mib = st.integers(0, 16000)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), mib, st.integers(2000, 60000))
 def test_in_the_memory_that_is_free_now_a_plan_fits_as_it_was_or_says_what_it_lacks(
     which: int, vram_mib: int, host_mib: int
@@ -211,7 +212,7 @@ hosts = st.sampled_from(["cpu-16g", "laptop-5060", "2x4090", "24+8", "gb10"])
 names = st.sampled_from(["qwen3-8b", "qwen3-30b-a3b", "qwen3.6-27b"])
 
 
-@settings(max_examples=12)  # thousands of plans each
+@settings(max_examples=examples(12))  # thousands of plans each
 @given(hosts, names, st.integers(6000, 64000), st.sampled_from(["speed", "balanced", "context"]))
 def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: str, host_mib: int, mode: str) -> None:
     hardware = with_host(MACHINES[host], min(host_mib, MACHINES[host].memory.total_mib))
