@@ -75,7 +75,12 @@ ONLY_IN = {
 }
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+@cache
+def imports(tree: ast.AST) -> tuple[tuple[str, ast.stmt], ...]:
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
