@@ -47,7 +47,7 @@ def mark() -> Iterator[str]:
     yield word
     engine, client = docker.Engine(), docker_py.from_env()
     for image in client.images.list(name=word):
-        client.images.remove(image.id, force=True)
+        client.images.remove(str(image.id), force=True)
     for _ in range(2):
         for record in engine.build_cache():
             if word in record.description:
@@ -143,7 +143,9 @@ def test_a_record_of_the_cache_goes_alone(tmp_path: Path, cell: Cell, mark: str)
 def test_the_bill_of_materials_of_the_built_image_is_valid(tmp_path: Path, cell: Cell) -> None:
     out = tmp_path / "cpu.spdx.json"
     sbom.write(ROOT, cell, docker.Engine(), image=cell.tag, out=out)
-    document = JsonLikeDictParser().parse(json.loads(out.read_text("utf-8")))
+    document = JsonLikeDictParser().parse(  # type: ignore[no-untyped-call]
+        json.loads(out.read_text("utf-8"))
+    )
     assert validate_full_spdx_document(document) == []
     names = {package.name for package in document.packages}
     assert {"libc6", "tini", "fastapi", "llama.cpp", "llama-cpp-python", "appliance:llama-cpu"} <= names

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 import requests
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.container.stages.containers import ROOT, Stage, started, volume, wait_for
 
-QUESTION = [{"role": "user", "content": "Say hello."}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
 
 
 @pytest.fixture(scope="module")

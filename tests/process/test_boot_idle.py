@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_a_provisional_profile_is_measured_once_more_and_whoever_waits_does_not_
     with home.serving(tune="idle", idle_s="3600") as serving:
         serving.wait_ready()
         assert "profile_used" in serving.names()
-        begin = lambda: serving.ask("POST", "/appliance/v1/tuning", key=home.key)  # noqa: E731
+        begin = partial(serving.ask, "POST", "/appliance/v1/tuning", key=home.key)
         assert begin()[0] == 202
         eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
         assert serving.names().count("tune_start") == 1
@@ -126,7 +127,7 @@ def test_measuring_begins_at_once_when_it_is_asked_for(home: Home) -> None:
         assert serving.ask("POST", "/appliance/v1/tuning")[0] == 401
         status, answer = serving.ask("POST", "/appliance/v1/tuning", key=home.key)
         assert (status, answer["state"] in ("waiting", "measuring")) == (202, True)
-        begin = lambda: serving.ask("POST", "/appliance/v1/tuning", key=home.key)  # noqa: E731
+        begin = partial(serving.ask, "POST", "/appliance/v1/tuning", key=home.key)
         eventually(lambda: begin()[0] == 200, timeout_s=WAIT_S, what=lambda: serving.text)
         tuning = serving.document("tuning")
         assert (tuning["state"], bool(tuning["measurements"])) == ("measured", True)

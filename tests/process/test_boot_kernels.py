@@ -49,7 +49,7 @@ def served(home: Home, **settings: str) -> list[dict[str, Any]]:
 
 
 def choice(home: Home) -> str:
-    return next(c["reason"] for c in home.plan()["choices"] if c["name"] == "cpu_variant")
+    return next(str(c["reason"]) for c in home.plan()["choices"] if c["name"] == "cpu_variant")
 
 
 def test_the_chosen_variant_is_checked_once_and_serves(home: Home) -> None:

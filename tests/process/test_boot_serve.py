@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -445,7 +446,7 @@ def test_an_engine_that_dies_while_serving_comes_back_five_times(home: Home) -> 
         serving.wait_ready()
         for times in range(1, 6):
             assert serving.chat()[0] in (502, 503)
-            eventually(lambda times=times: has_restarted(times))
+            eventually(partial(has_restarted, times))
         serving.chat()
         assert serving.wait_exit() == 45
         died = [event for event in serving.events if event["event"] == "engine_died"]

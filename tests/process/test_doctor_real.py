@@ -87,7 +87,8 @@ esac
 
     def doctor(self, **settings: str) -> tuple[int, dict[str, dict[str, Any]]]:
         """Exit code and checks by name. The default port may be taken, by what `make up` started."""
-        done = self.command("doctor", "--json", **{"port": str(free_port()), **settings})
+        given: dict[str, Any] = {"port": str(free_port()), **settings}
+        done = self.command("doctor", "--json", **given)
         document = json.loads(done.stdout)
         assert document["exit_code"] == done.returncode, done.stderr
         return done.returncode, {check["name"]: check for check in document["checks"]}

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -25,7 +26,10 @@ CHAT = {"messages": [{"role": "user", "content": "hello there"}]}
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    documents = {"status": lambda: {"phase": "ready"}, "plan": lambda: {"threads": 2}}
+    documents: dict[str, Callable[[], dict[str, Any]]] = {
+        "status": lambda: {"phase": "ready"},
+        "plan": lambda: {"threads": 2},
+    }
     with on_stage("fake_engine.py", "--alias", "demo", max_body_mib=1, documents=documents) as stage:
         yield stage
 

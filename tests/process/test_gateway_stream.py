@@ -188,6 +188,7 @@ def test_the_engine_dies_before_its_reply_is_whole(odd: Stage, act: str) -> None
 def test_the_engine_dies_for_good() -> None:
     with on_stage("fake_engine.py", "--die-on-request") as stage:
         assert stage.ask("POST", "/v1/chat/completions", CHAT).status == 502
+        assert stage.engine
         stage.engine.wait(10)  # its connections end a moment before its socket does
         assert stage.ask("POST", "/v1/chat/completions", CHAT).status == 503
 

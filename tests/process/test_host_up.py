@@ -34,8 +34,10 @@ def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     """The program, killed at the end if it still runs."""
     argv = [sys.executable, "-m", "appliance.host.up", "c1", *words]
     environment = {**os.environ, "DOCKER_HOST": address}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_ctrl_c, **pipes) as program:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_ctrl_c, stdout=pipe, stderr=pipe
+    ) as program:
         try:
             yield program
         finally:

@@ -246,7 +246,7 @@ async def test_a_held_client_is_told_what_happens(stage: IdleStage) -> None:
     async with running(stage.tuner(Measuring(stage.folder, [60.0]), why_no_room=NO_ROOM)), stage.openai() as client:
         await eventually(lambda: stage.report.progress.phase is Phase.HELD)
         asked = client.chat.completions.with_streaming_response.create(model="a", messages=MESSAGES, stream=True)
-        async with asked as response, aclosing(response.iter_lines()) as lines:
+        async with asked as response, aclosing(response.iter_lines()) as lines:  # type: ignore[type-var] # a generator, says openai only as an iterator
             told = [line async for line in lines]
     comments = [line for line in told if line.startswith(":")]
     measured = ": requests wait for the engine: the machine is being measured; the model is back about "

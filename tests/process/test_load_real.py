@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from appliance.probe import Hardware, probe
-from appliance.probe.conditions import FOREIGN_CPU, conditions
+from appliance.probe.conditions import FOREIGN_CPU, Conditions, conditions
 from appliance.probe.load import LoadSample, parse_process_times, query_load
 from appliance.probe.nvidia import query_gpus
 from appliance.probe.watch import Watch
@@ -92,17 +92,21 @@ def everything_is_ours() -> LoadSample:
     return replace(programs, own_s=programs.own_s + kernel.own_s)
 
 
+def foreign_of(seen: Conditions) -> float:
+    assert seen.foreign_cpu is not None
+    return seen.foreign_cpu
+
+
 async def test_our_own_work_is_no_disturbance_however_much_it_is() -> None:
     """The kernel forgets the time of a process whose parent does not wait for it: when such a one ends, all that it
     ever took seems foreign. So the quietest of a few looks is what counts."""
-    looks = []
-    while len(looks) < 6 and all(seen.foreign_cpu >= FOREIGN_CPU for seen in looks):
+    looks: list[Conditions] = []
+    while len(looks) < 6 and all(foreign_of(seen) >= FOREIGN_CPU for seen in looks):
         before = everything_is_ours()
         await burn_as_ours(2 * SECONDS)
         looks.append(conditions(before, everything_is_ours()))
-        assert looks[-1].foreign_cpu is not None
-    quietest = min(looks, key=lambda seen: seen.foreign_cpu)
-    assert quietest.foreign_cpu < FOREIGN_CPU
+    quietest = min(looks, key=foreign_of)
+    assert foreign_of(quietest) < FOREIGN_CPU
     assert "other programs" not in (quietest.disturbance or "")
 
 

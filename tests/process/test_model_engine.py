@@ -49,7 +49,17 @@ def running(argv: Sequence[str | Path]) -> Iterator[Iterator[str]]:
 def allocated(model: Path, context: int, slots: int = SLOTS, *more: str) -> tuple[float, float, float]:
     """MiB of K, V and states, from the log of a server that became ready."""
     folder = Path(tempfile.mkdtemp(prefix="me", dir="/tmp"))
-    argv = [find_engine("llama-server"), "-m", model, "--host", folder / "s.sock", "--no-warmup", "-fa", "on", *more]
+    argv = [
+        str(find_engine("llama-server")),
+        "-m",
+        str(model),
+        "--host",
+        str(folder / "s.sock"),
+        "--no-warmup",
+        "-fa",
+        "on",
+        *more,
+    ]
     argv += ["--fit", "off", "-c", str(context), "-np", str(slots), "-ub", str(UBATCH), "-t", "2", "-lv", "4"]
     seen: list[str] = []
     try:
@@ -106,7 +116,19 @@ def test_draft_layers_have_a_cache_and_states_go_back_by_as_many_tokens(tmp_path
 def test_published_models_against_the_engines_own_estimate(tmp_path: Path, shape: Shape) -> None:
     """llama-fit-params opens a file that is a hole and says in whole MiB what it would take on a CPU."""
     path = write_gguf(tmp_path / "m.gguf", shape, quantization="MXFP4" if shape.architecture == "gpt-oss" else "Q4_K_M")
-    argv = [find_engine("llama-fit-params"), "-m", path, "-c", "8192", "-np", "1", "-ub", str(UBATCH), "-fitp", "on"]
+    argv = [
+        str(find_engine("llama-fit-params")),
+        "-m",
+        str(path),
+        "-c",
+        "8192",
+        "-np",
+        "1",
+        "-ub",
+        str(UBATCH),
+        "-fitp",
+        "on",
+    ]
     around = plain_environment(Path(argv[0]))
     out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120, env=around).stdout
     _, context_mib, _ = map(int, out.split()[-3:])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pynvml
+import pynvml  # type: ignore[import-untyped]
 import pytest
 
 from appliance.probe import Gpu, GpuProbe
@@ -61,7 +61,7 @@ def test_all_that_may_be_unsupported_is_unknown(machine_environment: PutMachine)
     needed = {"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"}
     silent = {f"return__{name}": pynvml.NVML_ERROR_NOT_SUPPORTED for name in functions - needed}
     assert len(silent) > 20
-    nothing = dict.fromkeys(("name", "uuid", "sm", "vram_total_mib", "vram_free_mib", "pci_bus_id"))
+    nothing: dict[str, Any] = dict.fromkeys(("name", "uuid", "sm", "vram_total_mib", "vram_free_mib", "pci_bus_id"))
     assert ask(machine_environment("2x4090", **silent)).gpus == (Gpu(index=0, **nothing), Gpu(index=1, **nothing))
 
 

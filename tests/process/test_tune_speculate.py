@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def model(tmp_path: Path) -> Model:
     return read_model(write_gguf(tmp_path / "drafts.gguf", SMALL["mla-with-drafts"], with_data=True))
 
 
-def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: str) -> Plan:
+def planned(hardware: Hardware, model: Model, engine: EngineFacts = ENGINE, **flags: Any) -> Plan:
     return space_of(hardware, model, engine, **flags).best
 
 
@@ -70,7 +71,7 @@ class Stage:
         self.starts: list[str] = []
 
     def choose(
-        self, *knobs: str, left_s: float = 600.0, draft: Model | None = None, bad: str = "--no", **flags: str
+        self, *knobs: str, left_s: float = 600.0, draft: Model | None = None, bad: str = "--no", **flags: Any
     ) -> tuple[Speculation | None, str, list[Tried]]:
         def start(of: Plan) -> Command:
             told = speculation_arguments(of, ENGINE)
@@ -197,7 +198,7 @@ def test_an_engine_that_guesses_nothing_although_asked_is_said(stage: Stage) -> 
 def test_a_draft_model_without_room_is_refused_when_asked_for(stage: Stage) -> None:
     layer = replace(stage.model.stack[0], dense_bytes=1 << 50)
     large = replace(stage.model, weights_bytes=1 << 50, stack=(layer,))
-    flags = {"draft_model": "large.gguf", "speculation": "draft"}
+    flags: dict[str, Any] = {"draft_model": "large.gguf", "speculation": "draft"}
     with pytest.raises(ModelDoesNotFitError, match="speculation does not fit"):
         stage.choose(draft=large, **flags)
     _, why, tried = stage.choose(draft=large, draft_model="large.gguf")

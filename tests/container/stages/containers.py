@@ -58,7 +58,8 @@ class Stage:
     def run(self, *argv: str) -> str:
         code, output = self.container.exec_run(list(argv))
         assert code == 0, f"{argv}: {code}: {output!r}"
-        return bytes(output).decode()
+        assert isinstance(output, bytes)
+        return output.decode()
 
     def key(self) -> str:
         return self.run("appliance", "key").strip()
@@ -117,7 +118,7 @@ def put_model(client: docker.DockerClient, name: str, path: Path) -> None:
         **HARDENED,
     )
     try:
-        socket = container.attach_socket(params={"stdin": 1, "stream": 1})
+        socket: Any = container.attach_socket(params={"stdin": 1, "stream": 1})
         container.start()
         socket._sock.sendall(path.read_bytes())
         socket._sock.close()

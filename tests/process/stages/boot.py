@@ -218,7 +218,8 @@ class Serving:
             assert found or self.process.poll() is None, f"ended without {name}: {self.text}"
             return found
 
-        return eventually(find, timeout_s=timeout_s, what=lambda: f"event {name} in {self.text}")
+        event: dict[str, Any] = eventually(find, timeout_s=timeout_s, what=lambda: f"event {name} in {self.text}")
+        return event
 
     def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> tuple[int, Any]:
         """Status and JSON; (0, None) when nobody listens or the connection breaks."""

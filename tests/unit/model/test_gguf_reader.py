@@ -117,7 +117,7 @@ def test_version_2_is_read_and_others_are_not(tmp_path: Path) -> None:
     assert read_gguf(tmp_path / "two.gguf").version == 2
     for version in (0, 1, 4):
         data[4] = version
-        assert f"at byte 4: expected GGUF version 2 or 3, found version {version}" in refusal_of(data, tmp_path)
+        assert f"at byte 4: expected GGUF version 2 or 3, found version {version}" in refusal_of(bytes(data), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,12 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_latents(tmp_path: Path) -> None:
-    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 8}
+    latent: dict[str, Any] = {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_key_value_heads": 8,
+    }
     model = facts(tmp_path, **latent)
     assert {(layer.kind, layer.k_elements, layer.v_elements) for layer in model.stack} == {("mla", 576, 0)}
     assert "latent attention" in (facts(tmp_path, **latent | {"model_type": "minicpm3"}).cache_reason or "")
@@ -220,7 +225,9 @@ def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
         read_folder(folder)
 
 
-VALUES = st.none() | st.booleans() | st.integers(-5, 1 << 40) | st.floats() | st.text(max_size=5) | st.just([])
+VALUES: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-5, 1 << 40) | st.floats() | st.text(max_size=5) | st.just([])
+)
 KEYS = st.sampled_from(
     [*CONFIG, "sliding_window", "layer_types", "text_config", "quantization_config", "kv_lora_rank", "num_experts"]
 )

@@ -142,7 +142,7 @@ def tied_bytes(model: Model, shape: Any) -> int:
     """Of token_embd: what is looked up, without the embedding of each layer that gemma3n has beside it."""
     if shape.architecture != "gemma3n":
         return model.embedding_bytes
-    return shape.vocabulary * shape.get("embedding_length") // 256 * 210
+    return int(shape.vocabulary * shape.get("embedding_length") // 256 * 210)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_chunked_and_merged_experts_are_routed_ones(tmp_path: Path) -> None:
     names = ("ffn_up_exps", "ffn_down_chexps", "ffn_gate_up_exps", "ffn_up_shexp")
     bank = [(f"blk.0.{name}.weight", (64, 32, 4), LLAMA_TENSORS[0][2]) for name in names]
     norm = [("blk.1.ffn_norm_exps.weight", (64,), F32)]  # arctic's: a norm, which no flag moves
-    model = read_model(write_model(tmp_path / "m.gguf", tensors=LLAMA_TENSORS + bank + norm))
+    model = read_model(write_model(tmp_path / "m.gguf", tensors=[*LLAMA_TENSORS, *bank, *norm]))
     each = 64 * 32 * 4 // 32 * 34
     assert (model.stack[0].expert_bytes, model.expert_shared_bytes) == (3 * each, each)
     assert (model.stack[1].expert_bytes, model.stack[1].dense_bytes) == (0, 64 * 128 // 32 * 34 + 4 * 64)

@@ -125,7 +125,10 @@ def test_no_rule_beats_the_bounds(seed: int, slots: int, cost: Cost) -> None:
     for name, run in hybrid_rivals.FIXED.items():
         if name == "static frequency":  # loaded before any token asks: the bound is for copies that a token asks for
             continue
-        steps = hybrid_rivals.counted(layers, lambda of_layer, run=run: run(of_layer, slots))
+        steps = hybrid_rivals.counted(
+            layers,
+            lambda tokens, run=run: run(tokens, slots),  # type: ignore[misc]
+        )
         assert 1000 * hybrid_rivals.seconds(made, steps, cost) >= bound * (1 - 1e-12)
 
 

@@ -128,9 +128,8 @@ REPLY = {"timings": {"prompt_n": 500, "cache_n": 12, "predicted_n": 256, "prompt
 
 def test_a_job_is_read_from_the_engines_timings() -> None:
     job = job_of(parse_completion(REPLY), CHAT, 4.0)
-    assert job == Job(
-        seconds=4.0, ttft_s=pytest.approx(1.45), decode_ms=pytest.approx(10.0), tokens_read=500, tokens_cached=12
-    )
+    assert (job.ttft_s, job.decode_ms) == pytest.approx((1.45, 10.0))
+    assert (job.seconds, job.tokens_read, job.tokens_cached) == (4.0, 500, 12)
 
 
 @pytest.mark.parametrize(

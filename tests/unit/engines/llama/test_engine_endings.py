@@ -174,7 +174,9 @@ def test_only_a_load_that_lacked_so_much_memory_tells_a_shortage(name: str) -> N
         assert found is None
         return
     device = {"cuda-weights": "CUDA0", "cuda-compute-buffers": "CUDA1"}.get(name)
-    assert found == Shortage(refused_mib=pytest.approx(row["needed_mib"]), device=device)
+    assert found
+    assert found.refused_mib == pytest.approx(row["needed_mib"])
+    assert replace(found, refused_mib=1.0) == Shortage(refused_mib=1.0, device=device)
     assert (row["code"] == 41) is (device is not None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def choice(found: Plan, name: str) -> Choice:
         ({"parallel": "1"}, 1),
     ],
 )
-def test_slots_follow_users_unless_asked_for(flags: dict[str, str], expected: int) -> None:
+def test_slots_follow_users_unless_asked_for(flags: dict[str, Any], expected: int) -> None:
     assert slots(resolve_settings(flags, {})) == expected
     assert first(**flags).parallel == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,8 @@ def laptop_plans() -> tuple[Plan, ...]:
 def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case: Case) -> None:
     hardware = MACHINES[case.machine]
     of = model(case.model, case.quantization)
-    here = space(hardware, of, **case.flags)
+    flags: dict[str, Any] = {**case.flags}
+    here = space(hardware, of, **flags)
     found = here.all()
     assert found[0] == here.best
     assert len({each.key for each in found}) == len(found) > 1
@@ -108,7 +110,7 @@ def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> Non
 
 
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:
-    asked = {"ctx_size": "4096", "kv_type": "q8_0", "ubatch": "256", "threads": "3", "n_cpu_moe": "40"}
+    asked: dict[str, Any] = {"ctx_size": "4096", "kv_type": "q8_0", "ubatch": "256", "threads": "3", "n_cpu_moe": "40"}
     for each in space(LAPTOP, shape("qwen3-30b-a3b"), **asked).all():
         assert (each.context, each.kv_type, each.ubatch, each.threads) == (4096, "q8_0", 256, 3)
         assert each.placement.cpu_expert_layers == 40

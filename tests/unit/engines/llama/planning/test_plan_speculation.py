@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -213,7 +214,7 @@ def test_what_was_measured_is_served_while_it_fits() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_asked_for_is_in_a_prediction_too(kind: Kind) -> None:
-    flags = {"speculation": kind, **({"draft_model": "x.gguf"} if kind == "draft" else {})}
+    flags: dict[str, Any] = {"speculation": kind, **({"draft_model": "x.gguf"} if kind == "draft" else {})}
     of = first(WITH_DRAFTS, **flags)
     found = as_asked(of, settings(**flags), model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None)
     assert found.speculation is not None
