@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from hypothesis import settings
@@ -10,7 +12,7 @@ from hypothesis import settings
 from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, ModelDigest
+from appliance.model import Model, ModelDigest, read_model
 from appliance.plan import Allocated, Plan, Verdict
 from appliance.probe import Cpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
 from appliance.probe.conditions import Conditions, GpuConditions
@@ -23,6 +25,7 @@ from appliance.tune.paired import Passage
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT
+from tests.shapes import PUBLISHED, write_gguf
 
 
 def examples(most: int) -> int:
@@ -33,14 +36,15 @@ def examples(most: int) -> int:
 IMAGE = ImageFacts(
     build_id="b1", cell="llama-cpu", engine="llama", engine_version="1", engine_build=1, engine_commit="abc"
 )
+VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
 USAGE = (Path(__file__).parent / "data/llama-server-help.txt").read_text()
-ENGINE: EngineFacts = parse_facts(version="version: 0.5.0-dev (build 11312, commit 0c1e57098)", usage=USAGE)
+ENGINE: EngineFacts = parse_facts(version=VERSION, usage=USAGE)
 
 
 def with_variants(*names: str) -> EngineFacts:
     """An engine whose folder holds these CPU variants."""
     backends = tuple(f"libggml-cpu-{name}.so" for name in names)
-    return parse_facts(version="version: 0.5.0-dev (build 11312, commit 0c1e57098)", usage=USAGE, backends=backends)
+    return parse_facts(version=VERSION, usage=USAGE, backends=backends)
 
 
 SMALL = Model(
@@ -90,6 +94,45 @@ LARGE = replace(
     native_context=131072,
     vocabulary=128256,
 )
+
+
+# What every machine that a test may meet can run, so that what is planned is the same on most.
+PLAIN = ("x64", "haswell")
+BUILT = {
+    "amd64": ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
+    "arm64": ("armv8.0_1", "armv8.2_2", "armv8.6_2"),
+}
+
+
+def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFacts, EngineFacts]:
+    image = ImageFacts(
+        build_id="golden",
+        cell="llama-cuda" if has_cuda else "llama-cpu",
+        engine="llama",
+        engine_version="1",
+        engine_build=1,
+        engine_commit="0",
+    )
+    backends = (*(f"libggml-cpu-{name}.so" for name in variants), *(("libggml-cuda.so",) if has_cuda else ()))
+    engine = parse_facts(version=VERSION, usage=USAGE, backends=backends)
+    fast = (("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")) if has_cuda else ()
+    return image, replace(engine, kv_pairs=fast)
+
+
+@cache
+def model(name: str, quantization: str) -> Model:
+    """By its header alone, under the path that it would have on the volume."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_gguf(Path(folder) / f"{name}-{quantization}.gguf", PUBLISHED[name], quantization=quantization)
+        found = read_model(path)
+    path = Path("/data/models") / path.name
+    return replace(found, path=path, parts=(path,))
+
+
+def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
+    """Of the image as it is built for such a machine."""
+    variants = BUILT["arm64" if "asimd" in hardware.cpu.isa else "amd64"]
+    return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
 
 
 def machine(

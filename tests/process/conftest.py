@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +13,22 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.machines import build_library
+from tests.process.stages.boot import Home
 from tests.process.stages.nvml import PutMachine, put_machine
 from tests.process.stages.supervisor import MakeCommand, fake_command
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """One measured volume for the whole run, whichever worker makes it; a test takes a copy."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    done = shared / "tuned-home"
+    with (shared / "tuned-home.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            done.write_text(str(Home.tuned(tmp_path_factory.mktemp("tuned") / "home").folder))
+    return Home(Path(done.read_text()))
 
 
 @pytest.fixture

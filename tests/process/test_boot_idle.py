@@ -98,8 +98,10 @@ def busy() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_provisional_profile_is_measured_once_more_and_whoever_waits_does_not_wait_for_ever(tmp_path: Path) -> None:
-    home = Home.tuned(tmp_path / "home")
+def test_a_provisional_profile_is_measured_once_more_and_whoever_waits_does_not_wait_for_ever(
+    tuned: Home, tmp_path: Path
+) -> None:
+    home = tuned.copy(tmp_path / "home")
     (path,) = home.profiles.glob("*.json")
     spoilt = {"disturbance": "the hypervisor took the CPU away", "disturbed_times": 1}
     path.write_text(json.dumps({**json.loads(path.read_text()), **spoilt}))

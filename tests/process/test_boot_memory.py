@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import dump_facts
-from tests.golden.plans import facts
+from tests.builders import facts
 from tests.process.stages.boot import ROOT, Home, Serving
 from tests.process.stages.nvml import PutMachine
 from tests.shapes import SMALL, write_gguf

@@ -10,11 +10,6 @@ import pytest
 from tests.process.stages.boot import Home
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
-
-
 @pytest.fixture
 def home(tuned: Home, tmp_path: Path) -> Home:
     return tuned.copy(tmp_path / "home")

@@ -21,11 +21,6 @@ def home(tmp_path: Path) -> Home:
     return Home.make(tmp_path / "home")
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
-
-
 @pytest.fixture
 def known(tuned: Home, tmp_path: Path) -> Home:
     return tuned.copy(tmp_path / "home")

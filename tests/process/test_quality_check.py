@@ -22,7 +22,7 @@ from appliance.tune.measure import Step
 from appliance.tune.paired import Passage
 from appliance.tune.quality import TEXT, check
 from benchmarks.memory import planned_for
-from tests.golden.plans import facts
+from tests.builders import facts
 from tests.process.stages.engine import COPIED, find_engine
 from tests.process.stages.supervisor import eventually
 from tests.shapes import SMALL, write_gguf

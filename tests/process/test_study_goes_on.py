@@ -29,8 +29,8 @@ from appliance.profile.partial import Partial
 from appliance.report import Report
 from appliance.settings import Settings, resolve_settings
 from appliance.study import MORE_PLANS, Programs, Study
+from tests.builders import facts, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import facts, model
 from tests.process.stages.supervisor import eventually, fake_command
 
 READER = Path(__file__).parents[1] / "fakes/fake_perplexity.py"

@@ -20,20 +20,18 @@ from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.speculation import applied, reckon
 from appliance.engines.llama.server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
-from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.image_facts import EngineFacts
 from appliance.model import Model, read_draft, read_model
 from appliance.plan import Kind, Plan, Speculation
 from appliance.probe import Hardware, probe
 from appliance.settings import resolve_settings
 from appliance.tune.engine import Bench
 from appliance.tune.speculate import PROMPTS, Tried, choose_speculation, measure_speculation, parse_prompts
+from tests.builders import IMAGE
 from tests.process.stages.engine import find_engine
 from tests.process.stages.supervisor import MakeCommand
 from tests.shapes import SMALL, write_gguf
 
-IMAGE = ImageFacts(
-    build_id="b1", cell="llama-cpu", engine="llama", engine_version="1", engine_build=1, engine_commit="abc"
-)
 FLAGS = (
     *("--spec-type", "--model-draft", "--spec-draft-n-max", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min"),
     *("--cache-type-k-draft", "--cache-type-v-draft"),

@@ -28,8 +28,8 @@ from appliance.tune.modes import Mode
 from appliance.tune.speeds import speeds_on
 from appliance.tune.tuner import Goal, Tuned, Tuner
 from appliance.tune.workload import parse_mix
+from tests.builders import facts, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import facts, model
 from tests.process.stages.supervisor import fake_command
 
 NO_MEMORY = (

@@ -21,7 +21,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_engine_facts
+from appliance.image_facts import CpuVariant, EngineFacts, dump_facts, parse_engine_facts
+from tests.builders import IMAGE
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/fakes/fake_engine.py"
@@ -57,11 +58,8 @@ class Home:
         for name in ("data/models", "engine", "facts"):
             (folder / name).mkdir(parents=True)
         write_model(home.data / "models/small.gguf")
-        image = ImageFacts(
-            build_id="b1", cell="llama-cpu", engine="llama", engine_version="1", engine_build=1, engine_commit="abc"
-        )
         engine = EngineFacts(version="1", build=1, commit="abc", flags=FLAGS, kv_types=("f16", "q8_0"))
-        (folder / "facts/image_facts.json").write_text(dump_facts(image))
+        (folder / "facts/image_facts.json").write_text(dump_facts(IMAGE))
         (folder / "facts/engine_facts.json").write_text(dump_facts(engine))
         home.set_engine()
         return home

@@ -19,9 +19,8 @@ from appliance.model import Model
 from appliance.plan import Plan, as_document, with_measured
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
-from tests.builders import examples
+from tests.builders import examples, facts, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import facts, model
 from tests.shapes import PUBLISHED
 
 QUANTIZATIONS = {"gpt-oss-120b": "MXFP4", "deepseek-v3": "Q2_K", "qwen3-30b-a3b": "Q3_K_M"}

@@ -15,9 +15,8 @@ from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware
 from appliance.settings import Settings, resolve_settings
-from tests.builders import examples
+from tests.builders import examples, facts, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import facts, model
 
 AUTO = resolve_settings({}, {})
 CASES = {

@@ -16,9 +16,9 @@ from appliance.engines.llama.planning.speed import DEPTH, TOKENS_IN
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from tests.builders import examples
+from tests.builders import examples, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import CASES, Case, model
+from tests.golden.plans import CASES, Case
 from tests.shapes import PUBLISHED
 from tests.unit.engines.llama.planning.test_plan_gpus import shape, space, with_gpus
 
