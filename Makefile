@@ -20,6 +20,10 @@ COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --
 # What compose writes on all that it makes: how `clean` tells ours from a volume that somebody else filled.
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+# Tests share nothing: each worker has folders, sockets and ports of its own. WORKERS=0 runs them one by one.
+WORKERS ?= logical
+AT_ONCE := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
@@ -34,7 +38,7 @@ endif
 
 export TESTCONTAINERS_RYUK_DISABLED ?= true
 
-.PHONY: help up down clean venv image model test lint drift unit integration verify render lock bench prune reproduce
+.PHONY: help up down clean venv image model check test lint drift unit process container integration verify render lock bench prune reproduce
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,7 +95,13 @@ render: venv ## write images/rendered from build_matrix.yaml
 lock: venv ## refresh the hash-locked requirements (Debian packages: images lock --debian)
 	@$(PY) -m images lock $(CA)
 
-test: lint drift unit integration verify ## everything that CI runs
+check: venv ## under a minute, for every save: ruff, mypy, the fast tests with few examples of each property
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	$(PYTEST) $(AT_ONCE) --hypothesis-profile few tests/unit
+
+test: lint drift unit process container verify ## everything that CI runs
 
 lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
@@ -112,8 +122,8 @@ reproduce: venv ## build CELL twice without a cache and compare the manifest dig
 drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check
 
-unit: venv ## no engine, no network, no GPU
-	$(PY) -m pytest tests/unit
+unit: venv ## the fast tests: no engine, no network, no GPU
+	$(PYTEST) $(AT_ONCE) tests/unit
 
 .PHONY: trixie
 trixie: docker
@@ -125,8 +135,13 @@ engine: image
 	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm $$id >/dev/null
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
 
-integration: image model trixie engine ## real processes, and real containers of the built image
-	$(PY) -m pytest tests/integration
+process: venv model engine ## real processes on this machine, no containers
+	$(PYTEST) $(AT_ONCE) tests/process
+
+container: image model trixie ## real containers of the built image, one after the other
+	$(PYTEST) tests/container
+
+integration: process container ## both
 
 verify: image ## prove what is inside the built image
 	$(PY) -m images verify --only $(CELL) --image $(IMAGE) $(CA)

@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.knobs.break_after is not None and self.looks > self.knobs.break_after:
             self._json({"message": "the disk of the engine is full"}, 500)
             return
-        bound = [{"HostIp": "127.0.0.1", "HostPort": str(self.server.server_address[1])}]
+        bound = [{"HostIp": "127.0.0.1", "HostPort": str(self.connection.getsockname()[1])}]
         ports = {"bound": {"11435/tcp": bound}, "exposed": {"11435/tcp": None}, "absent": {}, "none": None}
         state = {"Status": self.knobs.state, "ExitCode": 30}
         network = {"Ports": ports[self.knobs.ports]}

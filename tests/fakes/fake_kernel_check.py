@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         signal.pause()
     if options.exit is not None:
         print("fake_kernel_check: asked to fail", file=sys.stderr)
-        return options.exit
+        return int(options.exit)
     said = dict(each.split("=", 1) for each in options.say)
     is_ok = True
     for variant in options.variant.split(","):

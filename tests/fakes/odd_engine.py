@@ -67,7 +67,7 @@ async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(EVENTS)
     LEDGER.flooded_bytes = 0
     try:
-        for _ in range(1024):
+        for _sent in range(1024):
             writer.write(chunk(b"data: " + b"x" * 65_528 + b"\n\n"))
             await writer.drain()
             LEDGER.flooded_bytes += 65_536

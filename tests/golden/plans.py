@@ -5,27 +5,20 @@ python -m tests.golden.plans    writes tests/golden/plans/*.txt anew: read the d
 
 from __future__ import annotations
 
-import tempfile
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments, environment
 from appliance.errors import FatalError
-from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, read_model
 from appliance.plan import explain
-from appliance.probe import Hardware
 from appliance.settings import resolve_settings
+from tests.builders import facts_for, model
 from tests.golden.machines import MACHINES
-from tests.shapes import PUBLISHED, write_gguf
 
 HERE = Path(__file__).parent / "plans"
-USAGE = Path(__file__).parents[1] / "unit/appliance/llama-server-help.txt"
 WIDTH = 118
 
 
@@ -72,46 +65,6 @@ CASES = (
     Case(machine="4090-measured", model="qwen3.6-35b-a3b", quantization="Q6_K"),
     Case(machine="2x4090", model="deepseek-v3", quantization="Q2_K"),
 )
-
-
-# What every machine that a test may meet can run, so that what is planned is the same on most.
-PLAIN = ("x64", "haswell")
-BUILT = {
-    "amd64": ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids"),
-    "arm64": ("armv8.0_1", "armv8.2_2", "armv8.6_2"),
-}
-
-
-def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFacts, EngineFacts]:
-    image = ImageFacts(
-        build_id="golden",
-        cell="llama-cuda" if has_cuda else "llama-cpu",
-        engine="llama",
-        engine_version="1",
-        engine_build=1,
-        engine_commit="0",
-    )
-    version = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
-    backends = (*(f"libggml-cpu-{name}.so" for name in variants), *(("libggml-cuda.so",) if has_cuda else ()))
-    engine = parse_facts(version=version, usage=USAGE.read_text(), backends=backends)
-    fast = (("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0")) if has_cuda else ()
-    return image, replace(engine, kv_pairs=fast)
-
-
-@cache
-def model(name: str, quantization: str) -> Model:
-    """By its header alone, under the path that it would have on the volume."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_gguf(Path(folder) / f"{name}-{quantization}.gguf", PUBLISHED[name], quantization=quantization)
-        found = read_model(path)
-    path = Path("/data/models") / path.name
-    return replace(found, path=path, parts=(path,))
-
-
-def facts_for(hardware: Hardware) -> tuple[ImageFacts, EngineFacts]:
-    """Of the image as it is built for such a machine."""
-    variants = BUILT["arm64" if "asimd" in hardware.cpu.isa else "amd64"]
-    return facts(has_cuda=bool(hardware.gpus.gpus), variants=variants)
 
 
 def space(case: Case) -> Space:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -97,13 +98,23 @@ ONLY_IN = {
 }
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+@cache
+def imports(tree: ast.AST) -> tuple[tuple[str, ast.stmt], ...]:
+    return tuple(_imports(tree))
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where a module stands"
             yield node.module or "", node
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def name_of(path: Path) -> str:
@@ -119,7 +130,7 @@ def test_imports_point_up_the_stream(path: Path) -> None:
     name = name_of(path)
     parts = path.relative_to(ROOT).with_suffix("").parts
     room = parts[1]
-    for module, node in imports(ast.parse(path.read_text())):
+    for module, node in imports(tree_of(path)):
         package = module.split(".")[0]
         for limited, allowed in ONLY_IN.items():
             if package == limited:
@@ -137,7 +148,7 @@ def test_imports_point_up_the_stream(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
     name = name_of(path)
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
@@ -181,7 +192,7 @@ def is_of_an_engine(name: str) -> bool:
 def test_an_engine_is_reached_through_its_doors_only(path: Path) -> None:
     """No module imports another engine's folder; what `engine.load` opens is the only way in."""
     name = name_of(path)
-    for module, node in imports(ast.parse(path.read_text())):
+    for module, node in imports(tree_of(path)):
         parts = module.split(".")
         if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
             continue
@@ -216,7 +227,7 @@ def test_no_room_for_leftovers() -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_inside_functions_say_why(path: Path) -> None:
     lines = path.read_text().splitlines()
-    for function in ast.walk(ast.parse(path.read_text())):
+    for function in ast.walk(tree_of(path)):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         inside = [node.lineno for _, node in imports(function)]

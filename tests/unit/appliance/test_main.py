@@ -15,13 +15,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from facts import ENGINE, IMAGE
-from mounts import tmpfs
 
 from appliance import __version__
 from appliance.__main__ import main
 from appliance.image_facts import dump_facts
 from appliance.settings import PREFIX, SETTINGS
+from tests.builders import ENGINE, IMAGE
+from tests.mounts import tmpfs
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0" * 200
 

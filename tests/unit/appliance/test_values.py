@@ -78,7 +78,7 @@ def test_both_do_the_same(made: Any) -> None:
     assert copy.copy(value) == copy.deepcopy(value) == pickle.loads(pickle.dumps(value)) == value
     for act in (lambda: setattr(value, "number", 2), lambda: delattr(value, "number")):
         with pytest.raises(dataclasses.FrozenInstanceError):
-            act()
+            act()  # type: ignore[no-untyped-call]
     for wrong in ({}, {"number": 1, "nubmer": 2}, {"text": "b"}):
         with pytest.raises(TypeError):
             made(**wrong)

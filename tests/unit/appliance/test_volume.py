@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from mounts import tmpfs
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
 from appliance.volume import add_model, drop_unfinished, open_volume, read_key, read_or_make_key, remove_model
+from tests.mounts import tmpfs
 
 ROOT = Path(__file__).parents[3]
 STRANGER = 12345

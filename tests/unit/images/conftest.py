@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,21 @@ def project() -> Path:
     return PROJECT
 
 
+@pytest.fixture(scope="session")
+def written_matrix() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((PROJECT / "build_matrix.yaml").read_text("utf-8"))
+    return found
+
+
 @pytest.fixture
-def matrix_data() -> dict[str, Any]:
+def matrix_data(written_matrix: dict[str, Any]) -> dict[str, Any]:
     """build_matrix.yaml as values, the test's own to damage."""
-    return yaml.safe_load((PROJECT / "build_matrix.yaml").read_text("utf-8"))
+    return copy.deepcopy(written_matrix)
+
+
+@pytest.fixture(scope="session")
+def llama_cpu() -> Cell:
+    return matrix.select(matrix.load(PROJECT).cells, "llama-cpu")[0]
 
 
 @pytest.fixture
@@ -29,5 +41,5 @@ def lock_texts() -> dict[str, str]:
 
 
 @pytest.fixture
-def cell() -> Cell:
-    return matrix.select(matrix.load(PROJECT).cells, "llama-cpu")[0]
+def cell(llama_cpu: Cell) -> Cell:
+    return llama_cpu

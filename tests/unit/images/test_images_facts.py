@@ -18,7 +18,8 @@ FORMS = [f"{sm}{suffix}" for sm in compat.facts().sms for suffix in ("", "a", "f
 
 @pytest.fixture
 def data(project: Path) -> dict[str, Any]:
-    return yaml.safe_load((project / compat.FACTS_NAME).read_text("utf-8"))
+    found: dict[str, Any] = yaml.safe_load((project / compat.FACTS_NAME).read_text("utf-8"))
+    return found
 
 
 def test_the_committed_facts_are_sound_and_in_order(data: dict[str, Any]) -> None:

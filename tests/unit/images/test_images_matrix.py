@@ -24,6 +24,7 @@ def test_the_committed_matrix_holds_the_cpu_cell(project: Path) -> None:
     assert cell.tag == "appliance:llama-cpu"
     assert cell.base.reference.startswith("debian:bookworm-slim@sha256:")
     assert cell.engine.commit_short == "0c1e57098"
+    assert cell.engine.source.sha256
     assert cell.engine.source.sha256 in (project / "images/locks/llama-source.txt").read_text("utf-8")
 
 

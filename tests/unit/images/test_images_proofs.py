@@ -12,10 +12,13 @@ import yaml
 from images import __main__ as command
 from images import docker, matrix, proofs, render, verify
 from images.errors import MatrixError
-from images.matrix import Cell
+from images.matrix import Cell, Platform
 from images.proofs import Proof
 
-PLATFORMS = {"llama-cpu": ("linux/amd64",), "llama-cu130-sm90": ("linux/amd64", "linux/arm64")}
+PLATFORMS: dict[str, tuple[Platform, ...]] = {
+    "llama-cpu": ("linux/amd64",),
+    "llama-cu130-sm90": ("linux/amd64", "linux/arm64"),
+}
 DIGEST = f"sha256:{'a' * 64}"
 SAID = {"size": "852 MiB of 1100 MiB", "kernels run natively": "k" * 500, "user is not root": "appliance"}
 
@@ -121,7 +124,7 @@ def test_without_an_engine_nothing_is_built_here(
     assert " built " not in capsys.readouterr().out
 
 
-class Engine:
+class Engine(docker.Engine):
     platform = "linux/amd64"
 
     def image(self, name: str) -> docker.Image | None:

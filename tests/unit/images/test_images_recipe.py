@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -94,7 +94,7 @@ def test_an_unknown_recipe_is_exit_10_before_anything_is_built(capsys: pytest.Ca
         ({"file": "../w.gguf"}, "should match pattern"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_exit_10(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_file_that_is_no_recipe_is_exit_10(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     weights = {"file": "w.gguf", "bytes": 1, "sha256": SHA256, "url": f"https://host/{'0' * 40}/w.gguf", "source": "s"}
     of_weights = {key: value for key, value in change.items() if key in weights}
     data = {"name": "x", "license": "MIT", "default": "w.gguf", "weights": [{**weights, **of_weights}]}

@@ -173,7 +173,7 @@ def _tar(files: dict[str, Any], times: dict[str, float] | None = None, modes: di
         for path, data in files.items():
             member = tarfile.TarInfo(path.rstrip("/"))
             member.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
-            member.mtime = (times or {}).get(path, EPOCH_S)  # type: ignore[assignment]
+            member.mtime = (times or {}).get(path, EPOCH_S)
             member.mode = (modes or {}).get(path, 0o644)
             member.size = len(data or b"")
             tar.addfile(member, io.BytesIO(data or b""))

@@ -228,7 +228,9 @@ def _packages(
 ) -> dict[str, Package]:
     """Written, and read back by the library."""
     parts = [*sbom.contents(tree), *sbom.made_from(cell, dockerfile, locks or {})]
-    document = JsonLikeDictParser().parse(json.loads(sbom.dump(sbom.document(cell, image, parts))))
+    document = JsonLikeDictParser().parse(  # type: ignore[no-untyped-call]
+        json.loads(sbom.dump(sbom.document(cell, image, parts)))
+    )
     assert validate_full_spdx_document(document) == []
     return {package.name: package for package in document.packages}
 

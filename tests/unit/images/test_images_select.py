@@ -16,7 +16,7 @@ from images import compat, gpus, matrix, select
 from images.errors import MatrixError, UsageError
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
-from images.proofs import Proof
+from images.proofs import Proof, Proofs
 from images.select import Machine
 
 LOADED = matrix.load(Path(__file__).parents[3])
@@ -38,7 +38,7 @@ PROVEN = Proof(
     size_mib=852,
     ran=("verify",),
 )
-PROOFS = {(PROVEN.cell, PROVEN.platform): PROVEN}
+PROOFS: Proofs = {(PROVEN.cell, PROVEN.platform): PROVEN}
 AMD, ARM = get_args(Platform)
 
 
@@ -208,6 +208,7 @@ def test_what_is_chosen_runs(machine: Machine) -> None:
         assert "no image fits" in refused.message
         assert refused.hint
         return
+    assert chosen
     cell = CELLS[chosen.cell]
     known = compat.facts()
     assert machine.platform in cell.platforms

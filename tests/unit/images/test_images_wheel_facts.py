@@ -14,7 +14,8 @@ from images.errors import MatrixError
 
 @pytest.fixture
 def data(project: Path) -> dict[str, Any]:
-    return yaml.safe_load((project / "images/facts/vllm.yaml").read_text("utf-8"))
+    found: dict[str, Any] = yaml.safe_load((project / "images/facts/vllm.yaml").read_text("utf-8"))
+    return found
 
 
 def test_every_chip_of_its_cells_has_an_attention(project: Path) -> None:

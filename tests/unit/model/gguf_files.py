@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def write_model(
     *,
     architecture: str = "llama",
     metadata: dict[str, Any] | None = None,
-    tensors: list[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]] | None = None,
+    tensors: Sequence[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]] | None = None,
     tokens: int = 100,
     alignment: int | None = None,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
@@ -58,7 +59,12 @@ def write_model(
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     if isinstance(value, list):
         writer.add_array(key, value)
     else:

@@ -11,7 +11,6 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import F32, LLAMA, array, header, key, tensor, text, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +18,13 @@ from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.model.gguf import Skipped, read_gguf
+from tests.builders import examples
+from tests.unit.model.gguf_files import F32, LLAMA, array, header, key, tensor, text, write_model
 
 REAL_MODELS = sorted((Path(__file__).parents[3] / ".make/models").glob("*.gguf"))
-SAME_FILE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_FILE = settings(
+    max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def refusal(path: Path) -> str:
@@ -114,7 +117,7 @@ def test_version_2_is_read_and_others_are_not(tmp_path: Path) -> None:
     assert read_gguf(tmp_path / "two.gguf").version == 2
     for version in (0, 1, 4):
         data[4] = version
-        assert f"at byte 4: expected GGUF version 2 or 3, found version {version}" in refusal_of(data, tmp_path)
+        assert f"at byte 4: expected GGUF version 2 or 3, found version {version}" in refusal_of(bytes(data), tmp_path)
 
 
 @pytest.mark.parametrize(

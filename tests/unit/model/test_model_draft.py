@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gguf_files import LLAMA, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import read_draft, read_model
 from appliance.model.draft import FIRST_COMPARED, SIZES_APART, Vocabulary, read_vocabulary, why_different
 from appliance.model.gguf import read_gguf, read_texts
+from tests.unit.model.gguf_files import LLAMA, write_model
 
 WORDS = tuple(f"token{number}".encode() for number in range(300))
 PLAIN = Vocabulary(kind="gpt2", tokens=WORDS, ends=(("add_bos_token", True), ("bos_token_id", 1)))

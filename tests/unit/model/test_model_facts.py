@@ -7,10 +7,10 @@ from typing import Any
 
 import gguf
 import pytest
-from gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, read_model
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
 
 
 def facts(
@@ -44,7 +44,7 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_head_lengths_of_their_own(tmp_path: Path) -> None:
-    own = {"llama__attention__key_length": 32, "llama__attention__value_length": 16}
+    own: dict[str, Any] = {"llama__attention__key_length": 32, "llama__attention__value_length": 16}
     model = facts(tmp_path, **own)
     assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
     windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
@@ -111,7 +111,7 @@ def test_an_embedding_model(tmp_path: Path, more: dict[str, Any]) -> None:
     ],
 )
 def test_a_cache_of_another_kind_is_never_reckoned(tmp_path: Path, key: str, words: str) -> None:
-    model = facts(tmp_path, **{key: 4})
+    model = facts(tmp_path, **dict[str, Any]({key: 4}))
     assert model.cache_kind == "unsupported"
     assert words in (model.cache_reason or "")
 

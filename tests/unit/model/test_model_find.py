@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.model import digest, find_projector, list_models, plain_name, resolve_model
+from appliance.model import digest, list_models, plain_name, resolve_model
 from appliance.model.digest import SAMPLE_BYTES, SAMPLES
+from appliance.model.find import find_projector
 
 
 @pytest.fixture

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import F32, write_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, digest, read_model
 from appliance.model.folder import read_folder
+from tests.builders import examples
+from tests.unit.model.gguf_files import F32, write_model
+from tests.unit.model.safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
-SAME_FOLDER = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_FOLDER = settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 MOE: Tensors = {
     **DENSE,
     "model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (32, 64)),
@@ -73,7 +76,12 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_latents(tmp_path: Path) -> None:
-    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 8}
+    latent: dict[str, Any] = {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "num_key_value_heads": 8,
+    }
     model = facts(tmp_path, **latent)
     assert {(layer.kind, layer.k_elements, layer.v_elements) for layer in model.stack} == {("mla", 576, 0)}
     assert "latent attention" in (facts(tmp_path, **latent | {"model_type": "minicpm3"}).cache_reason or "")
@@ -218,7 +226,9 @@ def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
         read_folder(folder)
 
 
-VALUES = st.none() | st.booleans() | st.integers(-5, 1 << 40) | st.floats() | st.text(max_size=5) | st.just([])
+VALUES: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers(-5, 1 << 40) | st.floats() | st.text(max_size=5) | st.just([])
+)
 KEYS = st.sampled_from(
     [*CONFIG, "sliding_window", "layer_types", "text_config", "quantization_config", "kv_lora_rank", "num_experts"]
 )

@@ -8,10 +8,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import LLAMA, write_model
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import digest, list_models, plain_name, read_model
+from tests.unit.model.gguf_files import LLAMA, write_model
 
 
 def write_split(folder: Path, *, each: int = 2, tensors: int = 6, **changes: Any) -> list[Path]:

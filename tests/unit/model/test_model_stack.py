@@ -1,5 +1,5 @@
 """What each layer keeps and weighs, for every kind of cache. The figures of the small shapes are the real engine's:
-`tests/integration/test_model_engine.py` compares them with what it allocates."""
+`tests/process/test_model_engine.py` compares them with what it allocates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,9 @@ from appliance.model import Model, read_model
 from appliance.model.architectures import ARCHITECTURES
 from appliance.model.facts import parse_facts
 from appliance.model.gguf import Gguf, Tensor
+from tests.builders import examples
 from tests.shapes import PUBLISHED, SMALL, write_gguf
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
 
 MAMBA2_STATE = 4 * (3 * (512 + 2 * 2 * 64) + 64 * 512)
 DELTA_STATE = 4 * (3 * (256 + 2 * 2 * 64) + 64 * 256)
@@ -144,7 +145,7 @@ def tied_bytes(model: Model, shape: Any) -> int:
     """Of token_embd: what is looked up, without the embedding of each layer that gemma3n has beside it."""
     if shape.architecture != "gemma3n":
         return model.embedding_bytes
-    return shape.vocabulary * shape.get("embedding_length") // 256 * 210
+    return int(shape.vocabulary * shape.get("embedding_length") // 256 * 210)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_chunked_and_merged_experts_are_routed_ones_and_shared_ones_dense(tmp_pa
     names = ("ffn_up_exps", "ffn_down_chexps", "ffn_gate_up_exps", "ffn_up_shexp")
     bank = [(f"blk.0.{name}.weight", (64, 32, 4), LLAMA_TENSORS[0][2]) for name in names]
     norm = [("blk.1.ffn_norm_exps.weight", (64,), F32)]  # arctic's: a norm, which no flag moves
-    model = read_model(write_model(tmp_path / "m.gguf", tensors=LLAMA_TENSORS + bank + norm))
+    model = read_model(write_model(tmp_path / "m.gguf", tensors=[*LLAMA_TENSORS, *bank, *norm]))
     each = 64 * 32 * 4 // 32 * 34
     plain = read_model(write_model(tmp_path / "plain.gguf", tensors=LLAMA_TENSORS))
     added = [now.dense_bytes - before.dense_bytes for now, before in zip(model.stack, plain.stack, strict=True)]
@@ -265,7 +266,7 @@ CHANGES = st.fixed_dictionaries(
 
 
 @given(CHANGES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_header_is_reckoned_or_refused(change: dict[str, Any]) -> None:
     shape = change.pop("shape")
     metadata = {f"{shape.architecture}.{key}": fitted(value) for key, value in {**shape.metadata, **change}.items()}

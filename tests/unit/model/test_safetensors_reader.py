@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors_files import DENSE, header, raw, read_or_words, write_file, write_folder, write_shards
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import read_model
@@ -26,8 +25,12 @@ from appliance.model.safetensors import (
     read_shard,
     read_shards,
 )
+from tests.builders import examples
+from tests.unit.model.safetensors_files import DENSE, header, raw, read_or_words, write_file, write_folder, write_shards
 
-SAME_FOLDER = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SAME_FOLDER = settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

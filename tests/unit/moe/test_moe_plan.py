@@ -6,8 +6,8 @@ import pytest
 
 from appliance.engines.llama.planning.space import Space
 from appliance.settings import resolve_settings
+from tests.builders import facts, model
 from tests.golden.machines import MACHINES
-from tests.golden.plans import facts, model
 
 
 def said(machine: str, name: str, quantization: str) -> str | None:

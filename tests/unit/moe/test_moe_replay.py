@@ -25,6 +25,7 @@ from appliance.moe.simulate import replay
 from appliance.moe.trace import Trace, Turn
 from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
+from tests.builders import examples
 from tests.unit.moe.routing import COST, DESKTOP, tokens, trace
 
 BOX = hybrid.MACHINES[0].cost
@@ -92,7 +93,7 @@ def test_the_replay_is_the_decisions_and_their_time() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_fewest_misses_are_those_of_every_possible_cache(seed: int, slots: int) -> None:
     """Brute force over what is kept after each token, the prompt free."""
     used = tokens(seed, count=7, experts=5, top_k=2, reuse=0.3)
@@ -124,7 +125,10 @@ def test_no_rule_beats_the_bounds(seed: int, slots: int, cost: Cost) -> None:
     for name, run in hybrid_rivals.FIXED.items():
         if name == "static frequency":  # loaded before any token asks: the bound is for copies that a token asks for
             continue
-        steps = hybrid_rivals.counted(layers, lambda of_layer, run=run: run(of_layer, slots))
+        steps = hybrid_rivals.counted(
+            layers,
+            lambda tokens, run=run: run(tokens, slots),  # type: ignore[misc]
+        )
         assert 1000 * hybrid_rivals.seconds(made, steps, cost) >= bound * (1 - 1e-12)
 
 
@@ -219,7 +223,7 @@ def test_dram_that_was_the_last_in_few_rows_or_none_is_within_its_interval(seed:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(("cpu_gb_s", "pcie_gb_s", "dram_gb_s")), st.floats(1, 3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_the_same_decisions_are_never_slower_on_a_faster_machine(seed: int, name: str, factor: float) -> None:
     """Other decisions may be: a rule that learns looks ahead no better on a faster machine."""
     faster = Cost(replace(DESKTOP, **{name: factor * getattr(DESKTOP, name)}), COST.expert_mb)
@@ -229,7 +233,7 @@ def test_the_same_decisions_are_never_slower_on_a_faster_machine(seed: int, name
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_slots_for_all_experts_are_never_slower_than_fewer_and_those_than_none(seed: int) -> None:
     """Between, one slot more may cost a chance copy: what is monotone for every trace is the bound."""
     made = trace(seed, layers=2, count=60)
@@ -250,7 +254,7 @@ def test_the_shipped_table_is_of_the_shipped_traces() -> None:
 
 
 @given(st.sampled_from(REPLAYS), st.integers(1, 128))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_what_plan_shows_is_between_its_ends_and_above_all_cpu(one: Replay, slots: int) -> None:
     found = cached(one, BOX, slots, fixed_ms=1.0, off=1.25)
     beside = static_layers(one, BOX, one.layers, fixed_ms=1.0, off=1.25)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import MIB, STAT_V2, V2_MOUNT, put, v1_mount
 
 from appliance.probe.cgroup import (
     Limits,
@@ -20,6 +19,7 @@ from appliance.probe.cgroup import (
     query_limits,
     query_oom_kills,
 )
+from tests.unit.probe.machine import MIB, STAT_V2, V2_MOUNT, put, v1_mount
 
 CGROUP = "/sys/fs/cgroup"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,7 @@ def test_of_too_short_a_time_no_shares_are_told() -> None:
     assert (seen.foreign_cpu, seen.steal, seen.disturbance) == (None, None, None)
 
 
-def look(known: GpuProbe = FREE, **facts: object) -> GpuLoad:
+def look(known: GpuProbe = FREE, **facts: Any) -> GpuLoad:
     gpu = known.gpus[0]
     return GpuLoad(**{"index": gpu.index, "uuid": gpu.uuid, "sm_clock_max_mhz": 2500, "utilization": 0, **facts})
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import put
 
 from appliance.probe.driver import CUDA, NVML, PLACES, Found, find, reaching
+from tests.unit.probe.machine import put
 
 VOLUME = Path("/data")
 ROOT = Path(__file__).parents[3]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import put
 
 from appliance.probe import GpuHolder, GpuProbe, Hardware, Memory
 from appliance.probe.holders import parse_resident, who_holds
 from tests.fakes.machines import hardware_of
+from tests.unit.probe.machine import put
 
 
 def machine(*holders: GpuHolder, free_mib: int = 24564, available_mib: int = 64000, **limits: int) -> Hardware:

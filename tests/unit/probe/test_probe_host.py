@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import MIB, put
 
 from appliance.probe import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint, gpu_uuids
 from appliance.probe.host import (
@@ -23,6 +22,7 @@ from appliance.probe.host import (
     query_numa_node,
     query_volume,
 )
+from tests.unit.probe.machine import MIB, put
 
 CPUINFO = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine import put
 
 from appliance.probe import Gpu, GpuProbe
 from appliance.probe.nvidia import is_gpu_requested, only_visible, parse_nvidia_report, query_gpus
+from tests.unit.probe.machine import put
 
 CARD = {"index": 0, "name": "NVIDIA A100", "uuid": "GPU-aaaa", "sm": "80"}
 SLICES = [{**CARD, "uuid": f"MIG-{n}", "mig_profile": "1g.10gb", "mig_parent": "GPU-aaaa"} for n in "12"]

@@ -9,21 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
-from appliance.probe import Cpu, Gpu, GpuProbe, GpuSpeed, Hardware, Memory, Speeds, Volume
+from appliance.probe import Gpu, GpuProbe, GpuSpeed, Speeds
 from appliance.probe.measure import Measured, find_cudart, in_words, parse_report
 from appliance.probe.speeds import load_speeds, parse_speeds, save_speeds, speeds_path, why_unreadable
+from tests.builders import machine
 
 GPU = Gpu(
     index=0, name="Test", uuid="GPU-1", sm="90", vram_total_mib=1000, vram_free_mib=900, pci_bus_id="00000000:01:00.0"
 )
-HARDWARE = Hardware(
-    cpu=Cpu(model_name="test", logical=8, physical=4, quota=None, isa=("avx2",)),
-    memory=Memory(total_mib=16000, available_mib=15000, limit_mib=None, limit_used_mib=None, memlock_limit_mib=None),
-    numa=(),
-    volume=Volume(path=Path("/data"), free_mib=1000, total_mib=2000, is_writable=True),
-    gpus=GpuProbe(gpus=(GPU,), driver="580.82.07"),
-    gpu_requested=True,
-)
+HARDWARE = replace(machine(), gpus=GpuProbe(gpus=(GPU,), driver="580.82.07"), gpu_requested=True)
 SPEED = GpuSpeed(
     uuid="GPU-1",
     pinned_gb_s=55.5,

@@ -1,6 +1,6 @@
 """How many requests run side by side, and what keeps a conversation while something else is asked. Pure.
 
-What the engine does, read in its tools/server/server-context.cpp and seen (tests/integration/test_side_request.py):
+What the engine does, read in its tools/server/server-context.cpp and seen (tests/process/test_side_request.py):
 
 - A request goes to the free slot whose tokens are its beginning to more than `--slot-prompt-similarity` of its own
   length, else to the one that is unused for longest. A slot that would lose more than half of what it holds is saved

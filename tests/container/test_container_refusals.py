@@ -1,0 +1,173 @@
+"""Everything a user can get wrong, on the real image: the code, the words, and nothing lost."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+
+import docker
+import pytest
+
+from tests.container.stages.containers import IMAGE, MODEL, STRANGER, ended, started, volume, wait_for
+
+MEASURING = {"APPLIANCE_TUNE": "first"}
+
+
+@pytest.fixture(scope="module")
+def stocked() -> Iterator[str]:
+    with volume() as name:
+        yield name
+
+
+@pytest.fixture
+def empty() -> Iterator[str]:
+    with volume(model=False) as name:
+        yield name
+
+
+def put(volume_name: str, files: dict[str, bytes], *, folder: str = "models") -> None:
+    """Files of any name and content, as somebody else might have left them there."""
+    client = docker.from_env()
+    container = client.containers.create(IMAGE, volumes={volume_name: {"bind": "/data"}}, network_mode="none")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mode, entry.gid = len(data), 0o664, 0
+            archive.addfile(entry, io.BytesIO(data))
+    try:
+        container.put_archive("/data", buffer.getvalue())
+    finally:
+        container.remove(force=True)
+        client.close()
+
+
+def test_no_model(empty: str) -> None:
+    code, words = ended(empty)
+    assert code == 10
+    assert "no model was named and none is on the volume: /data/models" in words
+    assert "hint: " in words
+
+
+def test_model_that_is_not_there_names_the_near_miss(stocked: str) -> None:
+    code, words = ended(stocked, "serve", "SmolLM2-135M-Instruct.Q4_l.gguf")
+    assert code == 10
+    assert "perhaps you meant SmolLM2-135M-Instruct.Q4_1.gguf" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("0-byte", "empty"), ("png", "GGUF"), ("cut in its header", "byte"), ("cut in its weights", "byte")],
+)
+def test_damaged_model_is_30_with_the_cause(empty: str, kind: str, words: str) -> None:
+    whole = MODEL.read_bytes()
+    data = {
+        "0-byte": b"",
+        "png": b"\x89PNG\r\n\x1a\n" + bytes(64),
+        "cut in its header": whole[:1_000_000],
+        "cut in its weights": whole[:90_000_000],
+    }[kind]
+    put(empty, {"damaged.gguf": data})
+    code, said = ended(empty)
+    assert code == 30
+    assert "/data/models/damaged.gguf" in said
+    assert words in said
+
+
+def test_directory_as_model(stocked: str) -> None:
+    code, words = ended(stocked, "serve", "/data/models")
+    assert code == 30
+    assert "model is a folder: /data/models" in words
+
+
+def test_model_bigger_than_the_memory_limit(stocked: str) -> None:
+    code, words = ended(stocked, mem_limit="200m")
+    assert code == 31
+    assert "model does not fit" in words
+    assert "memory limit of this container: 200 MiB" in words
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "code", "words"),
+    [
+        (("serve", "--ctx-size", "10"), {}, 10, "ctx_size is outside 256"),
+        (("serve", "--ctx-szie", "4096"), {}, 2, "perhaps you meant '--ctx-size'"),
+        ((), {"APPLIANCE_CTX_SZIE": "4096"}, 10, "perhaps you meant 'APPLIANCE_CTX_SIZE'"),
+        (("sevre",), {}, 2, "serve"),
+    ],
+)
+def test_misspelt_settings(stocked: str, argv: tuple[str, ...], env: dict[str, str], code: int, words: str) -> None:
+    found, said = ended(stocked, *argv, env=env)
+    assert found == code
+    assert words in said
+
+
+def test_misspelt_setting_in_the_file(empty: str) -> None:
+    put(empty, {"appliance.yaml": b"ctx_szie: 4096\n"}, folder=".")
+    code, words = ended(empty)
+    assert code == 10
+    assert "perhaps you meant 'ctx_size'" in words
+
+
+def test_read_only_volume(stocked: str) -> None:
+    code, words = ended(stocked, mode="ro")
+    assert code == 50
+    assert "volume is read-only: /data" in words
+
+
+def test_full_volume() -> None:
+    code, words = ended(None, tmpfs={"/tmp": "", "/data": "size=32k,mode=0775"})
+    assert code == 50
+    assert "volume is full: /data" in words
+
+
+def test_volume_of_somebody_else() -> None:
+    code, words = ended(None, tmpfs={"/tmp": "", "/data": "uid=7777,gid=7777,mode=0700"})
+    assert code == 50
+    assert "volume is not writable by user 12345, group 0: /data belongs to 7777:7777" in words
+
+
+def test_user_without_group_0_is_told_what_to_do(empty: str) -> None:
+    code, words = ended(empty, user="12345:12345")
+    assert code == 50
+    assert "run with `--user ANY:0`" in words
+    assert STRANGER.endswith(":0")
+
+
+def test_port_taken_inside_the_container(stocked: str) -> None:
+    with started(stocked) as stage:
+        stage.wait_ready()
+        code, output = stage.container.exec_run(["appliance", "serve", "--tune", "off"])
+    assert code == 10
+    assert b"cannot listen on port 11435" in output
+
+
+def test_corrupt_profile_is_set_aside_and_measured_again(empty: str) -> None:
+    with volume() as name:
+        with started(name, env=MEASURING) as stage:
+            stage.wait_ready()
+            profile = stage.run("/bin/sh", "-c", "ls /data/profiles/*.json").strip()
+        put(name, {profile.rsplit("/", 1)[1]: b'{"schema": 1, "torn'}, folder="profiles")
+        with started(name, env=MEASURING) as stage:
+            stage.wait_ready()
+            assert "profile_set_aside" in stage.names()
+            assert "tuned" in stage.names()
+            assert ".corrupt" in stage.run("ls", "/data/profiles")
+
+
+def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
+    with started(stocked, nano_cpus=1_000_000_000, mem_limit="700m") as stage:
+        stage.wait_ready()
+        plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
+    assert plan["launch"]["threads"] == 1
+    assert plan["memory"]["total"] < 700
+    assert plan["launch"]["cache_ram_mib"] >= 128
+
+
+def test_two_first_starts_on_one_volume_measure_once() -> None:
+    with volume() as name, started(name, env=MEASURING) as one, started(name, env=MEASURING) as other:
+        one.wait_ready()
+        other.wait_ready()
+        wait_for(lambda: True, 1)
+        assert sorted("tune_start" in stage.names() for stage in (one, other)) == [False, True]

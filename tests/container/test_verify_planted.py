@@ -1,0 +1,48 @@
+"""A library of the driver left in a real image: built like any other, and caught by `verify` with its path."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker as docker_py
+import pytest
+
+from images import build, docker, matrix, verify
+from tests.container.stages.containers import IMAGE, ROOT
+
+# What a linker leaves behind that was given the toolkit's stub, and what a careless COPY of a whole folder brings.
+PLANT = "RUN cp /opt/llama/libllama.so /opt/llama/libcuda.so.1 && ln -s libcuda.so.1 /usr/lib/libcuda.so && echo {mark}"
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Iterator[build.Job]:
+    cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
+    mark = f"appliance-test-{uuid.uuid4().hex}"
+    (tmp_path / cell.folder).mkdir(parents=True)
+    lines = (f"FROM {cell.base.reference}", "USER 0", PLANT.format(mark=mark), "USER appliance", "")
+    (tmp_path / cell.folder / "Dockerfile").write_text("\n".join(lines))
+    yield build.Job(
+        cell=cell,
+        base=build.BaseChoice(identity="sha256:x", context=f"docker-image://{IMAGE}", override=IMAGE),
+        origin=build.Origin(epoch_s=build.FALLBACK_EPOCH_S, revision=None),
+        build_id="b" * 32,
+        version="0",
+        tag=f"{mark}:test",
+        archive=tmp_path / build.ARCHIVES / "o.oci.tar",
+    )
+    engine = docker.Engine()
+    if engine.image(f"{mark}:test"):
+        docker_py.from_env().images.remove(f"{mark}:test", force=True)
+    for record in engine.build_cache():
+        if mark in record.description:
+            engine.prune_cache(record.id)
+
+
+def test_a_library_of_the_driver_is_caught_in_a_built_image(tmp_path: Path, planted: build.Job) -> None:
+    engine = docker.Engine()
+    build.build(tmp_path, planted, engine)
+    found = verify.verify(ROOT, planted.cell, engine, image=planted.tag, ca_bundle=None)
+    caught = {check.name: check.detail for check in found if not check.ok}
+    assert caught["no driver library"] == "opt/llama/libcuda.so.1, usr/lib/libcuda.so"

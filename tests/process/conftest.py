@@ -1,0 +1,57 @@
+"""What tests with a real child process share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.machines import build_library
+from tests.process.stages.boot import Home
+from tests.process.stages.nvml import PutMachine, put_machine
+from tests.process.stages.supervisor import MakeCommand, fake_command
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """One measured volume for the whole run, whichever worker makes it; a test takes a copy."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    done = shared / "tuned-home"
+    with (shared / "tuned-home.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            done.write_text(str(Home.tuned(tmp_path_factory.mktemp("tuned") / "home").folder))
+    return Home(Path(done.read_text()))
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """Short, as a unix socket's path must be: pytest's own temporary folders can exceed its 108 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="sv", dir="/tmp"))
+    yield folder / "e.sock"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def make_command(socket_path: Path) -> MakeCommand:
+    return partial(fake_command, socket_path)
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler: the fake NVML is built from tests/fakes/nvml/nvml.c")
+    return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def machine_environment(nvml_library: Path, tmp_path: Path) -> PutMachine:
+    """`machine_environment("2x4090", hang__nvmlDeviceGetName=1)`: the environment of a child on that machine."""
+    return partial(put_machine, nvml_library, tmp_path)

@@ -1,0 +1,343 @@
+"""`python -m appliance serve` as a user starts it, with a folder that holds a fake engine instead of llama-server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from appliance.image_facts import CpuVariant, EngineFacts, dump_facts, parse_engine_facts
+from tests.builders import IMAGE
+
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests/fakes/fake_engine.py"
+KERNEL_CHECK = ROOT / "tests/fakes/fake_kernel_check.py"
+FLAGS = (
+    *("--model", "--alias", "--host", "--fit", "--ctx-size", "--cache-type-k", "--cache-type-v", "--flash-attn"),
+    *("--threads", "--threads-batch", "--batch-size", "--ubatch-size", "--parallel", "--cache-ram", "--log-verbosity"),
+)
+BUFFERS = (
+    "0.00.070.001 I load_tensors:   CPU_Mapped model buffer size =    92.10 MiB",
+    "0.00.085.607 I llama_kv_cache:        CPU KV buffer size =    90.00 MiB",
+    "0.00.090.110 I sched_reserve:        CPU compute buffer size =    17.51 MiB",
+    "0.00.084.300 I llama_context:        CPU  output buffer size =     0.75 MiB",
+)
+ANSWER_S = 30.0  # for what takes a second on a quiet machine
+
+
+class Home:
+    """A volume with one small model, the facts of an image, and an engine folder."""
+
+    program = "appliance"  # the module that is run
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "data"
+        self.profiles = self.data / "profiles"
+        self.starts = folder / "starts"
+        self.runs = 0
+        self.variables: Mapping[str, str] = {}  # of the machine that is described
+        self.devices = ""  # what the engine lists of its GPUs
+
+    @classmethod
+    def make(cls, folder: Path) -> Home:
+        home = cls(folder)
+        for name in ("data/models", "engine", "facts"):
+            (folder / name).mkdir(parents=True)
+        write_model(home.data / "models/small.gguf")
+        engine = EngineFacts(version="1", build=1, commit="abc", flags=FLAGS, kv_types=("f16", "q8_0"))
+        (folder / "facts/image_facts.json").write_text(dump_facts(IMAGE))
+        (folder / "facts/engine_facts.json").write_text(dump_facts(engine))
+        home.set_engine()
+        return home
+
+    @classmethod
+    def tuned(cls, folder: Path) -> Home:
+        """With a profile, made by the verb `tune`; for copies."""
+        home = cls.make(folder)
+        done = home.command("tune")
+        assert done.returncode == 0, done.stderr
+        return home
+
+    def copy(self, folder: Path) -> Home:
+        shutil.copytree(self.folder, folder)
+        home = Home(folder)
+        home.starts.unlink(missing_ok=True)
+        home.set_engine()
+        return home
+
+    def set_engine(self, *knobs: str, where: str = "") -> None:
+        """`knobs` for starts whose command line, with ` GGML_CPU_VARIANT=…` after it, holds `where`; else none."""
+        buffers = [word for line in BUFFERS for word in ("--log-line", line)]
+        # -I and -S: the fake starts in a third of the time.
+        run = shlex.join([sys.executable, "-I", "-S", str(FAKE), *buffers])
+        script = f"""#!/bin/sh
+test "$*" = --list-devices && printf '%s\\n' {shlex.quote(self.devices)} && exit
+said="$*${{GGML_CPU_VARIANT:+ GGML_CPU_VARIANT=$GGML_CPU_VARIANT}}"
+printf '%s\\n' "$said" >>{shlex.quote(str(self.starts))}
+case "$said " in
+*{shlex.quote(where)}*) exec {run} {shlex.join(knobs)} "$@" ;;
+*) exec {run} "$@" ;;
+esac
+"""
+        path = self.folder / "engine/llama-server"
+        path.write_text(script)
+        path.chmod(0o755)
+
+    def set_variants(self, *names: str) -> None:
+        """The image has these CPU variants, which any CPU runs; the last is the fastest."""
+        path = self.folder / "facts/engine_facts.json"
+        variants = tuple(CpuVariant(name=name, isa=()) for name in names)
+        path.write_text(dump_facts(replace(parse_engine_facts(path.read_text()), cpu_variants=variants)))
+
+    def set_kernel_check(self, *knobs: str) -> None:
+        """A kernel check in the engine's folder; `checked` tells of its runs."""
+        argv = [sys.executable, "-I", "-S", str(KERNEL_CHECK), "--asked", str(self.folder / "checks"), *knobs]
+        path = self.folder / "engine/kernel-check"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(argv)} "$@"\n')
+        path.chmod(0o755)
+
+    @property
+    def checked(self) -> list[str]:
+        path = self.folder / "checks"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def started(self) -> list[str]:
+        """The command lines that the engine was started with."""
+        return self.starts.read_text().splitlines() if self.starts.exists() else []
+
+    def environment(self, runtime_dir: Path, **settings: str) -> dict[str, str]:
+        found = {
+            "data_dir": str(self.data),
+            "engine_dir": str(self.folder / "engine"),
+            "facts_dir": str(self.folder / "facts"),
+            "runtime_dir": str(runtime_dir),
+            "host": "127.0.0.1",
+            "log": "json",
+            "tune": "off",  # a test of measuring says `first` or `idle`
+            # The plans of a fake engine are all as fast as each other: a tuner looks at many before it believes that.
+            "budget_s": "10",
+            **settings,
+        }
+        variables = {f"APPLIANCE_{name.upper()}": value for name, value in found.items()}
+        own = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**own, **self.variables, **variables}
+
+    def command(self, *words: str, beside: Serving | None = None, **settings: str) -> subprocess.CompletedProcess[str]:
+        """A verb that ends by itself; `beside` shares what is in /tmp, as in one container."""
+        with short_folder() as folder:
+            runtime_dir = beside.runtime_dir if beside else folder
+            return subprocess.run(
+                [sys.executable, "-m", self.program, *words],
+                env=self.environment(runtime_dir, **settings),
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=False,
+            )
+
+    def plan(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.command("plan", "--json").stdout)["plan"]
+        return found
+
+    @property
+    def key(self) -> str:
+        return (self.data / "secrets/api_key").read_text().strip()
+
+    @contextmanager
+    def serving(self, **settings: str) -> Iterator[Serving]:
+        """The appliance, killed at the end if it still runs; no key in any line that it wrote."""
+        self.runs += 1
+        log = self.folder / f"log{self.runs}"
+        with short_folder() as runtime_dir:
+            settings = {"port": str(free_port()), **settings}
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", self.program, "serve"],
+                    env=self.environment(runtime_dir, **settings),
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                )
+            serving = Serving(self, process, log, runtime_dir, int(settings["port"]))
+            try:
+                yield serving
+            finally:
+                process.kill()
+                process.wait(10)
+        if (self.data / "secrets/api_key").exists():
+            assert self.key not in log.read_text()
+
+
+class Serving:
+    """One running appliance, as seen from outside."""
+
+    def __init__(self, home: Home, process: subprocess.Popen[bytes], log: Path, runtime_dir: Path, port: int) -> None:
+        self.home = home
+        self.process = process
+        self.port = port
+        self.runtime_dir = runtime_dir
+        self._log = log
+        self._socket = runtime_dir / f"appliance-{process.pid}.sock"
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The JSON lines so far; the last one may be half written."""
+        return [json.loads(line) for line in self.text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+    def event(self, name: str, *, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """Waits for the first event of that name."""
+
+        def find() -> dict[str, Any] | None:
+            found = next((event for event in self.events if event["event"] == name), None)
+            assert found or self.process.poll() is None, f"ended without {name}: {self.text}"
+            return found
+
+        event: dict[str, Any] = eventually(find, timeout_s=timeout_s, what=lambda: f"event {name} in {self.text}")
+        return event
+
+    def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> tuple[int, Any]:
+        """Status and JSON; (0, None) when nobody listens or the connection breaks."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            reply = connection.getresponse()
+            return reply.status, json.loads(reply.read())
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
+    def chat(self, *, key: str | None = None) -> tuple[int, Any]:
+        body = {"messages": [{"role": "user", "content": "hello there"}]}
+        return self.ask("POST", "/v1/chat/completions", body, key=key or self.home.key)
+
+    def document(self, name: str) -> Any:
+        status, document = self.ask("GET", f"/appliance/v1/{name}", key=self.home.key)
+        assert status == 200, document
+        return document
+
+    def stream(self) -> socket.socket:
+        """A streamed chat, begun; the caller reads and closes."""
+        data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self.home.key}\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+        return connection
+
+    def wait_ready(self) -> None:
+        self.event("listening")
+        is_ready = lambda: self.ask("GET", "/health/ready")[0] == 200 or self.process.poll() is not None  # noqa: E731
+        eventually(is_ready, what=lambda: f"readiness: {self.text}")
+        assert self.process.poll() is None, self.text
+
+    def engine_requests(self) -> Mapping[str, int]:
+        """How often the engine that runs now was asked for what."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(10)
+            connection.connect(str(self._socket))
+            connection.sendall(b"GET /fake/requests HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            received = b"".join(iter(lambda: connection.recv(65536), b""))
+        counts: Mapping[str, int] = json.loads(received.partition(b"\r\n\r\n")[2])["counts"]
+        return counts
+
+    def engine_pids(self) -> list[int]:
+        """Of every process that has a socket of this appliance in its command line: it serves, or it is measured."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue  # gone since the list was made
+            ours = str(self._socket).removesuffix(".sock").encode()
+            if any(word.startswith(ours) and word.endswith(b".sock") for word in words):
+                found.append(int(path.parent.name))
+        return found
+
+    def wait_exit(self, *, timeout_s: float = ANSWER_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def terminate(self) -> float:
+        """SIGTERM; the seconds until it ended, which it must with 0 and without an engine."""
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.wait_exit() == 0, self.text
+        seconds = time.monotonic() - began
+        assert self.engine_pids() == []
+        return seconds
+
+
+def eventually(ask: Callable[[], Any], *, timeout_s: float = ANSWER_S, what: Callable[[], str] = str) -> Any:
+    """The first true answer; fails after `timeout_s`, saying `what` did not come."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := ask()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what()}"
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A unix socket's path may have 107 bytes, and pytest's own folders can be longer."""
+    folder = Path(tempfile.mkdtemp(prefix="ap", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def write_model(path: Path, context: int = 4096) -> None:
+    """A model of zeros."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(context)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(8)
+    writer.add_head_count_kv(2)
+    writer.add_token_list([f"token{number}" for number in range(100)])
+    for name in ("token_embd.weight", "output.weight"):
+        writer.add_tensor(name, np.zeros((100, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

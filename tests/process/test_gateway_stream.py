@@ -1,0 +1,248 @@
+"""The data path: what the SDK sees, what passes, who is told when somebody leaves or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
+
+MESSAGES: Any = [{"role": "user", "content": "one two three"}]
+CHAT = {"model": "demo", "messages": MESSAGES}
+STREAM = {**CHAT, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with on_stage("fake_engine.py", "--alias", "demo", "--chunks", "6", "--chunk-interval", "0.02") as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[Stage]:
+    with on_stage("odd_engine.py") as stage:
+        yield stage
+
+
+@pytest.fixture
+def endless() -> Iterator[Stage]:
+    with on_stage("fake_engine.py", "--chunks", "100000", "--chunk-interval", "0.02") as stage:
+        yield stage
+
+
+# As it should be
+
+
+def test_the_sdk_chats(stage: Stage) -> None:
+    with stage.openai() as client:
+        reply = client.chat.completions.create(model="demo", messages=MESSAGES)
+        assert reply.choices[0].message.content == "one two three"
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.embeddings.create(model="demo", input="a", encoding_format="float").data[0].embedding == [0, 1]
+
+
+def test_the_sdk_streams(stage: Stage) -> None:
+    with (
+        stage.openai() as client,
+        client.chat.completions.create(model="demo", messages=MESSAGES, stream=True) as events,
+    ):
+        text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text == "one two three one two three "
+
+
+def test_chunks_pass_as_they_arrive(stage: Stage) -> None:
+    with stage.post("/v1/chat/completions", STREAM) as connection:
+        first = read_until(connection, b"one")
+        assert b"[DONE]" not in first
+        rest = read_until(connection, b"[DONE]")
+    head = first.partition(b"\r\n\r\n")[0].lower()
+    assert b"content-type: text/event-stream" in head
+    assert b"transfer-encoding: chunked" in head
+    assert (first + rest).count(b'"content": "one "') == 2
+
+
+def test_an_error_of_the_engine_passes_untouched(stage: Stage) -> None:
+    answer = stage.ask("POST", "/v1/chat/completions", b"{not json")
+    assert answer.status == 400
+    assert answer.json["error"]["message"].startswith("[json.exception.parse_error.101]")
+    assert "x-appliance-error" not in answer.headers
+
+
+async def test_64_streams_at_once(stage: Stage) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def stream(index: int) -> str:
+            body = {"messages": [{"role": "user", "content": f"stream{index}"}], "stream": True}
+            url, headers = f"{stage.url}/v1/chat/completions", {"Authorization": f"Bearer {KEY}"}
+            async with session.post(url, json=body, headers=headers) as response:
+                return await response.text()
+
+        texts = await asyncio.gather(*(stream(index) for index in range(64)))
+    for index, text in enumerate(texts):
+        assert text.count(f'"content": "stream{index} "') == 6
+        assert text.endswith("data: [DONE]\n\n")
+
+
+def test_kept_connections_serve_again(stage: Stage) -> None:
+    request = f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+    with stage.raw(request) as connection:
+        for _ in range(3):
+            assert b"HTTP/1.1 200 " in read_until(connection, b"}]}")
+            connection.sendall(request)
+
+
+def test_what_does_not_pass_and_what_does(odd: Stage) -> None:
+    answer = odd.ask("POST", "/tokenize", {"act": "headers"}, headers={"Origin": "https://evil.example"})
+    assert set(answer.headers) == {"content-type", "content-length", "x-custom", "date"}
+
+
+def test_a_compressed_reply_stays_compressed(odd: Stage) -> None:
+    answer = odd.ask("POST", "/tokenize", {"act": "compressed"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert gzip.decompress(answer.body) == b'{"squeezed":true}'
+
+
+def test_a_reply_too_long_to_hold(odd: Stage) -> None:
+    answer = odd.ask("POST", "/v1/embeddings", {"act": "big"})
+    assert len(answer.body) == int(answer.headers["content-length"]) == 16 * 2**20
+
+
+def test_a_redirect_is_not_followed(odd: Stage) -> None:
+    assert odd.ask("POST", "/tokenize", {"act": "redirect"}).status == 302
+
+
+# The client leaves
+
+
+def test_a_streaming_client_leaves(endless: Stage) -> None:
+    with endless.post("/v1/chat/completions", STREAM) as connection:
+        read_until(connection, b"two")
+        assert endless.engine_saw()["open_streams"] == 1
+    assert eventually(lambda: endless.engine_saw()["disconnects"] == 1) < 1.0
+    assert endless.engine_saw()["open_streams"] == 0
+
+
+def test_the_sdk_leaves(endless: Stage) -> None:
+    with endless.openai() as client:
+        events = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+        next(iter(events))
+        events.close()
+        assert eventually(lambda: endless.engine_saw()["disconnects"] == 1) < 1.0
+
+
+def test_a_waiting_client_leaves(odd: Stage) -> None:
+    before = odd.engine_saw()
+    with odd.post("/v1/chat/completions", {"act": "slow"}):
+        eventually(lambda: odd.engine_saw()["working"] > before["working"])
+    assert eventually(lambda: odd.engine_saw()["disconnects"] > before["disconnects"]) < 1.0
+    text = odd.ask("GET", "/metrics").body.decode()
+    assert 'appliance_requests_total{method="POST",route="/v1/chat/completions",status="499"}' in text
+
+
+def test_a_client_leaves_while_it_sends(odd: Stage) -> None:
+    before = odd.engine_saw()["working"]
+    head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
+    with odd.raw(head.encode() + b'{"act"'):
+        eventually(lambda: b"appliance_requests_in_flight 1.0" in odd.ask("GET", "/metrics").body)
+    eventually(lambda: b"appliance_requests_in_flight 0.0" in odd.ask("GET", "/metrics").body)
+    assert odd.engine_saw()["working"] == before
+
+
+def test_a_slow_reader_slows_the_engine(odd: Stage) -> None:
+    with odd.post("/v1/chat/completions", {"act": "flood"}) as connection:
+        read_until(connection, b"data: ")
+        seen = settled(lambda: int(odd.engine_saw()["flooded_bytes"]))
+        assert 0 < seen < 32 * 2**20
+        connection.settimeout(20)
+        rest = read_until_end_of_chunks(connection)
+    assert rest > 32 * 2**20
+    assert odd.engine_saw()["flooded_bytes"] == 64 * 2**20
+
+
+# The engine dies
+
+
+def test_the_engine_is_not_there() -> None:
+    with on_stage() as stage:
+        answer = stage.ask("POST", "/v1/chat/completions", CHAT)
+    assert (answer.status, answer.error["code"]) == (503, "engine_died")
+    assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("act", ["nothing", "torn_reply"])
+def test_the_engine_dies_before_its_reply_is_whole(odd: Stage, act: str) -> None:
+    answer = odd.ask("POST", "/v1/chat/completions", {"act": act})
+    assert (answer.status, answer.error["code"]) == (502, "engine_died")
+    assert answer.error["type"] == "service_unavailable"
+
+
+def test_the_engine_dies_for_good() -> None:
+    with on_stage("fake_engine.py", "--die-on-request") as stage:
+        assert stage.ask("POST", "/v1/chat/completions", CHAT).status == 502
+        assert stage.engine
+        stage.engine.wait(10)  # its connections end a moment before its socket does
+        assert stage.ask("POST", "/v1/chat/completions", CHAT).status == 503
+
+
+def test_the_engine_dies_in_a_stream() -> None:
+    with on_stage("fake_engine.py", "--die-on-request", "2") as stage, stage.openai() as client:
+        events = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError, match="the engine ended while it worked on this request") as caught:
+            list(events)
+        assert caught.value.code == "engine_died"
+
+
+def test_an_event_is_cut_in_the_middle(odd: Stage) -> None:
+    events = odd.ask("POST", "/v1/chat/completions", {"act": "torn_event"}).body.split(b"\n\n")
+    assert events[:2] == [b'data: {"choices":[]}', b'data: {"cho']
+    assert json.loads(events[2].removeprefix(b"data: "))["error"]["code"] == "engine_died"
+    assert events[3:] == [b""]
+
+
+def test_an_anthropic_stream_is_told_in_its_own_words(odd: Stage) -> None:
+    body = odd.ask("POST", "/v1/messages", {"act": "torn_event"}).body
+    name, data = body.rstrip(b"\n").split(b"\n")[-2:]
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: "))["type"] == "error"
+
+
+def test_a_body_that_can_hold_no_error_stays_torn(odd: Stage) -> None:
+    with odd.post("/v1/audio/transcriptions", {"act": "torn_bytes"}) as connection:
+        received = read_all(connection)
+    assert received.endswith(b"4\r\nRIFF\r\n")
+
+
+# Helpers of the flood
+
+
+def settled(figure: Callable[[], int], quiet_s: float = 0.5) -> int:
+    """The first value that stays the same for `quiet_s`: every buffer on the way is full then."""
+    value, since = figure(), time.monotonic()
+
+    def is_quiet() -> bool:
+        nonlocal value, since
+        if (now := figure()) != value:
+            value, since = now, time.monotonic()
+        return time.monotonic() - since > quiet_s
+
+    eventually(is_quiet, timeout_s=10.0)
+    return value
+
+
+def read_until_end_of_chunks(connection: socket.socket) -> int:
+    """The number of bytes up to the last chunk of a chunked body."""
+    count, tail = 0, b""
+    while not tail.endswith(b"\r\n0\r\n\r\n"):
+        data = connection.recv(2**20)
+        assert data
+        count, tail = count + len(data), (tail + data)[-16:]
+    return count

@@ -1,0 +1,194 @@
+"""`make up`'s last step against an engine with knobs: whatever goes wrong is said in words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.fake_docker import TOKEN_S
+
+ROOT = Path(__file__).parents[2]
+FAKE = ROOT / "tests/fakes/fake_docker.py"
+
+
+@contextmanager
+def engine(*knobs: str) -> Iterator[str]:
+    with subprocess.Popen([sys.executable, str(FAKE), *knobs], stdout=subprocess.PIPE, text=True) as fake:
+        try:
+            assert fake.stdout
+            yield fake.stdout.readline().strip()
+        finally:
+            fake.kill()
+
+
+@contextmanager
+def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, killed at the end if it still runs."""
+    argv = [sys.executable, "-m", "appliance.host.up", "c1", *words]
+    environment = {**os.environ, "DOCKER_HOST": address}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_ctrl_c, stdout=pipe, stderr=pipe
+    ) as program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+def hear_ctrl_c() -> None:
+    """A shell starts what it puts into the background deaf to it, and so would be all that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ended(*knobs: str, words: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    with engine(*knobs) as address, begin(address, *words) as program:
+        out, err = program.communicate(timeout=30)
+    assert "Traceback" not in err, err
+    return program.returncode, out, err
+
+
+def test_it_asks_and_reports() -> None:
+    code, out, err = ended()
+    assert code == 0, err
+    assert "It guides ships at night." in out
+    rate = re.search(r"\(5 tokens at ([0-9.]+) tok/s\)", out)
+    assert rate
+    assert 0 < float(rate[1]) <= 1 / TOKEN_S
+    assert "speed     10 tok/s\n" in out
+    assert "in the profile on the volume" in out
+
+
+@pytest.mark.parametrize("state", ["waiting", "measuring"])
+def test_the_first_answer_comes_with_the_predicted_speed_and_that_measuring_goes_on(state: str) -> None:
+    code, out, err = ended("--tuning", state)
+    assert code == 0, err
+    assert "It guides ships at night." in out
+    assert "speed     predicted: 12 tok/s of decode" in out
+    assert "measuring goes on while nobody asks" in out
+    assert "`make up WAIT=tuned` waits for it" in out
+
+
+def test_without_measuring_nothing_is_said_to_go_on() -> None:
+    code, out, err = ended("--tuning", "off")
+    assert code == 0, err
+    assert "by prediction; nothing is measured" in out
+    assert "goes on" not in out
+
+
+def test_where_no_measured_plan_fits_the_speed_is_predicted_and_that_is_said() -> None:
+    code, out, err = ended("--status-document", "unfit")
+    assert code == 0, err
+    assert "speed     predicted: 12 tok/s of decode" in out
+    assert "by prediction; no plan that was measured fits now" in out
+
+
+def test_who_waits_for_measuring_gets_the_measured_plan() -> None:
+    code, out, err = ended("--tuning", "waiting", words=("--wait", "tuned"))
+    assert code == 0, err
+    assert "measuring: 1 measurements so far" in err
+    assert "speed     10 tok/s\n" in out
+    assert "predicted" not in out
+
+
+@pytest.mark.parametrize(
+    ("state", "expected", "hint"), [("off", 10, "APPLIANCE_TUNE=idle"), ("failed", 43, "docker logs")]
+)
+def test_a_wait_without_an_end_is_refused(state: str, expected: int, hint: str) -> None:
+    code, _, err = ended("--tuning", state, words=("--wait", "tuned"))
+    assert code == expected
+    assert f"error: waiting for measuring has no end: it is {state}" in err
+    assert hint in err
+
+
+def test_another_word_to_wait_for_is_usage() -> None:
+    code, _, err = ended(words=("--wait", "forever"))
+    assert code == 2
+    assert "invalid choice: 'forever'" in err
+
+
+@pytest.mark.parametrize("ports", ["exposed", "absent", "none"])
+def test_a_port_that_is_not_published_is_said_once(ports: str) -> None:
+    code, _, err = ended("--ports", ports)
+    assert code == 10
+    assert err.count("error: the container publishes no port 11435/tcp: one") == 1
+    assert "hint: start it with -p 127.0.0.1:11435:11435" in err
+
+
+@pytest.mark.parametrize(("document", "shown"), [("error", "shutting down"), ("list", "{}")])
+def test_another_document_than_the_status_is_shown(document: str, shown: str) -> None:
+    code, _, err = ended("--status-document", document)
+    assert code == 43
+    assert "error: the container does not tell its state: no chosen, context" in err
+    assert shown in err
+    assert "docker logs one" in err
+
+
+def test_of_an_answer_that_came_at_once_no_speed_is_said() -> None:
+    code, out, err = ended("--answer", "at-once")
+    assert code == 0, err
+    assert "It guides ships at night.  (5 tokens)\n" in out
+
+
+def test_an_answer_that_breaks_off_is_43_with_what_was_said() -> None:
+    code, out, err = ended("--answer", "error")
+    assert (code, out) == (43, "")
+    assert "error: the answer is not what was expected: data: {" in err
+    assert "shutting down" in err
+
+
+def test_a_container_that_is_removed_meanwhile_is_said() -> None:
+    code, _, err = ended("--ready", "0", "--gone-after", "3")
+    assert code == 10
+    assert "error: no such container: c1" in err
+
+
+def test_an_engine_that_fails_is_said() -> None:
+    code, _, err = ended("--ready", "0", "--break-after", "3")
+    assert code == 10
+    assert "error: Docker does not answer as it should" in err
+    assert "the disk of the engine is full" in err
+
+
+def test_no_engine_at_all_is_said() -> None:
+    with begin("tcp://127.0.0.1:1") as program:
+        _, err = program.communicate(timeout=30)
+    assert program.returncode == 10
+    assert "error: Docker does not answer as it should" in err
+    assert "Traceback" not in err
+
+
+def test_an_engine_that_vanishes_is_said() -> None:
+    with ExitStack() as stack:
+        with engine("--ready", "0") as address:
+            program = stack.enter_context(begin(address))
+            wait_for_words(program, "loading the model")
+        _, err = program.communicate(timeout=30)
+    assert program.returncode == 10
+    assert "error: Docker does not answer as it should" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    with engine("--ready", "0") as address, begin(address) as program:
+        wait_for_words(program, "loading the model")
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=30)
+    assert program.returncode == 130
+    assert "Traceback" not in err
+
+
+def wait_for_words(program: subprocess.Popen[str], words: str) -> None:
+    assert program.stderr
+    for line in program.stderr:
+        if words in line:
+            return
+    pytest.fail(f"it never said: {words}")

@@ -1,0 +1,137 @@
+"""Described machines through a real libnvidia-ml, nvidia-ml-py and the real child: what is there is what is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pynvml  # type: ignore[import-untyped]
+import pytest
+
+from appliance.probe import Gpu, GpuProbe
+from appliance.probe.nvidia import query_gpus
+from tests.fakes.machines import MACHINES, SOURCE, gpus_of
+from tests.process.stages.nvml import PutMachine
+
+
+def ask(environment: Any, timeout_s: float = 60.0) -> GpuProbe:
+    return query_gpus(Path("/"), environment, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_described_machine_is_found_as_it_is(machine_environment: PutMachine, name: str) -> None:
+    found = ask(machine_environment(name))
+    assert (found.problem, found.driver, found.cuda_driver) == (None, MACHINES[name]["driver"], MACHINES[name]["cuda"])
+    assert found.gpus == gpus_of(name)
+
+
+def test_published_bandwidths_come_out_of_clock_and_bus() -> None:
+    """GB/s that NVIDIA prints for these cards."""
+    published = {"2x2080ti-22g": 616, "2x4090": 1008, "24+8": 936, "t4": 320, "laptop-5060": 384}
+    assert {name: round(gpus_of(name)[0].bandwidth_gb_s or 0) for name in published} == published
+
+
+def test_a_slice_has_its_own_share(machine_environment: PutMachine) -> None:
+    large, small = ask(machine_environment("a100-mig")).gpus
+    assert (large.mig_profile, small.mig_profile) == ("3g.40gb", "1g.10gb")
+    assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
+
+
+def test_a_gpu_in_mig_mode_without_slices_cannot_be_used(machine_environment: PutMachine) -> None:
+    found = ask(machine_environment("h200", gpu__0__mig_mode=1, gpu__0__mig_max=7))
+    assert (found.gpus, found.warnings) == ((), ("GPU 0 is in MIG mode and has no slices: it cannot be used",))
+
+
+def test_a_chip_that_shares_the_host_s_memory_has_none_of_its_own(machine_environment: PutMachine) -> None:
+    """Some drivers answer with the host's memory."""
+    found = ask(machine_environment("gb10", gpu__0__memory_total=128 << 30, gpu__0__memory_free=100 << 30)).gpus[0]
+    assert (found.is_unified, found.vram_total_mib, found.bandwidth_gb_s) == (True, None, 273.0)
+
+
+def test_the_second_count_of_memory_is_used_where_the_driver_has_it(machine_environment: PutMachine) -> None:
+    name, missing = "24+8", {"return__nvmlDeviceGetMemoryInfo_v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    assert ask(machine_environment(name, **missing)).gpus == gpus_of(name)
+
+
+def test_all_that_may_be_unsupported_is_unknown(machine_environment: PutMachine) -> None:
+    functions = set(re.findall(r"^(?:int |UNSIGNED\()(nvmlDevice\w+)", SOURCE.read_text(), re.MULTILINE))
+    needed = {"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"}
+    silent = {f"return__{name}": pynvml.NVML_ERROR_NOT_SUPPORTED for name in functions - needed}
+    assert len(silent) > 20
+    nothing: dict[str, Any] = dict.fromkeys(("name", "uuid", "sm", "vram_total_mib", "vram_free_mib", "pci_bus_id"))
+    assert ask(machine_environment("2x4090", **silent)).gpus == (Gpu(index=0, **nothing), Gpu(index=1, **nothing))
+
+
+def test_counts_that_cannot_be(machine_environment: PutMachine) -> None:
+    found = ask(machine_environment("2x4090", gpu__0__mig_mode=1, gpu__0__mig_max=2**32 - 1, gpus=2**32 - 1))
+    assert found.gpus[:1] == gpus_of("2x4090")[1:]
+    assert found.warnings[0] == f"NVML counts {2**32 - 1} GPUs: only the first 256 are asked"
+
+
+def test_a_slice_whose_memory_only_its_attributes_tell(machine_environment: PutMachine) -> None:
+    silent = {
+        f"gpu__0__mig__1__return__{name}": 3 for name in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2")
+    }
+    small = ask(machine_environment("a100-mig", **silent)).gpus[1]
+    assert (small.vram_total_mib, small.vram_free_mib, small.bandwidth_gb_s) == (9728, None, 2039.04 / 8)
+
+
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST])
+def test_one_lost_gpu_does_not_cost_the_other(machine_environment: PutMachine, code: int) -> None:
+    lost, other = ask(machine_environment("2x4090", gpu__0__return__nvmlDeviceGetHandleByIndex_v2=code)).gpus
+    assert (lost.name, lost.vram_total_mib) == (None, None)
+    assert other == gpus_of("2x4090")[1]
+
+
+def test_names_that_are_not_utf_8_are_unknown(machine_environment: PutMachine) -> None:
+    card = ask(machine_environment("4090-shared", gpu__0__name=r"\xff\xfe", process__4242=r"/opt/\xff")).gpus[0]
+    assert (card.name, card.holders[0].name, card.holders[0].used_mib) == (None, None, 14500)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "timeout_s", "problem"),
+    [
+        ({"crash__nvmlDeviceGetName": 1}, 60, "the NVML child ended with -11"),
+        ({"hang__nvmlDeviceGetCount_v2": 1}, 3, "NVML did not answer within 3 s: the driver hangs"),
+        ({"return__nvmlInitWithFlags": 18}, 60, "NVML: RM has detected an NVML/RM version mismatch"),
+        ({"return__nvmlInitWithFlags": 9}, 60, "NVML: Driver Not Loaded"),
+        ({"return__nvmlDeviceGetCount_v2": 999}, 60, "NVML: Unknown Error"),
+    ],
+)
+def test_a_driver_in_trouble_is_a_problem_in_words(
+    machine_environment: PutMachine, knobs: dict[str, Any], timeout_s: float, problem: str
+) -> None:
+    found = ask(machine_environment("2x4090", **knobs), timeout_s)
+    assert found.gpus == ()
+    assert (found.problem or "").startswith(problem)
+
+
+def test_a_library_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+    found = ask({**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
+    assert (found.problem or "").startswith("NVML: ")
+
+
+def test_a_library_on_the_volume_is_not_loaded(machine_environment: PutMachine, tmp_path: Path) -> None:
+    """Though it comes first in what the child would inherit, as its loader would have it."""
+    described = machine_environment("2x4090")
+    (tmp_path / "data/lib").mkdir(parents=True)
+    (tmp_path / "data/lib/libnvidia-ml.so.1").write_text("not a library")
+    named = {**described, "LD_LIBRARY_PATH": f"{tmp_path}/data/lib:{described['LD_LIBRARY_PATH']}"}
+    assert (ask(named).problem or "").startswith("NVML: ")
+    found = query_gpus(Path("/"), named, tmp_path / "data", timeout_s=60)
+    assert (found.problem, found.gpus) == (None, gpus_of("2x4090"))
+    assert f"{tmp_path}/data/lib, which holds libnvidia-ml.so.1 and is not used: it is on" in found.warnings[-1]
+    nowhere = query_gpus(tmp_path, {"LD_LIBRARY_PATH": f"{tmp_path}/data/lib"}, tmp_path / "data", child=("/nowhere",))
+    assert (nowhere.problem, nowhere.warnings) == (None, found.warnings[-1:])
+
+
+def test_a_child_that_prints_garbage(nvml_library: Path) -> None:
+    environment = {"LD_LIBRARY_PATH": str(nvml_library.parent)}
+    found = query_gpus(Path("/"), environment, child=(sys.executable, "-c", "print('hello')"))
+    assert (found.problem or "").startswith("the NVML child printed no report")
+    missing = query_gpus(Path("/"), environment, child=("/nowhere/python",))
+    assert (missing.problem or "").startswith("the NVML child could not be started")

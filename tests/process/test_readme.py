@@ -1,0 +1,230 @@
+"""What the pages print works as it stands there, on a machine without an activated environment.
+
+Commands that change nothing are run, with `--dry-run` where they have it; of the others every word is checked by the
+parser that would read it. What is not run is listed with the reason, as a skipped test.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from appliance.__main__ import _parse
+from images.__main__ import _parser
+from tests.process.stages.gateway import KEY, on_stage
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/figures.md", "images/README.md")
+BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")
+# Inside a line: a program and what it is told; `docker run` and `python3 -m images` alone are names.
+SPAN = re.compile(r"`((?:python\d? -m (?:images \S|benchmarks\.\w)|(?!python|docker run`)\w+ )[^`]*)`")
+PLACEHOLDERS = re.compile(r"[A-Z][A-Z_]{3,}|[A-Z]…|…|REGISTRY|registry\.example")
+# Of the rest, with --dry-run, is asked what every machine can say.
+NOT_RUN = {
+    "select": "asks nvidia-smi of this machine",
+    "fetch": "fetches from a package registry",
+    "lock": "asks a package registry",
+    "sbom": "needs the image",
+    "gate": "needs a file with GPU code",
+    "gaps": "needs the wheels of an engine",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: int
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """Without what the shell takes: comments, and where input comes from."""
+        return shlex.split(re.sub(r"\[[^]]*\]", "", self.text.partition(" <")[0]), comments=True)
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def commands() -> Iterator[Command]:
+    for page in PAGES:
+        lines = (ROOT / page).read_text().splitlines()
+        for number, line in enumerate(lines, 1):
+            if line.startswith("    ") and line.strip().split(" ")[0] in BEGINS:
+                yield Command(page, number, _whole(lines[number - 1 :]))
+            elif not line.startswith("    "):
+                for span in SPAN.findall(line):
+                    if span.split()[0] in BEGINS:
+                        yield Command(page, number, span)
+
+
+def _whole(lines: list[str]) -> str:
+    """With the lines that it goes on in."""
+    text = lines[0].strip()
+    for line in lines[1:]:
+        if not text.endswith("\\"):
+            break
+        text = text[:-1] + line.strip()
+    return text
+
+
+ALL = list(commands())
+
+
+def those(*begin: str) -> list[Command]:
+    return [command for command in ALL if tuple(command.words[: len(begin)]) == begin]
+
+
+def test_there_are_commands_of_each_kind() -> None:
+    assert all(
+        those(*begin) for begin in (("make",), ("python3", "-m", "images"), ("docker", "run"), ("docker", "exec"))
+    )
+
+
+@pytest.mark.parametrize("command", ALL, ids=str)
+def test_one_way_everywhere(command: Command) -> None:
+    """`python` is not there on Debian, `pip` and `uv` would need an environment."""
+    assert command.words[0] in ("make", "python3", "docker", "appliance"), f"{command}: another way to start it"
+    if command.words[0] == "python3":
+        assert command.words[1] == "-m"
+        assert command.words[2] == "images" or command.words[2].startswith("benchmarks."), command
+
+
+@pytest.mark.parametrize("command", those("make"), ids=str)
+def test_make_knows_it(command: Command) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", those("python3", "-m", "images"), ids=str)
+def test_images_understands_it_and_does_it(command: Command) -> None:
+    words = command.words[3:]
+    if "|" in words[0]:  # the list of verbs
+        assert set(words[0].split("|")) <= set(re.findall(r"[a-z-]+", _parser().format_help()))
+        return
+    options = _parser().parse_args(words)
+    verb = words[0]
+    if PLACEHOLDERS.search(" ".join(words)):
+        pytest.skip(f"not run: it has a placeholder: {command.text}")
+    if verb in NOT_RUN and "--driver" not in words:
+        pytest.skip(f"not run: {NOT_RUN[verb]}: {command.text}")
+    if "--reproduce" in words:
+        pytest.skip(f"not run: it builds twice: {command.text}")
+    if not options.dry_run and verb not in ("list", "explain", "select"):
+        words = [*words, "--dry-run"]
+    done = images(*words)
+    # 10: `explain` of a cell that cannot exist, which is what the page shows.
+    assert done.returncode in ((0, 10) if verb == "explain" else (0,)), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def images(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "images", *words]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "command", [command for command in those("python3", "-m") if command.words[2] != "images"], ids=str
+)
+def test_a_benchmark_takes_these_words(command: Command) -> None:
+    argv = [sys.executable, *command.words[1:], "--help"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(words_with_dashes(command.words)) <= set(re.findall(r"--[a-z-]+", done.stdout))
+    pytest.skip(f"not run: it measures for minutes: {command.text}")
+
+
+def words_with_dashes(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--")]
+
+
+@pytest.mark.parametrize("command", [*those("docker"), *those("appliance")], ids=str)
+def test_the_command_line_inside_the_image_understands_it(command: Command) -> None:
+    words = command.words
+    if words[:2] == ["docker", "exec"]:
+        inner = words[words.index("appliance") + 1 :]
+    elif words[:2] == ["docker", "run"]:
+        (at, *_) = (at for at, word in enumerate(words) if re.match(r"appliance(/\w+)?(:[\w-]+)?$", word))
+        inner = words[at + 1 :]
+    elif words[0] == "appliance":
+        inner = words[1:]
+    else:
+        pytest.skip(f"not ours: {command.text}")
+    if "--help" in inner:
+        with pytest.raises(SystemExit) as ended:
+            _parse(inner)
+        assert ended.value.code == 0
+    else:
+        _parse(inner or ["serve"])
+    pytest.skip(f"not run: it needs a container: {command.text}")
+
+
+def test_the_python_snippet_runs() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with on_stage("fake_engine.py", "--alias", "demo") as stage:
+        mine = snippet.replace("http://127.0.0.1:11435", stage.url).replace('api_key="…"', f'api_key="{KEY}"')
+        assert mine.count(stage.url) == mine.count(KEY) == 1
+        done = subprocess.run([sys.executable, "-c", mine], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['demo']\n", done.stderr
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What hands over, and a `make venv` whose Python says what it was asked to run."""
+    (tmp_path / "images").mkdir()
+    for name in ("images/__init__.py", "images/own_python.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "images/__main__.py").write_text("import images.own_python\nimport jinja2\n")
+    script = '#!/bin/sh\\necho ran "$$@"\\n'
+    recipe = f"\t@echo making it with $(PYTHON)\n\t@mkdir -p .venv/bin && printf '{script}' >.venv/bin/python\n"
+    (tmp_path / "Makefile").write_text(f"venv:\n{recipe}\t@chmod +x .venv/bin/python\n")
+    return tmp_path
+
+
+def bare(clone: Path, *words: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
+    """-S: without what is installed beside the standard library."""
+    argv = [sys.executable, "-S", "-m", "images", *words]
+    env = {"PATH": path}
+    return subprocess.run(argv, cwd=clone, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_bare_python_makes_the_environment_and_hands_over(clone: Path) -> None:
+    done = bare(clone, "select", "--gpu", "RTX 5090")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "ran -S -m images select --gpu RTX 5090\n"
+    assert done.stderr == f"making it with {sys.executable}\n", "stdout is data"
+
+
+def test_an_environment_that_cannot_be_made_is_said(clone: Path) -> None:
+    (clone / "Makefile").write_text("venv:\n\t@echo no such mirror >&2; false\n")
+    done = bare(clone, "list")
+    assert done.returncode == 60
+    assert "no such mirror" in done.stderr
+    assert "error: the Python environment cannot be made: make venv ended with an error" in done.stderr
+    assert "hint: " in done.stderr
+
+
+def test_without_make_it_is_said_what_is_missing(clone: Path) -> None:
+    done = bare(clone, "list", path=str(clone))
+    assert done.returncode == 60
+    assert f"error: {sys.executable} lacks docker, jinja2" in done.stderr
+    assert "hint: install make" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_environment_that_lacks_something_itself_does_not_hand_over_again(clone: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(clone / ".venv")], check=True, timeout=60)
+    argv = [str(clone / ".venv/bin/python"), "-m", "images", "list"]
+    done = subprocess.run(argv, cwd=clone, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 60
+    assert "error: the Python environment is damaged: " in done.stderr
+    assert "hint: rm -r .venv, then make venv" in done.stderr

@@ -1,0 +1,245 @@
+"""Two models behind one gateway, each with a volume, a profile and an engine program of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from appliance.gateway.server import Gateway
+from appliance.report import Report
+from appliance.serve.choose import start_from_profile
+from appliance.serve.listen import open_gateway
+from appliance.serve.run import serve_model
+from appliance.serve.served_model import ServedModel, open_model
+from appliance.serve.stop import stoppable
+from appliance.settings import load_settings
+from tests.process.stages.boot import Home, free_port, short_folder
+from tests.process.stages.engine import session_with
+from tests.process.stages.supervisor import eventually
+
+NAMES = ("left", "right")
+MESSAGES: Any = [{"role": "user", "content": "one two three"}]
+LIMIT_S = 60.0
+
+
+class Front:
+    """What a client sees, and the models behind it."""
+
+    def __init__(self, homes: Sequence[Home], models: Sequence[ServedModel], gateway: Gateway) -> None:
+        self.left, self.right = models
+        self.gateway = gateway
+        self.key = homes[0].key
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.key}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, self.url + path, data=data, headers=headers) as reply,
+        ):
+            return reply.status, await reply.json()
+
+    async def chat(self, name: str) -> tuple[int, Any]:
+        return await self.ask("POST", "/v1/chat/completions", {"model": name, "messages": MESSAGES})
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=30)
+
+
+async def engine_saw(served: ServedModel) -> list[dict[str, Any]]:
+    """POSTs that the engine of this model was sent."""
+    assert served.host.plan is not None
+    command = served.command(served.host.plan, served.socket_path)
+    async with session_with(command) as session, session.get("http://engine/fake/requests") as reply:
+        seen: list[dict[str, Any]] = (await reply.json())["requests"]
+    return [request for request in seen if request["method"] == "POST"]
+
+
+def pid_of(served: ServedModel) -> int:
+    assert served.host.supervisor is not None
+    assert served.host.supervisor.pid is not None
+    return served.host.supervisor.pid
+
+
+@asynccontextmanager
+async def one_gateway(homes: Sequence[Home]) -> AsyncIterator[Front]:
+    """Both are ready. What went wrong with one of them comes out at the end."""
+    with short_folder() as runtime_dir:
+        models = list(_opened(homes, runtime_dir))
+        report = Report("json", StringIO())
+        async with (
+            asyncio.timeout(LIMIT_S),
+            stoppable(report, *models),
+            open_gateway(models[0].settings, report, *models) as gateway,
+            _served(models, gateway) as tasks,
+        ):
+            front = Front(homes, models, gateway)
+            await eventually(lambda: _is_ready(front, tasks), timeout_s=30)
+            yield front
+
+
+def _opened(homes: Sequence[Home], runtime_dir: Path) -> Iterator[ServedModel]:
+    port = str(free_port())
+    for number, (home, name) in enumerate(zip(homes, NAMES, strict=True)):
+        environment = home.environment(runtime_dir, alias=name, port=port, drain_s="0.2")
+        settings, report = load_settings({}, environment), Report("json", StringIO())
+        served = open_model(settings, environment, report, number=number)
+        start_from_profile(served)
+        yield served
+
+
+@asynccontextmanager
+async def _served(models: Sequence[ServedModel], gateway: Gateway) -> AsyncIterator[list[asyncio.Task[None]]]:
+    pairs = zip(models, gateway.backends, strict=True)
+    tasks = [asyncio.create_task(serve_model(served, backend)) for served, backend in pairs]
+    try:
+        yield tasks
+    finally:
+        ended = [task for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
+
+
+async def _is_ready(front: Front, tasks: Sequence[asyncio.Task[None]]) -> bool:
+    for task in tasks:
+        if task.done():
+            task.result()
+    return (await front.ask("GET", "/health/ready"))[0] == 200
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
+
+
+@pytest.fixture
+def homes(tuned: Home, tmp_path: Path) -> tuple[Home, Home]:
+    """The left one has a profile, the right one has none."""
+    return tuned.copy(tmp_path / "left"), Home.make(tmp_path / "right")
+
+
+Homes = tuple[Home, Home]
+
+
+async def test_a_request_goes_to_the_model_that_it_names_byte_for_byte(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        for name, served, other in (("left", front.left, front.right), ("right", front.right, front.left)):
+            before = await engine_saw(other)
+            body = (
+                b'{ "messages" : [{"role":"user","content":"one \\u0074wo"}],\n "stream":false,"model":"%b"}'
+                % name.encode()
+            )
+            status, answer = await front.ask("POST", "/v1/chat/completions", body)
+            assert (status, answer["model"]) == (200, name)
+            assert (await engine_saw(served))[-1]["body"] == body.decode()
+            assert await engine_saw(other) == before
+        assert pid_of(front.left) != pid_of(front.right)
+        assert front.left.socket_path != front.right.socket_path
+
+
+async def test_a_stream_comes_from_the_model_that_it_names(homes: Homes) -> None:
+    async with one_gateway(homes) as front, front.openai() as client:
+        for name in NAMES:
+            events = await client.chat.completions.create(model=name, messages=MESSAGES, stream=True)
+            assert {event.model async for event in events} == {name}
+
+
+async def test_each_has_its_own_volume_and_what_is_shown_is_told_apart(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        status, document = await front.ask("GET", "/appliance/v1/status")
+        assert status == 200
+        shown = document["models"]
+        assert {name: (one["model"], one["from_profile"]) for name, one in shown.items()} == {
+            "left": ("left", True),
+            "right": ("right", False),
+        }
+        assert await front.ask("GET", "/appliance/v1/status?model=right") == (200, shown["right"])
+        assert [len(list(home.profiles.glob("*.json"))) for home in homes] == [1, 0]
+        status, document = await front.ask("GET", "/appliance/v1/status?model=middle")
+        assert (status, document["error"]["code"]) == (404, "model_not_found")
+        status, document = await front.ask("POST", "/appliance/v1/tuning")
+        assert (status, document["error"]["code"]) == (400, "model_required")
+        status, document = await front.ask("POST", "/appliance/v1/tuning?model=right")
+        assert (status, document["error"]["code"]) == (409, "tuning_off")
+
+
+async def test_the_list_names_all_models(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        async with front.openai() as client:
+            found = (await client.models.list()).data
+        assert [(model.id, model.object) for model in found] == [("left", "model"), ("right", "model")]
+
+
+async def test_an_unknown_model_is_refused_in_openais_form(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        async with front.openai() as client:
+            with pytest.raises(
+                openai.NotFoundError, match="`middle` does not exist: here are `left`, `right`"
+            ) as caught:
+                await client.chat.completions.create(model="middle", messages=MESSAGES)
+        assert caught.value.code == "model_not_found"
+        assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [{"messages": []}, b"no JSON", b"[1]", {"model": 3}, b""])
+async def test_a_request_that_names_no_model_is_refused(homes: Homes, body: Any) -> None:
+    async with one_gateway(homes) as front:
+        status, document = await front.ask("POST", "/v1/chat/completions", body)
+        assert (status, document["error"]["code"]) == (400, "model_required")
+
+
+async def is_restarting(front: Front) -> bool:
+    status, document = await front.ask("GET", "/health/ready")
+    return status == 503 and document["phase"] == "restarting"
+
+
+async def test_when_one_engine_is_killed_the_other_goes_on(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        async with front.openai() as client:
+            events = await client.chat.completions.create(model="right", messages=MESSAGES, stream=True)
+            homes[0].set_engine("--load-seconds", "2")
+            killed, kept = pid_of(front.left), pid_of(front.right)
+            os.kill(killed, signal.SIGKILL)
+            await eventually(lambda: is_restarting(front))
+            assert (await front.chat("right"))[0] == 200
+            assert "".join([event.choices[0].delta.content or "" async for event in events])
+        status, document = await front.chat("left")
+        assert (status, document["error"]["code"]) == (503, "model_loading")
+
+        async def is_back() -> bool:
+            assert (await front.chat("right"))[0] == 200
+            return (await front.chat("left"))[0] == 200
+
+        await eventually(is_back)
+        assert (front.left.host.restarts, front.right.host.restarts) == (1, 0)
+        assert pid_of(front.right) == kept
+
+
+async def test_a_request_whose_body_still_comes_is_told_that_everything_stops(homes: Homes) -> None:
+    async with one_gateway(homes) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.gateway.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {front.key}\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        await eventually(lambda: front.gateway.running == 1)
+        await front.gateway.drain(0.1)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+        assert b"shutting_down" in await reader.read()
+        writer.close()

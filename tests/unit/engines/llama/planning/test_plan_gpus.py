@@ -1,0 +1,361 @@
+"""Plans with GPUs: what holds for every machine and model, and choices that a person would question."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.engines.llama.planning.devices import Device
+from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
+from appliance.engines.llama.planning.refine import Projection, refine
+from appliance.engines.llama.planning.space import Space
+from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model
+from appliance.plan import Plan, as_document, with_measured
+from appliance.probe import Gpu, Hardware
+from appliance.settings import resolve_settings
+from tests.builders import examples, facts, model
+from tests.golden.machines import MACHINES
+from tests.shapes import PUBLISHED
+
+QUANTIZATIONS = {"gpt-oss-120b": "MXFP4", "deepseek-v3": "Q2_K", "qwen3-30b-a3b": "Q3_K_M"}
+PAIRS = list(itertools.product(MACHINES, PUBLISHED))
+
+
+def shape(name: str) -> Model:
+    return model(name, QUANTIZATIONS.get(name, "Q4_K_M"))
+
+
+def space(hardware: Hardware, of: Model, *, engine: EngineFacts | None = None, **flags: str) -> Space:
+    image, known = facts(has_cuda=bool(hardware.gpus.gpus))
+    return Space(resolve_settings(flags, {}), image, engine or known, hardware, of)
+
+
+def best(hardware: Hardware, of: Model, *, engine: EngineFacts | None = None, **flags: str) -> Plan:
+    return space(hardware, of, engine=engine, **flags).best
+
+
+def with_gpus(hardware: Hardware, *gpus: Gpu) -> Hardware:
+    return replace(hardware, gpus=replace(hardware.gpus, gpus=gpus))
+
+
+def reason(found: Plan, name: str) -> str:
+    return next(choice.reason for choice in found.choices if choice.name == name)
+
+
+@pytest.mark.parametrize(("machine", "name"), PAIRS)
+def test_nothing_is_planned_beyond_what_is_free(machine: str, name: str) -> None:
+    hardware = MACHINES[machine]
+    try:
+        found = best(hardware, shape(name))
+    except ModelDoesNotFitError:
+        return
+    free = {gpu.uuid: gpu.vram_free_mib for gpu in hardware.gpus.gpus}
+    on_host = found.memory.total
+    for share in found.placement.shares:
+        room = free[share.id]
+        on_host += share.memory.total if room is None else 0.0  # unified memory is the host's
+        assert room is None or share.memory.total + share.held_back_mib <= room
+    assert on_host <= hardware.memory.usable_mib
+    assert found.usable_mib <= hardware.memory.usable_mib
+    layers = shape(name).layers + 1
+    assert found.placement.gpu_layers + found.placement.cpu_layers == (layers if found.placement.shares else 0)
+
+
+def gpu(index: int, free_mib: int, gb_s: float) -> Gpu:
+    template = MACHINES["2x4090"].gpus.gpus[0]
+    return replace(template, index=index, uuid=f"GPU-{index}", vram_free_mib=free_mib, bandwidth_gb_s=gb_s)
+
+
+def test_the_same_facts_give_the_same_plans() -> None:
+    assert repr(space(MACHINES["2x4090"], shape("gpt-oss-120b")).all()) == repr(
+        space(replace(MACHINES["2x4090"]), replace(shape("gpt-oss-120b"))).all()
+    )
+
+
+cards = st.lists(st.tuples(st.integers(2000, 50000), st.sampled_from([200.0, 448.0, 936.0, 1008.0])), max_size=3)
+models = st.sampled_from(sorted(set(PUBLISHED) - {"deepseek-v3"}))
+hosts = st.sampled_from(["cpu-16g", "2x4090"])
+more_memory = st.integers(0, 30000)
+
+
+def widened(found: list[tuple[int, float]], more_mib: int, at: int) -> list[tuple[int, float]]:
+    """More memory on one card, or one more card."""
+    if at < len(found):
+        return [(free + (more_mib if i == at else 0), speed) for i, (free, speed) in enumerate(found)]
+    return [*found, (2000 + more_mib, 448.0)]
+
+
+def window(host: str, having: list[tuple[int, float]], name: str) -> int:
+    hardware = with_gpus(MACHINES[host], *(gpu(i, free, speed) for i, (free, speed) in enumerate(having)))
+    image, engine = facts(has_cuda=True)
+    try:
+        here = Space(resolve_settings({"mode": "context"}, {}), image, engine, hardware, shape(name))
+        return here.best.context
+    except FatalError:
+        return 0
+
+
+@settings(deadline=None, max_examples=examples(50))  # two whole plans an example
+@given(hosts, cards, models, more_memory, st.integers(0, 3))
+def test_in_mode_context_more_memory_never_gives_a_smaller_window(
+    host: str, having: list[tuple[int, float]], name: str, more_mib: int, at: int
+) -> None:
+    assert window(host, having, name) <= window(host, widened(having, more_mib, at), name)
+
+
+def device(index: int, free_mib: float, gb_s: float) -> Device:
+    return Device(
+        id=str(index),
+        name=f"GPU {index}",
+        index=index,
+        free_mib=free_mib,
+        held_back_mib=0.0,
+        bandwidth_gb_s=gb_s,
+        upload_gb_s=6.0,
+        pinned_gb_s=12.0,
+    )
+
+
+def fastest(having: list[tuple[int, float]], name: str, context: int, spare_mib: float) -> Placed | None:
+    devices = sorted(
+        (device(i, free, speed) for i, (free, speed) in enumerate(having)), key=lambda d: -d.bandwidth_gb_s
+    )
+    work = Work(model=shape(name), context=context, kv_type="f16", ubatch=512, parallel=4)
+    return place(work, Machine(devices=tuple(devices), spare_mib=spare_mib, dram_gb_s=32.0))
+
+
+@settings(deadline=None)
+@given(
+    cards, models, st.sampled_from([4096, 32768]), st.sampled_from([8000.0, 120000.0]), more_memory, st.integers(0, 3)
+)
+def test_what_fits_keeps_fitting_and_is_never_slower_with_more_memory_or_one_more_card(
+    having: list[tuple[int, float]], name: str, context: int, spare_mib: float, more_mib: int, at: int
+) -> None:
+    less = fastest(having, name, context, spare_mib)
+    more = fastest(widened(having, more_mib, at), name, context, spare_mib)
+    if less is not None:
+        assert more is not None
+        assert more.cost <= less.cost
+        assert more.speed.job_s * 10**12 <= more.cost * 1.03 + 1  # what an even split may give up
+
+
+def test_a_slow_card_is_left_out_where_the_fast_ones_hold_everything_and_it_is_said() -> None:
+    found = best(MACHINES["3090+4090+5060"], model("llama-3.1-8b", "Q8_0"), ctx_size="8192")
+    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
+    assert "RTX 5060 (GPU 2) is left out: a job is faster without it: 336 GB/s" in reason(found, "placement")
+
+
+def test_equal_cards_share_evenly() -> None:
+    found = best(MACHINES["2x4090"], shape("qwen3.6-35b-a3b"))
+    first, second = (share.memory.total for share in found.placement.shares)
+    assert first == pytest.approx(second, rel=0.05)
+
+
+def test_published_windows_are_reached() -> None:
+    laptop = MACHINES["laptop-5060"]
+    experts = best(laptop, shape("qwen3-30b-a3b"))
+    assert experts.context >= 32768
+    assert experts.placement.cpu_expert_layers > 30
+    asked = best(laptop, model("llama-3.1-8b", "Q5_K_M"), ctx_size="65536", kv_type="f16")
+    assert asked.context == 65536  # 8 GiB of cache: layers on the CPU pay for it
+    assert asked.placement.cpu_layers > 8
+    assert best(MACHINES["2x4090"], shape("qwen3.6-35b-a3b")).context == 262144
+    assert best(MACHINES["2x2080ti-22g"], shape("qwen3.6-27b")).context == 262144
+
+
+def test_rows_are_split_only_over_links_and_only_where_the_engine_can() -> None:
+    def splits(machine: str, engine: EngineFacts | None = None) -> set[str]:
+        found = space(MACHINES[machine], model("llama-3.1-8b", "F16"), engine=engine).all()
+        assert len(found[0].placement.shares) == 2
+        return {each.placement.split_mode for each in found}
+
+    _, engine = facts(has_cuda=True)
+    assert "row" in splits("2x2080ti-22g")
+    assert "row" not in splits("2x2080ti-22g", replace(engine, split_modes=("none", "layer")))
+    assert "row" not in splits("2x4090")
+
+
+def test_who_holds_a_card_is_named_and_what_is_free_is_planned() -> None:
+    found = best(MACHINES["4090-shared"], model("qwen3-8b", "Q8_0"))
+    assert "in use by /usr/bin/python3 (4242) 14,500 MiB" in reason(found, "placement")
+    (card,) = MACHINES["4090-shared"].gpus.gpus
+    assert (card.vram_free_mib or 0) < 10000
+    assert sum(share.memory.total for share in found.placement.shares) <= (card.vram_free_mib or 0) - 1024
+
+
+def test_a_slice_works_alone() -> None:
+    found = best(MACHINES["a100-mig"], model("qwen3-30b-a3b", "Q4_K_M"))
+    assert len(found.placement.shares) == 1
+    assert "1g.10gb (GPU 0) is left out: a program can use one slice" in reason(found, "placement")
+
+
+def test_what_the_image_has_no_kernels_for_is_left_out_and_said() -> None:
+    image, engine = facts(has_cuda=True)
+    only_ada = replace(image, sm=("89",))
+    found = Space(resolve_settings({}, {}), only_ada, engine, MACHINES["3090+4090+5060"], shape("gpt-oss-120b")).best
+    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
+    assert "this image has kernels for SM 89 and none for SM 86" in reason(found, "placement")
+
+
+def test_code_for_an_older_chip_of_the_same_generation_is_used_on_a_newer_one() -> None:
+    image, engine = facts(has_cuda=True)
+    for sm, runs in (("86", True), ("80", True), ("75", False), ("89a", True), ("86a", False)):
+        of_image = replace(image, sm=(sm,))
+        found = Space(resolve_settings({}, {}), of_image, engine, MACHINES["2x4090"], shape("qwen3-8b")).best
+        assert bool(found.placement.shares) is runs, sm
+
+
+def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> None:
+    laptop = MACHINES["laptop-5060"]
+    (card,) = laptop.gpus.gpus
+    here = space(laptop, shape("qwen3-30b-a3b"))
+    measured = with_measured(next(each for each in here.all() if launch_of(each).ubatch == 2048), "best measured")
+    same = space(laptop, shape("qwen3-30b-a3b")).now(measured)
+    assert isinstance(same, Plan)
+    assert replace(same, choices=()) == replace(measured, choices=())
+    (share,) = measured.placement.shares
+    slack = int(share.free_mib - share.memory.total)
+    for less_mib in (slack, slack + 1, slack + 3000):
+        free = (card.vram_free_mib or 0) - less_mib
+        now = space(with_gpus(laptop, replace(card, vram_free_mib=free)), shape("qwen3-30b-a3b"))
+        found = now.now(measured)
+        if less_mib == slack:
+            assert isinstance(found, Plan)
+            assert found.placement.in_short() == measured.placement.in_short()
+            assert reason(found, "ubatch") == "best measured"
+        else:
+            room = share.free_mib - less_mib
+            words = f"it needs {share.memory.total:,.0f} MiB of NVIDIA GeForce RTX 5060"
+            assert isinstance(found, str)
+            assert found.startswith(words)
+            assert found.endswith(f"and {room:,.0f} are free")
+
+
+@pytest.mark.parametrize("machine", ["laptop-5060", "2x2080ti-22g"])
+def test_what_is_measured_beside_the_first_plan_is_explained_by_its_own_values(machine: str) -> None:
+    of = shape("qwen3-30b-a3b") if machine == "laptop-5060" else model("llama-3.1-8b", "F16")
+    found = space(MACHINES[machine], of).all()
+    assert len({each.placement for each in found}) > 1
+    for each in found:
+        said = {choice.name: choice.value for choice in each.choices}
+        assert said["placement"] == each.placement.in_short()
+        assert said["ubatch"] == str(launch_of(each).ubatch)
+        assert said["load_mode"] == launch_of(each).load_mode
+
+
+def test_numbers_for_gpus_are_no_reason_to_refuse_where_there_is_none() -> None:
+    found = best(MACHINES["cpu-16g"], shape("qwen3-8b"), gpu_layers="20", n_cpu_moe="5")
+    assert found.context == best(MACHINES["cpu-16g"], shape("qwen3-8b")).context
+    refused = {choice.name: choice.reason for choice in found.choices if choice.is_refusal}
+    assert refused == {
+        "gpu_layers": "20 was asked for, and there is no GPU to use",
+        "n_cpu_moe": "5 was asked for, and there is no GPU to use",
+    }
+
+
+def test_the_cpu_in_place_of_a_gpu_is_said_at_the_start_unless_it_was_asked_for() -> None:
+    cards = MACHINES["2x4090"].gpus.gpus
+    full = with_gpus(MACHINES["2x4090"], *(replace(card, vram_free_mib=0) for card in cards))
+    assert [c.name for c in best(full, shape("qwen3-8b")).choices if c.is_refusal] == ["placement"]
+    assert not [c for c in best(full, shape("qwen3-8b"), gpu_layers="0").choices if c.is_refusal]
+
+
+def test_weights_that_are_read_from_disk_stay_mapped() -> None:
+    small = replace(MACHINES["laptop-5060"], memory=replace(MACHINES["laptop-5060"].memory, available_mib=12_000))
+    found = space(small, shape("gpt-oss-120b"), allow_disk="on").all()
+    assert found[0].placement.shares
+    assert found[0].memory.total > small.memory.usable_mib
+    assert {launch_of(each).load_mode for each in found} == {"mmap"}
+
+
+def test_unified_memory_that_holds_all_layers_but_not_a_second_set_of_buffers_is_used() -> None:
+    card = replace(device(0, 9650.0, 270.0), is_unified=True)
+    work = Work(model=shape("qwen3-8b"), context=32768, kv_type="f16", ubatch=512, parallel=4)
+    found = place(work, Machine(devices=(card,), spare_mib=9650.0, dram_gb_s=32.0))
+    assert found is not None
+    assert found.placement.gpu_layers == 37
+    assert found.host.total + found.placement.shares[0].memory.total <= 9650.0
+
+
+def test_unified_memory_is_counted_once() -> None:
+    gb10 = MACHINES["gb10"]
+    small = replace(gb10, memory=replace(gb10.memory, available_mib=72_000))
+    found = best(small, shape("gpt-oss-120b"))
+    (share,) = found.placement.shares
+    assert found.memory.total + share.memory.total + share.held_back_mib <= 72_000
+    assert found.usable_mib == pytest.approx(72_000 - share.memory.total - share.held_back_mib)
+
+
+def test_an_engine_for_the_cpu_plans_no_gpu() -> None:
+    image, engine = facts(has_cuda=False)
+    found = Space(resolve_settings({}, {}), image, engine, MACHINES["h200"], shape("qwen3-8b")).best
+    assert found.placement.shares == ()
+    assert dict(found.knobs)["placement"] == "CPU"
+
+
+def test_a_user_fixes_devices_layers_and_experts() -> None:
+    hardware = MACHINES["3090+4090+5060"]
+    found = best(hardware, shape("qwen3-8b"), devices="0", ctx_size="4096")
+    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 3090"]
+    assert best(hardware, shape("qwen3-8b"), devices="none").placement.shares == ()
+    assert best(hardware, shape("qwen3-8b"), gpu_layers="0").placement.shares == ()
+    assert best(hardware, shape("qwen3-8b"), gpu_layers="20", ctx_size="4096").placement.gpu_layers == 20
+    fixed = space(hardware, shape("qwen3-30b-a3b"), n_cpu_moe="17", ctx_size="4096").all()
+    assert {each.placement.cpu_expert_layers for each in fixed} == {17}
+    assert "flag --n-cpu-moe" in next(c.source for c in fixed[0].choices if c.name == "placement")
+    with pytest.raises(ConfigError, match="setting devices names what cannot be used: 7 ") as caught:
+        best(hardware, shape("qwen3-8b"), devices="0,7")
+    assert "usable GPUs here: 1 (NVIDIA GeForce RTX 4090" in (caught.value.hint or "")
+
+
+def test_a_type_that_flash_attention_converts_is_never_chosen_and_said_when_asked_for() -> None:
+    found = best(MACHINES["laptop-5060"], model("llama-3.1-8b", "Q5_K_M"), kv_type="q5_1")
+    choice = next(choice for choice in found.choices if choice.name == "kv_type")
+    assert choice.is_refusal
+    assert "converts it for every token" in choice.reason
+    _, engine = facts(has_cuda=True)
+    slow = replace(engine, kv_pairs=(("f16", "f16"),))
+    assert best(MACHINES["laptop-5060"], model("llama-3.1-8b", "Q5_K_M"), engine=slow).kv_type == "f16"
+
+
+def test_a_model_beyond_all_memory_is_refused_with_what_each_card_has() -> None:
+    with pytest.raises(ModelDoesNotFitError, match="23,540 MiB on NVIDIA GeForce RTX 4090"):
+        best(MACHINES["2x4090"], shape("deepseek-v3"))
+
+
+def test_what_the_loader_reckons_is_taken_in_and_what_does_not_fit_is_dropped() -> None:
+    found = space(MACHINES["2x4090"], shape("qwen3.6-35b-a3b")).all()[:5]
+    fits = Projection(devices=((9000.0, 2600.0, 900.0), (10000.0, 2700.0, 5000.0)), host=(0.0, 0.0, 100.0))
+    too_much = Projection(devices=((30000.0, 2600.0, 900.0), (10000.0, 2700.0, 900.0)), host=(0.0, 0.0, 100.0))
+    refined = refine(found, (fits, too_much, *(None for _ in found[2:])))
+    assert len(refined) == len(found) - 1
+    first, second = refined[0].placement.shares
+    assert first.memory.weights == 9000.0
+    assert first.memory.kv + first.memory.state == pytest.approx(2600.0)
+    assert first.memory.compute == 900.0
+    assert second.memory.compute == found[0].placement.shares[1].memory.compute  # whole batches of logits are not made
+    assert refined[0].memory.compute == 100.0
+    assert refined[1:] == found[2:]
+    assert refine(found, (Projection(devices=(), host=fits.host), *(None for _ in found[1:]))) == found
+
+
+def test_what_is_counted_for_gpus_is_in_the_document() -> None:
+    document = as_document(best(MACHINES["2x4090"], shape("qwen3.6-35b-a3b")))
+    assert [share["memory"]["total"] > 1000 for share in document["placement"]["shares"]] == [True, True]
+
+
+def test_image_facts_of_a_cuda_cell_are_enough_to_plan_gpus() -> None:
+    _, engine = facts(has_cuda=False)
+    image = ImageFacts(
+        build_id="b", cell="llama-cu130-sm89", engine="llama", engine_version="", engine_build=1, engine_commit="",
+        cuda="13.0", sm=("89",),
+    )  # fmt: skip
+    found = Space(resolve_settings({}, {}), image, engine, MACHINES["2x4090"], shape("qwen3-8b")).best
+    assert found.placement.shares

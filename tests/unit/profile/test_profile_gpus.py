@@ -1,0 +1,61 @@
+"""Profiles of plans with GPUs, and documents that lack something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from appliance.plan import Allocated
+from appliance.profile.record import dump_profile, parse_profile
+from tests.builders import profile
+from tests.golden.plans import CASES, space
+
+SPLIT = next(case for case in CASES if (case.machine, case.model) == ("2x4090", "gpt-oss-120b"))
+
+
+def test_a_placement_comes_back_as_it_was() -> None:
+    first, *others = space(SPLIT).all()[:3]
+    allocated = Allocated(model=60000.0, kv=4644.0, recurrent=1.0, devices=(("CUDA0", 22877.0), ("CUDA1", 22117.0)))
+    found = replace(profile(), plan=first, plans=(first, *others), allocated=allocated)
+    assert parse_profile(dump_profile(found)) == found
+    assert found.prediction_error == pytest.approx(first.predicted_mib / 64645.0 - 1)
+
+
+def places(found: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Of everything in a document that has a name."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield (*path, name)
+            yield from places(value, (*path, name))
+    if isinstance(found, list):
+        for number, value in enumerate(found):
+            yield from places(value, (*path, number))
+
+
+def test_a_document_that_lacks_anything_anywhere_is_no_profile() -> None:
+    first, other, *_ = space(SPLIT).all()
+    text = dump_profile(replace(profile(), plan=first, plans=(first, other)))
+    seen = set()
+    for *path, last in places(json.loads(text)):
+        document = json.loads(text)
+        place = document
+        for name in path:
+            place = place[name]
+        del place[last]
+        seen.add(last)
+        with pytest.raises(ValueError, match=rf"{last}|does not match"):
+            parse_profile(json.dumps(document))
+    assert {
+        "noisier",
+        "shares",
+        "held_back_mib",
+        "conditions",
+        "interval_s",
+        "is_long",
+        "other_modes",
+        "parts",
+    } <= seen
