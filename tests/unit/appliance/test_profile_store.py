@@ -21,7 +21,7 @@ from appliance.errors import VolumeError
 from appliance.plan import Plan
 from appliance.probe.conditions import Conditions
 from appliance.profile import Key, Profile, ProfileStore, dump_profile, parse_profile
-from appliance.profile.at_start import Act, Found, at_start
+from appliance.profile.at_start import ProfileState, StartAction, at_start
 from appliance.profile.partial import dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
 from appliance.tune.curve import Point
@@ -485,17 +485,17 @@ def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf
         assert answer(other) == "False"
 
 
-def start(store: ProfileStore, *, may_measure: bool) -> Act:
+def start(store: ProfileStore, *, may_measure: bool) -> StartAction:
     found = store.load(key())
     if found is None:
-        return at_start(None, tune="first", may_measure=may_measure).act
+        return at_start(None, tune="first", may_measure=may_measure).action
     stale = store.why_stale(found)
-    return at_start(Found(id=found.key.id, stale=stale, busy=""), tune="first", may_measure=may_measure).act
+    return at_start(ProfileState(id=found.key.id, stale=stale, busy=""), tune="first", may_measure=may_measure).action
 
 
 def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf) -> None:
     """Without a profile the other serves the prediction, with a stale one that, and the next start what was found."""
-    for before, meanwhile in ((None, Act.PREDICT), (profile(), Act.USE)):
+    for before, meanwhile in ((None, StartAction.PREDICT), (profile(), StartAction.USE)):
         if before is not None:
             shelf.store.save(before)
             shelf.store.mark_stale(before, "24 % slower, twice")
@@ -507,11 +507,11 @@ def test_of_two_processes_one_measures_and_the_other_does_not_wait(shelf: Shelf)
             tell(one, "")  # it lets go, without having found anything
             assert answer(one) == "let go"
             with shelf.store.tuning(key()) as is_ours:
-                assert start(shelf.store, may_measure=is_ours) is Act.MEASURE
+                assert start(shelf.store, may_measure=is_ours) is StartAction.MEASURE
             tell(one, "save 1")
             assert answer(one) == "saved"
         with shelf.store.tuning(key()) as is_ours:
-            assert start(shelf.store, may_measure=is_ours) is Act.USE
+            assert start(shelf.store, may_measure=is_ours) is StartAction.USE
         shelf.store.forget(key().id)
 
 
