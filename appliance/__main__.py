@@ -235,8 +235,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
             if profile
             else f"a prediction: the best of {len(found.space.all()):,} configurations, which measuring decides between"
         )
-        if standing and standing.in_words():
-            print(_indented("\n".join(standing.in_words())))
+        if standing and standing.describe():
+            print(_indented("\n".join(standing.describe())))
         if profile and profile.prediction_error is not None and profile.allocated:
             print(
                 f"when it was measured the engine allocated {profile.allocated.total:,.0f} MiB; "
@@ -270,7 +270,7 @@ def _measure(
     from dataclasses import asdict
 
     from appliance.probe import SPEEDS_FOLDER
-    from appliance.probe.measure import in_words, measure
+    from appliance.probe.measure import describe, measure
     from appliance.probe.speeds import save_speeds
     from appliance.serve.inputs import install_of, load_facts
     from appliance.volume import open_volume
@@ -281,7 +281,7 @@ def _measure(
         engine_dir = install_of(settings, *load_facts(settings), hardware).engine_dir
     measured = measure(hardware, engine_dir, environment, lambda words: print(words, file=sys.stderr))
     path = save_speeds(settings.data_dir / SPEEDS_FOLDER, hardware, measured.speeds)
-    print(json.dumps(asdict(measured), indent=1) if options.json else in_words(measured))
+    print(json.dumps(asdict(measured), indent=1) if options.json else describe(measured))
     print(f"kept in {path}, for every start on this machine", file=sys.stderr)
     return 0
 

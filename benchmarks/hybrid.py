@@ -183,7 +183,7 @@ def _row(
         best_hit_rate=1 - sum(misses.values()) / (tokens * sum(trace.top_k.values())),
         fetched=result.fetched / result.layer_tokens,
         uploads=result.uploads / result.layer_tokens,
-        takeovers=tuple(takeover.in_words() for takeover in result.takeovers),
+        takeovers=tuple(takeover.describe() for takeover in result.takeovers),
     )
 
 

@@ -20,7 +20,7 @@ from appliance.tune.workload import Workload
 
 KV_BYTES = {"f16": 2.0, "q8_0": 1.0625}
 UBATCHES = (128, 256, 512, 1024, 2048)
-WINDOWS = (8192, 16384, 32768, 65536, 131072)
+CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 START_S = 0.5  # of a server without a model: the recorded table's smallest took so long
 LOAD_GB_S = 2.5  # a model's bytes, out of the page cache into memory that is not pinned, or from an NVMe drive
 BEYOND_FIT = (-1, 0, 1, 2, 4, 8, 16)  # layers away from the fewest on the CPU that are predicted to fit
@@ -95,25 +95,25 @@ def _preference(spec: Spec, candidate: Candidate) -> tuple[bool, ...]:
 
 def _candidates(spec: Spec, planner: Spec) -> Iterator[Candidate]:
     splits = ("layer", "row") if spec.gpus > 1 else ("none",)
-    for window in (w for w in WINDOWS if w <= spec.native or w == WINDOWS[0]):
+    for context in (w for w in CONTEXTS if w <= spec.native or w == CONTEXTS[0]):
         for kv_type in KV_BYTES:
             for ubatch in UBATCHES:
-                for away in _layers_away(spec, window, kv_type, ubatch):
+                for away in _layers_away(spec, context, kv_type, ubatch):
                     for threads in spec.threads:
                         for split in splits:
-                            yield _candidate(planner, spec, window, kv_type, ubatch, away, threads, split)
+                            yield _candidate(planner, spec, context, kv_type, ubatch, away, threads, split)
 
 
-def _layers_away(spec: Spec, window: int, kv_type: str, ubatch: int) -> list[int]:
-    fitting = [n for n in range(spec.layers + 1) if vram_mib(spec, window, kv_type, ubatch, n) <= spec.vram_mib]
+def _layers_away(spec: Spec, context: int, kv_type: str, ubatch: int) -> list[int]:
+    fitting = [n for n in range(spec.layers + 1) if vram_mib(spec, context, kv_type, ubatch, n) <= spec.vram_mib]
     if not fitting:
         return []
     return sorted({n for step in BEYOND_FIT if 0 <= (n := fitting[0] + step) <= spec.layers})
 
 
-def vram_mib(spec: Spec, window: int, kv_type: str, ubatch: int, away: int) -> float:
+def vram_mib(spec: Spec, context: int, kv_type: str, ubatch: int, away: int) -> float:
     """Away: layers whose experts, or all of whose weights where there are none, are in host memory."""
-    kv = spec.layers * spec.kv_values * KV_BYTES[kv_type] * window / 1e6
+    kv = spec.layers * spec.kv_values * KV_BYTES[kv_type] * context / 1e6
     kept = spec.dense_mb * spec.layers + spec.expert_mb * (spec.layers - away)
     if not spec.expert_mb:
         kept, kv = spec.dense_mb * (spec.layers - away), kv * (spec.layers - away) / spec.layers
@@ -121,19 +121,21 @@ def vram_mib(spec: Spec, window: int, kv_type: str, ubatch: int, away: int) -> f
 
 
 def _candidate(
-    planner: Spec, spec: Spec, window: int, kv_type: str, ubatch: int, away: int, threads: int, split: str
+    planner: Spec, spec: Spec, context: int, kv_type: str, ubatch: int, away: int, threads: int, split: str
 ) -> Candidate:
     knobs: tuple[tuple[str, Value], ...] = (
         ("cpu_layers", away), ("kv_type", kv_type), ("split", split), ("threads", threads), ("ubatch", ubatch),
-        ("window", window),
+        ("context", context),
     )  # fmt: skip
     host_mib = away * (spec.expert_mb or spec.dense_mb) / 1.048576
     needs = (
-        Need(device="vram", need_mib=vram_mib(spec, window, kv_type, ubatch, away), room_mib=spec.vram_mib),
+        Need(device="vram", need_mib=vram_mib(spec, context, kv_type, ubatch, away), room_mib=spec.vram_mib),
         Need(device="ram", need_mib=host_mib, room_mib=spec.ram_mib),
     )
     work = predicted_work(planner, kv_type, ubatch, away, threads)
-    return Candidate(key="/".join(str(value) for _, value in knobs), knobs=knobs, window=window, work=work, needs=needs)
+    return Candidate(
+        key="/".join(str(value) for _, value in knobs), knobs=knobs, context=context, work=work, needs=needs
+    )
 
 
 def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: int) -> Costs:

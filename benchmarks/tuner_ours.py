@@ -12,11 +12,11 @@ from typing import Protocol, cast
 from appliance.engines.engine import Space
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, LlamaLaunch
 from appliance.errors import EngineError, EngineGpuMemoryError
-from appliance.plan import Costs, Memory, Placement, Plan, Share
+from appliance.plan import Costs, GpuAllocation, Memory, Placement, Plan
 from appliance.tune.candidates import EMPTY
 from appliance.tune.curve import Point
-from appliance.tune.measure import DECODE_TOKENS, WARM_TOKENS, FirstLook, Look, now, points_of
-from appliance.tune.measurement import Measurement, rated
+from appliance.tune.measure import DECODE_TOKENS, WARM_TOKENS, FirstSampling, Sampling, now, points_of
+from appliance.tune.measurement import Measurement, scored
 from appliance.tune.modes import choose
 from appliance.tune.terms import Candidate
 from appliance.tune.tuner import Goal, Tuner
@@ -77,7 +77,7 @@ class Engine:
             decode_ms=decode_ms,
             prefill_ms=prefill_ms / read,
             prefill_tokens=read,
-            noisier=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / (tokens - 1))),
+            noise_factor=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / (tokens - 1))),
         )
 
 
@@ -101,13 +101,15 @@ def plan_of(candidate: Candidate) -> Plan:
     knobs = candidate.by_knob
     away, threads, ubatch = (int(knobs[name]) for name in ("cpu_layers", "threads", "ubatch"))
     split = str(knobs.get("split", "none"))
-    card = Share(id="", device="", name="", layers=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=0, memory=NOTHING)
+    card = GpuAllocation(
+        id="", device="", name="", layers=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=0, memory=NOTHING
+    )
     cards = () if "split" not in knobs else (card,) if split == "none" else (card, card)
     return Plan(
         engine="",
         model_path="",
         alias="",
-        context=candidate.window,
+        context=candidate.context,
         kv_type=str(knobs["kv_type"]),
         parallel=1,
         is_embedding=False,
@@ -126,7 +128,7 @@ def plan_of(candidate: Candidate) -> Plan:
     )
 
 
-async def take(engine: Engine, plan: Plan, look: Look | FirstLook) -> Measurement:
+async def take(engine: Engine, plan: Plan, look: Sampling | FirstSampling) -> Measurement:
     """As `appliance.tune.measure.measure` does, of an engine that was not started."""
     began = now()
     await engine.load()
@@ -134,7 +136,7 @@ async def take(engine: Engine, plan: Plan, look: Look | FirstLook) -> Measuremen
     return Measurement(
         key=plan.key,
         points=await points_of(engine, plan, look, lambda _: None),
-        is_long=isinstance(look, Look) and look.is_long,
+        is_long=isinstance(look, Sampling) and look.is_long,
         load_s=load_s,
         seconds=now() - began,
     )
@@ -155,8 +157,8 @@ async def tune(
 
     def on_result(measurement: Measurement) -> None:
         seen.append(measurement)
-        so_far = rated((plans[key] for key in dict.fromkeys(m.key for m in seen)), seen)
-        best = choose(goal.mode, so_far, mix, native=goal.native).rated.key if so_far else None
+        so_far = scored((plans[key] for key in dict.fromkeys(m.key for m in seen)), seen)
+        best = choose(goal.mode, so_far, mix, native=goal.native).scored.key if so_far else None
         picked(space.candidates[best] if best else None)
 
     tuner = Tuner(

@@ -89,12 +89,12 @@ def walk_down(candidates: Sequence[Candidate], measure: Measures, count: int, dr
     context."""
     del draw
     grid = Grid(candidates)
-    windows = sorted((int(w) for w in grid.values["window"]), reverse=True)
+    contexts = sorted((int(w) for w in grid.values["context"]), reverse=True)
     best, best_ms, done = None, math.inf, 0
-    for window in windows[:8]:
+    for context in contexts[:8]:
         if done >= count:
             return
-        candidate = grid.fullest(window)
+        candidate = grid.fullest(context)
         done += 1
         if (ms := measure(candidate).empty_ms) < best_ms:
             best, best_ms = candidate, ms
@@ -150,11 +150,11 @@ class Grid:
         inside = [c for c in self._candidates if c.by_knob[name] == value]
         return min(inside, key=lambda c: sum(c.by_knob[n] != to.by_knob[n] for n in self.values))
 
-    def fullest(self, window: int) -> Candidate:
+    def fullest(self, context: int) -> Candidate:
         """At a window, the default with as few layers on the CPU as are predicted to fit."""
         default = self.default()
-        inside = [c for c in self._candidates if c.window == window]
+        inside = [c for c in self._candidates if c.context == context]
         fitting = [c for c in inside if all(n.need_mib + MARGIN_MIB <= n.room_mib for n in c.needs)] or inside
         away = min(c.by_knob["cpu_layers"] for c in fitting)
-        wish = {**default.by_knob, "window": window, "cpu_layers": away}
+        wish = {**default.by_knob, "context": context, "cpu_layers": away}
         return min(fitting, key=lambda c: sum(c.by_knob[n] != wish[n] for n in self.values))

@@ -64,13 +64,13 @@ class Recorded:
         weights = self._facts["read_mb"] * 1e6
         whole = cpu_costs(weights, self._facts["kv_values"], cell["kv_type"], PLANNED_GB_S)
         work = with_threads(whole + Costs(fixed_ms=CPU_FIXED_MS), cell["threads"], self._facts["cores"])
-        # "window" and "cpu_layers" are one value each: every machine is asked for them.
+        # "context" and "cpu_layers" are one value each: every machine is asked for them.
         knobs: tuple[tuple[str, Value], ...] = (
             *((name, cell[name]) for name in KNOBS),
             ("cpu_layers", 0),
-            ("window", CONTEXT),
+            ("context", CONTEXT),
         )
-        return Candidate(key=key, knobs=knobs, window=CONTEXT, work=work)
+        return Candidate(key=key, knobs=knobs, context=CONTEXT, work=work)
 
 
 def _preference(cell: Mapping[str, Any]) -> tuple[Any, ...]:

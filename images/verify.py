@@ -1,6 +1,6 @@
 """Step 4: built image -> list[Check].
 
-Evidence is gathered once, by starting the image as harshly as DESIGN.md section 5 allows and by reading its saved
+ImageSnapshot is gathered once, by starting the image as harshly as DESIGN.md section 5 allows and by reading its saved
 layers; every check is then a pure function of it, so each has a test with a planted fault.
 """
 
@@ -64,7 +64,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class ImageSnapshot:
     cell: Cell
     platform: Platform
     config: Mapping[str, Any]  # of the image, as the engine inspects it
@@ -96,8 +96,8 @@ def verify(
     cuobjdump: Path | None = None,
 ) -> list[Check]:
     """All checks of one image. VerificationError when it is not here, BuildError when it is of another platform."""
-    evidence = gather(root, cell, engine, image=image, ca_bundle=ca_bundle, cuobjdump=cuobjdump)
-    return [check(evidence) for check in CHECKS]
+    snapshot = gather(root, cell, engine, image=image, ca_bundle=ca_bundle, cuobjdump=cuobjdump)
+    return [check(snapshot) for check in CHECKS]
 
 
 def refuse_absent(cells: Iterable[Cell], engine: docker.Engine, *, image: str | None) -> None:
@@ -118,7 +118,7 @@ def _absent(cells: Sequence[Cell], image: str | None) -> VerificationError:
 
 def gather(
     root: Path, cell: Cell, engine: docker.Engine, *, image: str, ca_bundle: Path | None, cuobjdump: Path | None
-) -> Evidence:
+) -> ImageSnapshot:
     found = engine.image(image)
     if found is None:
         raise _absent((cell,), image)
@@ -127,7 +127,7 @@ def gather(
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
-    return Evidence(
+    return ImageSnapshot(
         cell=cell,
         platform=platform,
         config=found.config,
@@ -193,49 +193,49 @@ def _judge_kernels(
     return tuple(reports)
 
 
-def check_start(evidence: Evidence) -> Check:
+def check_start(snapshot: ImageSnapshot) -> Check:
     """As UID 12345 of group 0, read-only, without capabilities and without a network."""
-    said = " ".join(evidence.version.lines[-3:])
-    return Check(name="starts hardened", ok=evidence.version.code == 0, detail=f"exit {evidence.version.code}: {said}")
+    said = " ".join(snapshot.version.lines[-3:])
+    return Check(name="starts hardened", ok=snapshot.version.code == 0, detail=f"exit {snapshot.version.code}: {said}")
 
 
-def check_engine_version(evidence: Evidence) -> Check:
-    engine = evidence.cell.engine
-    form = evidence.engine_files.version_line
+def check_engine_version(snapshot: ImageSnapshot) -> Check:
+    engine = snapshot.cell.engine
+    form = snapshot.engine_files.version_line
     expected = form.format(version=engine.version, build=engine.build, commit=engine.commit_short)
-    lines = reversed(evidence.engine_version.lines)  # warnings of a machine without a GPU come first
+    lines = reversed(snapshot.engine_version.lines)  # warnings of a machine without a GPU come first
     said = next((line for line in lines if line.startswith(form.partition("{")[0])), "no version line")
     return Check(
         name="engine is the pinned one",
-        ok=evidence.engine_version.code == 0 and said == expected,
+        ok=snapshot.engine_version.code == 0 and said == expected,
         detail=said if said == expected else f"{said}; expected {expected}",
     )
 
 
-def check_cpu_variants(evidence: Evidence) -> Check:
-    found = {match.group(1) for path in evidence.tree.files if (match := VARIANT.match(path))}
-    variants = evidence.cell.engine.cpu_variants.get(evidence.platform)
+def check_cpu_variants(snapshot: ImageSnapshot) -> Check:
+    found = {match.group(1) for path in snapshot.tree.files if (match := VARIANT.match(path))}
+    variants = snapshot.cell.engine.cpu_variants.get(snapshot.platform)
     expected = set(variants.built if variants else ())
     wrong = _difference("missing", expected - found) + _difference("not listed", found - expected)
     return Check(name="CPU variants", ok=not wrong, detail="; ".join(wrong) or f"{len(found)} as listed")
 
 
-def check_cpu_kernels(evidence: Evidence) -> Check:
+def check_cpu_kernels(snapshot: ImageSnapshot) -> Check:
     """Each variant that can be executed here computes what the baseline computes; the others are named."""
-    name, report = "CPU kernels compute", evidence.cpu_kernels
+    name, report = "CPU kernels compute", snapshot.cpu_kernels
     if report is None:
-        ok = not evidence.cell.engine.cpu_variants
+        ok = not snapshot.cell.engine.cpu_variants
         return Check(name=name, ok=ok, detail="no variants" if ok else "nothing was executed")
     return Check(name=name, ok=not report.faults, detail="; ".join(report.faults) or report.describe())
 
 
-def check_kernels(evidence: Evidence) -> Check:
+def check_kernels(snapshot: ImageSnapshot) -> Check:
     """Machine code for each of the cell's chips in every kernel that we compile; NVIDIA's libraries are only listed."""
-    name, reports = "kernels run natively", evidence.kernels
-    if evidence.cell.target.cuda is None:
-        backends = [path for path in evidence.tree.files if GPU_BACKEND.search(path)]
+    name, reports = "kernels run natively", snapshot.kernels
+    if snapshot.cell.target.cuda is None:
+        backends = [path for path in snapshot.tree.files if GPU_BACKEND.search(path)]
         return Check(name=name, ok=not backends, detail=f"no GPU in this cell{_colon(backends)}")
-    several = len(evidence.cell.sms) > 1
+    several = len(snapshot.cell.sms) > 1
     faults = [f"SM {report.sm}: {fault}" if several else fault for report in reports for fault in report.faults]
     if faults or not reports:
         return Check(name=name, ok=False, detail="; ".join(faults[:5]) + _more(faults) or "no kernel was judged")
@@ -248,36 +248,36 @@ def check_kernels(evidence: Evidence) -> Check:
     return Check(name=name, ok=True, detail="; ".join(lines))
 
 
-def check_platform(evidence: Evidence) -> Check:
+def check_platform(snapshot: ImageSnapshot) -> Check:
     """BuildKit labels a foreign platform without looking at the files, so they are asked themselves."""
-    machine = ELF_MACHINES[evidence.platform]
-    files = evidence.tree.files.values()
-    ours = [entry for entry in files if entry.machine is not None and entry.path not in evidence.tree.base]
+    machine = ELF_MACHINES[snapshot.platform]
+    files = snapshot.tree.files.values()
+    ours = [entry for entry in files if entry.machine is not None and entry.path not in snapshot.tree.base]
     foreign = [f"{entry.path} (ELF machine {entry.machine})" for entry in ours if entry.machine != machine]
-    detail = f"{evidence.platform}, {len(ours)} ELF files{_colon(foreign)}"
+    detail = f"{snapshot.platform}, {len(ours)} ELF files{_colon(foreign)}"
     return Check(name="platform", ok=bool(ours) and not foreign, detail=detail)
 
 
-def check_no_driver(evidence: Evidence) -> Check:
-    return _none_of("no driver library", [path for path in evidence.tree.files if DRIVER.search(path)])
+def check_no_driver(snapshot: ImageSnapshot) -> Check:
+    return _none_of("no driver library", [path for path in snapshot.tree.files if DRIVER.search(path)])
 
 
-def check_tools(evidence: Evidence) -> Check:
+def check_tools(snapshot: ImageSnapshot) -> Check:
     """Compiler, toolkit and headers are those of the engine's row, which has none for an engine that only runs."""
-    own = evidence.engine_files
-    files = [entry.path for entry in evidence.tree.files.values() if entry.kind != "folder"]
+    own = snapshot.engine_files
+    files = [entry.path for entry in snapshot.tree.files.values() if entry.kind != "folder"]
     tools = [path for path in files if (_is_tool(path) or CUDA_TOOLKIT.search(path)) and not _on(own.tools, path)]
-    added = [path for path in files if HEADER.search(path) and path not in evidence.tree.base]
+    added = [path for path in files if HEADER.search(path) and path not in snapshot.tree.base]
     headers = [path for path in added if not _on(own.headers, path)]
     missing = [each.pattern for each in own.needed if not any(each.match(path) for path in files)]
     wrong = _difference("tools", tools) + _difference("headers", headers) + _difference("missing", missing)
     return Check(name="compiler, toolkit, headers", ok=not wrong, detail="; ".join(wrong) or "as the engine needs")
 
 
-def check_licenses(evidence: Evidence) -> Check:
+def check_licenses(snapshot: ImageSnapshot) -> Check:
     """License texts of the engine, of each wheel, and of CUDA's libraries where there are any."""
-    title, folders = evidence.cell.engine.title, evidence.engine_files.wheel_folders
-    found = licenses.look(evidence.tree.files, engine=title, folders=folders)
+    title, folders = snapshot.cell.engine.title, snapshot.engine_files.wheel_folders
+    found = licenses.look(snapshot.tree.files, engine=title, folders=folders)
     wrong = _difference("missing", found.missing) + _difference(
         "has a text by now, and is listed as without", found.outdated
     )
@@ -286,11 +286,11 @@ def check_licenses(evidence: Evidence) -> Check:
     return Check(name="license texts", ok=bool(found.wheels) and not wrong, detail=detail)
 
 
-def check_gpu_environment(evidence: Evidence) -> Check:
+def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
     """NVIDIA_VISIBLE_DEVICES stays with the user; CUDA's libraries need compute, nvidia-smi and NVML need utility."""
-    pairs = (str(item).partition("=") for item in evidence.config.get("Env") or ())
+    pairs = (str(item).partition("=") for item in snapshot.config.get("Env") or ())
     environment = {name: value for name, _, value in pairs if name.startswith("NVIDIA_")}
-    expected = "compute,utility" if evidence.cell.target.cuda else None
+    expected = "compute,utility" if snapshot.cell.target.cuda else None
     said = environment.get("NVIDIA_DRIVER_CAPABILITIES")
     wrong = [] if said == expected else [f"NVIDIA_DRIVER_CAPABILITIES={said}, expected {expected}"]
     if "NVIDIA_VISIBLE_DEVICES" in environment:
@@ -298,37 +298,37 @@ def check_gpu_environment(evidence: Evidence) -> Check:
     return Check(name="GPU environment", ok=not wrong, detail="; ".join(wrong) or f"capabilities: {said}")
 
 
-def check_no_leftovers(evidence: Evidence) -> Check:
+def check_no_leftovers(snapshot: ImageSnapshot) -> Check:
     """Package lists, logs and caches cost space and carry times that no rebuild repeats."""
-    files = [entry for entry in evidence.tree.files.values() if entry.kind == "file"]
-    found = [entry.path for entry in files if LEFTOVER.match(entry.path) and not _is_of_base_home(evidence, entry)]
+    files = [entry for entry in snapshot.tree.files.values() if entry.kind == "file"]
+    found = [entry.path for entry in files if LEFTOVER.match(entry.path) and not _is_of_base_home(snapshot, entry)]
     return _none_of("no leftovers of apt", found)
 
 
-def check_setuid(evidence: Evidence) -> Check:
-    before = _setuid(evidence.tree.base)
-    return _none_of("no setuid file beyond the base", sorted(_setuid(evidence.tree.files) - before))
+def check_setuid(snapshot: ImageSnapshot) -> Check:
+    before = _setuid(snapshot.tree.base)
+    return _none_of("no setuid file beyond the base", sorted(_setuid(snapshot.tree.files) - before))
 
 
-def check_no_secret_files(evidence: Evidence) -> Check:
+def check_no_secret_files(snapshot: ImageSnapshot) -> Check:
     """No private key in any layer, and no certificate that only the machine of the build has."""
-    lent = evidence.secrets - evidence.tree.base_certificates
-    leaks = [f"{place} (CA bundle)" for place, found in evidence.tree.certificates.items() if found & lent]
-    return _none_of("no secret in a layer", evidence.tree.private_keys + leaks)
+    lent = snapshot.secrets - snapshot.tree.base_certificates
+    leaks = [f"{place} (CA bundle)" for place, found in snapshot.tree.certificates.items() if found & lent]
+    return _none_of("no secret in a layer", snapshot.tree.private_keys + leaks)
 
 
-def check_no_secret_config(evidence: Evidence) -> Check:
-    texts = [json.dumps(value) for value in evidence.config.values()]
+def check_no_secret_config(snapshot: ImageSnapshot) -> Check:
+    texts = [json.dumps(value) for value in snapshot.config.values()]
     credentials = [match.group(0) for text in texts for match in CREDENTIAL.finditer(text)]
-    names = [item.partition("=")[0] for item in evidence.config.get("Env") or ()]
+    names = [item.partition("=")[0] for item in snapshot.config.get("Env") or ()]
     return _none_of(
         "no secret in the configuration", credentials + [name for name in names if SECRET_NAME.search(name)]
     )
 
 
-def check_labels(evidence: Evidence) -> Check:
-    labels = evidence.labels
-    expected = render.static_labels(evidence.cell)
+def check_labels(snapshot: ImageSnapshot) -> Check:
+    labels = snapshot.labels
+    expected = render.static_labels(snapshot.cell)
     if labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE:
         # The build names the base that it really used.
         expected = {name: value for name, value in expected.items() if ".base." not in name}
@@ -340,19 +340,19 @@ def check_labels(evidence: Evidence) -> Check:
     return Check(name="labels", ok=not wrong, detail="; ".join(wrong) or f"{len(labels)} as rendered")
 
 
-def check_engine_facts(evidence: Evidence) -> Check:
-    name, engine = "engine facts", evidence.cell.engine
+def check_engine_facts(snapshot: ImageSnapshot) -> Check:
+    name, engine = "engine facts", snapshot.cell.engine
     try:
-        facts = parse_engine_facts(_text(evidence.tree, ENGINE_FACTS_PATH))
+        facts = parse_engine_facts(_text(snapshot.tree, ENGINE_FACTS_PATH))
     except ValueError as error:
         return Check(name=name, ok=False, detail=str(error))
     said = (facts.version, facts.build, facts.commit)
     commit_agrees = bool(facts.commit) and engine.commit.startswith(facts.commit)
     # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm/facts.py.
     is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
-    pairs = cell_pairs(evidence.cell)
+    pairs = cell_pairs(snapshot.cell)
     is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
-    built = engine.cpu_variants.get(evidence.platform)
+    built = engine.cpu_variants.get(snapshot.platform)
     variants = [each.name for each in facts.cpu_variants]
     is_complete = is_complete and sorted(variants) == sorted(built.built if built else ())
     ok = commit_agrees and said[:2] == (engine.version, engine.build or 0) and is_complete
@@ -365,15 +365,15 @@ def cell_pairs(cell: Cell) -> tuple[str, ...]:
     return cell.engine.fast_kv_pairs if cell.toolkit else ()
 
 
-def check_image_facts(evidence: Evidence) -> Check:
-    name, cell = "image facts", evidence.cell
+def check_image_facts(snapshot: ImageSnapshot) -> Check:
+    name, cell = "image facts", snapshot.cell
     try:
-        facts = parse_image_facts(_text(evidence.tree, IMAGE_FACTS_PATH))
+        facts = parse_image_facts(_text(snapshot.tree, IMAGE_FACTS_PATH))
     except ValueError as error:
         return Check(name=name, ok=False, detail=str(error))
-    label = evidence.labels.get(BUILD_ID_LABEL)
+    label = snapshot.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
-    wrong += _floors(evidence, facts)
+    wrong += _floors(snapshot, facts)
     wrong += _difference("its machine code is not of this form", set(cell.forms) ^ set(facts.sm))
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
         "commit", {facts.engine_commit} - {cell.engine.commit}
@@ -381,35 +381,35 @@ def check_image_facts(evidence: Evidence) -> Check:
     return Check(name=name, ok=not wrong, detail="; ".join(wrong) or f"build id {facts.build_id}")
 
 
-def _floors(evidence: Evidence, facts: ImageFacts) -> list[str]:
+def _floors(snapshot: ImageSnapshot, facts: ImageFacts) -> list[str]:
     """What the appliance refuses a machine by is what the labels promise; check_labels holds these to the matrix."""
     said = {
         "io.appliance.cuda": facts.cuda,
-        "io.appliance.sm": ", ".join(evidence.cell.sms) or None,
+        "io.appliance.sm": ", ".join(snapshot.cell.sms) or None,
         "io.appliance.driver.floor.sass": facts.driver_floor_sass,
         "io.appliance.driver.floor.ptx": facts.driver_floor_ptx,
     }
-    differing = [name for name, value in said.items() if evidence.labels.get(name) != (value or render.NONE)]
-    return [f"{name}: {said[name]}, the label says {evidence.labels.get(name)}" for name in differing]
+    differing = [name for name, value in said.items() if snapshot.labels.get(name) != (value or render.NONE)]
+    return [f"{name}: {said[name]}, the label says {snapshot.labels.get(name)}" for name in differing]
 
 
-def check_volume(evidence: Evidence) -> Check:
+def check_volume(snapshot: ImageSnapshot) -> Check:
     """Group 0 may write: a new named volume takes these, and then any UID of group 0 can use it."""
-    data = evidence.tree.files.get("data")
+    data = snapshot.tree.files.get("data")
     seen = (data.uid, data.gid, oct(data.mode)) if data else None
-    is_declared = "/data" in (evidence.config.get("Volumes") or {})
+    is_declared = "/data" in (snapshot.config.get("Volumes") or {})
     ok = seen == (0, 0, "0o775") and is_declared
     return Check(name="/data", ok=ok, detail=f"{seen}, {'a volume' if is_declared else 'not a volume'}")
 
 
-def check_user(evidence: Evidence) -> Check:
-    user = str(evidence.config.get("User") or "root")
+def check_user(snapshot: ImageSnapshot) -> Check:
+    user = str(snapshot.config.get("User") or "root")
     return Check(name="user is not root", ok=user.partition(":")[0] not in ("0", "root"), detail=user)
 
 
-def check_run_line(evidence: Evidence) -> Check:
+def check_run_line(snapshot: ImageSnapshot) -> Check:
     """What `docker run` relies on: entry point, health check, port, stop signal."""
-    config = evidence.config
+    config = snapshot.config
     expected: dict[str, object] = {
         "Entrypoint": ["/usr/bin/tini", "--", "appliance"],
         "Cmd": ["serve"],
@@ -423,11 +423,11 @@ def check_run_line(evidence: Evidence) -> Check:
     return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as promised")
 
 
-def check_byte_code(evidence: Evidence) -> Check:
+def check_byte_code(snapshot: ImageSnapshot) -> Check:
     """Without it a read-only container compiles its imports at every start; with times in it no rebuild is the same."""
-    files = evidence.tree.files
-    sources = [path for path in files if path.startswith(evidence.engine_files.code) and path.endswith(".py")]
-    python = compat.python_of(evidence.cell.base)
+    files = snapshot.tree.files
+    sources = [path for path in files if path.startswith(snapshot.engine_files.code) and path.endswith(".py")]
+    python = compat.python_of(snapshot.cell.base)
     missing = [path for path in sources if _byte_code(path, python) not in files]
     code = [entry for entry in files.values() if entry.path.endswith(".pyc")]
     checked = [entry.path for entry in code if entry.content[4:8] != UNCHECKED_HASH]
@@ -436,18 +436,18 @@ def check_byte_code(evidence: Evidence) -> Check:
     return Check(name="byte code", ok=ok, detail="; ".join(wrong) or f"{len(code)} files, {len(sources)} of ours")
 
 
-def check_debian(evidence: Evidence) -> Check:
+def check_debian(snapshot: ImageSnapshot) -> Check:
     """What the runtime stage installed is what the Debian lock says, package by package; or else the temporary lock."""
     name = "Debian packages as locked"
-    if _is_unlocked(evidence.labels) and evidence.debian is None:
-        path = packages.path_for(evidence.labels.get(BUILD_ID_LABEL, ""))
+    if _is_unlocked(snapshot.labels) and snapshot.debian is None:
+        path = packages.path_for(snapshot.labels.get(BUILD_ID_LABEL, ""))
         return Check(name=name, ok=False, detail=f"the temporary lock that it was built of is not here: {path}")
-    image, base = (_packages(files.get(STATUS)) for files in (evidence.tree.files, evidence.tree.base))
-    digest = evidence.labels.get("org.opencontainers.image.base.digest", "")
-    wrong = debian.faults(evidence.cell, evidence.debian, evidence.asked, image=image, base=base, identity=digest)
+    image, base = (_packages(files.get(STATUS)) for files in (snapshot.tree.files, snapshot.tree.base))
+    digest = snapshot.labels.get("org.opencontainers.image.base.digest", "")
+    wrong = debian.faults(snapshot.cell, snapshot.debian, snapshot.asked, image=image, base=base, identity=digest)
     detail = f"{'; '.join(wrong[:5])}{_more(wrong)}" if wrong else f"{len(image)} installed, none moved"
-    if evidence.debian and _is_unlocked(evidence.labels):
-        detail = f"of a temporary lock, {evidence.debian.archive_date}, since the project's was not met: {detail}"
+    if snapshot.debian and _is_unlocked(snapshot.labels):
+        detail = f"of a temporary lock, {snapshot.debian.archive_date}, since the project's was not met: {detail}"
     return Check(name=name, ok=bool(image) and not wrong, detail=detail)
 
 
@@ -455,13 +455,13 @@ def _is_unlocked(labels: Mapping[str, str]) -> bool:
     return labels.get(REPRODUCIBLE_LABEL) == "no"
 
 
-def check_size(evidence: Evidence) -> Check:
-    size_mib = evidence.tree.size_bytes / 2**20
-    budget_mib = evidence.cell.size_budget_mib
+def check_size(snapshot: ImageSnapshot) -> Check:
+    size_mib = snapshot.tree.size_bytes / 2**20
+    budget_mib = snapshot.cell.size_budget_mib
     return Check(name="size", ok=size_mib <= budget_mib, detail=f"{size_mib:.0f} MiB of {budget_mib} MiB")
 
 
-CHECKS: tuple[Callable[[Evidence], Check], ...] = (
+CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_start,
     check_engine_version,
     check_cpu_variants,
@@ -506,8 +506,8 @@ def _is_tool(path: str) -> bool:
     return (folder in BINARY_FOLDERS and bool(TOOL.match(name))) or any(part in f"/{path}" for part in TOOL_PARTS)
 
 
-def _is_of_base_home(evidence: Evidence, entry: Entry) -> bool:
-    return entry.path in KEPT_IN_HOME and entry.path in evidence.tree.base
+def _is_of_base_home(snapshot: ImageSnapshot, entry: Entry) -> bool:
+    return entry.path in KEPT_IN_HOME and entry.path in snapshot.tree.base
 
 
 def _setuid(files: Mapping[str, Entry]) -> set[str]:

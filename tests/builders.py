@@ -13,15 +13,15 @@ from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, ModelDigest, read_model
-from appliance.plan import Allocated, Plan, Verdict
+from appliance.plan import Allocated, KvCheck, Plan
 from appliance.probe import Cpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
-from appliance.tune.paired import Passage
-from appliance.tune.partial import GuessLook, Partial, SlotsLook
+from appliance.tune.partial import DraftTrial, Partial, SlotsTrial
+from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT
@@ -157,8 +157,8 @@ def machine(
     )
 
 
-VERDICT = Verdict(
-    kv_type="q4_0", is_accepted=False, why="it costs 3.6 %", tokens=4080, pieces=16, difference=0.035,
+VERDICT = KvCheck(
+    kv_type="q4_0", is_accepted=False, why="it costs 3.6 %", tokens=4080, chunks=16, difference=0.035,
     standard_error=0.004, seconds=40.0,
 )  # fmt: skip
 DIGEST = ModelDigest(size=98_362_432, header_sha256="0" * 64, samples_sha256="1" * 64)
@@ -204,7 +204,7 @@ def profile(
         plan=best,
         plans=(best, second),
         measurements=(good, bad, measured(second, faster=0.9, conditions=BUSY)),
-        verdicts=(VERDICT,),
+        kv_checks=(VERDICT,),
         notes=("no draft tokens: 8.1 ms a token, 12 answers",),
         mode="balanced",
         workload="chat",
@@ -224,7 +224,7 @@ def partial() -> Partial:
     """Something of each kind, a failure among each."""
     best = SPACE.best.key
     texts = [(best, (3.1, 2.9), None), (SPACE.all()[1].key, (), "engine was killed by SIGKILL")]
-    passages = (Passage(key=k, piece_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)
+    scored_chunks = (ScoredChunk(key=k, chunk_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)
     answer = Answer(name="chat: tides", made=63, ms=510.5, drafted=40, accepted=31, is_looping=False)
     tried = (
         Tried(kind=None, tokens=0, tokens_each=64, answers=(replace(answer, drafted=0, accepted=0),), seconds=3.5),
@@ -234,11 +234,11 @@ def partial() -> Partial:
     jobs = tuple(Job(seconds=s, ttft_s=0.5, decode_ms=20.0, tokens_read=500, tokens_cached=12) for s in (6.0, 7.5))
     return Partial(
         measurements=profile().measurements,
-        passages=tuple(passages),
-        guesses=tuple(GuessLook(key=best, tried=each) for each in tried),
+        scored_chunks=tuple(scored_chunks),
+        drafts=tuple(DraftTrial(key=best, tried=each) for each in tried),
         slots=(
-            SlotsLook(key=best, slots=3, found=Concurrency(slots=3, workload=CHAT, jobs=jobs, load_s=0.8)),
-            SlotsLook(key=best, slots=1, error="engine made no progress for 60 s while it was measured"),
+            SlotsTrial(key=best, slots=3, found=Concurrency(slots=3, workload=CHAT, jobs=jobs, load_s=0.8)),
+            SlotsTrial(key=best, slots=1, error="engine made no progress for 60 s while it was measured"),
         ),
     )
 

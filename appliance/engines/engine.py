@@ -24,13 +24,13 @@ from appliance.plan import (
     Kernels,
     Kind,
     KnobEffect,
+    KvCheck,
     Launch,
     Offer,
     Plan,
     RuledOut,
     Shortage,
     Speculation,
-    Verdict,
 )
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -96,20 +96,20 @@ class KernelResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extent:
+class ChunkSpec:
     """How much text is read: pieces of the same number of tokens, each from an empty cache."""
 
-    piece_tokens: int
-    pieces: int
+    chunk_tokens: int
+    chunks: int
 
     @property
-    def scored_in_piece(self) -> int:
+    def scored_in_chunk(self) -> int:
         """The first half of a piece only fills the cache, and its last token has no next."""
-        return self.piece_tokens - self.piece_tokens // 2 - 1
+        return self.chunk_tokens - self.chunk_tokens // 2 - 1
 
     @property
     def read(self) -> int:
-        return self.piece_tokens * self.pieces
+        return self.chunk_tokens * self.chunks
 
 
 class Ending(Protocol):
@@ -149,7 +149,7 @@ class Space(Protocol):
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first."""
 
-    def at_window(self, plan: Plan, context: int) -> Plan | None:
+    def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The plan with another context length; None where it does not fit."""
 
     def now(self, measured: Plan) -> Plan | str:
@@ -218,7 +218,7 @@ class Guard(Protocol):
     @property
     def is_checking(self) -> bool: ...
 
-    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None:
+    def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None:
         """Starts the check unless a start before did it. Inside the running loop."""
 
     async def finish(self) -> tuple[str, str] | None:
@@ -235,7 +235,7 @@ class NoGuard:
 
     is_checking = False
 
-    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None: ...
+    def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None: ...
 
     async def finish(self) -> tuple[str, str] | None:
         return None
@@ -292,7 +292,7 @@ class TextReader(Protocol):
     def command(self) -> Command: ...
 
     @property
-    def pieces(self) -> int | None:
+    def chunks(self) -> int | None:
         """That it said it would read; None until then."""
 
     @property
@@ -358,7 +358,7 @@ class Engine(Protocol):
         """All that this machine can run, for the model's types. What fails is ruled out."""
         return iter(())
 
-    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
+    def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
 
     def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
@@ -377,7 +377,7 @@ class Engine(Protocol):
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         """For an engine that `command` started; `doing` says in errors what it was for."""
 
-    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
+    def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         """For the check of KV cache types that `Space.kinds_to_check` names."""
         raise ValueError(_NOT_OFFERED)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from appliance.engine_route import EngineRoute
 from appliance.errors import ConfigError
+from appliance.gateway.api_error import ApiError, internal_error
 from appliance.gateway.auth import Keys, RequireKey
 from appliance.gateway.backend import Backend
 from appliance.gateway.by_model import AllModels, ByModel, Endpoint, overall_progress
-from appliance.gateway.forward import EngineEndpoint, Reply
+from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
-from appliance.gateway.refusal import Refusal, internal_error
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 
@@ -129,7 +129,7 @@ class _Door:
 
         try:
             await self._answer(scope, receive, noted)
-        except Refusal as error:
+        except ApiError as error:
             await error.send(send)
         except Exception:
             if not is_started:  # the client gets no traceback; the server logs it
@@ -145,7 +145,7 @@ class _Door:
         allowed = _with_head(methods)
         if scope["method"] not in allowed:
             detail = f"method not allowed: {scope['method']} {scope['path'][:200]}"
-            raise Refusal(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
+            raise ApiError(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
         await endpoint(scope, receive, send)
 
 
@@ -181,7 +181,7 @@ class _Rest:
 
 def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
     async def live(_scope: Scope, _receive: Receive, send: Send) -> None:
-        await Reply(send, "openai").document({"status": "live"})
+        await ResponseWriter(send, "openai").document({"status": "live"})
 
     async def ready(_scope: Scope, _receive: Receive, send: Send) -> None:
         now = Progress(phase=Phase.STOPPING) if traffic.is_closed else progress()
@@ -189,6 +189,8 @@ def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[s
         # seconds of a reload would refuse the very requests that are held so that nobody is refused.
         status = 200 if now.is_ready or now.is_held else 503
         document = {"status": "ready"} if now.is_ready else now.document()
-        await Reply(send, "openai").document({**document, "status": "ready"} if now.is_held else document, status)
+        await ResponseWriter(send, "openai").document(
+            {**document, "status": "ready"} if now.is_held else document, status
+        )
 
     return {"/health/live": (("GET",), live), "/health/ready": (("GET",), ready), "/health": (("GET",), ready)}

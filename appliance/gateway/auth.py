@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
-from appliance.gateway import refusal
+from appliance.gateway import api_error
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Answered without a key: a health check has none."""
@@ -63,4 +63,4 @@ class RequireKey:
         if is_open or self._keys.accept(presented_keys(scope["headers"])):
             await self._app(scope, receive, send)
         else:
-            await refusal.invalid_key().send(send)
+            await api_error.invalid_key().send(send)

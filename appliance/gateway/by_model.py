@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine_route import Dialect
-from appliance.gateway import refusal
+from appliance.gateway import api_error
+from appliance.gateway.api_error import ApiError
 from appliance.gateway.backend import Backend
-from appliance.gateway.forward import ClientLeft, Reply, declared_length, read_body, unless_over
-from appliance.gateway.refusal import Refusal
+from appliance.gateway.forward import ClientLeft, ResponseWriter, declared_length, read_body, unless_over
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Progress
 
@@ -46,8 +46,8 @@ class ByModel:
                 reading = read_body(receive, declared_length(scope), self._max_body_bytes)
                 body = await unless_over(reading, must_end=must_end)
             endpoint = self._endpoint_for(body)
-        except Refusal as error:
-            await Reply(send, self._dialect).refuse(error)
+        except ApiError as error:
+            await ResponseWriter(send, self._dialect).refuse(error)
         except ClientLeft:
             return
         else:
@@ -56,9 +56,9 @@ class ByModel:
     def _endpoint_for(self, body: bytes) -> Endpoint:
         name = model_named_in(body)
         if name is None:
-            raise refusal.no_model(self._endpoints)
+            raise api_error.no_model(self._endpoints)
         if name not in self._endpoints:
-            raise refusal.unknown_model(name, self._endpoints)
+            raise api_error.unknown_model(name, self._endpoints)
         return self._endpoints[name]
 
 
@@ -71,7 +71,7 @@ class AllModels:
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         lists = [backend.models() for backend in self._backends if backend.models is not None]
         data = [model for found in lists for model in found["data"]]
-        await Reply(send, "openai").document({"object": "list", "data": data})
+        await ResponseWriter(send, "openai").document({"object": "list", "data": data})
 
 
 def model_named_in(body: bytes) -> str | None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.engine_route import Dialect, EngineRoute
-from appliance.gateway import headers, hold, refusal
-from appliance.gateway.refusal import Refusal
+from appliance.gateway import api_error, headers, hold
+from appliance.gateway.api_error import ApiError
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
@@ -39,7 +39,7 @@ Answer = tuple[Sequence[tuple[bytes, bytes]], bytes]
 """Headers and body of one that had status 200."""
 
 
-class Reply:
+class ResponseWriter:
     """What the client has been sent so far, and therefore how an error can still be told."""
 
     def __init__(self, send: Send, dialect: Dialect) -> None:
@@ -81,7 +81,7 @@ class Reply:
     async def finish(self, chunk: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": chunk})
 
-    async def refuse(self, error: Refusal) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """An answer, or an event of its own in a stream of events. A body that cannot hold one is left unfinished:
         the server then closes the connection, and the client sees a torn answer instead of a short one."""
         if not self.is_started:
@@ -117,32 +117,34 @@ class EngineEndpoint:
         self._last_answer: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send, self._route.dialect)
+        reply = ResponseWriter(send, self._route.dialect)
         try:
             # Without an answer to repeat, and nothing to stand in for it, it takes the engine to give one, as for work.
             is_work = self._route.is_work or (self._last_answer is None and self._stand_in is None)
             with self._traffic.admitted(is_work=is_work) as must_end:
                 try:
                     await self._exchange(scope, receive, reply, must_end)
-                except Refusal as error:
+                except ApiError as error:
                     # Inside `admitted`: a stop waits until the client has been told.
                     await reply.refuse(error)
-        except Refusal as error:
+        except ApiError as error:
             await reply.refuse(error)
         except ClientLeft:
             return
 
-    async def _exchange(self, scope: Scope, receive: Receive, reply: Reply, must_end: asyncio.Future[None]) -> None:
+    async def _exchange(
+        self, scope: Scope, receive: Receive, reply: ResponseWriter, must_end: asyncio.Future[None]
+    ) -> None:
         if await self._has_stood_in(reply):
             return
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
-            raise refusal.not_ready(progress)
+            raise api_error.not_ready(progress)
         reading = read_body(receive, declared_length(scope), self._max_body_bytes)
         body = await unless_over(reading, must_end=must_end)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
-    async def _has_stood_in(self, reply: Reply) -> bool:
+    async def _has_stood_in(self, reply: ResponseWriter) -> bool:
         """Whether the request was answered without the engine, which does not answer now."""
         now = self._progress()
         if self._stand_in is None or now.is_ready or now.phase in (Phase.STOPPING, Phase.FAILED):
@@ -153,10 +155,10 @@ class EngineEndpoint:
             await reply.repeat(self._last_answer)
         return True
 
-    async def _serve(self, scope: Scope, body: bytes, reply: Reply) -> None:
+    async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
-            raise refusal.not_ready(progress)  # it was otherwise when the body began to come
+            raise api_error.not_ready(progress)  # it was otherwise when the body began to come
         if progress.is_held:
             if self._last_answer is not None:
                 await reply.repeat(self._last_answer)
@@ -166,26 +168,26 @@ class EngineEndpoint:
             await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
         await self._forward(scope, body, reply)
 
-    async def _forward(self, scope: Scope, body: bytes, reply: Reply) -> None:
+    async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
                 whole = await relay(response, reply)
                 if whole is not None and not self._route.is_work and response.status == 200:
                     self._last_answer = headers.to_client(response.headers), whole
         except UnreachableError as error:
-            raise refusal.engine_died(503, "the engine cannot be reached; try again in a moment") from error
+            raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except BrokenError as error:
-            raise refusal.engine_died(502, "the engine ended while it worked on this request") from error
+            raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: Reply) -> bytes | None:
+async def relay(response: Response, reply: ResponseWriter) -> bytes | None:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
 
     Returns the body where it was read whole.
     """
     if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
-        raise refusal.of_engine(response.status, await response.read())
+        raise api_error.of_engine(response.status, await response.read())
     length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
         body = await response.read()
@@ -201,9 +203,9 @@ async def relay(response: Response, reply: Reply) -> bytes | None:
 
 
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:
-    """The whole body: the engine needs all of it to begin. Raises Refusal (413) as soon as it is too much."""
+    """The whole body: the engine needs all of it to begin. Raises ApiError (413) as soon as it is too much."""
     if declared_bytes > limit_bytes:
-        raise refusal.body_too_large(limit_bytes)
+        raise api_error.body_too_large(limit_bytes)
     body = bytearray()
     while True:
         message = await receive()
@@ -211,7 +213,7 @@ async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> 
             raise ClientLeft
         body += message.get("body", b"")
         if len(body) > limit_bytes:
-            raise refusal.body_too_large(limit_bytes)
+            raise api_error.body_too_large(limit_bytes)
         if not message.get("more_body", False):
             return bytes(body)
 
@@ -236,7 +238,7 @@ async def unless_over(
             # The first of them that came to an end by itself, `work` before the watchers.
             future.result()
     if working.cancelled():
-        raise refusal.shutting_down()
+        raise api_error.shutting_down()
     result: T = working.result()
     return result
 

@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 
-from appliance.gateway import refusal
+from appliance.gateway import api_error
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Progress
 
 TELL_EVERY_S = 5.0  # proxies and clients give up on silence after 30 s at the earliest
-LOOK_EVERY_S = 0.05  # a phase is looked at, not awaited: what is waited for takes seconds
+CHECK_EVERY_S = 0.05  # a phase is looked at, not awaited: what is waited for takes seconds
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 
 Tell = Callable[[str], Awaitable[None]]
@@ -22,18 +22,18 @@ Tell = Callable[[str], Awaitable[None]]
 async def until_back(
     progress: Callable[[], Progress], traffic: Traffic, tell: Tell | None, *, every_s: float = TELL_EVERY_S
 ) -> None:
-    """Returns once the engine serves. Raises Refusal when it will not: it failed, or the appliance stops."""
+    """Returns once the engine serves. Raises ApiError when it will not: it failed, or the appliance stops."""
     tell_at = 0.0
     while (now := progress()).is_held:
         if traffic.is_closed:
             # Not after the grace of a stop: nobody goes on loading the engine then.
-            raise refusal.shutting_down()
+            raise api_error.shutting_down()
         if tell is not None and time.monotonic() >= tell_at:
             await tell(now.sentence())
             tell_at = time.monotonic() + every_s
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_EVERY_S)
     if not now.is_ready:
-        raise refusal.not_ready(now)
+        raise api_error.not_ready(now)
 
 
 def asks_for_stream(body: bytes) -> bool:

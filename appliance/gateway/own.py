@@ -16,14 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from appliance.gateway.api_error import ApiError, internal_error, unknown_model
 from appliance.gateway.backend import Backend
 from appliance.gateway.metrics import Metrics
-from appliance.gateway.refusal import Refusal, internal_error, unknown_model
 
 T = TypeVar("T")
 Document = Callable[[], dict[str, Any]]
 Action = Callable[[], tuple[int, dict[str, Any]]]
-"""Does at once what was asked for; status and document of the answer. Raises Refusal."""
+"""Does at once what was asked for; status and document of the answer. Raises ApiError."""
 
 
 def create_own_app(metrics: Metrics, backends: Sequence[Backend]) -> FastAPI:
@@ -40,7 +40,7 @@ def create_own_app(metrics: Metrics, backends: Sequence[Backend]) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,
         routes=list[BaseRoute](routes),
-        exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
+        exception_handlers={ApiError: _on_refusal, HTTPException: _on_http_error, Exception: _on_bug},
         # Off, whatever OTEL_* variables the container was given: prompts and keys are nobody else's business.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
@@ -66,7 +66,7 @@ def _of_model(each: Mapping[str, T], request: Request) -> T:
     name = request.query_params.get("model")
     if name is None:
         message = "several models are served: say which with ?model=NAME"
-        raise Refusal(400, "model_required", message)
+        raise ApiError(400, "model_required", message)
     if name not in each:
         raise unknown_model(name, each)
     return each[name]
@@ -77,12 +77,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = HTTPStatus(status).phrase
     detail = f"{phrase.lower()}: {request.method} {request.url.path[:200]}"
-    refusal = Refusal(status, phrase.lower().replace(" ", "_"), detail)
-    return _refused(refusal, getattr(error, "headers", None) or {})
+    api_error = ApiError(status, phrase.lower().replace(" ", "_"), detail)
+    return _refused(api_error, getattr(error, "headers", None) or {})
 
 
 async def _on_refusal(_request: Request, error: Exception) -> Response:
-    return _refused(error if isinstance(error, Refusal) else internal_error())
+    return _refused(error if isinstance(error, ApiError) else internal_error())
 
 
 async def _on_bug(_request: Request, _error: Exception) -> Response:
@@ -90,6 +90,6 @@ async def _on_bug(_request: Request, _error: Exception) -> Response:
     return _refused(internal_error())
 
 
-def _refused(error: Refusal, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+def _refused(error: ApiError, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
     headers = {**headers, "x-appliance-error": error.code}
     return JSONResponse(error.document(), status_code=error.status, headers=headers)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from appliance.gateway import refusal
+from appliance.gateway import api_error
 
 
 class Traffic:
@@ -40,9 +40,9 @@ class Traffic:
 
     @contextmanager
     def admitted(self, *, is_work: bool = True) -> Iterator[asyncio.Future[None]]:
-        """Around one request. The future is done once the request must end now; raises Refusal when closed."""
+        """Around one request. The future is done once the request must end now; raises ApiError when closed."""
         if self.is_closed:
-            raise refusal.shutting_down()
+            raise api_error.shutting_down()
         with self._at_work() if is_work else nullcontext(), self._counted() as must_end:
             yield must_end
 

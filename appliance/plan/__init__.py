@@ -3,9 +3,9 @@
 from appliance.plan.allocated import Allocated
 from appliance.plan.choice import Choice
 from appliance.plan.costs import Costs
-from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, in_short
+from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
 from appliance.plan.kernels import Kernels, RuledOut
-from appliance.plan.kv_check import Verdict
+from appliance.plan.kv_check import KvCheck
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
@@ -13,19 +13,19 @@ from appliance.plan.plan import (
     KINDS,
     NOTHING,
     SIZES,
-    SMALLEST_WINDOW,
+    SMALLEST_CONTEXT,
+    SPECULATION_GOALS,
     SPEED_KEPT,
-    TASTES,
     UNMEASURED,
+    GpuAllocation,
     Kind,
     Memory,
     Offer,
     Placement,
     Plan,
-    Share,
     Speculation,
+    SpeculationGoal,
     Speed,
-    Taste,
     with_choice,
     with_measured,
 )
@@ -41,36 +41,36 @@ __all__ = [
     "NOTHING",
     "PREDICTED",
     "SIZES",
-    "SMALLEST_WINDOW",
+    "SMALLEST_CONTEXT",
+    "SPECULATION_GOALS",
     "SPEED_KEPT",
-    "TASTES",
     "UNMEASURED",
     "Allocated",
     "Choice",
     "Costs",
+    "GpuAllocation",
     "JobSpeed",
     "Kernels",
     "Kind",
     "KnobEffect",
+    "KvCheck",
     "Launch",
     "Memory",
     "Offer",
     "Placement",
     "Plan",
     "RuledOut",
-    "Share",
     "Shortage",
     "Speculation",
+    "SpeculationGoal",
     "Speed",
     "SpeedAt",
     "Speeds",
-    "Taste",
-    "Verdict",
     "as_document",
     "explain",
     "explain_memory",
     "explain_settings",
-    "in_short",
+    "summary",
     "with_choice",
     "with_measured",
 ]

@@ -16,10 +16,10 @@ def explain(plan: Plan) -> str:
     return "\n".join((*lines, f"{'memory':<{width}}  {explain_memory(plan)}"))
 
 
-def in_short(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
     """As in "kv_type f16, threads 2, ubatch 512, placement CPU", with speculative decoding if there is any."""
     knobs = ", ".join(f"{name} {value}" for name, value in plan.knobs if name != "context")
-    return f"{knobs}, {plan.speculation.in_words()}" if plan.speculation else knobs
+    return f"{knobs}, {plan.speculation.describe()}" if plan.speculation else knobs
 
 
 def explain_memory(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class KvCheck:
     """Whether a type of the cache is harmless for one model. Without figures it could not be measured: `why` says why.
 
     `difference` and `standard_error` are of nats for each token, against f16 over the same `tokens`; its exponential is
@@ -17,7 +17,7 @@ class Verdict:
     is_accepted: bool
     why: str
     tokens: int = 0  # that were foretold, in each of the two runs
-    pieces: int = 0
+    chunks: int = 0
     difference: float | None = None
     standard_error: float | None = None
     seconds: float = 0.0

@@ -10,7 +10,7 @@ from appliance.plan.choice import Choice
 from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
 
-SMALLEST_WINDOW = 8192  # or the model's own: clients of today do not work below it
+SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
 SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
 # The chat job: placements are compared by it, and plans where nothing else is asked for.
 CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
@@ -18,8 +18,8 @@ Kind = Literal["draft", "mtp", "ngram"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 # Where no kind is asked for, what is wanted of the one that measuring chooses: all requests together sooner, no kind of
 # request later, or some kind of request as soon as can be.
-Taste = Literal["auto", "stable", "fast"]
-TASTES: tuple[Taste, ...] = get_args(Taste)
+SpeculationGoal = Literal["auto", "stable", "fast"]
+SPECULATION_GOALS: tuple[SpeculationGoal, ...] = get_args(SpeculationGoal)
 # How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
 SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
 UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
@@ -64,7 +64,7 @@ NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class GpuAllocation:
     """What one GPU holds. `layers` counts the output as one."""
 
     id: str
@@ -81,7 +81,7 @@ class Share:
 class Placement:
     """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output."""
 
-    shares: tuple[Share, ...] = ()
+    shares: tuple[GpuAllocation, ...] = ()
     cpu_layers: int = 0
     cpu_expert_layers: int = 0  # so many first layers keep their routed experts in host memory
     split_mode: str = "none"
@@ -90,7 +90,7 @@ class Placement:
     def gpu_layers(self) -> int:
         return sum(share.layers for share in self.shares)
 
-    def in_short(self) -> str:
+    def summary(self) -> str:
         """As in "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
         split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
         return self._devices + split + self._experts
@@ -118,7 +118,7 @@ class Speed:
     prefill_tokens_per_s: float
     job_s: float
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
 
 
@@ -134,7 +134,7 @@ class Speculation:
     device: int | None = None
     adds: Memory = NOTHING
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "up to 3 tokens drafted by smol.gguf"."""
         by = {"draft": (self.draft_path or "").rpartition("/")[2], "mtp": "the model's draft layer", "ngram": "n-grams"}
         return f"up to {self.tokens} token{'s' * (self.tokens > 1)} drafted by {by[self.kind]}"

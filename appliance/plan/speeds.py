@@ -23,7 +23,7 @@ class SpeedAt:
     prefill_tokens: int
     prefill_tokens_per_s: float | None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "116.0 tok/s", or "0.5 tok/s (within 14 %: few tokens)"."""
         uncertainty = f" (within {100 * self.decode_uncertainty:.0f} %: few tokens)" if self.decode_uncertainty else ""
         return f"{self.decode_tokens_per_s:.1f} tok/s{uncertainty}"
@@ -47,7 +47,7 @@ class JobSpeed:
     job_s: float
     is_extrapolated: bool
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "a chat job takes 3.1 s"."""
         words = f"a {self.workload} job takes {self.job_s:.1f} s"
         return f"{words} (extrapolated)" if self.is_extrapolated else words
@@ -61,9 +61,9 @@ class Speeds:
     at: tuple[SpeedAt, ...]
     jobs: tuple[JobSpeed, ...]
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "decodes 116.0 tok/s at 32 tokens of context, 42.1 tok/s at 2,048; a chat job takes 3.1 s"."""
-        first, *rest = (f"{speed.in_words()} at {speed.depth:,}" for speed in self.at)
+        first, *rest = (f"{speed.describe()} at {speed.depth:,}" for speed in self.at)
         return (
-            f"decodes {', '.join((f'{first} tokens of context', *rest))}; {', '.join(j.in_words() for j in self.jobs)}"
+            f"decodes {', '.join((f'{first} tokens of context', *rest))}; {', '.join(j.describe() for j in self.jobs)}"
         )

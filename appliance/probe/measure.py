@@ -69,7 +69,7 @@ def measure(
     return Measured(speeds=Speeds(dram_gb_s=dram, gpus=tuple(speeds)), problems=tuple(problems))
 
 
-def in_words(measured: Measured) -> str:
+def describe(measured: Measured) -> str:
     """A line a figure; what could not be measured is said and not left out."""
     lines = [f"host memory, read by all cores: {_gb_s(measured.speeds.dram_gb_s)}"]
     for gpu in measured.speeds.gpus:

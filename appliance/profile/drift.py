@@ -55,7 +55,7 @@ class Compared:
         """Only of decoding: a prompt read at once may need fewer batches than one that was read piece by piece."""
         return self.did == "decoded" and self.speed > (1 + TOLERANCE) * self.measured * self.slack
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "decoded 12.1 tok/s at 1,900 tokens, 16.0 measured: 24 % slower"."""
         change = self.speed / self.measured - 1
         words = f"{self.did} {self.speed:.1f} tok/s at {self.depth:,} tokens, {self.measured:.1f} measured"
@@ -76,7 +76,7 @@ class Baseline:
         return tuple(
             Compared(did=did, depth=self.point.depth, speed=1000 / ms, measured=1000 / measured_ms, slack=slack)
             for did, ms, measured_ms, slack in (
-                ("decoded", seen.decode_ms, self.point.decode_ms, self.draft_slack * (1 + self.point.doubt)),
+                ("decoded", seen.decode_ms, self.point.decode_ms, self.draft_slack * (1 + self.point.relative_error)),
                 ("read", seen.prefill_ms, self.prefill_ms, self.draft_slack),
             )
             if measured_ms is not None
@@ -99,9 +99,9 @@ class Drift:
         pairs = [(before, now) for before in self.last for now in found if before.did == now.did]
         slow = [max(pair, key=lambda one: one.speed) for pair in pairs if all(one.is_slow for one in pair)]
         fast = [min(pair, key=lambda one: one.speed) for pair in pairs if all(one.is_fast for one in pair)]
-        now = replace(self, last=found, note=f"{fast[0].in_words()}, twice" if fast else self.note)
+        now = replace(self, last=found, note=f"{fast[0].describe()}, twice" if fast else self.note)
         if slow:
-            return replace(now, state=DriftState.STALE, words=f"{slow[0].in_words()}, twice")
+            return replace(now, state=DriftState.STALE, words=f"{slow[0].describe()}, twice")
         if pairs and all(one.is_good for pair in pairs for one in pair):
             words = f"two probes were no slower than measured, within {100 * TOLERANCE:.0f} %"
             return replace(now, state=DriftState.VALID, words=words)

@@ -25,7 +25,7 @@ class ProfileStatus:
     def as_document(self) -> dict[str, str | bool | None]:
         return {"stale": self.stale, "provisional": self.provisional, "pinned": self.is_pinned}
 
-    def in_words(self) -> tuple[str, ...]:
+    def describe(self) -> tuple[str, ...]:
         return (
             *([f"stale: {self.stale}"] if self.stale else []),
             *([f"provisional: {self.provisional}, while it was measured"] if self.provisional else []),

@@ -18,20 +18,20 @@ def make_profile(
 ) -> Profile:
     """`before` is the profile that it would replace; it counts where something disturbed the new one."""
     tuned = result.tuned
-    curve = tuned.chosen.rated.curve
+    curve = tuned.chosen.scored.curve
     disturbed_before = before.disturbed_times if before is not None and before.key == key else 0
     return Profile(
         key=key,
         plan=result.plan,
         plans=tuned.plans,
         measurements=tuned.measurements,
-        verdicts=result.verdicts,
+        kv_checks=result.kv_checks,
         notes=result.notes,
         mode=settings.mode,
         workload=settings.workload,
         native=result.native,
         job_s=tuned.job_s,
-        speed=speeds_on(curve, result.plan, parse_mix(settings.workload)).in_words(),
+        speed=speeds_on(curve, result.plan, parse_mix(settings.workload)).describe(),
         seconds=result.seconds,
         stopped_by=tuned.stopped_by,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,7 +43,7 @@ def make_profile(
 
 
 def measured_of(profile: Profile) -> MeasuredPlans:
-    return MeasuredPlans(plans=profile.plans, measurements=profile.measurements, verdicts=profile.verdicts)
+    return MeasuredPlans(plans=profile.plans, measurements=profile.measurements, kv_checks=profile.kv_checks)
 
 
 def with_more(profile: Profile, found: MeasuredPlans, mode: str) -> Profile:

@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from appliance.documents import Rules, load, read
 from appliance.profile.record import MEASURED, SCHEMA, Key
-from appliance.tune.paired import Passage
-from appliance.tune.partial import Partial, SlotsLook
+from appliance.tune.partial import Partial, SlotsTrial
+from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 
@@ -44,10 +44,12 @@ def _is_answer(answer: Answer) -> bool:
 
 _RULES: Rules = {
     **MEASURED,
-    Passage: lambda passage: passage.piece_tokens > 0 and passage.first >= 0 and _is_time(passage.seconds),
+    ScoredChunk: lambda scored_chunk: (
+        scored_chunk.chunk_tokens > 0 and scored_chunk.first >= 0 and _is_time(scored_chunk.seconds)
+    ),
     Tried: lambda tried: tried.tokens >= 0 and _is_time(tried.seconds),
     Answer: _is_answer,
-    SlotsLook: lambda look: (look.found is None) == (look.error is not None) and look.slots > 0,
+    SlotsTrial: lambda look: (look.found is None) == (look.error is not None) and look.slots > 0,
     Concurrency: lambda found: bool(found.jobs) and found.slots > 0 and _is_time(found.load_s),
     Job: lambda job: _is_time(job.seconds, job.ttft_s, job.decode_ms) and job.seconds > 0,
 }

@@ -9,8 +9,8 @@ from typing import cast
 from appliance.engines.engine import Space
 from appliance.plan import Plan, with_measured
 from appliance.profile.record import Profile
-from appliance.tune.measurement import MARGIN, rated
-from appliance.tune.modes import Mode, choose, wanted_window
+from appliance.tune.measurement import MARGIN, scored
+from appliance.tune.modes import Mode, choose, wanted_context
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
@@ -30,15 +30,15 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     plans = {plan.key: plan for plan in profile.plans}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
-    while left := rated(plans.values(), profile.measurements):
+    while left := scored(plans.values(), profile.measurements):
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
-        found = space.now(plans[chosen.rated.key])
+        found = space.now(plans[chosen.scored.key])
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why), profile.plan)
             plan = space.speculating_as(plan, profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
-        lacking.append(f"{chosen.rated.key}: {found}")
-        del plans[chosen.rated.key]
+        lacking.append(f"{chosen.scored.key}: {found}")
+        del plans[chosen.scored.key]
     return tuple(lacking)
 
 
@@ -51,14 +51,14 @@ def best_of(profile: Profile | None, mode: str, space: Space) -> Plan:
 def wants_more(profile: Profile, mode: str, space: Space, *, budget_s: float) -> bool:
     """Whether the mode, which is not one that was measured for, may want a context that no measured plan has, and one
     trial may end within the budget. `space` is that of the mode."""
-    seen = rated(profile.plans, profile.measurements)
+    seen = scored(profile.plans, profile.measurements)
     if not seen or mode in (profile.mode, *profile.other_modes):
         return False
     if MARGIN * max(trial.seconds for trial in profile.measurements if trial.points) > budget_s:
         return False
-    windows = {plan.context for plan in space.all()}
+    contexts = {plan.context for plan in space.all()}
     mix = parse_mix(profile.workload)
-    return wanted_window(cast("Mode", mode), windows, seen, mix, native=profile.native) is not None
+    return wanted_context(cast("Mode", mode), contexts, seen, mix, native=profile.native) is not None
 
 
 def _with_slots(plan: Plan, measured: Plan) -> Plan:

@@ -18,7 +18,7 @@ from appliance.engines.engine import load as load_engine
 from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
-from appliance.plan import Allocated, Launch, Plan, Speeds, Verdict
+from appliance.plan import Allocated, KvCheck, Launch, Plan, Speeds
 from appliance.probe import Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.curve import Point
@@ -81,7 +81,7 @@ class Profile:
     plan: Plan
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
-    verdicts: tuple[Verdict, ...]  # on types of the KV cache below q8_0
+    kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
     notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
     mode: str
     workload: str  # as the setting says it
@@ -185,7 +185,7 @@ class _WrittenKey:
 def _is_timed(point: Point) -> bool:
     """No engine takes no time, or for ever."""
     is_timed = 0 < point.decode_ms < math.inf and 0 <= point.prefill_ms < math.inf
-    return is_timed and point.depth >= 0 and 1 <= point.noisier < math.inf
+    return is_timed and point.depth >= 0 and 1 <= point.noise_factor < math.inf
 
 
 MEASURED: Rules = {Point: _is_timed}

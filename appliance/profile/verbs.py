@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance.errors import ConfigError, UsageError
-from appliance.plan import as_document, explain, in_short
+from appliance.plan import as_document, explain, summary
 from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document
 from appliance.profile.store import ProfileStore
 
@@ -75,7 +75,7 @@ def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
 def _line(profile: Profile, store: ProfileStore) -> str:
     marks = "".join(f"  {name}" for name, found in store.status(profile).as_document().items() if found)
     plan = profile.plan
-    return f"{profile.key.id}  {profile.created}{marks}  {plan.alias}: {in_short(plan)}; {profile.speed}"
+    return f"{profile.key.id}  {profile.created}{marks}  {plan.alias}: {summary(plan)}; {profile.speed}"
 
 
 def _show(context: CliContext, key_id: str) -> Answer:
@@ -86,8 +86,8 @@ def _show(context: CliContext, key_id: str) -> Answer:
         document |= {"stale": status.stale} if status.stale else {}
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
     parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))
-    measured = "\n".join(measurement.in_words() for measurement in profile.measurements)
-    measured = "\n".join((measured, *status.in_words()))
+    measured = "\n".join(measurement.describe() for measurement in profile.measurements)
+    measured = "\n".join((measured, *status.describe()))
     if profile.gpu_uuids:
         measured += f"\non {', '.join(profile.gpu_uuids)}"
     head = f"key\n{_indented(parts)}\n\nplan\n{_indented(explain(profile.plan))}\n"

@@ -84,7 +84,7 @@ class BackgroundTasks:
             return False
         # Kept, since it is asked again for the same profile as measuring begins, and makes every plan there is.
         if self._more is None or self._more[0] != profile:
-            space = served.start.space(profile.verdicts)
+            space = served.start.space(profile.kv_checks)
             found = await asyncio.to_thread(wants_more, profile, mode, space, budget_s=budget_s)
             self._more = profile, found
         return self._more[1]

@@ -21,7 +21,7 @@ def start_from_profile(served: ServedModel) -> None:
     """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were checked
     before."""
     profile = served.store.load(served.key)
-    served.guard.begin(served.inputs, profile.verdicts if profile else ())
+    served.guard.begin(served.inputs, profile.kv_checks if profile else ())
     if served.guard.is_checking:
         return
     if profile is not None and (start := _at_start(served, profile, may_measure=True)).action is StartAction.USE:

@@ -94,7 +94,7 @@ class DriftMonitor:
             return False
         point, disturbance = probing.result()
         found = baseline.compare(point)
-        figures = "; ".join(one.in_words() for one in found)
+        figures = "; ".join(one.describe() for one in found)
         self._say(f"{figures}; it counts for nothing: {disturbance}" if disturbance else figures)
         self._drift = self._drift.observe(found, disturbance)
         return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 SETTLE_S = 3.0  # between two turns of one conversation nothing is started: it would be stopped before it is loaded
-LOOK_AGAIN_S = 30.0  # who else holds memory may change at any time
+CHECK_AGAIN_S = 30.0  # who else holds memory may change at any time
 
 
 class Action(StrEnum):
@@ -48,10 +48,10 @@ def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Deci
         # Whether somebody asks or not: nobody waits for it.
         return Decision(action=Action.SWAP_BESIDE)
     if now.running:
-        return _wait(LOOK_AGAIN_S)
+        return _wait(CHECK_AGAIN_S)
     is_alone = not now.has_room
     if (is_alone and now.was_reloaded_now) or (not now.is_measured and now.was_measured_now):
-        return _wait(LOOK_AGAIN_S)
+        return _wait(CHECK_AGAIN_S)
     left_s = (max(idle_s, settle_s) if is_alone else settle_s) - now.idle_s
     if left_s > 0:
         return _wait(left_s)
@@ -61,4 +61,4 @@ def decide(now: IdleState, *, idle_s: float, settle_s: float = SETTLE_S) -> Deci
 
 
 def _wait(seconds: float) -> Decision:
-    return Decision(action=Action.WAIT, wait_s=min(LOOK_AGAIN_S, max(0.01, seconds)))
+    return Decision(action=Action.WAIT, wait_s=min(CHECK_AGAIN_S, max(0.01, seconds)))

@@ -10,7 +10,7 @@ from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
-from appliance.plan import TASTES, Kernels, Verdict
+from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
 from appliance.serve.checks import check_supported
@@ -35,9 +35,9 @@ class StartInputs:
         """With the engine's folder, also where that is the image's own."""
         return self.inputs.settings
 
-    def space(self, verdicts: Sequence[Verdict] = ()) -> Space:
+    def space(self, kv_checks: Sequence[KvCheck] = ()) -> Space:
         """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
-        return self.engine.space(self.inputs, verdicts)
+        return self.engine.space(self.inputs, kv_checks)
 
     def with_kernels(self, kernels: Kernels) -> StartInputs:
         key = Key(parts={**self.key.parts, "cpu_variant": kernels.variant})
@@ -108,7 +108,7 @@ def load_model(settings: Settings, image: ImageFacts) -> Model:
 def read_draft_model(settings: Settings, model: Model) -> Model | None:
     """The draft model of speculative decoding, refused here when it cannot be one, and not in the middle of a
     tuning."""
-    if settings.draft_model is None or settings.speculation not in (*TASTES, "draft"):
+    if settings.draft_model is None or settings.speculation not in (*SPECULATION_GOALS, "draft"):
         return None
     return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
 

@@ -26,8 +26,8 @@ def preview(settings: Settings, environment: Mapping[str, str]) -> Preview:
     start = read_inputs(settings, environment)
     store = ProfileStore(settings.profiles_dir, lambda _: None)
     profile = store.peek(start.key)
-    verdicts = profile.verdicts if profile else ()
-    space = start.space(verdicts)
+    kv_checks = profile.kv_checks if profile else ()
+    space = start.space(kv_checks)
     picked = pick(profile, settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
         standing = store.status(profile)

@@ -84,7 +84,7 @@ class ServedModel:
     @property
     def space_of_profile(self) -> Space:
         """With the KV cache types that the profile has found harmless."""
-        return self.start.space(self.profile.verdicts) if self.profile and self.profile.verdicts else self.space
+        return self.start.space(self.profile.kv_checks) if self.profile and self.profile.kv_checks else self.space
 
     def set_start(self, start: StartInputs) -> None:
         """With other kernels, for which another profile counts."""

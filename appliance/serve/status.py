@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance import __version__
 from appliance.errors import VolumeError
-from appliance.plan import Plan, Speeds, as_document, in_short
+from appliance.plan import Plan, Speeds, as_document, summary
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Profile, speeds_of
 from appliance.progress import Phase
@@ -48,11 +48,11 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
         "model": served.name,
         "context": plan.context if plan else None,
-        "chosen": in_short(plan) if plan else None,
+        "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
         "speeds": _speeds(plan, measured),
-        "speed": measured.in_words() if measured else None,
-        "predicted_speed": plan.speed.in_words() if plan and plan.speed else None,
+        "speed": measured.describe() if measured else None,
+        "predicted_speed": plan.speed.describe() if plan and plan.speed else None,
         "tuning": tuning_state(served),
         "memory_prediction_error": profile.prediction_error if profile else None,
         "from_profile": profile is not None and served.session is None,
@@ -94,12 +94,12 @@ def models_of(served: ServedModel) -> dict[str, Any]:
 
 
 def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:
-    """Asked for by somebody who waits for the result. Raises Refusal where nothing will be measured."""
+    """Asked for by somebody who waits for the result. Raises ApiError where nothing will be measured."""
     state = tuning_state(served)
     if state in ("off", "failed"):
-        from appliance.gateway.refusal import Refusal  # here: no start needs it
+        from appliance.gateway.api_error import ApiError  # here: no start needs it
 
-        raise Refusal(409, f"tuning_{state}", _tuning_words(served, state))
+        raise ApiError(409, f"tuning_{state}", _tuning_words(served, state))
     if state == "waiting":
         served.background.begin_now()
     return (200 if state == "measured" else 202), {"state": state, "message": _tuning_words(served, state)}

@@ -18,7 +18,7 @@ from appliance.command import Command
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.log import Log
-from appliance.supervisor.reaper import TAG_NAME, Family, cpu_seconds, die_with_parent
+from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
 from appliance.values import dataclass
 
 PIPE_BYTES = 1 << 20
@@ -42,7 +42,7 @@ class Progress:
 class Child:
     """Spawned by its constructor, which raises EngineNotReadyError when the program cannot be executed.
 
-    Must be made in the main thread, inside a running loop. `bury()` or `abandon()` ends its use.
+    Must be made in the main thread, inside a running loop. `reap()` or `kill_now()` ends its use.
     """
 
     def __init__(self, command: Command, on_line: Callable[[str], None] | None) -> None:
@@ -66,7 +66,7 @@ class Child:
             raise
         finally:
             os.close(write_end)
-        self._family = Family(leader_pid=self._process.pid, tag=tag)
+        self._tree = ProcessTree(leader_pid=self._process.pid, tag=tag)
         self._pidfd = self._open_pidfd()
         self._loop.add_reader(self._pipe, self._read_log)
         self._loop.add_reader(self._pidfd, self._see_exit)
@@ -79,11 +79,11 @@ class Child:
         """Seconds since the start."""
         self.was_ready = True
         self.log.mark_ready()
-        self._family.sample()  # who has left the group and the session is seen while its parents still live
+        self._tree.sample()  # who has left the group and the session is seen while its parents still live
         return time.monotonic() - self._started_at
 
     def progress(self) -> Progress:
-        members = self._family.sample()
+        members = self._tree.sample()
         return Progress(
             lines=self.log.count,
             cpu_s=cpu_seconds(members),
@@ -96,28 +96,28 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    async def bury(self, *, exit_timeout_s: float | None = None) -> None:
+    async def reap(self, *, exit_timeout_s: float | None = None) -> None:
         """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""
         self.signal_group(signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(exit_timeout_s):
                 await self.exited.wait()
         self._process.poll()
-        survivors = await self._family.end(timeout_s=_BURIAL_S)
+        survivors = await self._tree.end(timeout_s=_BURIAL_S)
         if survivors:
             _log.warning("processes of the engine outlived SIGKILL, which a stuck driver can cause: %s", survivors)
         self._close()
 
-    def abandon(self) -> None:
-        """The loop is going away: the same as `bury()` without it, blocking for a second at most."""
+    def kill_now(self) -> None:
+        """The loop is going away: the same as `reap()` without it, blocking for a second at most."""
         self.signal_group(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_BURIAL_S)
-        self._family.end_now(timeout_s=_BURIAL_S)
+        self._tree.end_now(timeout_s=_BURIAL_S)
         self._close()
 
     def crash(self, *, stalled: bool = False, stopped: bool = False) -> Crash:
-        """After `bury()`."""
+        """After `reap()`."""
         code = self._process.returncode
         return Crash(
             exit_code=code if code is not None and code >= 0 else None,

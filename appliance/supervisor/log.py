@@ -29,9 +29,9 @@ class Log:
     def feed(self, data: bytes) -> None:
         first, *rest = data.split(b"\n")
         self._grow(first)
-        for piece in rest:
+        for chunk in rest:
             self._finish_line()
-            self._grow(piece)
+            self._grow(chunk)
 
     def close(self) -> None:
         """The last line may lack its end."""
@@ -50,8 +50,8 @@ class Log:
         recent = islice(self._lines, max(0, self._ready_at - forgotten), None)
         return next((line for line in recent if self._is_error(line)), None)
 
-    def _grow(self, piece: bytes) -> None:
-        self._partial += piece[: MAX_LINE_BYTES - len(self._partial)]
+    def _grow(self, chunk: bytes) -> None:
+        self._partial += chunk[: MAX_LINE_BYTES - len(self._partial)]
 
     def _finish_line(self) -> None:
         line = self._partial.decode("utf-8", "replace").rstrip("\r")

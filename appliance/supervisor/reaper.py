@@ -104,7 +104,7 @@ def has_tag(pid: int, tag: str) -> bool:
     return f"{TAG_NAME}={tag}".encode() in environment.split(b"\0")
 
 
-class Family:
+class ProcessTree:
     """An engine and all its descendants. `sample()` often enough remembers even those that wipe their environment."""
 
     def __init__(self, *, leader_pid: int, tag: str) -> None:

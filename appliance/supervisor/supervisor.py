@@ -178,7 +178,7 @@ class Supervisor:
                 # Cancelled with its loop, or a bug: the engine goes in any case.
                 if self._state is not State.STOPPING:
                     self._go(State.STOPPING)
-                self._current().abandon()
+                self._current().kill_now()
                 self._go(State.STOPPED)
 
     async def _supervise(self, command: Command, stop: asyncio.Event) -> None:
@@ -222,9 +222,9 @@ class Supervisor:
             self._go(State.STOPPING)
             child.signal_group(signal.SIGTERM)
             await _is_set_within(child.exited, self._grace_s)
-            await child.bury()
+            await child.reap()
             return None
-        await child.bury(exit_timeout_s=_UNKILLABLE_S)
+        await child.reap(exit_timeout_s=_UNKILLABLE_S)
         return child.crash(stalled=event is _Event.STALL)
 
     def _was_healthy(self, crash: Crash) -> bool:

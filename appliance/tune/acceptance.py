@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from appliance.plan import Taste
+from appliance.plan import SpeculationGoal
 
 NOISE = 0.03  # a gain below it may be chance
 NOISE_OF_A_KIND = 0.06  # of one kind of request: a third of the answers
@@ -23,7 +23,7 @@ _GRAM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
+class SpeculationResult:
     """What was measured with `tokens` guessed at most: milliseconds, guesses and right guesses for each token made.
 
     `by_kind` is, of each kind of request (chat, edit, summary), the time as a share of that without guesses.
@@ -41,7 +41,7 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
+class SpeedupModel:
     """`acceptance` are A1, A2, ... as far as they were measured; beyond, each is the one before times the same."""
 
     b: float
@@ -60,7 +60,7 @@ class Law:
         return (1 + sum(self.chance(i) for i in range(1, tokens + 1))) / (1 + self.b * tokens)
 
 
-def fit_law(base_ms: float, seen: Sequence[Rate]) -> Law:
+def fit_speedup(base_ms: float, seen: Sequence[SpeculationResult]) -> SpeedupModel:
     """b by least squares over all that guessed, and the chances from the smallest number of guesses to the largest."""
     told = sorted((rate for rate in seen if rate.drafted > 0), key=lambda rate: rate.tokens)
     squares = sum(rate.drafted**2 for rate in told)
@@ -68,7 +68,7 @@ def fit_law(base_ms: float, seen: Sequence[Rate]) -> Law:
     chances: tuple[float, ...] = ()
     for rate in told:
         chances = _continued(chances, rate.tokens, rate.tokens * rate.acceptance)
-    return Law(b=max(0.0, costs / squares) if squares else 0.0, acceptance=chances)
+    return SpeedupModel(b=max(0.0, costs / squares) if squares else 0.0, acceptance=chances)
 
 
 def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[float, ...]:
@@ -89,13 +89,13 @@ def _continued(chances: tuple[float, ...], tokens: int, right: float) -> tuple[f
     return (*chances, *(last * ratio**i for i in range(1, more + 1)))
 
 
-def best_tokens(law: Law, sizes: Sequence[int]) -> int:
+def best_tokens(speedup_model: SpeedupModel, sizes: Sequence[int]) -> int:
     """The fastest of `sizes` by the law; 0 where none is faster than guessing nothing."""
-    best = max(sizes, key=lambda tokens: (law.speedup(tokens), -tokens))
-    return best if law.speedup(best) > 1 else 0
+    best = max(sizes, key=lambda tokens: (speedup_model.speedup(tokens), -tokens))
+    return best if speedup_model.speedup(best) > 1 else 0
 
 
-def next_tokens(base_ms: float | None, seen: Sequence[Rate], sizes: Sequence[int]) -> int | None:
+def next_tokens(base_ms: float | None, seen: Sequence[SpeculationResult], sizes: Sequence[int]) -> int | None:
     """What to measure next: without guesses, the smallest, the law's best, and those beside it; then None.
 
     `sizes` are in order. None also when guesses are too rare for anything to be won.
@@ -107,23 +107,25 @@ def next_tokens(base_ms: float | None, seen: Sequence[Rate], sizes: Sequence[int
     if all(rate.drafted < RARELY for rate in seen):
         return None
     measured = {rate.tokens for rate in seen}
-    law = fit_law(base_ms, seen)
-    star = best_tokens(law, sizes)
+    speedup_model = fit_speedup(base_ms, seen)
+    star = best_tokens(speedup_model, sizes)
     if not star:
         return None
     at = sizes.index(star)
-    beside = sorted((*sizes[at + 1 : at + 2], *sizes[max(0, at - 1) : at]), key=law.speedup, reverse=True)
+    beside = sorted((*sizes[at + 1 : at + 2], *sizes[max(0, at - 1) : at]), key=speedup_model.speedup, reverse=True)
     return next((tokens for tokens in (star, *beside) if tokens not in measured), None)
 
 
-def chosen(base_ms: float, seen: Sequence[Rate], taste: Taste = "auto") -> Rate | None:
+def chosen(
+    base_ms: float, seen: Sequence[SpeculationResult], goal: SpeculationGoal = "auto"
+) -> SpeculationResult | None:
     """The fastest measured; None when it is not faster than without guesses by more than the noise, or hardly guessed:
     then something else made it faster. `stable` leaves out what made any kind of request slower, and `fast` goes by the
     kind that gains most."""
     able = [rate for rate in seen if rate.drafted >= RARELY]
-    if taste == "stable":
+    if goal == "stable":
         able = [rate for rate in able if all(share <= 1 + NOISE for _, share in rate.by_kind)]
-    if taste == "fast":
+    if goal == "fast":
         most = [(min((share for _, share in rate.by_kind), default=1.0), rate) for rate in able]
         share, fastest = min(most, key=lambda pair: pair[0], default=(1.0, None))
         return fastest if share < 1 - NOISE_OF_A_KIND else None
@@ -135,8 +137,8 @@ def is_looping(tokens: Sequence[int]) -> bool:
     """Whether an answer goes round in circles: in some stretch of 48, 96 or 192 tokens less than half of all sequences
     of four are new. What loops is guessed perfectly, and nobody wants it; text and code repeat far less."""
     grams = list(zip(*(tokens[i:] for i in range(_GRAM)), strict=False))
-    for window in _WINDOWS:
-        size = window - _GRAM + 1
+    for context in _WINDOWS:
+        size = context - _GRAM + 1
         for begin in range(0, len(grams) - size + 1, _GRAM):
             if len(set(itertools.islice(grams, begin, begin + size))) * 2 < size:
                 return True

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from appliance.engines.engine import Space
 from appliance.plan import Plan
-from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measurement import Measurement
+from appliance.tune.search import OutOfMemory, Trial
 from appliance.tune.terms import Candidate, Need
 
 EMPTY = 32  # a prompt of nothing cannot be decoded from; this is close enough to an empty context
@@ -21,7 +21,7 @@ def candidates(space: Space, plans: Sequence[Plan]) -> list[Candidate]:
         Candidate(
             key=plan.key,
             knobs=plan.knobs,
-            window=plan.context,
+            context=plan.context,
             work=space.costs(plan),
             needs=tuple(Need(device=device, need_mib=need, room_mib=room) for device, need, room in space.needs(plan)),
         )

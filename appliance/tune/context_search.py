@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from appliance.engines.engine import Space
 from appliance.plan import Plan
-from appliance.tune.modes import Mode, looked_at_deepest, slowness_when_full, wanted_window
+from appliance.tune.modes import Mode, measured_deepest, slowness_when_full, wanted_context
 from appliance.tune.trials import Trials
 from appliance.tune.workload import Mix
 
@@ -48,8 +48,8 @@ class ContextSearch:
             most -= 1
 
     def _next(self) -> int | None:
-        rated = self._trials.rated()
-        return wanted_window(self._mode, self._contexts, rated, self._mix, native=self._native, failed=self._failed)
+        scored = self._trials.scored()
+        return wanted_context(self._mode, self._contexts, scored, self._mix, native=self._native, failed=self._failed)
 
     def _plan_with(self, context: int) -> Plan | None:
         """None where nothing with this context is likely to fit. Part of one is of the plan that has all of it."""
@@ -57,5 +57,5 @@ class ContextSearch:
         if context in self._contexts:
             key = self._best(context)
             return plans[key] if key else None
-        larger = [each for each in looked_at_deepest(self._trials.rated()) if each.window > context]
-        return self._space.at_window(plans[min(larger, key=slowness_when_full).key], context)
+        larger = [each for each in measured_deepest(self._trials.scored()) if each.context > context]
+        return self._space.at_context(plans[min(larger, key=slowness_when_full).key], context)

@@ -26,26 +26,26 @@ class Point:
     """Speed with `depth` tokens in the cache: milliseconds a token, decode at this depth and prefill up to it.
 
     `prefill_tokens` were read for this point, the rest of `depth` was in the cache: from depth - prefill_tokens on.
-    `noisier`: how many times the usual noise `decode_ms` has, where there was time for a few tokens only.
+    `noise_factor`: how many times the usual noise `decode_ms` has, where there was time for a few tokens only.
     """
 
     depth: int
     decode_ms: float
     prefill_ms: float
     prefill_tokens: int
-    noisier: float = 1.0
+    noise_factor: float = 1.0
 
     @property
-    def doubt(self) -> float:
+    def relative_error(self) -> float:
         """The share that `decode_ms` may be off by; 0 where that is no more than usual, which nobody is told of."""
-        return NOISE * self.noisier if self.noisier > 1 else 0.0
+        return NOISE * self.noise_factor if self.noise_factor > 1 else 0.0
 
     @property
     def speed(self) -> SpeedAt:
         return SpeedAt(
             depth=self.depth,
             decode_tokens_per_s=1000 / self.decode_ms,
-            decode_uncertainty=self.doubt,
+            decode_uncertainty=self.relative_error,
             prefill_tokens=self.prefill_tokens,
             prefill_tokens_per_s=1000 / self.prefill_ms if self.prefill_tokens and self.prefill_ms else None,
         )
@@ -60,7 +60,7 @@ class Figure:
     high_ms: float
     is_extrapolated: bool = False
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "116.0 tok/s", or "42.1 tok/s (extrapolated: 30.2 to 55.0)"."""
         speed = f"{1000 / self.ms:.1f} tok/s"
         if not self.is_extrapolated:
@@ -130,12 +130,12 @@ class Curve:
         areas = ((b - a) * (self.decode_ms(a) + self.decode_ms(b)) / 2 for a, b in itertools.pairwise(corners))
         return sum(areas) / 1000
 
-    def doubt(self, first: float, last: float) -> float:
+    def relative_error(self, first: float, last: float) -> float:
         """The most of the points that decoding from depth `first` to `last` is taken from: those between and the next
         on either side; all of them beyond the deepest, where the slope counts as well."""
         depths = [point.depth for point in self.ordered]
         begin = max(0, bisect_right(depths, first) - 1) if last <= self.deepest else 0
-        return max(point.doubt for point in self.ordered[begin : bisect_left(depths, last) + 1])
+        return max(point.relative_error for point in self.ordered[begin : bisect_left(depths, last) + 1])
 
     def prefill_s(self, first: float, last: float) -> float:
         """Seconds to read the tokens from depth `first` to `last`, with those before in the cache."""

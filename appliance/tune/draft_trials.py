@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from appliance.engines.engine import Space
 from appliance.errors import EngineError, ModelDoesNotFitError
-from appliance.plan import TASTES, Choice, Plan, with_choice
+from appliance.plan import SPECULATION_GOALS, Choice, Plan, with_choice
 from appliance.report import Report
 from appliance.tune.engine import Bench
 from appliance.tune.partial import PartialResults
@@ -41,15 +41,15 @@ class DraftTrials:
             words = Choice(name="speculation", value="off", reason=why, source="measured")
             chosen = with_choice(plan, words)
             if found is not None:
-                chosen = self._space.speculating(plan, found, replace(words, value=found.in_words()))
+                chosen = self._space.speculating(plan, found, replace(words, value=found.describe()))
         except (EngineError, ModelDoesNotFitError) as error:
-            if requested not in TASTES:
+            if requested not in SPECULATION_GOALS:
                 raise
             self._report.warning("speculation_failed", f"speculative decoding is off: {error.message}")
             return plan, (f"speculative decoding failed: {error.message}",)
-        value = "off" if found is None else found.in_words()
+        value = "off" if found is None else found.describe()
         self._report.info("speculation", f"speculative decoding: {value}: {why}")
-        return chosen, tuple(each.in_words() for each in tried)
+        return chosen, tuple(each.describe() for each in tried)
 
     @property
     def _least_s(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.command import Command
-from appliance.engines.engine import Engine, Extent, Install, TextReader
+from appliance.engines.engine import ChunkSpec, Engine, Install, TextReader
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.race import first_of
@@ -32,8 +32,8 @@ class Bench:
         """Killed when it is no longer needed: it has served nobody, and somebody may be waiting."""
         return replace(self.engine.command(plan, self.install, self.socket_path), stop_grace_s=0.0)
 
-    def reader(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
-        return self.engine.text_reader(plan, self.install, extent, text)
+    def reader(self, plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
+        return self.engine.text_reader(plan, self.install, chunk_spec, text)
 
 
 @asynccontextmanager

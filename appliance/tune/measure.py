@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class Sampling:
     """How a plan is looked at: at which depths, and decoding how many tokens at each."""
 
     depths: tuple[int, ...]
@@ -50,7 +50,7 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstLook:
+class FirstSampling:
     """Of the first plan: its own prefill speed decides how deep all others are looked at."""
 
     wanted: int  # the workload's depth
@@ -67,7 +67,7 @@ def now() -> float:
 
 async def measure(
     plan: Plan,
-    look: Look | FirstLook,
+    look: Sampling | FirstSampling,
     *,
     bench: Bench,
     on_step: Callable[[Step], None],
@@ -90,7 +90,7 @@ async def measure(
     return Measurement(
         key=plan.key,
         points=points,
-        is_long=isinstance(look, Look) and look.is_long,
+        is_long=isinstance(look, Sampling) and look.is_long,
         load_s=load_s,
         seconds=now() - began,
         allocated=bench.engine.allocated(lines),
@@ -106,7 +106,7 @@ class Asks(Protocol):
 
 
 async def points_of(
-    probe: Asks, plan: Plan, look: Look | FirstLook, on_step: Callable[[Step], None]
+    probe: Asks, plan: Plan, look: Sampling | FirstSampling, on_step: Callable[[Step], None]
 ) -> tuple[Point, ...]:
     points: list[Point] = []
 
@@ -116,7 +116,7 @@ async def points_of(
         return points[-1]
 
     warmed = await probe.warm()
-    if isinstance(look, Look):
+    if isinstance(look, Sampling):
         for depth in look.depths:
             await add(depth, look.tokens)
         return tuple(points)
@@ -236,5 +236,5 @@ def point_of(found: Completion, depth: int, tokens: int) -> Point:
         decode_ms=found.decode_ms / max(1, found.made - 1),
         prefill_ms=found.prefill_ms / max(1, found.read),
         prefill_tokens=found.read,
-        noisier=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, found.made - 1))),
+        noise_factor=math.sqrt(max(1.0, (DECODE_TOKENS - 1) / max(1, found.made - 1))),
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from appliance.plan import Allocated, Plan
 from appliance.probe.conditions import Conditions
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
-from appliance.tune.modes import Rated
+from appliance.tune.modes import Scored
 from appliance.values import dataclass
 
 EXACT = ("f32", "f16", "bf16")
@@ -45,11 +45,11 @@ class Measurement:
         """What spoilt the figures; None where nothing did, or nobody can say."""
         return self.conditions.disturbance if self.conditions else None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "context 40,960, kv_type f16, threads 2 …: 116.0 tok/s at 32, 42.1 at 2,048"."""
         if self.error:
             return f"{self.key}: {self.error}"
-        speeds = ", ".join(f"{p.speed.in_words()} at {p.depth:,}" for p in self.points)
+        speeds = ", ".join(f"{p.speed.describe()} at {p.depth:,}" for p in self.points)
         return f"{self.key}: {speeds}" + (f" (disturbed: {self.disturbance})" if self.disturbance else "")
 
 
@@ -59,7 +59,7 @@ def curve_of(measurements: Iterable[Measurement]) -> Curve:
     by_depth: dict[int, list[tuple[float, Point]]] = {}
     for measurement in _calm(measurements):
         for point in measurement.points:
-            by_depth.setdefault(point.depth, []).append((_weight(measurement, point.noisier), point))
+            by_depth.setdefault(point.depth, []).append((_weight(measurement, point.noise_factor), point))
     return Curve(points=tuple(_mean(by_depth[depth]) for depth in sorted(by_depth)))
 
 
@@ -73,7 +73,7 @@ def _mean(looks: Sequence[tuple[float, Point]]) -> Point:
         alike[0][1],
         decode_ms=_geometric((weight, point.decode_ms) for weight, point in looks),
         prefill_ms=_geometric((1.0, point.prefill_ms) for _, point in alike),
-        noisier=min(point.noisier for _, point in looks),
+        noise_factor=min(point.noise_factor for _, point in looks),
     )
 
 
@@ -83,12 +83,12 @@ def _geometric(values: Iterable[tuple[float, float]]) -> float:
     return math.exp(sum(weight * math.log(value) for weight, value in values) / whole)
 
 
-def merit(plan: Plan) -> int:
+def tie_break(plan: Plan) -> int:
     """Beside speed: a cache that is not rounded, then what the engine says."""
     return 2 * (plan.kv_type in EXACT) + plan.launch.tie_break
 
 
-def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Rated]:
+def scored(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Scored]:
     """Every plan that was measured, but for one that failed at the last look, unless all did."""
     has_failed = {measurement.key: bool(measurement.error) for measurement in measurements}
     seen: dict[str, list[Measurement]] = {}
@@ -97,7 +97,9 @@ def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Ra
             seen.setdefault(measurement.key, []).append(measurement)
     seen = {key: looks for key, looks in seen.items() if not has_failed[key]} or seen
     return [
-        Rated(key=plan.key, window=plan.context, curve=curve_of(looks), merit=merit(plan), noise=noise_of(looks))
+        Scored(
+            key=plan.key, context=plan.context, curve=curve_of(looks), tie_break=tie_break(plan), noise=noise_of(looks)
+        )
         for plan in plans
         if (looks := seen.get(plan.key))
     ]
@@ -105,11 +107,13 @@ def rated(plans: Iterable[Plan], measurements: Sequence[Measurement]) -> list[Ra
 
 def noise_of(looks: Iterable[Measurement]) -> float:
     """Relative, of the time that these looks come to."""
-    return NOISE / math.sqrt(sum(_weight(look, max(point.noisier for point in look.points)) for look in _calm(looks)))
+    return NOISE / math.sqrt(
+        sum(_weight(look, max(point.noise_factor for point in look.points)) for look in _calm(looks))
+    )
 
 
-def _weight(look: Measurement, noisier: float) -> float:
-    return (LONGER if look.is_long else 1) / noisier**2
+def _weight(look: Measurement, noise_factor: float) -> float:
+    return (LONGER if look.is_long else 1) / noise_factor**2
 
 
 def _calm(looks: Iterable[Measurement]) -> list[Measurement]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, SMALLEST_WINDOW, SPEED_KEPT
+from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
@@ -23,17 +23,17 @@ ROOM = 64  # tokens that are still to be decoded when a window is called full
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rated:
-    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `merit` is taken.
+class Scored:
+    """A plan and its curve: `key` is the caller's. Of two that are as fast, the one with more `tie_break` is taken.
 
     `noise` is the relative deviation of its times. Plans are compared by the time that is a deviation longer: of many
     short looks the fastest is the luckiest.
     """
 
     key: str
-    window: int
+    context: int
     curve: Curve
-    merit: int = 0
+    tie_break: int = 0
     noise: float = 0.0
 
     def cautious(self, time: float) -> float:
@@ -44,106 +44,106 @@ class Rated:
 class Chosen:
     """`at` is the depth that the figure is quoted for, `why` one sentence."""
 
-    rated: Rated
+    scored: Scored
     at: int
     speed: Figure
     why: str
 
 
-def choose(mode: Mode, rated: Sequence[Rated], mix: Mix, *, native: int) -> Chosen:
-    """`rated` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
-    usable, floor = _usable(rated, native), _least(native)
-    below = "" if usable[0].window >= floor else f"; memory forbids a context of {floor:,}"
-    job = scaled_mix(mix, min(plan.window for plan in usable))
+def choose(mode: Mode, scored: Sequence[Scored], mix: Mix, *, native: int) -> Chosen:
+    """`scored` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
+    usable, floor = _usable(scored, native), _least(native)
+    below = "" if usable[0].context >= floor else f"; memory forbids a context of {floor:,}"
+    job = scaled_mix(mix, min(plan.context for plan in usable))
     compared = usable if mode == "context" else at_same_depths(usable)
     chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](compared, job)
-    whole = usable[compared.index(chosen.rated)]
+    whole = usable[compared.index(chosen.scored)]
     speed = whole.curve.decode(chosen.at)
-    return Chosen(rated=whole, at=chosen.at, speed=speed, why=chosen.why + below)
+    return Chosen(scored=whole, at=chosen.at, speed=speed, why=chosen.why + below)
 
 
 def _least(native: int) -> int:
-    return min(native, SMALLEST_WINDOW)
+    return min(native, SMALLEST_CONTEXT)
 
 
-def _usable(rated: Sequence[Rated], native: int) -> list[Rated]:
+def _usable(scored: Sequence[Scored], native: int) -> list[Scored]:
     """Those with a window that clients work with; where memory holds none, those with the largest."""
-    largest = max(plan.window for plan in rated)
-    return [plan for plan in rated if plan.window >= min(largest, _least(native))]
+    largest = max(plan.context for plan in scored)
+    return [plan for plan in scored if plan.context >= min(largest, _least(native))]
 
 
-def _fastest(usable: Sequence[Rated], job: Mix) -> Chosen:
+def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
     """The shortest job; of those within the noise of it the largest window, then the most merit, then the shortest."""
     costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
     _, plan = max(
         ((cost, plan) for cost, plan in costs if cost <= shortest * (1 + NOISE)),
-        key=lambda pair: (pair[1].window, pair[1].merit, -pair[0]),
+        key=lambda pair: (pair[1].context, pair[1].tie_break, -pair[0]),
     )
     return Chosen(
-        rated=plan,
+        scored=plan,
         at=job.depth,
         speed=plan.curve.decode(job.depth),
         why=f"{cost_s(plan.curve, job):.1f} s for a {job.name} job",
     )
 
 
-def _balanced(usable: Sequence[Rated], job: Mix) -> Chosen:
+def _balanced(usable: Sequence[Scored], job: Mix) -> Chosen:
     best = best_ms(usable, job.depth)
     kept = [plan for plan in usable if _kept(plan, best, job.depth) >= SPEED_KEPT]
-    largest = max(plan.window for plan in kept)
-    plan = _fastest([plan for plan in kept if plan.window == largest], job).rated
+    largest = max(plan.context for plan in kept)
+    plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
     share = _kept(plan, best, job.depth)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
     why = f"the largest context that {kept_in_words}: it keeps {share:.0%}"
-    return Chosen(rated=plan, at=job.depth, speed=speed, why=why)
+    return Chosen(scored=plan, at=job.depth, speed=speed, why=why)
 
 
-def at_same_depths(plans: Sequence[Rated]) -> list[Rated]:
+def at_same_depths(plans: Sequence[Scored]) -> list[Scored]:
     """With no point that lies deeper than all were looked at: where a workload goes on beyond, one that was followed to
     its knee would lose against one that was not."""
     common = min(plan.curve.deepest for plan in plans)
     return [replace(plan, curve=plan.curve.up_to(common)) for plan in plans]
 
 
-def _kept(plan: Rated, fastest_ms: float, depth: float) -> float:
+def _kept(plan: Scored, fastest_ms: float, depth: float) -> float:
     """Of the speed of the fastest at this depth, as a share."""
     return fastest_ms / plan.cautious(plan.curve.decode_ms(depth))
 
 
-def best_ms(rated: Sequence[Rated], depth: float) -> float:
+def best_ms(scored: Sequence[Scored], depth: float) -> float:
     """A token of the fastest at this depth."""
-    return min(plan.cautious(plan.curve.decode_ms(depth)) for plan in rated)
+    return min(plan.cautious(plan.curve.decode_ms(depth)) for plan in scored)
 
 
-def is_readable(curve: Curve, window: int, *, spare: float = 0.0) -> bool:
+def is_readable(curve: Curve, context: int, *, spare: float = 0.0) -> bool:
     """Whether a full window is read along with, and that with so much to spare, as a share."""
-    return 1000 / curve.decode_ms(window - ROOM) >= READABLE_TOKENS_PER_S * (1 + spare)
+    return 1000 / curve.decode_ms(context - ROOM) >= READABLE_TOKENS_PER_S * (1 + spare)
 
 
-def looked_at_deepest(plans: Sequence[Rated]) -> list[Rated]:
+def measured_deepest(plans: Sequence[Scored]) -> list[Scored]:
     """Of each window: what a full one costs nobody tells from a curve that ends long before, where another goes on."""
     deepest: dict[int, int] = {}
     for plan in plans:
-        deepest[plan.window] = max(plan.curve.deepest, deepest.get(plan.window, 0))
-    return [plan for plan in plans if plan.curve.deepest == deepest[plan.window]]
+        deepest[plan.context] = max(plan.curve.deepest, deepest.get(plan.context, 0))
+    return [plan for plan in plans if plan.curve.deepest == deepest[plan.context]]
 
 
-def _deepest(usable: Sequence[Rated], job: Mix) -> Chosen:
-    full = [(plan.curve.decode(plan.window - ROOM), plan) for plan in looked_at_deepest(usable)]
-    readable = [(speed, plan) for speed, plan in full if is_readable(plan.curve, plan.window)]
-    speed, plan = max(readable or full, key=lambda pair: (pair[1].window, -pair[0].ms))
-    why = f"the largest context that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.in_words()}"
+def _deepest(usable: Sequence[Scored], job: Mix) -> Chosen:
+    full = [(plan.curve.decode(plan.context - ROOM), plan) for plan in measured_deepest(usable)]
+    readable = [(speed, plan) for speed, plan in full if is_readable(plan.curve, plan.context)]
+    speed, plan = max(readable or full, key=lambda pair: (pair[1].context, -pair[0].ms))
+    why = f"the largest context that decodes {READABLE_TOKENS_PER_S:g} tok/s when full: {speed.describe()}"
     if not readable:
-        why = f"no context decodes {READABLE_TOKENS_PER_S:g} tok/s when full; the largest that fits: {speed.in_words()}"
-    return Chosen(rated=plan, at=plan.window - ROOM, speed=speed, why=why)
+        why = f"no context decodes {READABLE_TOKENS_PER_S:g} tok/s when full; the largest that fits: {speed.describe()}"
+    return Chosen(scored=plan, at=plan.context - ROOM, speed=speed, why=why)
 
 
-def wanted_window(
+def wanted_context(
     mode: Mode,
-    windows: Collection[int],
-    rated: Sequence[Rated],
+    contexts: Collection[int],
+    scored: Sequence[Scored],
     mix: Mix,
     *,
     native: int,
@@ -151,53 +151,55 @@ def wanted_window(
 ) -> int | None:
     """Which window to measure next, so that the mode finds the largest that meets its condition; None where it knows.
 
-    `windows` are those that there are plans for, `failed` those whose engine failed: as good as too slow. For `context`
-    it may lie between them: as much of one that is too slow when full as is likely to be read along with.
+    `contexts` are those that there are plans for, `failed` those whose engine failed: as good as too slow. For the mode
+    `context` it may lie between them: as much of one that is too slow when full as is likely to be read along with.
     """
     if mode == "speed":
         return None
     if mode == "context":
-        deepest = looked_at_deepest(rated)
-        held = [(plan.window, is_readable(plan.curve, plan.window)) for plan in deepest]
-        window = next_window(windows, [*held, *((size, False) for size in failed)])
-        return _part_of_a_window(windows, deepest, least=_least(native), failed=failed) if window is None else window
-    compared = at_same_depths(rated)
-    depth = scaled_mix(mix, min(plan.window for plan in _usable(rated, native))).depth
+        deepest = measured_deepest(scored)
+        held = [(plan.context, is_readable(plan.curve, plan.context)) for plan in deepest]
+        context = next_context(contexts, [*held, *((size, False) for size in failed)])
+        return (
+            _part_of_a_context(contexts, deepest, least=_least(native), failed=failed) if context is None else context
+        )
+    compared = at_same_depths(scored)
+    depth = scaled_mix(mix, min(plan.context for plan in _usable(scored, native))).depth
     best = best_ms(compared, depth)
-    held = [(plan.window, _kept(plan, best, depth) >= SPEED_KEPT) for plan in compared]
-    return next_window(windows, [*held, *((size, False) for size in failed)])
+    held = [(plan.context, _kept(plan, best, depth) >= SPEED_KEPT) for plan in compared]
+    return next_context(contexts, [*held, *((size, False) for size in failed)])
 
 
-def _part_of_a_window(
-    windows: Collection[int], deepest: Sequence[Rated], *, least: int, failed: Collection[int]
+def _part_of_a_context(
+    contexts: Collection[int], deepest: Sequence[Scored], *, least: int, failed: Collection[int]
 ) -> int | None:
     """Of the smallest that is too slow when full. None where less of it than of a readable one would be left, and for
     one that is such a part itself."""
-    most = max((plan.window for plan in deepest if is_readable(plan.curve, plan.window)), default=0)
-    slow = min((plan for plan in deepest if plan.window > most), key=slowness_when_full, default=None)
-    if slow is None or slow.window not in windows:
+    most = max((plan.context for plan in deepest if is_readable(plan.curve, plan.context)), default=0)
+    slow = min((plan for plan in deepest if plan.context > most), key=slowness_when_full, default=None)
+    if slow is None or slow.context not in contexts:
         return None
-    size = readable_window(slow.curve, slow.window, least=max(least, most + 1))
+    size = readable_context(slow.curve, slow.context, least=max(least, most + 1))
     return None if size in failed else size
 
 
-def slowness_when_full(plan: Rated) -> tuple[int, float]:
+def slowness_when_full(plan: Scored) -> tuple[int, float]:
     """The smallest window first, and of one window the fastest plan."""
-    return plan.window, plan.curve.decode_ms(plan.window - ROOM)
+    return plan.context, plan.curve.decode_ms(plan.context - ROOM)
 
 
-def readable_window(curve: Curve, window: int, *, least: int) -> int | None:
+def readable_context(curve: Curve, context: int, *, least: int) -> int | None:
     """The largest smaller window that is read along with when it is full, with room for the noise of the look that is
     to confirm it."""
-    sizes = range((window - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
+    sizes = range((context - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
     return next((size for size in sizes if is_readable(curve, size, spare=NOISE_OF_A_LOOK)), None)
 
 
-def next_window(windows: Collection[int], held: Sequence[tuple[int, bool]]) -> int | None:
-    """Which window to measure next for `balanced` or `context`: bisection over `windows`, given those that were
+def next_context(contexts: Collection[int], held: Sequence[tuple[int, bool]]) -> int | None:
+    """Which window to measure next for `balanced` or `context`: bisection over `contexts`, given those that were
     measured and whether they met the mode's condition: of several plans with one window it is enough that one did. None
     when the largest that does is known."""
-    low = max((window for window, is_met in held if is_met), default=0)
-    high = min((window for window, is_met in held if not is_met and window > low), default=max(windows) + 1)
-    between = sorted(window for window in windows if low < window < high)
+    low = max((context for context, is_met in held if is_met), default=0)
+    high = min((context for context, is_met in held if not is_met and context > low), default=max(contexts) + 1)
+    between = sorted(context for context in contexts if low < context < high)
     return between[len(between) // 2] if between else None

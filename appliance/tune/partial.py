@@ -14,14 +14,14 @@ from appliance.progress import Phase
 from appliance.report import Report
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES, Measurement
-from appliance.tune.paired import Passage
+from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.slots import Concurrency
 from appliance.tune.speculate import Tried
 from appliance.tune.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuessLook:
+class DraftTrial:
     """One start of those that choose how far to guess ahead for the plan of this key. All of one plan were asked the
     same prompts, with answers as long as those of the first."""
 
@@ -30,7 +30,7 @@ class GuessLook:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotsLook:
+class SlotsTrial:
     """One number of slots for the plan of this name, guesses and all. Only those with the same workload are compared.
     Without `found` the engine ended, with `error`."""
 
@@ -46,17 +46,17 @@ class Partial:
     from the passages of text, so that one for lack of time is never taken for one that was measured."""
 
     measurements: tuple[Measurement, ...] = ()
-    passages: tuple[Passage, ...] = ()
-    guesses: tuple[GuessLook, ...] = ()
-    slots: tuple[SlotsLook, ...] = ()
+    scored_chunks: tuple[ScoredChunk, ...] = ()
+    drafts: tuple[DraftTrial, ...] = ()
+    slots: tuple[SlotsTrial, ...] = ()
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "3 measurements, 24 chunks of text, 2 trials of speculative decoding"; empty where there is nothing."""
-        pieces = sum(len(passage.nll) for passage in self.passages)
+        chunks = sum(len(scored_chunk.nll) for scored_chunk in self.scored_chunks)
         counts = {
             "measurement": len(self.measurements),
-            "chunk of text": pieces,
-            "trial of speculative decoding": len(self.guesses),
+            "chunk of text": chunks,
+            "trial of speculative decoding": len(self.drafts),
             "trial of slots": len(self.slots),
         }
         named = ((count, *name.partition(" ")) for name, count in counts.items() if count)
@@ -100,13 +100,13 @@ class PartialResults:
         self.measurements.append(measurement)
         self._save(replace(self.kept, measurements=(*self.kept.measurements, measurement)))
         if measurement.error:
-            self._report.warning("tune_failed", measurement.in_words())
+            self._report.warning("tune_failed", measurement.describe())
             return
-        self._report.info("tune_measured", measurement.in_words(), points=[asdict(p) for p in measurement.points])
+        self._report.info("tune_measured", measurement.describe(), points=[asdict(p) for p in measurement.points])
 
-    def on_passage(self, passage: Passage) -> None:
+    def on_passage(self, scored_chunk: ScoredChunk) -> None:
         try:
-            self._save(replace(self.kept, passages=(*self.kept.passages, passage)))
+            self._save(replace(self.kept, scored_chunks=(*self.kept.scored_chunks, scored_chunk)))
         except VolumeError as error:  # it may be told while everything is being stopped, and that is to go on
             self._report.warning("not_kept", error.message)
 
@@ -114,17 +114,17 @@ class PartialResults:
         """For starts with the plan of this key."""
 
         def keep(tried: Tried) -> None:
-            self._save(replace(self.kept, guesses=(*self.kept.guesses, GuessLook(key=key, tried=tried))))
+            self._save(replace(self.kept, drafts=(*self.kept.drafts, DraftTrial(key=key, tried=tried))))
 
         return keep
 
-    def on_slots(self, look: SlotsLook) -> None:
+    def on_slots(self, look: SlotsTrial) -> None:
         self._save(replace(self.kept, slots=(*self.kept.slots, look)))
 
     def drafts_of(self, key: str) -> list[Tried]:
-        return [look.tried for look in self.kept.guesses if look.key == key]
+        return [look.tried for look in self.kept.drafts if look.key == key]
 
-    def slots_of(self, key: str, count: int, workload: Workload | None) -> SlotsLook | None:
+    def slots_of(self, key: str, count: int, workload: Workload | None) -> SlotsTrial | None:
         """Of a tuning that was broken off: with this workload, if one was measured with already; a failure only when
         it was one TRIES times."""
         looks = [look for look in self.kept.slots if (look.key, look.slots) == (key, count)]

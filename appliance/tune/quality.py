@@ -14,21 +14,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.engines.engine import Extent, TextReader
+from appliance.engines.engine import ChunkSpec, TextReader
 from appliance.errors import EngineError, EngineNotReadyError
-from appliance.plan import Plan, Verdict
+from appliance.plan import KvCheck, Plan
 from appliance.race import first_of
 from appliance.supervisor import Crash, Supervisor
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
-from appliance.tune.paired import (
+from appliance.tune.perplexity import (
     BYTES_PER_TOKEN,
-    PIECES_MIN,
-    Passage,
+    CHUNKS_MIN,
+    ScoredChunk,
     extent_for,
     judge,
     next_gap,
-    paired,
+    perplexity,
     refused,
 )
 
@@ -37,7 +37,7 @@ EXACT = "f16"
 # The program does not wait for its log at its end, so that on a busy machine the last row is lost. With one piece more
 # the last that is wanted comes before the end, and the program is stopped then.
 SPARE = 1
-Start = Callable[[Plan, Extent, Path], TextReader]
+Start = Callable[[Plan, ChunkSpec, Path], TextReader]
 
 
 async def check(
@@ -48,9 +48,9 @@ async def check(
     budget_s: float,
     prefill_tokens_per_s: float,
     on_step: Callable[[Step], None],
-    kept: Sequence[Passage] = (),
-    on_result: Callable[[Passage], None] = lambda _: None,
-) -> tuple[Verdict, ...]:
+    kept: Sequence[ScoredChunk] = (),
+    on_result: Callable[[ScoredChunk], None] = lambda _: None,
+) -> tuple[KvCheck, ...]:
     """One verdict a kind, in this order, up to the first that is accepted: those after it carry less or are worse.
 
     Nothing else may use the devices meanwhile. It takes `budget_s` at most, and a moment for the engine to end. An
@@ -62,22 +62,22 @@ async def check(
     verdict is always reckoned from what was read: one for lack of time is none the next time."""
     if plan.is_embedding:
         return tuple(refused(kind, "the model gives vectors and generates no text") for kind in kinds)
-    extent = extent_for(
+    chunk_spec = extent_for(
         seconds=budget_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         text_bytes=TEXT.stat().st_size,
         context=plan.context,
     )
-    if extent is None:
+    if chunk_spec is None:
         why = f"{budget_s:.0f} s are too short at {prefill_tokens_per_s:,.0f} tokens a second of prefill"
         return tuple(refused(kind, why) for kind in kinds)
-    checking = _Check(plan, extent, start, budget_s=budget_s, on_step=on_step, kept=kept, on_result=on_result)
-    verdicts: list[Verdict] = []
+    checking = _Check(plan, chunk_spec, start, budget_s=budget_s, on_step=on_step, kept=kept, on_result=on_result)
+    kv_checks: list[KvCheck] = []
     for kind in kinds:
-        verdicts.append(await checking.judged(kind))
-        if verdicts[-1].is_accepted:
+        kv_checks.append(await checking.judged(kind))
+        if kv_checks[-1].is_accepted:
             break
-    return tuple(verdicts)
+    return tuple(kv_checks)
 
 
 class _Check:
@@ -86,40 +86,40 @@ class _Check:
     def __init__(
         self,
         plan: Plan,
-        extent: Extent,
+        chunk_spec: ChunkSpec,
         start: Start,
         *,
         budget_s: float,
         on_step: Callable[[Step], None],
-        kept: Sequence[Passage],
-        on_result: Callable[[Passage], None],
+        kept: Sequence[ScoredChunk],
+        on_result: Callable[[ScoredChunk], None],
     ) -> None:
         # As the text is read: the window that is served follows the free memory, and is another at nearly each start.
-        self._plan = replace(plan, context=extent.piece_tokens)
-        self._extent = extent
-        self._pieces = extent.pieces
+        self._plan = replace(plan, context=chunk_spec.chunk_tokens)
+        self._extent = chunk_spec
+        self._pieces = chunk_spec.chunks
         self._start = start
         self._budget_s = budget_s
         self._deadline = time.monotonic() + budget_s
         self._on_step = on_step
         self._on_result = on_result
-        alike = [passage for passage in kept if passage.piece_tokens == extent.piece_tokens]
-        self._read = [passage for passage in alike if passage.error is None]
-        errors = [(passage.key, passage.error) for passage in alike if passage.error is not None]
+        alike = [scored_chunk for scored_chunk in kept if scored_chunk.chunk_tokens == chunk_spec.chunk_tokens]
+        self._read = [scored_chunk for scored_chunk in alike if scored_chunk.error is None]
+        errors = [(scored_chunk.key, scored_chunk.error) for scored_chunk in alike if scored_chunk.error is not None]
         keys = [key for key, _ in errors]
         self._failed = {key: words for key, words in errors if keys.count(key) >= TRIES}
 
-    async def judged(self, kind: str) -> Verdict:
+    async def judged(self, kind: str) -> KvCheck:
         try:
             while (gap := next_gap(self._pairs(kind), self._pieces)) and self._left_s > 0:
                 await self._read_on(kind, gap)
         except EngineError as error:
             return refused(kind, error.message)
         pairs = self._pairs(kind)
-        if len(pairs) < min(PIECES_MIN, self._pieces):
+        if len(pairs) < min(CHUNKS_MIN, self._pieces):
             words = f"engine did not read the text within {self._budget_s:.0f} s"
-            return refused(kind, f"{words}: {len(pairs)} chunks of at least {PIECES_MIN}")
-        seconds = sum(passage.seconds for each in (EXACT, kind) for passage in self._of(each))
+            return refused(kind, f"{words}: {len(pairs)} chunks of at least {CHUNKS_MIN}")
+        seconds = sum(scored_chunk.seconds for each in (EXACT, kind) for scored_chunk in self._of(each))
         return judge(kind, self._extent, pairs.values(), seconds=seconds)
 
     @property
@@ -129,15 +129,17 @@ class _Check:
     def _key(self, kind: str) -> str:
         return replace(self._plan, kv_type=kind).key
 
-    def _of(self, kind: str) -> list[Passage]:
-        return [passage for passage in self._read if passage.key == self._key(kind)]
+    def _of(self, kind: str) -> list[ScoredChunk]:
+        return [scored_chunk for scored_chunk in self._read if scored_chunk.key == self._key(kind)]
 
     def _pairs(self, kind: str) -> dict[int, tuple[float, float]]:
-        return paired(self._of(EXACT), self._of(kind))
+        return perplexity(self._of(EXACT), self._of(kind))
 
     async def _read_on(self, kind: str, gap: range) -> None:
         """First with f16, where it has not read from there on; then the same with the other type."""
-        exact = max((len(passage.nll) for passage in self._of(EXACT) if passage.first == gap.start), default=0)
+        exact = max(
+            (len(scored_chunk.nll) for scored_chunk in self._of(EXACT) if scored_chunk.first == gap.start), default=0
+        )
         if exact:
             await self._run(kind, gap.start, min(len(gap), exact))
             return
@@ -147,7 +149,7 @@ class _Check:
             message = f"with {EXACT} {error.message}"
             raise EngineNotReadyError(message) from error
 
-    async def _run(self, kind: str, first: int, pieces: int) -> None:
+    async def _run(self, kind: str, first: int, chunks: int) -> None:
         """One run, kept as far as it got when the time is up or somebody cancels it. Raises what `as_error` makes of an
         ending by itself, EngineNotReadyError (43) where fewer pieces were read than announced: it ends with 0 all the
         same."""
@@ -155,65 +157,65 @@ class _Check:
         if plan.key in self._failed:
             raise EngineNotReadyError(self._failed[plan.key])
         began = time.monotonic()
-        extent = replace(self._extent, pieces=pieces)
-        self._on_step(Step(plan=plan, what=f"reading {extent.read:,} tokens of text with a KV cache of {kind}"))
+        chunk_spec = replace(self._extent, chunks=chunks)
+        self._on_step(Step(plan=plan, what=f"reading {chunk_spec.read:,} tokens of text with a KV cache of {kind}"))
         is_enough = asyncio.Event()
         reader: TextReader | None = None
 
         def on_line(line: str) -> None:
             if reader is not None:
                 reader.add(line)
-                if reader.rows >= pieces:
+                if reader.rows >= chunks:
                     is_enough.set()
 
         crash: Crash | None = None
         supervisor = Supervisor(on_line=on_line)
         try:
-            with _text_from(int(first * extent.piece_tokens * BYTES_PER_TOKEN)) as path:
-                reader = self._start(plan, replace(extent, pieces=pieces + SPARE), path)
+            with _text_from(int(first * chunk_spec.chunk_tokens * BYTES_PER_TOKEN)) as path:
+                reader = self._start(plan, replace(chunk_spec, chunks=chunks + SPARE), path)
                 supervisor.start(reader.command)
                 async with asyncio.timeout(max(0.0, self._left_s)):
                     crash = await _ending(supervisor, is_enough)
         except TimeoutError:
             pass  # what was read until then is kept below, and no time is left to read on
         except EngineError as error:
-            self._note_failure(plan, extent, error)
+            self._note_failure(plan, chunk_spec, error)
             raise
         finally:
             await supervisor.stop()
             if crash is None and reader is not None:
-                self._keep(plan, extent, first, reader, began)
+                self._keep(plan, chunk_spec, first, reader, began)
         if crash is not None and reader is not None:
-            self._pass_ending(plan, extent, crash, reader)
-            self._keep(plan, extent, first, reader, began)
+            self._pass_ending(plan, chunk_spec, crash, reader)
+            self._keep(plan, chunk_spec, first, reader, began)
             self._pieces = min(self._pieces, first + reader.rows)  # the text has no more
 
-    def _pass_ending(self, plan: Plan, extent: Extent, crash: Crash, reader: TextReader) -> None:
+    def _pass_ending(self, plan: Plan, chunk_spec: ChunkSpec, crash: Crash, reader: TextReader) -> None:
         """Returns for a run that has read all that there is. Raises what any other ended with."""
         if crash.exit_code != 0 or crash.stalled:
             error = reader.as_error(crash)
-        elif reader.pieces is not None and 0 < reader.pieces <= reader.rows:
+        elif reader.chunks is not None and 0 < reader.chunks <= reader.rows:
             return
         else:
-            of = "an unknown number of" if reader.pieces is None else min(reader.pieces, extent.pieces)
+            of = "an unknown number of" if reader.chunks is None else min(reader.chunks, chunk_spec.chunks)
             message = f"engine {reader.name} read {reader.rows} of {of} chunks of text and ended"
             error = EngineNotReadyError(message, hint="its last lines are above", log=crash.log)
         if isinstance(error, EngineError):
-            self._note_failure(plan, extent, error)
+            self._note_failure(plan, chunk_spec, error)
         raise error
 
-    def _keep(self, plan: Plan, extent: Extent, first: int, reader: TextReader, began: float) -> None:
-        nll = reader.nll[: extent.pieces]
+    def _keep(self, plan: Plan, chunk_spec: ChunkSpec, first: int, reader: TextReader, began: float) -> None:
+        nll = reader.nll[: chunk_spec.chunks]
         if not nll:
             return
         seconds = time.monotonic() - began
-        found = Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=first, nll=nll, seconds=seconds)
+        found = ScoredChunk(key=plan.key, chunk_tokens=chunk_spec.chunk_tokens, first=first, nll=nll, seconds=seconds)
         self._read.append(found)
         self._on_result(found)
 
-    def _note_failure(self, plan: Plan, extent: Extent, error: EngineError) -> None:
+    def _note_failure(self, plan: Plan, chunk_spec: ChunkSpec, error: EngineError) -> None:
         self._failed[plan.key] = error.message
-        self._on_result(Passage(key=plan.key, piece_tokens=extent.piece_tokens, first=0, error=error.message))
+        self._on_result(ScoredChunk(key=plan.key, chunk_tokens=chunk_spec.chunk_tokens, first=0, error=error.message))
 
 
 async def _ending(supervisor: Supervisor, is_enough: asyncio.Event) -> Crash | None:

@@ -44,18 +44,18 @@ class Observation:
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """`names` are in the order of `theta` and of the rows of `covariance`. `misfit` is the relative error that remains
-    for a plan which was not measured, besides that of the corrections; `noisier` how many times larger residuals are
-    than noise and MISFIT would have them."""
+    for a plan which was not measured, besides that of the corrections; `noise_factor` how many times larger residuals
+    are than noise and MISFIT would have them."""
 
     names: tuple[str, ...]
     theta: tuple[float, ...]
     covariance: tuple[tuple[float, ...], ...]
-    noisier: float
+    noise_factor: float
     priors: Mapping[str, float]
 
     @property
     def misfit(self) -> float:
-        return MISFIT * self.noisier
+        return MISFIT * self.noise_factor
 
     def predict_ms(self, terms: Iterable[Term]) -> float:
         index = {name: at for at, name in enumerate(self.names)}
@@ -101,15 +101,15 @@ class Fit:
 def fit(observations: Sequence[Observation], priors: Mapping[str, float]) -> Fit:
     """Of no observations: no corrections. Fitted twice, the second time with the noise that the first one shows."""
     first = _fit(observations, priors, 1.0)
-    return _fit(observations, priors, first.noisier) if observations else first
+    return _fit(observations, priors, first.noise_factor) if observations else first
 
 
-def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noisier: float) -> Fit:
+def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noise_factor: float) -> Fit:
     names = tuple(sorted({name for seen in observations for term in seen.terms for name in term.by}))
     theta = [0.0] * len(names)
     weights = [1.0] * len(observations)
     ridge = [1.0 / prior(priors, name) ** 2 for name in names]
-    sds = [noisier * math.hypot(seen.noise, MISFIT) for seen in observations]
+    sds = [noise_factor * math.hypot(seen.noise, MISFIT) for seen in observations]
     normal = [[ridge[i] if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
     residuals: list[float] = []
     for _ in range(ROUNDS if observations else 0):
@@ -127,7 +127,7 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noisi
         names=names,
         theta=tuple(theta),
         covariance=tuple(map(tuple, covariance)),
-        noisier=noisier * math.sqrt(believed),
+        noise_factor=noise_factor * math.sqrt(believed),
         priors=priors,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 from appliance.engines.engine import Inputs, Space
-from appliance.plan import Plan, Verdict
+from appliance.plan import KvCheck, Plan
 from appliance.probe.watch import Watch
 from appliance.report import Report
 from appliance.tune import quality
@@ -20,7 +20,7 @@ from appliance.tune.budget import Budget
 from appliance.tune.draft_trials import DraftTrials, can_speculate
 from appliance.tune.engine import Bench
 from appliance.tune.loader import refined
-from appliance.tune.measure import FirstLook, Look, measure
+from appliance.tune.measure import FirstSampling, Sampling, measure
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Mode
 from appliance.tune.partial import PartialResults, PartialStore
@@ -42,7 +42,7 @@ class TuningResult:
 
     plan: Plan
     tuned: Tuned
-    verdicts: tuple[Verdict, ...]  # on types of the KV cache below q8_0
+    kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
     notes: tuple[str, ...]
     native: int  # the largest context that counts
     seconds: float
@@ -54,7 +54,7 @@ class MeasuredPlans:
 
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
-    verdicts: tuple[Verdict, ...]
+    kv_checks: tuple[KvCheck, ...]
 
 
 class TuningSession:
@@ -71,7 +71,7 @@ class TuningSession:
         inputs: Inputs,
         bench: Bench,
         *,
-        space: Callable[[Sequence[Verdict]], Space],
+        space: Callable[[Sequence[KvCheck]], Space],
         store: PartialStore,
         watch: Callable[[], Watch],
         report: Report,
@@ -99,17 +99,17 @@ class TuningSession:
         self._budget = Budget(self._settings.budget_s)
         self._results.phase("starting")
         self._results.load()
-        if words := self._results.kept.in_words():
+        if words := self._results.kept.describe():
             self._report.info("tune_goes_on", f"there are {words} of a tuning that was interrupted")
-        verdicts = await self._check_kv_types(self._make_space(()))
-        space = self._make_space(verdicts)
+        kv_checks = await self._check_kv_types(self._make_space(()))
+        space = self._make_space(kv_checks)
         tuned = await self._choose_plan(space)
         plan, notes = await self._choose_speculation(space, tuned)
         plan, of_slots = await self._choose_slots(plan)
         return TuningResult(
             plan=plan,
             tuned=tuned,
-            verdicts=verdicts,
+            kv_checks=kv_checks,
             notes=(*notes, *of_slots),
             native=space.native,
             seconds=self._budget.spent_s,
@@ -121,14 +121,14 @@ class TuningSession:
         self._results.load()
         kept = self._results.kept.measurements
         self._results.measurements[:] = (*before.measurements, *kept)
-        space = self._make_space(before.verdicts)
+        space = self._make_space(before.kv_checks)
         possible = await asyncio.to_thread(self._possible, space)
         plans = {plan.key: plan for plan in (*before.plans, *possible)}
         tuner = self._tuner(space, list(plans.values()), self._settings.budget_s)
         await tuner.widen(MORE_PLANS - len({measurement.key for measurement in kept}))
         return replace(before, plans=tuner.measured, measurements=tuple(self.measurements))
 
-    async def _check_kv_types(self, space: Space) -> tuple[Verdict, ...]:
+    async def _check_kv_types(self, space: Space) -> tuple[KvCheck, ...]:
         """Where memory carries less than is wanted at q8_0, and a smaller type would carry much more."""
         types = space.kinds_to_check()
         if not types:
@@ -141,13 +141,13 @@ class TuningSession:
             budget_s=self._settings.budget_s * SHARE_FOR_KV,
             prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
             on_step=self._results.on_step,
-            kept=self._results.kept.passages,
+            kept=self._results.kept.scored_chunks,
             on_result=self._results.on_passage,
         )
-        for verdict in found:
-            what = "may be used" if verdict.is_accepted else "is not used"
-            words = f"a KV cache of {verdict.kv_type} {what}: {verdict.why}"
-            self._report.info("kv_checked", words, **asdict(verdict))
+        for kv_check in found:
+            what = "may be used" if kv_check.is_accepted else "is not used"
+            words = f"a KV cache of {kv_check.kv_type} {what}: {kv_check.why}"
+            self._report.info("kv_checked", words, **asdict(kv_check))
         return found
 
     async def _choose_plan(self, space: Space) -> Tuned:
@@ -167,7 +167,7 @@ class TuningSession:
     def _tuner(self, space: Space, plans: Sequence[Plan], budget_s: float) -> Tuner:
         """That goes on from what was measured so far."""
 
-        async def take(plan: Plan, look: Look | FirstLook) -> Measurement:
+        async def take(plan: Plan, look: Sampling | FirstSampling) -> Measurement:
             return await measure(plan, look, bench=self._bench, on_step=self._results.on_step, watch=self._watch)
 
         return Tuner(

@@ -10,7 +10,7 @@ from appliance.plan import Plan
 from appliance.report import Report
 from appliance.tune.concurrency import measure_slots
 from appliance.tune.engine import Bench
-from appliance.tune.partial import PartialResults, SlotsLook
+from appliance.tune.partial import PartialResults, SlotsTrial
 from appliance.tune.slots import Concurrency, choose, counts, with_slots
 from appliance.tune.workload import Mix, Workload, scaled
 
@@ -31,7 +31,7 @@ class SlotTrials:
     ) -> None:
         self._plan, self._bench, self._users = plan, bench, users
         self._workload = scaled(max(mix.parts, key=lambda part: part[1])[0], plan.context)
-        self._key = plan.key + (f", {plan.speculation.in_words()}" if plan.speculation else "")
+        self._key = plan.key + (f", {plan.speculation.describe()}" if plan.speculation else "")
         self._results, self._report, self._left_s = results, report, left_s
         self._seen: list[Concurrency] = []
 
@@ -79,11 +79,11 @@ class SlotTrials:
             )
         except EngineError as error:
             self._report.warning("slots_failed", f"{count} slots for {self._users} users: {error.message}")
-            self._results.on_slots(SlotsLook(key=self._key, slots=count, error=error.message))
+            self._results.on_slots(SlotsTrial(key=self._key, slots=count, error=error.message))
             return ""
         if isinstance(found, str):
             return found
-        self._results.on_slots(SlotsLook(key=self._key, slots=count, found=found))
+        self._results.on_slots(SlotsTrial(key=self._key, slots=count, found=found))
         self._seen.append(found)
         return ""
 

@@ -14,7 +14,7 @@ from appliance.plan import Plan
 from appliance.tune.workload import EXCESS_WEIGHT, Workload
 
 COUNTS_MAX = 3  # each is a load, and a job of every user
-NOISE = 0.07  # of a time, as in guided.py's README
+NOISE = 0.07  # of a time, as in the README
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from appliance.engines.engine import Client, Completion, Space
 from appliance.errors import ConfigError, EngineError, EngineNotReadyError, ModelDoesNotFitError
-from appliance.plan import SIZES, TASTES, UNMEASURED, Kind, Plan, Speculation, Taste
-from appliance.tune.acceptance import Rate, chosen, is_looping, next_tokens
+from appliance.plan import SIZES, SPECULATION_GOALS, UNMEASURED, Kind, Plan, Speculation, SpeculationGoal
+from appliance.tune.acceptance import SpeculationResult, chosen, is_looping, next_tokens
 from appliance.tune.engine import Bench, in_time, running, unless_stalled
 from appliance.tune.measure import Step
 from appliance.tune.measurement import TRIES
@@ -31,7 +31,7 @@ PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, a
 MADE_LEAST = 8  # of an answer that ended by itself, to count
 ROUNDS = 8.0  # of `left_s`, the share for the answers of one start: four or five starts, their loads and their prompts
 DOING = "speculative decoding was measured"  # in words of what went wrong meanwhile
-GAINS_NOTHING: Mapping[Taste, str] = {
+GAINS_NOTHING: Mapping[SpeculationGoal, str] = {
     "auto": "speculative decoding gains nothing",
     "stable": "speculative decoding gains nothing without making some kind of request slower",
     "fast": "speculative decoding gains nothing for any kind of request",
@@ -70,23 +70,23 @@ class Tried:
     seconds: float = 0.0
     error: str | None = None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """As in "ngram 8: 41.2 ms a token, 31 of 40 draft tokens accepted, 12 answers"."""
         what = f"{self.kind} {self.tokens}" if self.kind else "no draft tokens"
         if self.error:
             return f"{what}: {self.error}"
         drafted, accepted = (sum(getattr(a, name) for a in self.answers) for name in ("drafted", "accepted"))
         looped = sum(a.is_looping for a in self.answers)
-        guesses = f", {accepted} of {drafted} draft tokens accepted" if self.kind else ""
+        drafts = f", {accepted} of {drafted} draft tokens accepted" if self.kind else ""
         loops = f", {looped} of them looping" if looped else ""
-        return f"{what}: {ms_per_token(self.answers):.1f} ms a token{guesses}, {len(self.answers)} answers{loops}"
+        return f"{what}: {ms_per_token(self.answers):.1f} ms a token{drafts}, {len(self.answers)} answers{loops}"
 
 
 def ms_per_token(answers: Sequence[Answer]) -> float:
     return sum(a.ms for a in answers) / max(1, sum(a.made for a in answers))
 
 
-def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
+def compared(base: Tried, other: Tried) -> tuple[float, SpeculationResult] | None:
     """Milliseconds a token without guesses, and what `other` did on the same prompts; None where none counts twice."""
     before = {answer.name: answer for answer in base.answers if answer.counts}
     after = [answer for answer in other.answers if answer.counts and answer.name in before]
@@ -95,7 +95,7 @@ def compared(base: Tried, other: Tried) -> tuple[float, Rate] | None:
         return None
     kinds_of = dict.fromkeys(answer.request for answer in after)
     by_kind = {kind: [a for a in after if a.request == kind] for kind in kinds_of}
-    return ms_per_token([before[a.name] for a in after]), Rate(
+    return ms_per_token([before[a.name] for a in after]), SpeculationResult(
         tokens=other.tokens,
         ms=ms_per_token(after),
         drafted=sum(a.drafted for a in after) / made,
@@ -132,8 +132,8 @@ async def choose_speculation(
         reasons = dict.fromkeys(offer.reason for offer in offers)
         return None, f"nothing to draft with: {'; '.join(reasons)}", []
     kind_requested = tried[0] if requested == tried[0] else None
-    taste = next((taste for taste in TASTES if taste == requested), TASTES[0])
-    run = _Run(plan, bench, space, taste, on_step=on_step, left_s=left_s, kept=kept, on_result=on_result)
+    goal = next((goal for goal in SPECULATION_GOALS if goal == requested), SPECULATION_GOALS[0])
+    run = _Run(plan, bench, space, goal, on_step=on_step, left_s=left_s, kept=kept, on_result=on_result)
     await run.measure_base(is_requested=kind_requested is not None)
     for kind in tried:
         await run.measure_kind(kind, is_requested=kind == kind_requested)
@@ -145,7 +145,7 @@ async def choose_speculation(
 
 def least_s(tuned: Tuned) -> float:
     """What one start with the fewest prompts takes, going by how fast the plan was."""
-    curve = tuned.chosen.rated.curve
+    curve = tuned.chosen.scored.curve
     load_s = max((m.load_s for m in tuned.measurements if m.points), default=0.0)
     depth = PROMPT_TOKENS + TOKENS_LEAST
     return load_s + PROMPTS_LEAST * (curve.prefill_s(0, PROMPT_TOKENS) + curve.decode_ms(depth) * TOKENS_LEAST / 1000)
@@ -159,7 +159,7 @@ class _Run:
         plan: Plan,
         bench: Bench,
         space: Space,
-        taste: Taste,
+        goal: SpeculationGoal,
         *,
         on_step: Callable[[Step], None],
         left_s: float,
@@ -167,12 +167,12 @@ class _Run:
         on_result: Callable[[Tried], None],
     ) -> None:
         self._plan, self._bench, self._on_step, self._on_result = plan, bench, on_step, on_result
-        self._space, self._taste = space, taste
+        self._space, self._taste = space, goal
         self._kept = list(kept)
         self._left_s = left_s
         self._deadline = time.monotonic() + left_s
         self._base: Tried | None = None
-        self._rates: dict[Kind, list[Rate]] = {}
+        self._rates: dict[Kind, list[SpeculationResult]] = {}
         self._base_ms = 0.0
         self.tried: list[Tried] = []
 
@@ -240,7 +240,7 @@ class _Run:
             if found.error:
                 return
             if is_requested and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
-                message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).in_words()}"
+                message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).describe()}"
                 raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
             before = len(rates)
             rates[:] = self._compared(kind)
@@ -265,12 +265,12 @@ class _Run:
             self._on_result(found)
         return found
 
-    def _compared(self, kind: Kind) -> list[Rate]:
+    def _compared(self, kind: Kind) -> list[SpeculationResult]:
         """Times as parts of what the same prompts took without guesses, at the mean time without."""
         pairs = [compared(self._base, t) for t in self.tried if self._base is not None and t.kind == kind]
         return [replace(rate, ms=rate.ms / base_ms * self._base_ms) for base_ms, rate in filter(None, pairs)]
 
-    def _fastest(self) -> tuple[Kind, Rate] | None:
+    def _fastest(self) -> tuple[Kind, SpeculationResult] | None:
         """Of all kinds, if it is faster than guessing nothing in the way that is wanted."""
         every = [(kind, rate) for kind, rates in self._rates.items() for rate in rates]
         best = chosen(self._base_ms, [rate for _, rate in every], self._taste)
@@ -281,14 +281,14 @@ class _Run:
         if fastest is not None:
             kind, rate = fastest
             speculation = self._reckoned(kind, rate.tokens)
-            return speculation, f"{speculation.in_words()}: {self._figures(rate)}"
+            return speculation, f"{speculation.describe()}: {self._figures(rate)}"
         if self._base is None:
             return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
-            return None, f"no answer could be used to measure with: {self.tried[0].in_words()}"
+            return None, f"no answer could be used to measure with: {self.tried[0].describe()}"
         seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._rates.items() if rates]
         figures = "; ".join(f"{kind} {rate.tokens}: {self._figures(rate)}" for kind, rate in seen)
-        failed = "; ".join(t.in_words() for t in self.tried if t.error)
+        failed = "; ".join(t.describe() for t in self.tried if t.error)
         words = "; ".join(filter(None, (figures, failed)))
         if not words:
             return None, "no time was left to measure what speculative decoding gains"
@@ -299,11 +299,11 @@ class _Run:
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
             speculation = self._reckoned(kind, UNMEASURED[kind])
-            return speculation, f"asked for, {speculation.in_words()}; what it gains was not measured"
+            return speculation, f"asked for, {speculation.describe()}; what it gains was not measured"
         speculation = self._reckoned(kind, best.tokens)
-        return speculation, f"asked for, {speculation.in_words()}: {self._figures(best)}"
+        return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"
 
-    def _figures(self, rate: Rate) -> str:
+    def _figures(self, rate: SpeculationResult) -> str:
         """As in "31.0 ms a token, 41.2 without: 25% shorter (chat +1%, edit -44%); 78% of 0.52 guesses a token were
         right"."""
         share = 1 - rate.ms / self._base_ms
@@ -329,8 +329,8 @@ async def measure_speculation(
     Raises the engine's error when it fails on the way.
     """
     began = time.monotonic()
-    guesses = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
-    on_step(Step(plan=plan, what=f"loading, {guesses}"))
+    drafts = f"up to {plan.speculation.tokens} draft tokens" if plan.speculation else "no draft tokens"
+    on_step(Step(plan=plan, what=f"loading, {drafts}"))
     command = bench.start(plan)
     async with running(bench.engine, command) as supervisor, bench.engine.client(command, doing=DOING) as client:
         asking = _ask(

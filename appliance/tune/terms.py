@@ -48,7 +48,7 @@ class Candidate:
 
     key: str
     knobs: tuple[tuple[str, Value], ...]
-    window: int
+    context: int
     work: Costs
     needs: tuple[Need, ...] = ()
 

@@ -9,9 +9,9 @@ from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryErr
 from appliance.plan import Plan
 from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, within
 from appliance.tune.curve import LONGER
-from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look, now
-from appliance.tune.measurement import MARGIN, Measurement, rated
-from appliance.tune.modes import Rated
+from appliance.tune.measure import DECODE_TOKENS, FirstSampling, Sampling, now
+from appliance.tune.measurement import MARGIN, Measurement, scored
+from appliance.tune.modes import Scored
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
@@ -25,7 +25,7 @@ class Trials:
     def __init__(
         self,
         plans: Sequence[Plan],
-        take: Callable[[Plan, Look | FirstLook], Awaitable[Measurement]],
+        take: Callable[[Plan, Sampling | FirstSampling], Awaitable[Measurement]],
         *,
         depth: int,
         budget_s: float,
@@ -65,8 +65,8 @@ class Trials:
         keys = {m.key for m in self.seen if m.points}
         return tuple(plan for plan in self.plans.values() if plan.key in keys)
 
-    def rated(self) -> list[Rated]:
-        return rated(self.plans.values(), self.seen)
+    def scored(self) -> list[Scored]:
+        return scored(self.plans.values(), self.seen)
 
     async def measure(self, plan: Plan, *, is_long: bool, is_deep: bool = False) -> Measurement:
         """Once more where something else disturbed it, if there is time. A plan that the engine fails on becomes a
@@ -121,16 +121,16 @@ class Trials:
         self._on_result(seen)
         return seen
 
-    def _how(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Look | FirstLook:
+    def _how(self, plan: Plan, *, is_long: bool, is_deep: bool) -> Sampling | FirstSampling:
         if not self.depths:
-            return FirstLook(
+            return FirstSampling(
                 wanted=self._depth,
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
             )
-        return Look(depths=self._depths_for(plan, is_deep=is_deep), is_long=is_long)
+        return Sampling(depths=self._depths_for(plan, is_deep=is_deep), is_long=is_long)
 
     def _depths_for(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
         """To fill the deepest context takes longer than all the rest of a look: the search goes without."""

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from appliance.engines.engine import Space
-from appliance.plan import SMALLEST_WINDOW, Allocated, Plan, with_measured
+from appliance.plan import SMALLEST_CONTEXT, Allocated, Plan, with_measured
 from appliance.tune.candidates import EMPTY, candidates, trial_of
 from appliance.tune.context_search import ContextSearch
-from appliance.tune.guided import Ask, Effort, Search, Trial
-from appliance.tune.measure import DECODE_TOKENS, FirstLook, Look
+from appliance.tune.measure import DECODE_TOKENS, FirstSampling, Sampling
 from appliance.tune.measurement import Measurement
-from appliance.tune.modes import Chosen, Mode, Rated, choose
+from appliance.tune.modes import Chosen, Mode, Scored, choose
+from appliance.tune.search import Ask, Effort, Search, Trial
 from appliance.tune.terms import Candidate
 from appliance.tune.trials import Trials
 from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
@@ -48,7 +48,7 @@ class Tuned:
 
     @property
     def job_s(self) -> float:
-        return cost_s(self.chosen.rated.curve, self.mix)
+        return cost_s(self.chosen.scored.curve, self.mix)
 
 
 class Tuner:
@@ -58,7 +58,7 @@ class Tuner:
         self,
         space: Space,
         plans: Sequence[Plan],
-        take: Callable[[Plan, Look | FirstLook], Awaitable[Measurement]],
+        take: Callable[[Plan, Sampling | FirstSampling], Awaitable[Measurement]],
         goal: Goal,
         *,
         budget_s: float,
@@ -68,8 +68,8 @@ class Tuner:
         self._space = space
         self._goal = goal
         self._budget_s = budget_s
-        windows = [plan.context for plan in plans]
-        self._mix = scaled_mix(goal.mix, min(max(windows), max(min(windows), SMALLEST_WINDOW)))
+        contexts = [plan.context for plan in plans]
+        self._mix = scaled_mix(goal.mix, min(max(contexts), max(min(contexts), SMALLEST_CONTEXT)))
         self._trials = Trials(plans, take, depth=self._mix.depth, budget_s=budget_s, on_result=on_result, kept=kept)
         self._candidates = candidates(space, plans)
         self._stopped_by = ""
@@ -146,14 +146,14 @@ class Tuner:
         return trials.plans[max(left, key=unlike).key] if left and knobs else None
 
     def _contexts(self, search: Search) -> ContextSearch:
-        def best(window: int) -> str | None:
-            found = search.best(self._seen, window)
+        def best(context: int) -> str | None:
+            found = search.best(self._seen, context)
             return found.key if found else None
 
         goal = self._goal
         return ContextSearch(self._space, self._trials, best, mode=goal.mode, mix=self._mix, native=goal.native)
 
-    def _winner(self, found: Sequence[Rated]) -> Chosen:
+    def _winner(self, found: Sequence[Scored]) -> Chosen:
         return choose(self._goal.mode, found, self._mix, native=self._goal.native)
 
     async def _look_closely(self) -> None:
@@ -162,18 +162,18 @@ class Tuner:
         at so, there is no time, or the engine failed."""
         trials = self._trials
         for _ in range(CLOSER_LOOKS):
-            plan = trials.plans[self._winner(trials.rated()).rated.key]
+            plan = trials.plans[self._winner(trials.scored()).scored.key]
             if trials.is_seen_closely(plan) or trials.expected_s(plan, is_long=True, is_deep=True) > trials.left_s:
                 return
             if not (await trials.measure(plan, is_long=True, is_deep=True)).points:
                 return
 
     def _tuned(self, seconds: float) -> Tuned:
-        trials, found = self._trials, self._trials.rated()
+        trials, found = self._trials, self._trials.scored()
         winner = self._winner(found)
-        looks = [m for m in trials.seen if m.key == winner.rated.key]
+        looks = [m for m in trials.seen if m.key == winner.scored.key]
         return Tuned(
-            plan=with_measured(trials.plans[winner.rated.key], _why(winner, found, self._mix)),
+            plan=with_measured(trials.plans[winner.scored.key], _why(winner, found, self._mix)),
             chosen=winner,
             plans=trials.measured,
             measurements=tuple(trials.seen),
@@ -191,9 +191,9 @@ def _disturbance(looks: Sequence[Measurement]) -> str | None:
     return None if any(m.disturbance is None for m in seen) else seen[-1].disturbance
 
 
-def _why(winner: Chosen, found: Sequence[Rated], mix: Mix) -> str:
-    took = f"{cost_s(winner.rated.curve, mix):.1f} s for a {mix.name} job"
-    others = [cost_s(each.curve, mix) for each in found if each.key != winner.rated.key]
+def _why(winner: Chosen, found: Sequence[Scored], mix: Mix) -> str:
+    took = f"{cost_s(winner.scored.curve, mix):.1f} s for a {mix.name} job"
+    others = [cost_s(each.curve, mix) for each in found if each.key != winner.scored.key]
     if not others:
         return f"the only one measured: {took}"
     return f"{winner.why}; {len(others) + 1} compared: {took}, the next {min(others):.1f} s"

@@ -73,9 +73,9 @@ def test_chat_and_models_through_the_openai_sdk(client: openai.OpenAI) -> None:
 
 def test_streamed_chat(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="any", messages=QUESTION, max_tokens=16, stream=True)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert len(pieces) > 3
-    assert "".join(pieces).strip()
+    chunks = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert len(chunks) > 3
+    assert "".join(chunks).strip()
 
 
 def test_bad_key_is_refused(first_start: Stage) -> None:

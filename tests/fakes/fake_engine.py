@@ -215,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
         slower = float(options.slowdown.read_text()) if options.slowdown and options.slowdown.exists() else 1.0
         step_ms = slower * by_number(options.decode_ms, options.threads) * (1 + len(prompt) / 2048)
         prefill_ms = slower * by_number(options.prefill_ms, options.ubatch_size)
-        steps, guessed, right = guesses(options, max(1, made - 1), request.get("seed", 1))
+        steps, guessed, right = drafts(options, max(1, made - 1), request.get("seed", 1))
         return {
             "cache_n": cached,
             "prompt_n": read,
@@ -322,10 +322,10 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
     }
 
 
-def guesses(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
+def drafts(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
     """How many steps' time `made` tokens take, how many were guessed, and how many of those were right. As llama-server
     it guesses at most as many as are left after the next one."""
-    cost, chances = next((guess[1:] for guess in options.guess if guess[0] == options.spec_type), (0.0, ()))
+    cost, chances = next((draft[1:] for draft in options.draft if draft[0] == options.spec_type), (0.0, ()))
     at_most = options.spec_ngram_mod_n_max if options.spec_type == "ngram-mod" else options.spec_draft_n_max
     at_most = min(at_most, made - 1)
     if not chances or not at_most:
@@ -336,7 +336,7 @@ def guesses(options: argparse.Namespace, made: int, seed: int) -> tuple[float, i
     return steps * (1 + cost * at_most), round(steps * at_most), round(steps * right)
 
 
-def guess(text: str) -> tuple[str, float, list[float]]:
+def draft(text: str) -> tuple[str, float, list[float]]:
     """`draft-mtp:0.5,0.8`: a guess of that kind costs half a step, and each is right with a chance of 0.8;
     `draft-mtp:0.5,0.8/0.1`: with 0.8 for even seeds and 0.1 for odd ones."""
     kind, _, numbers = text.partition(":")
@@ -397,7 +397,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--spec-ngram-mod-n-max", type=int, default=64)
     add(
         "--guess",
-        type=guess,
+        type=draft,
         action="append",
         default=[],
         metavar="KIND:COST,CHANCE[/CHANCE]",

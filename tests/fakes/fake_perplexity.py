@@ -39,11 +39,11 @@ def main(argv: list[str]) -> int:
     if knobs.say:
         print(knobs.say, file=sys.stderr, flush=True)
         return 1
-    pieces = min(knobs.chunks, knobs.text_has)
-    head = f"0.00.161.771 I perplexity: calculating perplexity over {pieces} chunks, n_ctx={knobs.ctx_size}"
+    chunks = min(knobs.chunks, knobs.text_has)
+    head = f"0.00.161.771 I perplexity: calculating perplexity over {chunks} chunks, n_ctx={knobs.ctx_size}"
     print(f"{head}, batch_size={knobs.ctx_size}, n_seq=1", file=sys.stderr, flush=True)
     total = 0.0
-    for at in range(pieces):
+    for at in range(chunks):
         if at == knobs.stop_after:
             return 0
         if at == knobs.hang_after:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         if at == knobs.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         total += 3.0 + math.sin(at) + knobs.shift + (knobs.noise if at % 2 else -knobs.noise)
-        if knobs.lose_last_row and at == pieces - 1:
+        if knobs.lose_last_row and at == chunks - 1:
             return 0
         mean = math.nan if knobs.nan else total / (at + 1)
         print(f"{at * knobs.ctx_size:8d}  {math.exp(mean):.4f}  {mean:4f}  {0.1:4f}", flush=True)

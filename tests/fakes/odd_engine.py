@@ -109,7 +109,7 @@ async def redirect(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Non
     writer.write(b"HTTP/1.1 302 Found\r\nLocation: /slots\r\nContent-Length: 0\r\n\r\n")
 
 
-async def refusal(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def api_error(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """An error as llama-server gives it, with its number for a code."""
     error = b'{"error":{"code":400,"message":"the prompt is too long","type":"exceed_context_size_error","n_ctx":512}}'
     head = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(error)
@@ -130,7 +130,7 @@ ACTS: dict[str, Act] = {
     "compressed": compressed,
     "big": big,
     "redirect": redirect,
-    "refusal": refusal,
+    "refusal": api_error,
     "nothing": nothing,
 }
 

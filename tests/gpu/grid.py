@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class KvCheck:
     """`regret` as a fraction, below zero where the choice beats every cell; `spread`: how far looks at it differ."""
 
     pick_s: float
@@ -84,7 +84,7 @@ class Verdict:
     failed: int
 
 
-def judge(rows: Iterable[Row]) -> Verdict | None:
+def judge(rows: Iterable[Row]) -> KvCheck | None:
     """None until there is a choice and a cell to compare. Of several looks at the choice the mean counts."""
     seen = list(rows)
     picks = [row.job_s for row in seen if row.cell == PICK and row.job_s is not None]
@@ -93,7 +93,7 @@ def judge(rows: Iterable[Row]) -> Verdict | None:
         return None
     pick_s = sum(picks) / len(picks)
     best_s, best = min(swept)
-    return Verdict(
+    return KvCheck(
         pick_s=pick_s,
         best=best,
         best_s=best_s,

@@ -30,7 +30,7 @@ from appliance.settings import Settings, load_settings, process_environment
 from appliance.supervisor import become_subreaper
 from appliance.tune import engine
 from appliance.tune.curve import Curve
-from appliance.tune.measure import Look, Step, measure
+from appliance.tune.measure import Sampling, Step, measure
 from appliance.tune.workload import cost_s, parse_mix, scaled_mix
 from tests.gpu.ballast import held
 from tests.gpu.grid import CASES, PICK, Case, Row, cells, judge, name_of, table
@@ -158,7 +158,7 @@ class Bench:
 
     async def _look(self, found: StartInputs, cell: str, plan: Plan) -> None:
         settings = self._settings({})
-        look = Look(depths=tuple(depth for depth in DEPTHS if depth <= plan.context // 2), is_long=True)
+        look = Sampling(depths=tuple(depth for depth in DEPTHS if depth <= plan.context // 2), is_long=True)
         began = time.monotonic()
 
         socket_path = self._settings({}).runtime_dir / "appliance-sweep.sock"
@@ -199,7 +199,7 @@ class Bench:
 
     def _report(self, found: StartInputs, profile: Profile | None, taken: Mapping[str, int]) -> int:
         """0 when every cell was seen, 75 (try again) when a further call has to go on."""
-        verdict = judge(self.rows)
+        kv_check = judge(self.rows)
         wanted = {PICK, *map(name_of, self._cells)}
         is_whole = profile is not None and wanted <= {row.cell for row in self.rows}
         tuned = profile and {
@@ -216,7 +216,7 @@ class Bench:
             "taken": taken,
             "is_whole": is_whole,
             "tuned": tuned,
-            "verdict": verdict and dataclasses.asdict(verdict),
+            "verdict": kv_check and dataclasses.asdict(kv_check),
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "hardware": as_document(found.inputs.hardware),
         }
@@ -228,9 +228,9 @@ class Bench:
         print(f"\n{self._where}\n{table(self.rows)}")
         if tuned:
             print(f"tuner: {tuned['plan']} in {tuned['seconds']:.0f} s, {tuned['measurements']} measurements")
-        if verdict:
-            spread = "unknown" if verdict.spread is None else f"{verdict.spread:.1%}"
-            print(f"regret {verdict.regret:+.1%} against {verdict.best} ({verdict.measured} cells); spread {spread}")
+        if kv_check:
+            spread = "unknown" if kv_check.spread is None else f"{kv_check.spread:.1%}"
+            print(f"regret {kv_check.regret:+.1%} against {kv_check.best} ({kv_check.measured} cells); spread {spread}")
         if not is_whole:
             print("not whole: the same command again goes on", file=sys.stderr)
         return 0 if is_whole else 75

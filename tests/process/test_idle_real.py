@@ -46,8 +46,8 @@ async def chat(stage: IdleStage, tokens: int = 24) -> tuple[str, int, str | None
             model="any", messages=MESSAGES, stream=True, max_tokens=tokens, temperature=0
         )
         seen = [event async for event in events]
-    pieces = sum(bool(event.choices[0].delta.content) for event in seen)
-    return seen[0].model, pieces, seen[-1].choices[0].finish_reason
+    chunks = sum(bool(event.choices[0].delta.content) for event in seen)
+    return seen[0].model, chunks, seen[-1].choices[0].finish_reason
 
 
 async def measure_for_ever(stage: IdleStage, pids: list[int]) -> None:
@@ -71,10 +71,10 @@ async def test_the_sdk_streams_through_a_hold(stage: IdleStage) -> None:
     async with running(stage.tuner(measure, why_no_room=NO_ROOM)):
         await eventually(lambda: bool(pids))
         assert stage.report.progress.phase is Phase.HELD
-        model, pieces, reason = await chat(stage)
+        model, chunks, reason = await chat(stage)
         assert not is_alive(pids[0])
     assert (model, reason) == ("predicted", "length")
-    assert pieces > 10
+    assert chunks > 10
     assert stage.events("idle_back")[0]["held"] == 1
 
 
@@ -92,7 +92,7 @@ async def test_streams_over_a_change(stage: IdleStage) -> None:
     assert not is_alive(first)
     assert answers[-2][0] == "best"
     assert answers[-1][0] == "predicted"
-    assert all(pieces > 0 and reason in ("length", "stop") for _, pieces, reason in answers)
+    assert all(chunks > 0 and reason in ("length", "stop") for _, chunks, reason in answers)
 
 
 async def test_a_held_stream_begins_with_the_same_head(stage: IdleStage) -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from appliance.command import Command
-from appliance.engines.engine import Extent, Install, TextReader
+from appliance.engines.engine import ChunkSpec, Install, TextReader
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.log import is_error
 from appliance.engines.llama.perplexity import BINARY, Perplexity, arguments
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.errors import ModelUnreadableError
-from appliance.plan import Plan, Verdict
+from appliance.plan import KvCheck, Plan
 from appliance.tune.measure import Step
-from appliance.tune.paired import Passage
+from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.quality import TEXT, check
 from benchmarks.memory import planned_for
 from tests.builders import facts
@@ -32,7 +32,7 @@ FAKE = Path(__file__).parents[1] / "fakes" / "fake_perplexity.py"
 SMOLLM2 = COPIED.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 _, ENGINE = facts(has_cuda=False)
 DAY_S, SLOW = 86_400.0, 0.1113  # makes twelve pieces of 256 tokens, however busy this machine is
-Start = Callable[[Plan, Extent, Path], TextReader]
+Start = Callable[[Plan, ChunkSpec, Path], TextReader]
 INSTALL = Install(engine_dir=Path("/nowhere"), facts=ENGINE, cache_dir=Path("/nowhere"))
 
 
@@ -47,9 +47,9 @@ def faked(knobs: Mapping[str, tuple[str, ...]], stall_timeout_s: float = 60.0) -
     async def never() -> bool:
         return False
 
-    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
-        words = (*arguments(plan, ENGINE, text, extent), *knobs.get(plan.kv_type, ()))
-        reader = Perplexity(plan, INSTALL, extent, text)
+    def start(plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
+        words = (*arguments(plan, ENGINE, text, chunk_spec), *knobs.get(plan.kv_type, ()))
+        reader = Perplexity(plan, INSTALL, chunk_spec, text)
         reader.command = Command(
             argv=(sys.executable, "-I", "-S", str(FAKE), *words),
             is_ready=never,
@@ -67,11 +67,11 @@ async def checked(
     *kinds: str,
     budget_s: float = 120.0,
     prefill_tokens_per_s: float = 1e5,
-    passages: list[Passage] | None = None,
-) -> tuple[Verdict, ...]:
-    """`passages` are those of checks before, and get those of this one."""
+    scored_chunks: list[ScoredChunk] | None = None,
+) -> tuple[KvCheck, ...]:
+    """`scored_chunks` are those of checks before, and get those of this one."""
     said: list[Step] = []
-    passages = [] if passages is None else passages
+    scored_chunks = [] if scored_chunks is None else scored_chunks
     found = await check(
         plan,
         kinds,
@@ -79,8 +79,8 @@ async def checked(
         budget_s=budget_s,
         prefill_tokens_per_s=prefill_tokens_per_s,
         on_step=said.append,
-        kept=tuple(passages),
-        on_result=passages.append,
+        kept=tuple(scored_chunks),
+        on_result=scored_chunks.append,
     )
     assert all("tokens of text with a KV cache of" in step.what for step in said)
     return found
@@ -92,7 +92,7 @@ async def test_the_first_that_is_harmless_ends_the_check(plan: Plan) -> None:
     assert (harmful.kv_type, harmful.is_accepted) == ("q4_0", False)
     assert "refused, it costs more than 1 %: perplexity +3.05 %" in harmful.why
     assert (harmless.kv_type, harmless.is_accepted) == ("q5_1", True)
-    assert harmless.pieces == 28
+    assert harmless.chunks == 28
     assert harmless.tokens == 28 * 511
     assert harmless.difference == pytest.approx(0.002, abs=1e-5)
     assert harmless.standard_error == pytest.approx(0.004 / 27**0.5, rel=0.01)
@@ -120,9 +120,9 @@ async def test_what_was_not_shown_is_refused_with_its_reason(plan: Plan, knobs: 
 
 async def test_a_failure_with_f16_refuses_every_type(plan: Plan) -> None:
     found = await checked(plan, faked({"f16": ("--stop-after", "2")}), "q4_0", "q5_1")
-    assert [verdict.kv_type for verdict in found] == ["q4_0", "q5_1"]
-    assert all(f"refused, with f16 engine {BINARY} read 2 of 28" in verdict.why for verdict in found)
-    assert not any(verdict.is_accepted for verdict in found)
+    assert [kv_check.kv_type for kv_check in found] == ["q4_0", "q5_1"]
+    assert all(f"refused, with f16 engine {BINARY} read 2 of 28" in kv_check.why for kv_check in found)
+    assert not any(kv_check.is_accepted for kv_check in found)
 
 
 async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
@@ -132,11 +132,11 @@ async def test_a_stall_and_a_lack_of_time_are_refused(plan: Plan) -> None:
     assert "did not read the text within 10 s: 11 chunks of at least 12" in late.why
     (never,) = await checked(plan, faked({}), "q4_0", budget_s=5.0, prefill_tokens_per_s=10.0)
     assert "5 s are too short at 10 tokens a second" in never.why
-    (absent,) = await checked(plan, lambda plan, extent, text: Perplexity(plan, INSTALL, extent, text), "q4_0")
+    (absent,) = await checked(plan, lambda plan, chunk_spec, text: Perplexity(plan, INSTALL, chunk_spec, text), "q4_0")
     assert "cannot be started: /nowhere/llama-perplexity" in absent.why
     (vectors,) = await checked(replace(plan, is_embedding=True), faked({}), "q4_0")
     assert "generates no text" in vectors.why
-    assert not any(verdict.is_accepted for verdict in (stalled, late, never, absent, vectors))
+    assert not any(kv_check.is_accepted for kv_check in (stalled, late, never, absent, vectors))
 
 
 HARMLESS = ("--shift", "0.002", "--noise", "0.004")
@@ -149,29 +149,29 @@ class Counted:
         self._start = faked(knobs)
         self.kinds: list[str] = []
 
-    def __call__(self, plan: Plan, extent: Extent, text: Path) -> TextReader:
+    def __call__(self, plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         self.kinds.append(plan.kv_type)
-        return self._start(plan, extent, text)
+        return self._start(plan, chunk_spec, text)
 
 
 async def test_what_was_read_before_is_not_read_again(plan: Plan) -> None:
-    passages: list[Passage] = []
+    scored_chunks: list[ScoredChunk] = []
     first, again = Counted({"q5_1": HARMLESS}), Counted({"q5_1": HARMLESS})
-    found = await checked(plan, first, "q5_1", passages=passages)
+    found = await checked(plan, first, "q5_1", scored_chunks=scored_chunks)
     assert first.kinds == ["f16", "q5_1"]
-    assert [len(passage.nll) for passage in passages] == [28, 28]
-    assert await checked(plan, again, "q5_1", passages=passages) == found
+    assert [len(scored_chunk.nll) for scored_chunk in scored_chunks] == [28, 28]
+    assert await checked(plan, again, "q5_1", scored_chunks=scored_chunks) == found
     assert again.kinds == []
     smaller = replace(plan, context=plan.context - 256)
-    assert await checked(smaller, again, "q5_1", passages=passages) == found
+    assert await checked(smaller, again, "q5_1", scored_chunks=scored_chunks) == found
     assert again.kinds == [], "with less memory another window is served, and the text is read with none of it"
-    (verdict,) = await checked(plan, again, "q4_0", passages=passages)
-    assert verdict.is_accepted
+    (kv_check,) = await checked(plan, again, "q4_0", scored_chunks=scored_chunks)
+    assert kv_check.is_accepted
     assert again.kinds == ["q4_0"], "the text was read with f16 before"
     other = Counted({})
-    await checked(with_launch(plan, threads=launch_of(plan).threads + 1), other, "q5_1", passages=passages)
+    await checked(with_launch(plan, threads=launch_of(plan).threads + 1), other, "q5_1", scored_chunks=scored_chunks)
     assert other.kinds == ["f16", "q5_1"], "of another plan"
-    await checked(replace(plan, context=600), other, "q5_1", passages=passages)
+    await checked(replace(plan, context=600), other, "q5_1", scored_chunks=scored_chunks)
     assert other.kinds[2:] == ["f16", "q5_1"], "of longer pieces"
 
 
@@ -180,22 +180,22 @@ async def test_a_row_of_checks_that_are_broken_off_gets_to_its_end(plan: Plan, t
     mark = tmp_path / "hangs"
     hang = ("--mark", str(mark), "--hang-after")
     start = Counted({"f16": (*hang, "5"), "q5_1": (*HARMLESS, *hang, "3")})
-    passages: list[Passage] = []
+    scored_chunks: list[ScoredChunk] = []
     for _ in range(100):
         mark.unlink(missing_ok=True)
-        before = len(passages)
-        task = asyncio.create_task(checked(plan, start, "q5_1", budget_s=DAY_S, passages=passages))
+        before = len(scored_chunks)
+        task = asyncio.create_task(checked(plan, start, "q5_1", budget_s=DAY_S, scored_chunks=scored_chunks))
         await eventually(lambda task=task: mark.exists() or task.done(), timeout_s=120)  # type: ignore[misc]
         if task.done():
             break
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert len(passages) > before, "what was read until then is kept"
+        assert len(scored_chunks) > before, "what was read until then is kept"
         mark.unlink(missing_ok=True)
-    (verdict,) = task.result()
-    assert verdict.is_accepted
-    assert verdict.pieces == 28
-    read = [(p.key, p.first, len(p.nll)) for p in passages]
+    (kv_check,) = task.result()
+    assert kv_check.is_accepted
+    assert kv_check.chunks == 28
+    read = [(p.key, p.first, len(p.nll)) for p in scored_chunks]
     assert len({(key, first) for key, first, _ in read}) == len(read), "nowhere was begun twice with the same type"
     assert sum(count for key, _, count in read if "q5_1" in key) == 28, "no piece was read twice"
     assert {count for key, _, count in read if "f16" in key} <= {1, 2, 3, 4, 5}
@@ -204,16 +204,16 @@ async def test_a_row_of_checks_that_are_broken_off_gets_to_its_end(plan: Plan, t
 async def test_what_is_read_from_a_later_piece_on_is_another_text_of_whole_words(plan: Plan) -> None:
     texts: list[bytes] = []
 
-    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
+    def start(plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         texts.append(text.read_bytes())
-        return faked({})(plan, extent, text)
+        return faked({})(plan, chunk_spec, text)
 
     (exact, other) = (replace(plan, kv_type=kind, context=1024).key for kind in ("f16", "q4_0"))
     nll = (3.0,) * 20
-    passages = [Passage(key=key, piece_tokens=1024, first=0, nll=nll, seconds=1.0) for key in (exact, other)]
-    (verdict,) = await checked(plan, start, "q4_0", passages=passages)
-    assert verdict.pieces == 28
-    assert [(p.key, p.first, len(p.nll)) for p in passages[2:]] == [(exact, 20, 8), (other, 20, 8)]
+    scored_chunks = [ScoredChunk(key=key, chunk_tokens=1024, first=0, nll=nll, seconds=1.0) for key in (exact, other)]
+    (kv_check,) = await checked(plan, start, "q4_0", scored_chunks=scored_chunks)
+    assert kv_check.chunks == 28
+    assert [(p.key, p.first, len(p.nll)) for p in scored_chunks[2:]] == [(exact, 20, 8), (other, 20, 8)]
     whole = TEXT.read_bytes()
     (one,) = set(texts)
     at = whole.index(one[:100])
@@ -223,39 +223,43 @@ async def test_what_is_read_from_a_later_piece_on_is_another_text_of_whole_words
 
 
 async def test_where_time_is_up_what_was_read_is_judged_and_read_on_next_time(plan: Plan) -> None:
-    passages: list[Passage] = []
-    await checked(plan, faked({"q4_0": ("--say", "error: not this time")}), "q4_0", passages=passages)
-    passages[:] = [p for p in passages if p.error is None]
+    scored_chunks: list[ScoredChunk] = []
+    await checked(plan, faked({"q4_0": ("--say", "error: not this time")}), "q4_0", scored_chunks=scored_chunks)
+    scored_chunks[:] = [p for p in scored_chunks if p.error is None]
     hanging = faked({"q4_0": ("--noise", "0.1", "--hang-after", "14")})
-    (hurried,) = await checked(plan, hanging, "q4_0", budget_s=10.0, passages=passages)
+    (hurried,) = await checked(plan, hanging, "q4_0", budget_s=10.0, scored_chunks=scored_chunks)
     assert "refused, inconclusive" in hurried.why
-    assert hurried.pieces == 14
-    (calm,) = await checked(plan, faked({}), "q4_0", passages=passages)
-    assert calm.pieces == 28
-    assert [p.first for p in passages] == [0, 0, 14, 14]
+    assert hurried.chunks == 14
+    (calm,) = await checked(plan, faked({}), "q4_0", scored_chunks=scored_chunks)
+    assert calm.chunks == 28
+    assert [p.first for p in scored_chunks] == [0, 0, 14, 14]
 
 
 async def test_what_failed_is_tried_once_more_and_then_believed(plan: Plan) -> None:
-    passages: list[Passage] = []
+    scored_chunks: list[ScoredChunk] = []
     broken = {"q4_0": ("--kill-after", "20")}
     for tries in (1, 2, 2):
         start = Counted(broken)
-        (verdict,) = await checked(plan, start, "q4_0", passages=passages)
-        assert "was killed by SIGKILL" in verdict.why
-        assert sum(p.error is not None for p in passages) == tries
+        (kv_check,) = await checked(plan, start, "q4_0", scored_chunks=scored_chunks)
+        assert "was killed by SIGKILL" in kv_check.why
+        assert sum(p.error is not None for p in scored_chunks) == tries
     assert start.kinds == []
-    (verdict,) = await checked(replace(plan, context=plan.context - 256), start, "q4_0", passages=passages)
-    assert "was killed by SIGKILL" in verdict.why
+    (kv_check,) = await checked(replace(plan, context=plan.context - 256), start, "q4_0", scored_chunks=scored_chunks)
+    assert "was killed by SIGKILL" in kv_check.why
     assert start.kinds == [], "nor with another window"
-    assert [len(p.nll) for p in passages if p.error is None] == [28], "what a run that failed has read does not count"
-    mended: list[Passage] = [p for p in passages if p.error is None] + [p for p in passages if p.error][:1]
-    (verdict,) = await checked(plan, faked({}), "q4_0", passages=mended)
-    assert verdict.is_accepted
+    assert [len(p.nll) for p in scored_chunks if p.error is None] == [28], (
+        "what a run that failed has read does not count"
+    )
+    mended: list[ScoredChunk] = [p for p in scored_chunks if p.error is None] + [p for p in scored_chunks if p.error][
+        :1
+    ]
+    (kv_check,) = await checked(plan, faked({}), "q4_0", scored_chunks=mended)
+    assert kv_check.is_accepted
 
 
 async def test_a_last_row_that_the_program_loses_is_not_missed(plan: Plan) -> None:
     (found,) = await checked(plan, faked(dict.fromkeys(("f16", "q4_0"), ("--lose-last-row",))), "q4_0")
-    assert (found.is_accepted, found.pieces) == (True, 28)
+    assert (found.is_accepted, found.chunks) == (True, 28)
 
 
 async def test_a_check_that_is_cancelled_leaves_no_process(plan: Plan) -> None:
@@ -284,8 +288,8 @@ def real(folder: Path) -> tuple[Plan, Start]:
     plan = planned_for(engine, folder / "model.gguf", {"ctx_size": "4096"})
     install = Install(engine_dir=binary.parent, facts=engine, cache_dir=folder)
 
-    def start(plan: Plan, extent: Extent, text: Path) -> TextReader:
-        return Perplexity(plan, install, extent, text)
+    def start(plan: Plan, chunk_spec: ChunkSpec, text: Path) -> TextReader:
+        return Perplexity(plan, install, chunk_spec, text)
 
     return plan, start
 
@@ -294,7 +298,7 @@ async def test_the_real_program_reads_a_model_and_its_cut_file_is_unreadable(tmp
     path = write_gguf(tmp_path / "model.gguf", SMALL["moe"], with_data=True)
     plan, start = real(tmp_path)
     found = await checked(plan, start, "q4_0", "q8_0", budget_s=DAY_S, prefill_tokens_per_s=SLOW)
-    assert found[0].pieces == 12
+    assert found[0].chunks == 12
     assert found[0].tokens == 12 * 127
     assert found[0].difference is not None
     assert found[0].difference != 0.0
@@ -310,7 +314,7 @@ async def test_smollm2_bears_q8_0_and_not_q4_0(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").symlink_to(SMOLLM2)
     plan, start = real(tmp_path)
     small, large = await checked(plan, start, "q4_0", "q8_0", budget_s=DAY_S, prefill_tokens_per_s=SLOW)
-    assert small.pieces == large.pieces == 12
+    assert small.chunks == large.chunks == 12
     assert not small.is_accepted
     assert small.difference is not None
     assert large.difference is not None

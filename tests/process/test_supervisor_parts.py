@@ -61,12 +61,12 @@ def test_the_first_error_outlives_the_kept_lines_before_readiness_only() -> None
 
 
 @given(st.lists(st.binary(max_size=60), max_size=20))
-def test_pieces_do_not_matter(pieces: list[bytes]) -> None:
-    whole = b"".join(pieces)
+def test_pieces_do_not_matter(chunks: list[bytes]) -> None:
+    whole = b"".join(chunks)
     seen: list[str] = []
     log = Log(is_error, seen.append)
-    for piece in pieces:
-        log.feed(piece)
+    for chunk in chunks:
+        log.feed(chunk)
     log.close()
     lines = whole.split(b"\n")
     expected = lines[:-1] if lines[-1] == b"" else lines

@@ -16,7 +16,7 @@ from appliance.command import Command
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speculation import applied, reckon
+from appliance.engines.llama.planning.speculation import applied, estimate
 from appliance.engines.llama.server import command, speculation_arguments
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
@@ -131,9 +131,9 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
     ],
 )
 def test_kinds_of_request_that_gain_and_that_lose(
-    stage: Stage, gain: str, taste: str, is_served: bool, words: str
+    stage: Stage, gain: str, goal: str, is_served: bool, words: str
 ) -> None:
-    speculation, why, _ = stage.choose("--guess", f"draft-mtp:0.3,{gain}", speculation=taste)
+    speculation, why, _ = stage.choose("--guess", f"draft-mtp:0.3,{gain}", speculation=goal)
     assert (speculation is not None) == is_served, why
     assert re.search(words, why)
 
@@ -157,7 +157,7 @@ def test_answers_that_go_round_in_circles_do_not_count(stage: Stage) -> None:
     assert speculation is None
     assert why.startswith("no answer could be used")
     assert [t.kind for t in tried] == [None]
-    assert tried[0].in_words().endswith("of them looping")
+    assert tried[0].describe().endswith("of them looping")
 
 
 def test_without_time_nothing_is_started(stage: Stage) -> None:
@@ -179,7 +179,7 @@ def test_a_kind_that_does_not_start_costs_only_itself_unless_asked_for(stage: St
     assert speculation.kind == "ngram"
     failed = [t for t in tried if t.error]
     assert [(t.kind, t.tokens) for t in failed] == [("mtp", 1)]
-    assert "mtp 1: " in failed[0].in_words()
+    assert "mtp 1: " in failed[0].describe()
     with pytest.raises(FatalError) as ending:
         stage.choose(bad="draft-mtp", speculation="mtp")
     assert ending.value.exit_code == 43
@@ -227,7 +227,7 @@ class Real:
     ) -> Tried:
         of = planned(self.hardware, model, self.facts)
         isa = next((each.isa for each in self.facts.cpu_variants if each.name == of.cpu_variant), self.hardware.cpu.isa)
-        speculation = reckon(of, kind, tokens, model=model, draft=draft, isa=isa)
+        speculation = estimate(of, kind, tokens, model=model, draft=draft, isa=isa)
         return self.measure(applied(of, speculation), like)
 
 

@@ -194,9 +194,9 @@ async def test_at_half_a_token_a_second_the_first_look_decodes_what_the_budget_h
     (point,) = bench.done[0].points
     assert point.depth == 32
     assert point.decode_ms == pytest.approx(2000 * (1 + 32 / 2048))
-    tokens = 1 + 23 / point.noisier**2
+    tokens = 1 + 23 / point.noise_factor**2
     assert fewest - 0.01 <= tokens <= most + 0.01
-    assert "few tokens) at 32" in bench.done[0].in_words()
+    assert "few tokens) at 32" in bench.done[0].describe()
     assert tuned.plan.key == on_cpu().best.key
 
 
@@ -204,7 +204,7 @@ async def test_a_workload_longer_than_the_window_is_scaled_and_the_speeds_say_so
     best = on_cpu().best
     tuned = await Bench(socket_path).tune(on_cpu(), [best], workload="document")
     scaled = f"long document (scaled to {best.context})"
-    (job,) = speeds_on(tuned.chosen.rated.curve, tuned.plan, parse_mix("document")).jobs
+    (job,) = speeds_on(tuned.chosen.scored.curve, tuned.plan, parse_mix("document")).jobs
     assert (job.workload, job.tokens_in + job.tokens_out) == (scaled, best.context)
     assert scaled in next(c.reason for c in tuned.plan.choices if c.name == "threads")
 
@@ -336,7 +336,7 @@ async def test_when_the_budget_is_used_up_the_best_so_far_is_taken(socket_path: 
     assert tuned.seconds >= 2.0
 
 
-def windows() -> dict[int, Plan]:
+def contexts() -> dict[int, Plan]:
     """The fastest prediction of each."""
     found: dict[int, Plan] = {}
     for plan in sorted(laptop_plans(), key=lambda plan: plan.speed.job_s if plan.speed else 0.0):
@@ -345,7 +345,7 @@ def windows() -> dict[int, Plan]:
 
 
 async def test_balanced_serves_the_largest_window_that_keeps_its_share_of_speed(socket_path: Path) -> None:
-    plans = windows()
+    plans = contexts()
     sizes = sorted(plans)
     assert len(sizes) >= 4
     kept = sizes[-2]
@@ -382,7 +382,7 @@ def few_experts_are_fast(plan: Plan) -> float:
 
 async def measured_for_speed(socket_path: Path) -> tuple[list[Plan], tuple[Measurement, ...]]:
     """Every window's plan, and what is known of the smallest's."""
-    plans = sorted(windows().values(), key=lambda plan: plan.context)
+    plans = sorted(contexts().values(), key=lambda plan: plan.context)
     tuned = await Bench(socket_path, few_experts_are_fast).tune(on_laptop(), plans[:1], mode="speed")
     return plans, tuned.measurements
 
@@ -418,7 +418,7 @@ async def test_a_window_that_does_not_hold_is_followed_by_a_smaller_one(socket_p
 
 async def test_what_no_prediction_can_tell_from_a_measured_plan_is_measured_all_the_same(socket_path: Path) -> None:
     here = on_laptop()
-    (best, *_) = plans = [here.best, *filter(None, (here.at_window(here.best, size) for size in (8192, 16384)))]
+    (best, *_) = plans = [here.best, *filter(None, (here.at_context(here.best, size) for size in (8192, 16384)))]
     assert len({here.costs(plan) for plan in plans}) == 1
     bench = Bench(socket_path)
     small = await bench.tune(here, plans[1:2], mode="speed")

@@ -22,7 +22,7 @@ from appliance.engines.llama.perplexity import BINARY
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import speculation_arguments
 from appliance.model import Model
-from appliance.plan import Kernels, Plan, Verdict
+from appliance.plan import Kernels, KvCheck, Plan
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
 from appliance.serve.inputs import StartInputs
@@ -55,17 +55,17 @@ def small() -> Model:
     return replace(model("qwen3-8b", "Q4_K_M"), native_context=16384)
 
 
-def space(verdicts: object) -> Space:
-    assert isinstance(verdicts, tuple)
-    assert all(isinstance(verdict, Verdict) for verdict in verdicts)
-    return Space(SETTINGS, IMAGE, ENGINE, MACHINE, small(), verdicts=verdicts)
+def space(kv_checks: object) -> Space:
+    assert isinstance(kv_checks, tuple)
+    assert all(isinstance(kv_check, KvCheck) for kv_check in kv_checks)
+    return Space(SETTINGS, IMAGE, ENGINE, MACHINE, small(), kv_checks=kv_checks)
 
 
 @cache
-def on_laptop(verdicts: object) -> Space:
-    assert isinstance(verdicts, tuple)
+def on_laptop(kv_checks: object) -> Space:
+    assert isinstance(kv_checks, tuple)
     hardware, of = MACHINES["laptop-5060"], model("qwen3-30b-a3b", "Q3_K_M")
-    return Space(FOR_CONTEXT, *facts(has_cuda=True), hardware, of, verdicts=verdicts)
+    return Space(FOR_CONTEXT, *facts(has_cuda=True), hardware, of, kv_checks=kv_checks)
 
 
 class OnSpace(Started):
@@ -75,8 +75,8 @@ class OnSpace(Started):
         super().__init__(start)
         self._make_space = make_space
 
-    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
-        return self._make_space(tuple(verdicts))
+    def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
+        return self._make_space(tuple(kv_checks))
 
 
 class Stage:
@@ -134,11 +134,11 @@ esac
         """Of engines so far, by what they were started for."""
         readings = len(self.starts.read_text().splitlines()) if self.starts.exists() else 0
         steps = self.events("tune_step")
-        guesses = sum(step.endswith("draft tokens") for step in steps)
+        drafts = sum(step.endswith("draft tokens") for step in steps)
         loads = sum(step.endswith(": loading") for step in steps)
-        assert self.served == guesses + loads
+        assert self.served == drafts + loads
         slots = sum(" users at once in " in step for step in steps)
-        return Counter(passages=readings, guesses=guesses, slots=slots)
+        return Counter(scored_chunks=readings, drafts=drafts, slots=slots)
 
     async def run_until(self, is_there: Callable[[Partial], bool]) -> Profile | None:
         """The profile of a tuning that gets to its end before that is there; else it is broken off then."""
@@ -164,26 +164,26 @@ def stage(tmp_path: Path, socket_path: Path) -> Stage:
 
 
 def assert_nothing_twice(kept: Partial) -> None:
-    texts = Counter((p.key, p.first) for p in kept.passages)
-    guesses = Counter((look.key, look.tried.kind, look.tried.tokens) for look in kept.guesses)
+    texts = Counter((p.key, p.first) for p in kept.scored_chunks)
+    drafts = Counter((look.key, look.tried.kind, look.tried.tokens) for look in kept.drafts)
     slots = Counter((look.key, look.slots) for look in kept.slots)
     assert set(texts.values()) | set(slots.values()) <= {1}
-    assert all(count == 1 or (kind is None and count == 2) for (_, kind, _), count in guesses.items())
+    assert all(count == 1 or (kind is None and count == 2) for (_, kind, _), count in drafts.items())
 
 
 async def test_every_kind_of_step_is_there_and_a_tuning_that_ends_leaves_nothing_behind(stage: Stage) -> None:
     found = await stage.run_until(lambda kept: False)
     assert found is not None
     starts = stage.count_starts()
-    assert starts["passages"] == 2
-    assert starts["guesses"] >= 4
+    assert starts["scored_chunks"] == 2
+    assert starts["drafts"] >= 4
     assert starts["slots"] == 3
-    assert [verdict.is_accepted for verdict in found.verdicts] == [True]
+    assert [kv_check.is_accepted for kv_check in found.kv_checks] == [True]
     assert found.plan.speculation is not None
     assert stage.kept == Partial()
 
 
-@pytest.mark.parametrize("kind", ["passages", "measurements", "guesses", "slots"])
+@pytest.mark.parametrize("kind", ["scored_chunks", "measurements", "drafts", "slots"])
 async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     stage: Stage, tmp_path_factory: pytest.TempPathFactory, socket_path: Path, kind: str
 ) -> None:
@@ -191,22 +191,22 @@ async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     expected = await whole.run_until(lambda kept: False)
     assert expected is not None
 
-    if kind == "passages":
+    if kind == "scored_chunks":
         stage.set_reader("--hang-after", "0", where="--cache-type-k q")
     assert await stage.run_until(lambda kept: bool(getattr(kept, kind))) is None
     stage.set_reader()
     kept, begun = stage.kept, stage.count_starts()
     found = await stage.run_until(lambda kept: False)
     assert found is not None
-    assert stage.events("tune_goes_on") == [f"there are {kept.in_words()} of a tuning that was interrupted"]
+    assert stage.events("tune_goes_on") == [f"there are {kept.describe()} of a tuning that was interrupted"]
     again = stage.count_starts() - begun
     # What was at work when it was broken off is done again, and nothing else.
-    for name in ("passages", "guesses", "slots"):
+    for name in ("scored_chunks", "drafts", "slots"):
         assert again[name] == whole.count_starts()[name] - len(getattr(kept, name)), name
     assert found.measurements[: len(kept.measurements)] == kept.measurements
     assert (found.plan.key, found.plan.speculation) == (expected.plan.key, expected.plan.speculation)
-    assert [verdict.kv_type for verdict in found.verdicts] == [verdict.kv_type for verdict in expected.verdicts]
-    assert found.verdicts[0].difference == expected.verdicts[0].difference
+    assert [kv_check.kv_type for kv_check in found.kv_checks] == [kv_check.kv_type for kv_check in expected.kv_checks]
+    assert found.kv_checks[0].difference == expected.kv_checks[0].difference
 
 
 async def test_a_row_of_stretches_that_each_find_one_thing_gets_to_its_end(stage: Stage) -> None:
@@ -216,12 +216,12 @@ async def test_a_row_of_stretches_that_each_find_one_thing_gets_to_its_end(stage
         if found is not None:
             break
         now = stage.kept
-        for name in ("measurements", "passages", "guesses", "slots"):
+        for name in ("measurements", "scored_chunks", "drafts", "slots"):
             assert getattr(now, name)[: len(getattr(before, name))] == getattr(before, name)
         assert_nothing_twice(now)
         before = now
     assert found is not None, "it never ends"
-    assert found.verdicts[0].is_accepted
+    assert found.kv_checks[0].is_accepted
     assert found.plan.speculation is not None
     assert any("users:" in note for note in found.notes)
     assert stage.kept == Partial()
@@ -236,7 +236,7 @@ async def test_what_failed_once_is_tried_again_and_what_failed_twice_is_not(stag
         return ("--die-on-request",) if plan.speculation else ()
 
     def fails(count: int) -> Callable[[Partial], bool]:
-        return lambda kept: sum(look.tried.error is not None for look in kept.guesses) == count
+        return lambda kept: sum(look.tried.error is not None for look in kept.drafts) == count
 
     stage.knobs = knobs
     assert await stage.run_until(fails(1)) is None
@@ -270,7 +270,7 @@ async def test_what_another_mode_wants_is_kept_and_goes_on_where_it_was_broken_o
     """On a laptop with a GPU, where there are many contexts, and all of them hold."""
     found = await stage.run_until(lambda kept: False)
     assert found is not None
-    plan = min(on_laptop(found.verdicts).all(), key=lambda each: each.context)
+    plan = min(on_laptop(found.kv_checks).all(), key=lambda each: each.context)
     look = replace(next(m for m in found.measurements if len(m.points) > 2), key=plan.key)
     profile = replace(found, plans=(plan,), measurements=(look,))
     assert await stage.widen_until(profile, lambda kept: len(kept.measurements) == 1) is None
@@ -293,14 +293,14 @@ async def test_looks_at_another_plan_are_not_mixed_with_those_of_this_one(stage:
     kept = stage.kept
     foreign = Partial(
         measurements=kept.measurements,
-        passages=kept.passages,
-        guesses=tuple(replace(look, key="of another plan") for look in kept.guesses),
+        scored_chunks=kept.scored_chunks,
+        drafts=tuple(replace(look, key="of another plan") for look in kept.drafts),
         slots=tuple(replace(look, key="of another plan") for look in kept.slots),
     )
     begun = stage.count_starts()
     stage.store.keep(KEY, foreign)
     assert await stage.run_until(lambda kept: False) is not None
     again = stage.count_starts() - begun
-    assert again["passages"] == 0
-    assert again["guesses"] == len(kept.guesses)
+    assert again["scored_chunks"] == 0
+    assert again["drafts"] == len(kept.drafts)
     assert again["slots"] == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Client, Devices, Ending, Extent, Inputs, Install, KernelResult, TextReader
+from appliance.engines.engine import ChunkSpec, Client, Devices, Ending, Inputs, Install, KernelResult, TextReader
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts
@@ -22,7 +22,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.plan import Allocated, Kernels, Launch, Plan, RuledOut, Shortage, Verdict
+from appliance.plan import Allocated, Kernels, KvCheck, Launch, Plan, RuledOut, Shortage
 from appliance.probe import Cpu, Hardware
 from appliance.report import Report
 from appliance.settings import Settings
@@ -67,9 +67,9 @@ class Llama:
 
         return check_kernels(install, inputs)
 
-    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Space:
+    def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
-        return Space(inputs.settings, *facts, verdicts=verdicts, kernels=inputs.kernels, draft=inputs.draft)
+        return Space(inputs.settings, *facts, kv_checks=kv_checks, kernels=inputs.kernels, draft=inputs.draft)
 
     def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
         return endings.shortage_of(error, lines)
@@ -90,10 +90,10 @@ class Llama:
 
         return LlamaClient(command, doing=doing)
 
-    def text_reader(self, plan: Plan, install: Install, extent: Extent, text: Path) -> TextReader:
+    def text_reader(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> TextReader:
         from appliance.engines.llama.perplexity import Perplexity  # here: no start needs it
 
-        return Perplexity(plan, install, extent, text)
+        return Perplexity(plan, install, chunk_spec, text)
 
     def is_worth_showing(self, line: str) -> bool:
         return server.is_worth_showing(line)

@@ -62,7 +62,7 @@ def _of_variant(report: KernelReport, path: str) -> KernelResult:
     if report.why_not:
         hint = f"it is ruled out, and the next variant serves; after a repair remove {path}"
         return KernelResult(name=name, error=CpuUnsupportedError(report.why_not, hint=hint))
-    return KernelResult(name=name, words=report.in_words())
+    return KernelResult(name=name, words=report.describe())
 
 
 def _gpus(install: Install, inputs: Inputs, asked: Asked) -> Iterator[KernelResult]:

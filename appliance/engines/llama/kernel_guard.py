@@ -11,7 +11,7 @@ from appliance.engines.engine import Inputs, Install
 from appliance.engines.llama.kernel_record import Checked, KernelStore
 from appliance.engines.llama.kernels import CPU_PROGRAM, Asked, KernelReport, asked_of, is_there, query_kernels
 from appliance.engines.llama.planning.kv_types import kv_candidates
-from appliance.plan import RuledOut, Verdict
+from appliance.plan import KvCheck, RuledOut
 from appliance.report import Report
 
 
@@ -39,12 +39,12 @@ class KernelGuard:
     def is_checking(self) -> bool:
         return self._check is not None
 
-    def begin(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> None:
+    def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None:
         """Starts the check, unless this was checked before, by this start or by one before on this volume."""
         kernels = inputs.kernels
         if self._check is not None or kernels.variant is None:
             return
-        asked = asked_for(inputs, verdicts)
+        asked = asked_for(inputs, kv_checks)
         known = self._record.check_of(kernels.variant, asked)
         if known is None and not is_there(self._install.engine_dir):
             known = Checked(asked=asked, problem=f"this image has no {CPU_PROGRAM}")
@@ -68,7 +68,7 @@ class KernelGuard:
         if report.problem:
             self._warn(check.variant, report.problem)
         else:
-            words = f"kernels of {check.variant} checked in {report.seconds:.1f} s: {report.in_words()}"
+            words = f"kernels of {check.variant} checked in {report.seconds:.1f} s: {report.describe()}"
             self._report.info("kernels_checked", words, variant=check.variant, cases=report.cases)
         self._record = self._store.note(check.variant, Checked(asked=check.asked, problem=report.problem))
         return None
@@ -101,8 +101,8 @@ class KernelGuard:
             self._report.warning("kernels_not_checked", words, variant=variant)
 
 
-def asked_for(inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> Asked:
+def asked_for(inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Asked:
     """What the kernels of a plan for these models have to work with."""
     models = (inputs.model, *((inputs.draft,) if inputs.draft else ()))
     types = {matrices.type_name for each in models for matrices in each.matrices}
-    return asked_of(types, kv_candidates(inputs.settings, inputs.facts, inputs.model, verdicts, on_gpu=False))
+    return asked_of(types, kv_candidates(inputs.settings, inputs.facts, inputs.model, kv_checks, on_gpu=False))

@@ -57,7 +57,7 @@ class KernelReport:
     why_not: str | None = None
     problem: str | None = None
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         if self.why_not or self.problem:
             return self.why_not or self.problem or ""
         compared = f", worst NMSE {self.worst_nmse:.2g}" if self.is_compared and self.worst_nmse is not None else ""

@@ -11,7 +11,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from appliance.engines.engine import Ending, Extent, Install
+from appliance.engines.engine import ChunkSpec, Ending, Install
 from appliance.engines.llama.endings import as_error
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.server import command_of_job, placement_arguments
@@ -22,18 +22,18 @@ from appliance.plan import Plan
 BINARY = "llama-perplexity"
 
 
-def arguments(plan: Plan, facts: EngineFacts, text: Path, extent: Extent) -> tuple[str, ...]:
+def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec) -> tuple[str, ...]:
     """Everything that the outcome may depend on is the plan's, but for a window of one piece."""
     launch = launch_of(plan)
     words = {
         "--model": plan.model_path,
         "--file": text,
-        "--chunks": extent.pieces,
+        "--chunks": chunk_spec.chunks,
         "--ppl-output-type": 1,  # a line a piece, with the mean in nats
         "--fit": "off",
-        "--ctx-size": extent.piece_tokens,
-        "--batch-size": extent.piece_tokens,  # one piece at a time, and so one line for each
-        "--ubatch-size": min(launch.ubatch, extent.piece_tokens),
+        "--ctx-size": chunk_spec.chunk_tokens,
+        "--batch-size": chunk_spec.chunk_tokens,  # one piece at a time, and so one line for each
+        "--ubatch-size": min(launch.ubatch, chunk_spec.chunk_tokens),
         "--cache-type-k": plan.kv_type,
         "--cache-type-v": plan.kv_type,
         "--flash-attn": "on" if launch.flash_attention else "off",
@@ -57,13 +57,13 @@ class Table:
     within 0.0001. What is no number comes as nan; a row that is out of its order ends the table."""
 
     def __init__(self) -> None:
-        self.pieces: int | None = None  # that the program said it would read
+        self.chunks: int | None = None  # that the program said it would read
         self._step = 0
         self._sums = [0.0]
 
     def add(self, line: str) -> None:
         if found := _PIECES.search(line):
-            self.pieces, self._step = int(found[1]), int(found[2])
+            self.chunks, self._step = int(found[1]), int(found[2])
         elif self._step and (row := _ROW.fullmatch(line.rstrip())) and int(row[1]) == self._step * self.rows:
             self._sums.append(float(row[3]) * len(self._sums))
 
@@ -82,9 +82,9 @@ class Perplexity(Table):
 
     name = BINARY
 
-    def __init__(self, plan: Plan, install: Install, extent: Extent, text: Path) -> None:
+    def __init__(self, plan: Plan, install: Install, chunk_spec: ChunkSpec, text: Path) -> None:
         super().__init__()
-        argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, text, extent))
+        argv = (str(install.engine_dir / BINARY), *arguments(plan, install.facts, text, chunk_spec))
         self.command = command_of_job(argv, plan, install)
 
     def as_error(self, ending: Ending) -> FatalError:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from appliance.gateway import refusal
+from appliance.gateway import api_error
 from appliance.progress import DOING, Phase, Progress
 
 
@@ -25,7 +25,7 @@ def test_the_time_in_a_phase_is_never_negative() -> None:
 
 
 def test_retrying_is_suggested_only_where_it_helps() -> None:
-    waits = {phase: dict(refusal.not_ready(Progress(phase=phase)).headers).get(b"retry-after") for phase in Phase}
+    waits = {phase: dict(api_error.not_ready(Progress(phase=phase)).headers).get(b"retry-after") for phase in Phase}
     assert waits[Phase.LOADING] == b"2"
     assert waits[Phase.TUNING] == b"10"
     assert waits[Phase.FAILED] is None
@@ -33,7 +33,7 @@ def test_retrying_is_suggested_only_where_it_helps() -> None:
 
 
 def test_an_event_in_the_words_of_either_sdk() -> None:
-    error = refusal.shutting_down()
+    error = api_error.shutting_down()
     data = (
         b'"error":{"message":"the appliance is stopping","type":"service_unavailable",'
         b'"param":null,"code":"shutting_down"}'

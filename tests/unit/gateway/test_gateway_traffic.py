@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.gateway import refusal
+from appliance.gateway import api_error
+from appliance.gateway.api_error import ApiError
 from appliance.gateway.hold import asks_for_stream, until_back
-from appliance.gateway.refusal import Refusal
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 from appliance.report import Report
@@ -52,7 +52,7 @@ def test_no_stream(body: bytes) -> None:
     "body", [b"", b"not json", b"[]", b'{"error": "words"}', b'{"error": {"message": "m"}}', b"\xff"]
 )
 def test_an_answer_that_is_no_error_of_the_engine(body: bytes) -> None:
-    assert refusal.of_engine(500, body).code == "engine_died"
+    assert api_error.of_engine(500, body).code == "engine_died"
 
 
 async def test_what_is_told_follows_the_phase() -> None:
@@ -71,7 +71,7 @@ async def test_what_is_told_follows_the_phase() -> None:
 async def test_closed_while_held() -> None:
     traffic = Traffic()
     traffic.close()
-    with pytest.raises(Refusal, match="stopping"):
+    with pytest.raises(ApiError, match="stopping"):
         await until_back(lambda: Progress(phase=Phase.HELD), traffic, None)
     await until_back(lambda: Progress(phase=Phase.READY), traffic, None)  # what can be served still is
 

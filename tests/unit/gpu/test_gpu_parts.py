@@ -52,18 +52,18 @@ def row(cell: str, job_s: float | None, **more: str) -> Row:
 
 def test_regret_is_against_the_fastest_cell_and_the_mean_of_looks_at_the_choice() -> None:
     seen = [row(PICK, 1.0), row("a", 2.0), row("b", 1.0), row("c", None, error="exit code 41"), row(PICK, 1.2)]
-    verdict = judge(seen)
-    assert verdict is not None
-    assert (verdict.best, verdict.measured, verdict.failed) == ("b", 2, 1)
-    assert verdict.regret == pytest.approx(0.1)
-    assert verdict.spread == pytest.approx(0.2)
+    kv_check = judge(seen)
+    assert kv_check is not None
+    assert (kv_check.best, kv_check.measured, kv_check.failed) == ("b", 2, 1)
+    assert kv_check.regret == pytest.approx(0.1)
+    assert kv_check.spread == pytest.approx(0.2)
 
 
 def test_a_choice_that_beats_every_cell_has_a_regret_below_zero_and_no_spread_of_one_look() -> None:
-    verdict = judge([row(PICK, 0.9), row("a", 1.0)])
-    assert verdict is not None
-    assert verdict.regret == pytest.approx(-0.1)
-    assert verdict.spread is None
+    kv_check = judge([row(PICK, 0.9), row("a", 1.0)])
+    assert kv_check is not None
+    assert kv_check.regret == pytest.approx(-0.1)
+    assert kv_check.spread is None
 
 
 @pytest.mark.parametrize("seen", [[], [row(PICK, 1.0)], [row("a", 1.0)], [row(PICK, None), row("a", 1.0)]])

@@ -97,12 +97,12 @@ def test_no_other_file_names_an_engine(project: Path) -> None:
     assert ("select.py", "vllm") not in found  # it names the default alone
 
 
-def _evidence(cell: Cell, said: str, *paths: str) -> verify.Evidence:
+def _evidence(cell: Cell, said: str, *paths: str) -> verify.ImageSnapshot:
     entry = Entry(path="", kind="file", mode=0o644, uid=0, gid=0, size_bytes=1, layer=1)
     files = {
         path: replace(entry, path=path) for path in (f"opt/appliance/licenses/{cell.engine.title}/LICENSE", *paths)
     }
-    return verify.Evidence(
+    return verify.ImageSnapshot(
         cell=cell,
         platform="linux/amd64",
         config={},

@@ -14,7 +14,7 @@ from images import cpu_kernels, debian, docker, gate, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
-from images.verify import Check, Evidence
+from images.verify import Check, ImageSnapshot
 
 BUILD_ID = "b" * 32
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
@@ -23,9 +23,9 @@ CERTIFICATE = b"MIIBcompany"
 
 
 @pytest.fixture
-def sound(cell: Cell) -> Evidence:
-    """Evidence of an image that is what it must be."""
-    return Evidence(
+def sound(cell: Cell) -> ImageSnapshot:
+    """ImageSnapshot of an image that is what it must be."""
+    return ImageSnapshot(
         cell=cell,
         platform="linux/amd64",
         config=_config(cell),
@@ -53,7 +53,7 @@ def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
     return cpu_kernels.Report(built=("x64",), verdicts=(verdict,))
 
 
-def test_a_sound_image_passes_every_check(sound: Evidence) -> None:
+def test_a_sound_image_passes_every_check(sound: ImageSnapshot) -> None:
     assert [check for check in (check(sound) for check in verify.CHECKS) if not check.ok] == []
 
 
@@ -61,12 +61,12 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {check for check, *_ in FAULTS} == set(verify.CHECKS)
 
 
-def test_an_overridden_base_may_name_itself(sound: Evidence) -> None:
+def test_an_overridden_base_may_name_itself(sound: ImageSnapshot) -> None:
     labels = {**sound.labels, "io.appliance.base-override": "x", "org.opencontainers.image.base.digest": "sha256:1"}
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
 
 
-def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: Evidence) -> None:
+def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: ImageSnapshot) -> None:
     check = verify.check_debian(_label("io.appliance.reproducible", "no")(sound))
     assert (check.ok, check.detail) == (
         True,
@@ -74,31 +74,31 @@ def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: Evidenc
     )
 
 
-def test_a_cuda_image_passes_with_native_kernels(sound: Evidence) -> None:
-    evidence = _cuda(sound)
-    assert verify.check_kernels(evidence).ok
-    assert "1 of 1 kernels run natively on SM 90" in verify.check_kernels(evidence).detail
-    assert verify.check_gpu_environment(evidence).ok
-    assert verify.check_tools(evidence).ok
-    assert verify.check_licenses(_file("opt/appliance/licenses/nvidia-cublas/License.txt")(evidence)).ok
+def test_a_cuda_image_passes_with_native_kernels(sound: ImageSnapshot) -> None:
+    snapshot = _cuda(sound)
+    assert verify.check_kernels(snapshot).ok
+    assert "1 of 1 kernels run natively on SM 90" in verify.check_kernels(snapshot).detail
+    assert verify.check_gpu_environment(snapshot).ok
+    assert verify.check_tools(snapshot).ok
+    assert verify.check_licenses(_file("opt/appliance/licenses/nvidia-cublas/License.txt")(snapshot)).ok
 
 
-def test_vllm_may_keep_what_it_compiles_with(sound: Evidence) -> None:
+def test_vllm_may_keep_what_it_compiles_with(sound: ImageSnapshot) -> None:
     assert verify.check_tools(_vllm(sound)).ok
 
 
-def test_a_vllm_image_is_held_to_its_own_engine(sound: Evidence) -> None:
-    evidence = _vllm(sound)
-    assert verify.check_engine_version(evidence).ok
-    assert verify.check_engine_facts(evidence).ok
-    assert verify.check_licenses(evidence).ok
-    silent = _file("opt/vllm/lib/loguru-0.7.3.dist-info/METADATA")(evidence)
+def test_a_vllm_image_is_held_to_its_own_engine(sound: ImageSnapshot) -> None:
+    snapshot = _vllm(sound)
+    assert verify.check_engine_version(snapshot).ok
+    assert verify.check_engine_facts(snapshot).ok
+    assert verify.check_licenses(snapshot).ok
+    silent = _file("opt/vllm/lib/loguru-0.7.3.dist-info/METADATA")(snapshot)
     assert verify.check_licenses(silent).detail == "engine and 4 wheels; none is to be had of loguru (MIT)"
-    assert verify.check_byte_code(evidence).ok
-    variants = [path for path in evidence.tree.files if verify.VARIANT.match(path)]
+    assert verify.check_byte_code(snapshot).ok
+    variants = [path for path in snapshot.tree.files if verify.VARIANT.match(path)]
     for path in variants:
-        evidence = _without(path)(evidence)
-    assert verify.check_cpu_variants(evidence).ok
+        snapshot = _without(path)(snapshot)
+    assert verify.check_cpu_variants(snapshot).ok
     assert variants
 
 
@@ -141,68 +141,68 @@ def test_images_that_are_not_here_are_all_named_first(project: Path, cell: Cell)
     assert caught.value.hint == "python -m images build --only llama-cpu"
 
 
-Fault = Callable[[Evidence], Evidence]
+Fault = Callable[[ImageSnapshot], ImageSnapshot]
 
 
-def _config_with(evidence: Evidence, **values: object) -> Evidence:
-    return replace(evidence, config={**evidence.config, **values})
+def _config_with(snapshot: ImageSnapshot, **values: object) -> ImageSnapshot:
+    return replace(snapshot, config={**snapshot.config, **values})
 
 
 def _label(name: str, value: str) -> Fault:
-    return lambda evidence: _config_with(evidence, Labels={**evidence.labels, name: value})
+    return lambda snapshot: _config_with(snapshot, Labels={**snapshot.labels, name: value})
 
 
 def _file(path: str, **values: Any) -> Fault:
-    def plant(evidence: Evidence) -> Evidence:
-        evidence.tree.files[path] = _entry(path, **values)
-        return evidence
+    def plant(snapshot: ImageSnapshot) -> ImageSnapshot:
+        snapshot.tree.files[path] = _entry(path, **values)
+        return snapshot
 
     return plant
 
 
 def _without(path: str) -> Fault:
-    def plant(evidence: Evidence) -> Evidence:
-        del evidence.tree.files[path]
-        return evidence
+    def plant(snapshot: ImageSnapshot) -> ImageSnapshot:
+        del snapshot.tree.files[path]
+        return snapshot
 
     return plant
 
 
-def _leaked(evidence: Evidence) -> Evidence:
-    evidence.tree.certificates["layer 2: etc/ca.pem"] = {CERTIFICATE}
-    return evidence
+def _leaked(snapshot: ImageSnapshot) -> ImageSnapshot:
+    snapshot.tree.certificates["layer 2: etc/ca.pem"] = {CERTIFICATE}
+    return snapshot
 
 
-def _private_key(evidence: Evidence) -> Evidence:
-    evidence.tree.private_keys.append("layer 1: root/id_rsa")
-    return evidence
+def _private_key(snapshot: ImageSnapshot) -> ImageSnapshot:
+    snapshot.tree.private_keys.append("layer 1: root/id_rsa")
+    return snapshot
 
 
 def _engine_says(line: str, code: int = 0) -> Fault:
-    return lambda evidence: replace(evidence, engine_version=docker.Finished(code=code, lines=(line,)))
+    return lambda snapshot: replace(snapshot, engine_version=docker.Finished(code=code, lines=(line,)))
 
 
-def _start_fails(evidence: Evidence) -> Evidence:
-    return replace(evidence, version=docker.Finished(code=1, lines=("PermissionError: /data/cache",)))
+def _start_fails(snapshot: ImageSnapshot) -> ImageSnapshot:
+    return replace(snapshot, version=docker.Finished(code=1, lines=("PermissionError: /data/cache",)))
 
 
-def _cuda(evidence: Evidence, *kernels: gate.Kernel, path: str = "opt/llama/libggml-cuda.so") -> Evidence:
+def _cuda(snapshot: ImageSnapshot, *kernels: gate.Kernel, path: str = "opt/llama/libggml-cuda.so") -> ImageSnapshot:
     """The same image as a cell for SM 90, with one kernel that runs there unless others are given."""
-    target = replace(evidence.cell.target, name="cu130-sm90", cuda="13.0", sms=("90",))
+    target = replace(snapshot.cell.target, name="cu130-sm90", cuda="13.0", sms=("90",))
     forms = (matrix.SmForm(sm="90", form="90", why="a test's"),)
     good = gate.Kernel(name="good", sass=("90",), ptx=())
     toolkit = gate.Library(path="opt/llama/libcublas.so.13", targets={"90": 1})
     report = gate.judge([gate.Library(path=path, kernels=kernels or (good,)), toolkit], 90)
     environment = ["PATH=/usr/bin", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
-    cuda = replace(evidence, cell=replace(evidence.cell, target=target, sm_forms=forms), kernels=(report,))
+    cuda = replace(snapshot, cell=replace(snapshot.cell, target=target, sm_forms=forms), kernels=(report,))
     return _config_with(_file("opt/llama/libcublas.so.13", machine=62)(cuda), Env=environment)
 
 
 def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
-    return lambda evidence: _cuda(evidence, gate.Kernel(name="mul_mat", sass=sass, ptx=ptx))
+    return lambda snapshot: _cuda(snapshot, gate.Kernel(name="mul_mat", sass=sass, ptx=ptx))
 
 
-def _for_two(evidence: Evidence) -> Evidence:
+def _for_two(snapshot: ImageSnapshot) -> ImageSnapshot:
     """A cell of two chips, and a kernel that was compiled for the first alone."""
     library = gate.Library(
         path="opt/llama/libggml-cuda.so", kernels=(gate.Kernel(name="mul_mat", sass=("86",), ptx=()),)
@@ -210,49 +210,49 @@ def _for_two(evidence: Evidence) -> Evidence:
     cell = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "llama-cu130-sm86-sm120")[0]
     reports = tuple(gate.judge([library], int(sm)) for sm in cell.sms)
     assert not reports[0].faults
-    return replace(_cuda(evidence), cell=cell, kernels=reports)
+    return replace(_cuda(snapshot), cell=cell, kernels=reports)
 
 
-def _vllm(evidence: Evidence) -> Evidence:
+def _vllm(snapshot: ImageSnapshot) -> ImageSnapshot:
     for path in (
         "usr/bin/gcc",
         "usr/bin/x86_64-linux-gnu-ld",
         "usr/include/stdio.h",
         "usr/include/python3.11/Python.h",
     ):
-        evidence = _file(path)(evidence)
+        snapshot = _file(path)(snapshot)
     for path in ("triton/backends/nvidia/bin/ptxas", "nvidia/cu13/bin/nvcc", "nvidia/cu13/include/cuda.h", "bin/ninja"):
-        evidence = _file(f"opt/vllm/lib/{path}")(evidence)
+        snapshot = _file(f"opt/vllm/lib/{path}")(snapshot)
     for path in ("nvidia/cu13/lib/libcublas.so.13", "nvidia_cublas-13.1.1.3.dist-info/licenses/License.txt"):
-        evidence = _file(f"opt/vllm/lib/{path}")(evidence)
-    evidence = _file("opt/appliance/licenses/vLLM/LICENSE")(evidence)
-    evidence = _file(f"{VLLM}/engine.py")(evidence)
-    evidence = _file(f"{VLLM}/__pycache__/engine.cpython-311.pyc", content=CODE)(evidence)
+        snapshot = _file(f"opt/vllm/lib/{path}")(snapshot)
+    snapshot = _file("opt/appliance/licenses/vLLM/LICENSE")(snapshot)
+    snapshot = _file(f"{VLLM}/engine.py")(snapshot)
+    snapshot = _file(f"{VLLM}/__pycache__/engine.cpython-311.pyc", content=CODE)(snapshot)
     facts = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
-    evidence = _file(ENGINE_PATH, content=dump_facts(facts).encode())(evidence)
+    snapshot = _file(ENGINE_PATH, content=dump_facts(facts).encode())(snapshot)
     said = docker.Finished(code=0, lines=("WARNING: no GPU", "0.33.0"))
-    return replace(evidence, cell=VLLM_CELL, engine_version=said)
+    return replace(snapshot, cell=VLLM_CELL, engine_version=said)
 
 
 def _vllm_without(path: str) -> Fault:
-    return lambda evidence: _without(path)(_vllm(evidence))
+    return lambda snapshot: _without(path)(_vllm(snapshot))
 
 
 def _vllm_with(path: str) -> Fault:
-    return lambda evidence: _file(path)(_vllm(evidence))
+    return lambda snapshot: _file(path)(_vllm(snapshot))
 
 
 def _vllm_says(*lines: str) -> Fault:
-    return lambda evidence: replace(_vllm(evidence), engine_version=docker.Finished(code=0, lines=lines))
+    return lambda snapshot: replace(_vllm(snapshot), engine_version=docker.Finished(code=0, lines=lines))
 
 
-def _wrong_floor(evidence: Evidence) -> Evidence:
-    return _label("io.appliance.driver.floor.sass", "580")(evidence)
+def _wrong_floor(snapshot: ImageSnapshot) -> ImageSnapshot:
+    return _label("io.appliance.driver.floor.sass", "580")(snapshot)
 
 
-def _foreign_form(evidence: Evidence) -> Evidence:
-    facts = parse_image_facts(evidence.tree.files[IMAGE_PATH].content.decode())
-    return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(evidence)
+def _foreign_form(snapshot: ImageSnapshot) -> ImageSnapshot:
+    facts = parse_image_facts(snapshot.tree.files[IMAGE_PATH].content.decode())
+    return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(snapshot)
 
 
 VARIANTS = ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids")
@@ -289,20 +289,20 @@ PYNVML = "opt/appliance/lib/pynvml.py"
 WHEEL = "opt/appliance/lib/h11-0.16.0.dist-info"
 
 
-def _unlisted(evidence: Evidence) -> Evidence:
+def _unlisted(snapshot: ImageSnapshot) -> ImageSnapshot:
     """Judged only on the base that the lock was made in."""
-    assert evidence.debian
+    assert snapshot.debian
     content = _status("1") + b"\nPackage: curl\nVersion: 7\n"
-    evidence.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)
-    base = evidence.labels["org.opencontainers.image.base.digest"]
-    return replace(evidence, debian=evidence.debian.model_copy(update={"base": base}))
+    snapshot.tree.files[verify.STATUS] = _entry(verify.STATUS, content=content)
+    base = snapshot.labels["org.opencontainers.image.base.digest"]
+    return replace(snapshot, debian=snapshot.debian.model_copy(update={"base": base}))
 
 
-def _unlocked(evidence: Evidence) -> Evidence:
-    return replace(_label("io.appliance.reproducible", "no")(evidence), debian=None)
+def _unlocked(snapshot: ImageSnapshot) -> ImageSnapshot:
+    return replace(_label("io.appliance.reproducible", "no")(snapshot), debian=None)
 
 
-FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
+FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_start, _start_fails, "PermissionError: /data/cache"),
     (verify.check_engine_version, _engine_says("version: 0 (build 0, commit unknown)"), "build 0, commit unknown"),
     (verify.check_engine_version, _engine_says("error while loading shared libraries", 127), "no version line"),
@@ -428,7 +428,7 @@ FAULTS: list[tuple[Callable[[Evidence], Check], Fault, str]] = [
 
 @pytest.mark.parametrize(("check", "plant", "said"), FAULTS, ids=[f"{n}-{f[0].__name__}" for n, f in enumerate(FAULTS)])
 def test_a_planted_fault_is_caught(
-    sound: Evidence, check: Callable[[Evidence], Check], plant: Fault, said: str
+    sound: ImageSnapshot, check: Callable[[ImageSnapshot], Check], plant: Fault, said: str
 ) -> None:
     found = check(plant(sound))
     assert not found.ok
@@ -438,12 +438,12 @@ def test_a_planted_fault_is_caught(
 @pytest.mark.parametrize(
     "path", ["usr/bin/ldd", "usr/bin/python3.11", "usr/sbin/ldconfig", "usr/bin/arch", "usr/bin/make-x"]
 )
-def test_ordinary_programs_are_no_tools(sound: Evidence, path: str) -> None:
+def test_ordinary_programs_are_no_tools(sound: ImageSnapshot, path: str) -> None:
     assert verify.check_tools(_file(path)(sound)).ok
 
 
 @pytest.mark.parametrize("path", ["opt/llama/libcudart.so.13", "opt/llama/libggml-cuda.so", "opt/x/libtorch_cuda.so"])
-def test_cuda_is_not_the_driver(sound: Evidence, path: str) -> None:
+def test_cuda_is_not_the_driver(sound: ImageSnapshot, path: str) -> None:
     assert verify.check_no_driver(_file(path)(sound)).ok
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
 from appliance.probe import Gpu, GpuProbe, GpuSpeed, Speeds
-from appliance.probe.measure import Measured, find_cudart, in_words, parse_report
+from appliance.probe.measure import Measured, describe, find_cudart, parse_report
 from appliance.probe.speeds import load_speeds, parse_speeds, save_speeds, speeds_path, why_unreadable
 from tests.builders import machine
 
@@ -106,7 +106,7 @@ def test_any_other_text_is_a_problem(text: str) -> None:
 
 
 def test_words_name_the_unit_and_what_is_unknown() -> None:
-    words = in_words(Measured(speeds=SPEEDS, problems=("GPU 0: cudaMalloc: out of memory",)))
+    words = describe(Measured(speeds=SPEEDS, problems=("GPU 0: cudaMalloc: out of memory",)))
     assert "host memory, read by all cores: 250.1 GB/s" in words
     assert "read + written: 4,000.0 GB/s" in words
     assert "40.0 GB/s to the device, unknown read by the cores" in words

@@ -95,7 +95,7 @@ def test_faster_than_measured_twice_is_noted_beside_that_it_holds() -> None:
 
 
 def test_a_figure_of_few_tokens_is_doubted_as_much_as_is_said_of_it() -> None:
-    doubtful = replace(PLAIN, point=replace(POINT, noisier=3.4))  # "within 24 %"
+    doubtful = replace(PLAIN, point=replace(POINT, noise_factor=3.4))  # "within 24 %"
     assert after(*[probed(1.25, baseline=doubtful)] * 9).state is DriftState.UNDECIDED
     assert after(*[probed(1.5, baseline=doubtful)] * 2).state is DriftState.STALE
     assert after(*[probed(0.8, baseline=doubtful)] * 2) == replace(

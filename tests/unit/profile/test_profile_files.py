@@ -87,9 +87,9 @@ def test_a_profile_is_stale_for_as_long_as_its_file_is_the_same(files: ProfileFi
 
 def test_what_is_to_be_said_of_a_profile() -> None:
     quiet = ProfileStatus(stale=None, provisional=None, is_pinned=False)
-    assert (quiet.in_words(), quiet.as_document()) == ((), {"stale": None, "provisional": None, "pinned": False})
+    assert (quiet.describe(), quiet.as_document()) == ((), {"stale": None, "provisional": None, "pinned": False})
     loud = ProfileStatus(stale="24 % slower", provisional="heat", is_pinned=True)
-    assert loud.in_words() == (
+    assert loud.describe() == (
         "stale: 24 % slower",
         "provisional: heat, while it was measured",
         "pinned: not measured again, and not replaced",

@@ -50,7 +50,7 @@ def test_a_document_that_lacks_anything_anywhere_is_no_profile() -> None:
         with pytest.raises(ValueError, match=rf"{last}|does not match"):
             parse_profile(json.dumps(document))
     assert {
-        "noisier",
+        "noise_factor",
         "shares",
         "held_back_mib",
         "conditions",

@@ -104,7 +104,7 @@ def test_host_memory_is_lacked_in_words_too() -> None:
 
 
 @cache
-def windows() -> tuple[Plan, ...]:
+def contexts() -> tuple[Plan, ...]:
     best = space(LAPTOP, shape(MODEL)).best
     alike = (best.kv_type, launch_of(best).threads, launch_of(best).load_mode)
     found = {p.context: p for p in laptop_plans() if (p.kv_type, launch_of(p).threads, launch_of(p).load_mode) == alike}
@@ -113,7 +113,7 @@ def windows() -> tuple[Plan, ...]:
 
 def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
     """The times rise with the window; when it is full, the third is too slow to be read along with."""
-    small, middle, large, *_ = windows()
+    small, middle, large, *_ = contexts()
     seen = [measured(small, 20.0), measured(middle, 26.0, per_1000=0.1), measured(large, 40.0, per_1000=2.0)]
     here = space(LAPTOP, shape(MODEL))
     found = {mode: pick(of((small, middle, large), seen), mode, here) for mode in MODES}
@@ -122,7 +122,7 @@ def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
 
 
 def test_a_mode_that_was_not_measured_for_wants_what_may_be_a_larger_context() -> None:
-    small, *_, large = windows()
+    small, *_, large = contexts()
     found = of((small,), [measured(small, 20.0)], mode="speed")
     here = {mode: space(LAPTOP, shape(MODEL), mode=mode) for mode in MODES}
     assert [mode for mode in MODES if wants_more(found, mode, here[mode], budget_s=120.0)] == ["balanced", "context"]

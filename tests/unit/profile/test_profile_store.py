@@ -18,8 +18,8 @@ from appliance.profile.partial import dump_partial, parse_partial
 from appliance.profile.record import SCHEMA
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
-from appliance.tune.paired import Passage
-from appliance.tune.partial import GuessLook, Partial, SlotsLook
+from appliance.tune.partial import DraftTrial, Partial, SlotsTrial
+from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT, CODING_AGENT, LONG_DOCUMENT
@@ -111,10 +111,10 @@ def test_any_profile_is_read_back_as_it_was_written(
 
 
 counts = st.integers(0, 2**20)
-passages = st.builds(
-    Passage,
+scored_chunks = st.builds(
+    ScoredChunk,
     key=st.text(),
-    piece_tokens=st.integers(1, 4096),
+    chunk_tokens=st.integers(1, 4096),
     first=counts,
     nll=st.lists(st.floats(allow_nan=False), max_size=4).map(tuple),
     seconds=finite,
@@ -140,14 +140,14 @@ seen_together = st.builds(
     jobs=st.lists(jobs, min_size=1, max_size=3).map(tuple),
     load_s=finite,
 )
-slots_looks = st.builds(SlotsLook, key=st.text(), slots=st.integers(1, 64), found=seen_together) | st.builds(
-    SlotsLook, key=st.text(), slots=st.integers(1, 64), error=st.text()
+slots_looks = st.builds(SlotsTrial, key=st.text(), slots=st.integers(1, 64), found=seen_together) | st.builds(
+    SlotsTrial, key=st.text(), slots=st.integers(1, 64), error=st.text()
 )
 partials = st.builds(
     Partial,
     measurements=many.map(tuple),
-    passages=st.lists(passages, max_size=3).map(tuple),
-    guesses=st.lists(st.builds(GuessLook, key=st.text(), tried=tries), max_size=3).map(tuple),
+    scored_chunks=st.lists(scored_chunks, max_size=3).map(tuple),
+    drafts=st.lists(st.builds(DraftTrial, key=st.text(), tried=tries), max_size=3).map(tuple),
     slots=st.lists(slots_looks, max_size=3).map(tuple),
 )
 
@@ -161,8 +161,8 @@ def test_what_was_kept_of_a_tuning_is_read_back_as_it_was_written(found: Partial
 
 
 def test_what_is_no_number_in_a_text_is_read_back_too() -> None:
-    nan = replace(PARTIAL.passages[0], nll=(math.nan,))
-    (found,) = parse_partial(dump_partial(key(), Partial(passages=(nan,))), key()).passages
+    nan = replace(PARTIAL.scored_chunks[0], nll=(math.nan,))
+    (found,) = parse_partial(dump_partial(key(), Partial(scored_chunks=(nan,))), key()).scored_chunks
     assert math.isnan(found.nll[0])
 
 
@@ -415,8 +415,8 @@ def test_what_was_found_out_is_kept_until_there_is_a_profile(shelf: Shelf) -> No
 
 def test_what_is_there_is_told_in_words() -> None:
     words = "3 measurements, 2 chunks of text, 3 trials of speculative decoding, 2 trials of slots"
-    assert (PARTIAL.in_words(), Partial().in_words()) == (words, "")
-    assert replace(PARTIAL, guesses=PARTIAL.guesses[:1], measurements=(), slots=()).in_words() == (
+    assert (PARTIAL.describe(), Partial().describe()) == (words, "")
+    assert replace(PARTIAL, drafts=PARTIAL.drafts[:1], measurements=(), slots=()).describe() == (
         "2 chunks of text, 1 trial of speculative decoding"
     )
 
@@ -426,8 +426,8 @@ def test_what_is_there_is_told_in_words() -> None:
     [
         (dump_partial(key("b2"), PARTIAL).encode(), "it is for another key"),
         (KEPT.replace(b'"schema": %d' % SCHEMA, b'"schema": 99'), f"it has another schema than {SCHEMA}: 99"),
-        (KEPT.replace(b'"ngram"', b'"magic"'), "Invalid enum value 'magic' - at `$.guesses[1].tried.kind`"),
-        (KEPT.replace(b"510.5", b"-510.5"), "Partial.guesses[0].tried.answers[0] cannot be: Answer("),
+        (KEPT.replace(b'"ngram"', b'"magic"'), "Invalid enum value 'magic' - at `$.drafts[1].tried.kind`"),
+        (KEPT.replace(b"510.5", b"-510.5"), "Partial.drafts[0].tried.answers[0] cannot be: Answer("),
         (b"\xff\xfe", "can't decode"),
         (b"[" * 100_000, "it is nested too deep"),
     ],
@@ -472,10 +472,10 @@ def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.Data
     except ValueError:
         return
     assert {type(each) for each in found.measurements} <= {Measurement}
-    assert all(each.in_words() and each.disturbance != "" for each in found.measurements)
-    assert all(look.tried.in_words() for look in found.guesses)
+    assert all(each.describe() and each.disturbance != "" for each in found.measurements)
+    assert all(look.tried.describe() for look in found.drafts)
     assert all(look.found is None or look.found.cost_s > 0 for look in found.slots)
-    assert found.in_words()
+    assert found.describe()
 
 
 def test_a_forgotten_profile_takes_with_it_what_was_kept(shelf: Shelf) -> None:
@@ -512,5 +512,5 @@ def test_conditions_say_what_spoilt_a_measurement() -> None:
     busy, quiet = measured(profile().plan, conditions=BUSY), measured(profile().plan, conditions=QUIET)
     assert quiet.disturbance is None
     assert "other programs took 40% of 8 CPUs" in (busy.disturbance or "")
-    assert busy.in_words().endswith(f"(disturbed: {busy.disturbance})")
+    assert busy.describe().endswith(f"(disturbed: {busy.disturbance})")
     assert parse_profile(TEXT).measurements[2].disturbance == busy.disturbance

@@ -44,7 +44,7 @@ def given(
     return replace(machine(), gpu_requested=True, gpus=found)
 
 
-def refusal(image: ImageFacts, hardware: Hardware) -> FatalError:
+def api_error(image: ImageFacts, hardware: Hardware) -> FatalError:
     with pytest.raises(FatalError) as caught:
         check_supported(AUTO, image, hardware)
     return caught.value
@@ -77,7 +77,7 @@ def test_what_fits_is_nothing_to_warn_of() -> None:
 
 
 def test_a_gpu_without_kernels_is_20_and_names_the_tag_that_has_them() -> None:
-    error = refusal(CUDA_IMAGE, given(gpu("75", name="RTX 2080 Ti")))
+    error = api_error(CUDA_IMAGE, given(gpu("75", name="RTX 2080 Ti")))
     assert isinstance(error, NoKernelError)
     assert "RTX 2080 Ti (SM 75)" in error.message
     assert "kernels for SM 86" in error.message
@@ -104,7 +104,7 @@ def test_a_driver_below_the_floor_is_21(driver: str | None, is_old: bool) -> Non
     if not is_old:
         assert check_supported(AUTO, CUDA_IMAGE, hardware) == ()
         return
-    error = refusal(CUDA_IMAGE, hardware)
+    error = api_error(CUDA_IMAGE, hardware)
     assert isinstance(error, DriverTooOldError)
     assert f"{driver}, llama-cu130-sm86 needs 580 or newer" in error.message
     assert f"images select --driver {driver} --sm 86" in (error.hint or "")
@@ -112,12 +112,12 @@ def test_a_driver_below_the_floor_is_21(driver: str | None, is_old: bool) -> Non
 
 
 def test_a_driver_too_old_is_said_before_kernels_that_are_missing() -> None:
-    assert isinstance(refusal(CUDA_IMAGE, given(gpu("75"), driver="470.1")), DriverTooOldError)
+    assert isinstance(api_error(CUDA_IMAGE, given(gpu("75"), driver="470.1")), DriverTooOldError)
 
 
 def test_devices_that_a_variable_hides_are_named_as_the_cause() -> None:
     hidden = replace(given().gpus, warnings=("CUDA_VISIBLE_DEVICES=9 leaves 0 of 1 devices",))
-    error = refusal(CUDA_IMAGE, replace(given(), gpus=hidden))
+    error = api_error(CUDA_IMAGE, replace(given(), gpus=hidden))
     assert isinstance(error, GpuUnusableError)
     assert "lists no device; CUDA_VISIBLE_DEVICES=9 leaves 0 of 1 devices" in error.message
     assert "CUDA_VISIBLE_DEVICES" in (error.hint or "")
@@ -141,7 +141,7 @@ def test_devices_that_a_variable_hides_are_named_as_the_cause() -> None:
 def test_a_gpu_that_was_given_and_cannot_be_used_is_23_with_its_cause(
     hardware: Hardware, cause: str, remedy: str
 ) -> None:
-    error = refusal(CUDA_IMAGE, hardware)
+    error = api_error(CUDA_IMAGE, hardware)
     assert isinstance(error, GpuUnusableError)
     assert cause in error.message
     assert remedy in (error.hint or "")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.serve.idle_policy import LOOK_AGAIN_S, SETTLE_S, Action, Decision, IdleState, decide
+from appliance.serve.idle_policy import CHECK_AGAIN_S, SETTLE_S, Action, Decision, IdleState, decide
 
 IDLE_S = 600.0
 ALONE = {Action.MEASURE_ALONE, Action.SWAP_ALONE}  # requests that come meanwhile wait for a load
@@ -82,7 +82,7 @@ def test_nobody_waits_who_need_not(now: IdleState, idle_s: float) -> None:
         assert now.is_ready
     assert (step.action is Action.END) == (now.is_measured and not now.has_better)
     assert (step.action is Action.WAIT) == (step.wait_s > 0)
-    assert step.wait_s <= LOOK_AGAIN_S
+    assert step.wait_s <= CHECK_AGAIN_S
 
 
 @given(SITUATIONS, st.floats(1, 3600))

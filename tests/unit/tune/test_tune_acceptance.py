@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.plan import Taste
+from appliance.plan import SpeculationGoal
 from appliance.tune.acceptance import (
     NOISE,
     NOISE_OF_A_KIND,
-    Law,
-    Rate,
+    SpeculationResult,
+    SpeedupModel,
     best_tokens,
     chosen,
-    fit_law,
+    fit_speedup,
     is_looping,
     next_tokens,
 )
@@ -29,31 +29,31 @@ SIZES = tuple(range(1, 9))
 BASE, PUBLISHED = 22.92, ((1, 27.58, 0.884), (2, 29.39, 0.815), (3, 27.78, 0.713), (4, 26.09, 0.642))
 
 
-def of_every_step(tokens: int, ms: float, acceptance: float) -> Rate:
+def of_every_step(tokens: int, ms: float, acceptance: float) -> SpeculationResult:
     """Of a speculation that guesses `tokens` in every step, with that share of them right."""
     steps = 1 / (1 + tokens * acceptance)
-    return Rate(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
+    return SpeculationResult(tokens=tokens, ms=ms, drafted=tokens * steps, accepted=tokens * acceptance * steps)
 
 
-def published(count: int) -> list[Rate]:
+def published(count: int) -> list[SpeculationResult]:
     return [of_every_step(tokens, 1000 / speed, share) for tokens, speed, share in PUBLISHED[:count]]
 
 
-def true_rate(law: Law, tokens: int, base_ms: float = 100.0) -> Rate:
-    right = sum(law.chance(i) for i in range(1, tokens + 1))
-    return of_every_step(tokens, base_ms / law.speedup(tokens), right / tokens)
+def true_rate(speedup_model: SpeedupModel, tokens: int, base_ms: float = 100.0) -> SpeculationResult:
+    right = sum(speedup_model.chance(i) for i in range(1, tokens + 1))
+    return of_every_step(tokens, base_ms / speedup_model.speedup(tokens), right / tokens)
 
 
 def test_one_parameter_says_the_four_published_speeds() -> None:
-    law = fit_law(1000 / BASE, published(4))
-    assert law.b == pytest.approx(0.532, abs=0.005)
+    speedup_model = fit_speedup(1000 / BASE, published(4))
+    assert speedup_model.b == pytest.approx(0.532, abs=0.005)
     for tokens, speed, _ in PUBLISHED:
-        assert BASE * law.speedup(tokens) == pytest.approx(speed, rel=0.022)
-    assert best_tokens(law, SIZES) == 2
+        assert BASE * speedup_model.speedup(tokens) == pytest.approx(speed, rel=0.022)
+    assert best_tokens(speedup_model, SIZES) == 2
 
 
 def test_the_first_of_the_published_points_finds_the_best() -> None:
-    assert best_tokens(fit_law(1000 / BASE, published(1)), SIZES) == 2
+    assert best_tokens(fit_speedup(1000 / BASE, published(1)), SIZES) == 2
 
 
 def test_what_is_measured_in_turn() -> None:
@@ -68,15 +68,15 @@ def test_what_is_measured_in_turn() -> None:
     assert best.tokens == 2
 
 
-def of_kinds(tokens: int, chat: float, edit: float) -> Rate:
+def of_kinds(tokens: int, chat: float, edit: float) -> SpeculationResult:
     """With the time of each kind of request as a share of that without guesses."""
     rate = of_every_step(tokens, 100 * (chat + edit) / 2, 0.5)
     return replace(rate, by_kind=(("chat", chat), ("edit", edit)))
 
 
-@pytest.mark.parametrize(("taste", "tokens"), [("auto", 2), ("stable", 1), ("fast", 4)])
-def test_what_is_wanted_of_guessing_decides(taste: Taste, tokens: int) -> None:
-    found = chosen(100.0, [of_kinds(1, 0.99, 0.9), of_kinds(2, 1.1, 0.5), of_kinds(4, 1.6, 0.4)], taste)
+@pytest.mark.parametrize(("goal", "tokens"), [("auto", 2), ("stable", 1), ("fast", 4)])
+def test_what_is_wanted_of_guessing_decides(goal: SpeculationGoal, tokens: int) -> None:
+    found = chosen(100.0, [of_kinds(1, 0.99, 0.9), of_kinds(2, 1.1, 0.5), of_kinds(4, 1.6, 0.4)], goal)
     assert found is not None
     assert found.tokens == tokens
 
@@ -95,30 +95,32 @@ def test_a_first_guess_that_does_not_pay_ends_it() -> None:
 
 
 def test_guesses_that_hardly_ever_come_end_it() -> None:
-    quicker = Rate(tokens=8, ms=50.0, drafted=0.01, accepted=0.01)  # as on a machine that others left meanwhile
+    quicker = SpeculationResult(
+        tokens=8, ms=50.0, drafted=0.01, accepted=0.01
+    )  # as on a machine that others left meanwhile
     assert next_tokens(100.0, [quicker], (8, 16)) is None
     assert chosen(100.0, [quicker]) is None
-    assert next_tokens(100.0, [Rate(tokens=8, ms=99.0, drafted=0.0, accepted=0.0)], (8, 16)) is None
+    assert next_tokens(100.0, [SpeculationResult(tokens=8, ms=99.0, drafted=0.0, accepted=0.0)], (8, 16)) is None
 
 
 def test_rare_guesses_have_the_same_law() -> None:
     """A tenth of the steps guess 8, 6 of them right: each guess costs 0.1 of a step."""
     steps = 1 / (1 + 0.1 * 6)
-    rate = Rate(tokens=8, ms=100 * steps * (1 + 0.1 * 8 * 0.1), drafted=steps * 0.8, accepted=steps * 0.6)
-    assert fit_law(100.0, [rate]).b == pytest.approx(0.1)
+    rate = SpeculationResult(tokens=8, ms=100 * steps * (1 + 0.1 * 8 * 0.1), drafted=steps * 0.8, accepted=steps * 0.6)
+    assert fit_speedup(100.0, [rate]).b == pytest.approx(0.1)
 
 
-laws = st.builds(lambda b, first: Law(b=b, acceptance=(first,)), st.floats(0.0, 1.5), st.floats(0.05, 0.99))
+laws = st.builds(lambda b, first: SpeedupModel(b=b, acceptance=(first,)), st.floats(0.0, 1.5), st.floats(0.05, 0.99))
 
 
 @given(laws)
-def test_the_law_is_found_again_and_its_best(law: Law) -> None:
-    found = fit_law(100.0, [true_rate(law, 1)])
-    assert found.b == pytest.approx(law.b, abs=1e-6)
-    assert found.acceptance == pytest.approx(law.acceptance, abs=1e-6)
+def test_the_law_is_found_again_and_its_best(speedup_model: SpeedupModel) -> None:
+    found = fit_speedup(100.0, [true_rate(speedup_model, 1)])
+    assert found.b == pytest.approx(speedup_model.b, abs=1e-6)
+    assert found.acceptance == pytest.approx(speedup_model.acceptance, abs=1e-6)
     best = best_tokens(found, SIZES)
-    fastest = max(1.0, *(law.speedup(tokens) for tokens in SIZES))
-    assert (law.speedup(best) if best else 1.0) == pytest.approx(fastest, rel=1e-6)
+    fastest = max(1.0, *(speedup_model.speedup(tokens) for tokens in SIZES))
+    assert (speedup_model.speedup(best) if best else 1.0) == pytest.approx(fastest, rel=1e-6)
 
 
 @given(st.floats(0.0, 1.0), st.lists(st.floats(0.1, 1.0), min_size=8, max_size=8))
@@ -127,29 +129,29 @@ def test_every_chance_that_was_measured_is_found_again(b: float, ratios: list[fl
     for ratio in ratios:
         product *= ratio
         chances.append(product)
-    law = Law(b=b, acceptance=tuple(chances))
-    found = fit_law(100.0, [true_rate(law, tokens) for tokens in SIZES])
-    assert found.acceptance == pytest.approx(law.acceptance, abs=1e-4)
+    speedup_model = SpeedupModel(b=b, acceptance=tuple(chances))
+    found = fit_speedup(100.0, [true_rate(speedup_model, tokens) for tokens in SIZES])
+    assert found.acceptance == pytest.approx(speedup_model.acceptance, abs=1e-4)
     assert found.b == pytest.approx(b, abs=1e-4)
 
 
 @given(laws, st.integers(0, 2**32))
-def test_following_the_law_never_ends_with_something_slower(law: Law, seed: int) -> None:
+def test_following_the_law_never_ends_with_something_slower(speedup_model: SpeedupModel, seed: int) -> None:
     """With noise in every measurement: nothing twice; what is chosen is not slower than without, and near the best."""
     chance, base_ms = random.Random(seed), 100.0
 
-    def measured(tokens: int) -> Rate:
-        true = true_rate(law, tokens)
-        return Rate(**{**vars(true), "ms": true.ms * chance.uniform(0.99, 1.01)})
+    def measured(tokens: int) -> SpeculationResult:
+        true = true_rate(speedup_model, tokens)
+        return SpeculationResult(**{**vars(true), "ms": true.ms * chance.uniform(0.99, 1.01)})
 
-    seen: list[Rate] = []
+    seen: list[SpeculationResult] = []
     while tokens := next_tokens(base_ms, seen, SIZES):
         assert tokens not in {rate.tokens for rate in seen}
         seen.append(measured(tokens))
     best = chosen(base_ms, seen)
-    speedup = law.speedup(best.tokens) if best else 1.0
+    speedup = speedup_model.speedup(best.tokens) if best else 1.0
     assert speedup >= 1 - NOISE
-    assert speedup >= 0.9 * max(1.0, *(law.speedup(tokens) for tokens in SIZES))
+    assert speedup >= 0.9 * max(1.0, *(speedup_model.speedup(tokens) for tokens in SIZES))
 
 
 words = st.lists(st.integers(0, 50_000), min_size=1, max_size=12)

@@ -33,7 +33,7 @@ def test_decode_is_linear_between_points_and_level_before_the_first() -> None:
 def test_a_measured_depth_is_quoted_without_an_interval() -> None:
     figure = curve(KNEE).decode(4096)
     assert (figure.low_ms, figure.ms, figure.high_ms, figure.is_extrapolated) == (94.0, 94.0, 94.0, False)
-    assert figure.in_words() == "10.6 tok/s"
+    assert figure.describe() == "10.6 tok/s"
 
 
 def test_beyond_the_deepest_the_figure_says_so_and_carries_its_interval() -> None:
@@ -41,7 +41,7 @@ def test_beyond_the_deepest_the_figure_says_so_and_carries_its_interval() -> Non
     assert figure.is_extrapolated
     assert figure.ms == pytest.approx(94 + 4096 * (94 - 55.5) / 2048)
     assert figure.low_ms < figure.ms < figure.high_ms
-    assert figure.in_words().startswith(f"{1000 / figure.ms:.1f} tok/s (extrapolated: ")
+    assert figure.describe().startswith(f"{1000 / figure.ms:.1f} tok/s (extrapolated: ")
 
 
 def test_a_knee_that_has_begun_widens_the_interval() -> None:

@@ -18,10 +18,10 @@ from appliance.errors import EngineNotReadyError
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
 from appliance.tune.curve import LONGER, NOISE, Point
-from appliance.tune.guided import OutOfMemory, Trial
 from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, plain_point_of, point_of, tokens_within
-from appliance.tune.measurement import Measurement, curve_of, merit, noise_of, rated
+from appliance.tune.measurement import Measurement, curve_of, noise_of, scored, tie_break
 from appliance.tune.modes import choose
+from appliance.tune.search import OutOfMemory, Trial
 from appliance.tune.workload import CHAT, only
 from tests.builders import BUSY, ENGINE, IMAGE, QUIET, SMALL, machine
 
@@ -47,7 +47,7 @@ def test_candidates_have_the_keys_and_the_order_of_the_plans_and_their_knobs() -
             launch_of(plan).ubatch,
             plan.kv_type,
         )
-        assert (each.window, knobs["load_mode"]) == (plan.context, launch_of(plan).load_mode)
+        assert (each.context, knobs["load_mode"]) == (plan.context, launch_of(plan).load_mode)
         assert each.work.cpu_ms > 0
         assert each.work.gpu_ms == 0
         assert each.needs == ()  # on the host: what is mapped there needs no room
@@ -86,13 +86,13 @@ def test_plans_are_rated_by_their_own_looks() -> None:
         Measurement(key=failed.key, error="no"),
         look(point(32, 30.0), key="of no plan"),
     ]
-    assert [each.key for each in rated([best, failed, never], seen)] == [best.key]
+    assert [each.key for each in scored([best, failed, never], seen)] == [best.key]
 
 
 def test_the_noise_of_a_plans_times_is_that_of_all_its_calm_looks() -> None:
     short, longer = look(point(32, 10.0)), look(point(32, 10.0), is_long=True)
     busy = look(point(32, 10.0), is_busy=True)
-    few = look(replace(point(32, 10.0), noisier=2.0))
+    few = look(replace(point(32, 10.0), noise_factor=2.0))
     assert noise_of([short]) == noise_of([busy]) == noise_of([short, busy]) == pytest.approx(NOISE)
     assert noise_of([few]) == pytest.approx(2 * NOISE)
     assert noise_of([short, longer]) == pytest.approx(NOISE / math.sqrt(1 + LONGER))
@@ -103,8 +103,8 @@ def test_a_glance_wins_against_what_was_looked_at_longer_only_where_it_is_faster
     longer = look(point(32, 10.0, 0.1), point(640, 10.0, 0.1, 608), key=best.key, is_long=True)
     for decode_ms, winner in ((9.8, best), (8.0, other)):
         lucky = look(point(32, decode_ms, 0.1), point(640, decode_ms, 0.1, 608), key=other.key)
-        found = choose("speed", rated([best, other], [lucky, longer]), only(CHAT), native=best.context)
-        assert found.rated.key == winner.key
+        found = choose("speed", scored([best, other], [lucky, longer]), only(CHAT), native=best.context)
+        assert found.scored.key == winner.key
 
 
 def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> None:
@@ -112,16 +112,16 @@ def test_what_failed_at_its_last_look_is_no_choice_while_there_is_another() -> N
     good = look(point(32, 10.0), key=best.key)
     failed = Measurement(key=best.key, error="out of memory in a deep context")
     fine = look(point(32, 20.0), key=other.key)
-    assert [each.key for each in rated([best, other], [good, fine, failed])] == [other.key]
-    assert [each.key for each in rated([best, other], [failed, fine, good])] == [best.key, other.key]
-    assert [each.key for each in rated([best, other], [good, failed])] == [best.key]
+    assert [each.key for each in scored([best, other], [good, fine, failed])] == [other.key]
+    assert [each.key for each in scored([best, other], [failed, fine, good])] == [best.key, other.key]
+    assert [each.key for each in scored([best, other], [good, failed])] == [best.key]
 
 
 def test_an_exact_cache_is_worth_more_than_mapped_weights() -> None:
     plan = PLANS[0]
     kinds = [(kv_type, mode) for kv_type in ("q8_0", "f16") for mode in ("none", "mmap")]
     plans = [with_launch(replace(plan, kv_type=kv_type), load_mode=mode) for kv_type, mode in kinds]
-    assert [merit(each) for each in plans] == [0, 1, 2, 3]
+    assert [tie_break(each) for each in plans] == [0, 1, 2, 3]
 
 
 def test_depths_are_empty_the_workloads_and_what_the_time_allows() -> None:
@@ -201,12 +201,12 @@ def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_mi
 
 def test_a_point_of_few_tokens_says_how_far_it_may_be_off_and_counts_less() -> None:
     few = point_of(replied(predicted_n=4, predicted_ms=6000.0), 512, 4)
-    assert few.noisier == pytest.approx((23 / 3) ** 0.5)
-    assert few.speed.in_words() == "0.5 tok/s (within 19 %: few tokens)"
-    assert "0.5 tok/s (within 19 %: few tokens) at 512" in Measurement(key="a", points=(few,)).in_words()
-    usual = replace(few, decode_ms=1000.0, noisier=1.0)
+    assert few.noise_factor == pytest.approx((23 / 3) ** 0.5)
+    assert few.speed.describe() == "0.5 tok/s (within 19 %: few tokens)"
+    assert "0.5 tok/s (within 19 %: few tokens) at 512" in Measurement(key="a", points=(few,)).describe()
+    usual = replace(few, decode_ms=1000.0, noise_factor=1.0)
     (mean,) = curve_of([Measurement(key="a", points=(p,)) for p in (few, usual)]).points
-    assert mean.noisier == 1.0
+    assert mean.noise_factor == 1.0
     assert mean.decode_ms == pytest.approx(2000 ** (3 / 26) * 1000 ** (23 / 26))
 
 

@@ -12,19 +12,29 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from appliance.engines.engine import Extent, Install
+from appliance.engines.engine import ChunkSpec, Install
 from appliance.engines.llama.facts import parse_flags
 from appliance.engines.llama.perplexity import Perplexity, Table, arguments
 from appliance.engines.llama.planning.kv_types import BELOW_Q8, TRUSTED, kv_candidates, unjudged, worth_checking
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import Plan, Verdict
+from appliance.plan import KvCheck, Plan
 from appliance.settings import Settings, resolve_settings
-from appliance.tune.paired import LIMIT, PIECES_MIN, Passage, extent_for, judge, next_gap, paired, percent, t_975
+from appliance.tune.perplexity import (
+    CHUNKS_MIN,
+    LIMIT,
+    ScoredChunk,
+    extent_for,
+    judge,
+    next_gap,
+    percent,
+    perplexity,
+    t_975,
+)
 from appliance.tune.quality import TEXT
 from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine
 
-EXTENT = Extent(piece_tokens=512, pieces=24)
-Q4 = Verdict(kv_type="q4_0", is_accepted=True, why="accepted, it costs less than 1 %: perplexity +0.30 %")
+EXTENT = ChunkSpec(chunk_tokens=512, chunks=24)
+Q4 = KvCheck(kv_type="q4_0", is_accepted=True, why="accepted, it costs less than 1 %: perplexity +0.30 %")
 # Of the pinned engine: SmolLM2, 4 pieces of 256 tokens.
 PRINTED = """\
 0.00.157.896 I cmn          init: llama threadpool init, n_threads = 2
@@ -69,7 +79,7 @@ def pairs(differences: list[float]) -> list[tuple[float, float]]:
 
 def test_the_mean_of_each_piece_is_read_out_of_the_running_means() -> None:
     found = parse_reading(PRINTED.splitlines())
-    assert found.pieces == 4
+    assert found.chunks == 4
     assert found.nll == pytest.approx((3.952768, 3.858180, 3.773678, 4.324122), abs=1e-5)
     assert math.exp(sum(found.nll) / 4) == pytest.approx(53.3667, abs=1e-3)
 
@@ -77,7 +87,7 @@ def test_the_mean_of_each_piece_is_read_out_of_the_running_means() -> None:
 @given(st.lists(st.floats(0.01, 12.0), min_size=1, max_size=100), st.sampled_from([256, 512, 2048]))
 def test_what_is_read_is_what_was_printed(nll: list[float], step: int) -> None:
     found = parse_reading(table(nll, step))
-    assert found.pieces == len(nll)
+    assert found.chunks == len(nll)
     assert found.nll == pytest.approx(nll, abs=2e-4)
     cut = parse_reading(table(nll, step)[:-1])
     assert cut.nll == found.nll[:-1]
@@ -95,7 +105,7 @@ def test_a_table_with_a_hole_or_without_a_head_ends_there() -> None:
     rows = table([3.0, 2.0, 4.0])
     assert len(parse_reading([*rows[:2], *rows[3:]]).nll) == 1
     headless = parse_reading(rows[1:])
-    assert (headless.pieces, headless.nll) == (None, ())
+    assert (headless.chunks, headless.nll) == (None, ())
     assert math.isnan(parse_reading([rows[0], "       0  nan  -nan   nan"]).nll[0])
 
 
@@ -146,10 +156,10 @@ def test_only_what_is_surely_below_the_limit_is_accepted(
     assert words in found.why
     assert found.difference == pytest.approx(shift)
     assert found.standard_error == pytest.approx(noise / math.sqrt(23), rel=1e-3)
-    assert (found.pieces, found.tokens) == (24, 24 * 255)
+    assert (found.chunks, found.tokens) == (24, 24 * 255)
 
 
-@given(st.lists(st.floats(-0.05, 0.05), min_size=PIECES_MIN, max_size=60), st.floats(0.0, 0.05))
+@given(st.lists(st.floats(-0.05, 0.05), min_size=CHUNKS_MIN, max_size=60), st.floats(0.0, 0.05))
 def test_more_harm_is_never_accepted_where_less_was_refused(differences: list[float], more: float) -> None:
     less, worse = (
         judge("q4_0", EXTENT, pairs(list(found))) for found in (differences, [d + more for d in differences])
@@ -161,9 +171,9 @@ def test_more_harm_is_never_accepted_where_less_was_refused(differences: list[fl
 
 
 def test_what_is_too_little_or_no_number_is_refused() -> None:
-    few = judge("q4_0", EXTENT, pairs([0.0] * (PIECES_MIN - 1)))
+    few = judge("q4_0", EXTENT, pairs([0.0] * (CHUNKS_MIN - 1)))
     assert not few.is_accepted
-    assert f"{PIECES_MIN - 1} chunks of at least {PIECES_MIN}" in few.why
+    assert f"{CHUNKS_MIN - 1} chunks of at least {CHUNKS_MIN}" in few.why
     assert few.difference is None
     odd = judge("q4_0", EXTENT, pairs([0.0] * 20 + [math.nan]))
     assert not odd.is_accepted
@@ -182,60 +192,60 @@ def test_what_is_read_fits_the_seconds_and_the_text(seconds: float, prefill: flo
     found = extent_for(seconds=seconds, prefill_tokens_per_s=prefill, text_bytes=text_bytes, context=context)
     if found is None:
         return
-    assert found.piece_tokens <= context
-    assert found.pieces >= PIECES_MIN
+    assert found.chunk_tokens <= context
+    assert found.chunks >= CHUNKS_MIN
     assert found.read * 4.4 < text_bytes  # SmolLM2's tokens of this text are 4.4 bytes
     assert 2 * found.read / prefill <= seconds
 
 
-def passage(first: int, nll: list[float], key: str = "f16") -> Passage:
-    return Passage(key=key, piece_tokens=256, first=first, nll=tuple(nll))
+def scored_chunk(first: int, nll: list[float], key: str = "f16") -> ScoredChunk:
+    return ScoredChunk(key=key, chunk_tokens=256, first=first, nll=tuple(nll))
 
 
 def test_only_passages_with_the_same_beginning_are_paired() -> None:
     """A piece is of the same tokens only where its passage begins at the same place."""
-    exact = [passage(0, [1.0, 2.0, 3.0]), passage(2, [3.5, 4.5]), passage(5, [6.0])]
-    other = [passage(0, [1.1, 2.1], "q4_0"), passage(2, [3.6], "q4_0"), passage(3, [4.6, 5.6], "q4_0")]
-    assert paired(exact, other) == {0: (1.0, 1.1), 1: (2.0, 2.1), 2: (3.5, 3.6)}
-    assert paired(exact, []) == paired([], other) == {}
+    exact = [scored_chunk(0, [1.0, 2.0, 3.0]), scored_chunk(2, [3.5, 4.5]), scored_chunk(5, [6.0])]
+    other = [scored_chunk(0, [1.1, 2.1], "q4_0"), scored_chunk(2, [3.6], "q4_0"), scored_chunk(3, [4.6, 5.6], "q4_0")]
+    assert perplexity(exact, other) == {0: (1.0, 1.1), 1: (2.0, 2.1), 2: (3.5, 3.6)}
+    assert perplexity(exact, []) == perplexity([], other) == {}
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(0, 30))
-def test_gaps_are_filled_from_the_first_on(there: set[int], pieces: int) -> None:
-    gap = next_gap(there, pieces)
+def test_gaps_are_filled_from_the_first_on(there: set[int], chunks: int) -> None:
+    gap = next_gap(there, chunks)
     assert not set(gap) & there
     assert set(range(gap.start)) <= there
-    assert gap.stop <= pieces
-    assert gap.stop == pieces or gap.stop in there
-    assert bool(gap) == bool(set(range(pieces)) - there)
+    assert gap.stop <= chunks
+    assert gap.stop == chunks or gap.stop in there
+    assert bool(gap) == bool(set(range(chunks)) - there)
 
 
 @given(st.integers(1, 24), st.lists(st.integers(0, 30), max_size=200))
-def test_any_row_of_broken_off_runs_comes_to_its_end(pieces: int, stretches: list[int]) -> None:
+def test_any_row_of_broken_off_runs_comes_to_its_end(chunks: int, stretches: list[int]) -> None:
     """As `quality.check` asks for them: with f16 where it has not read from there on, then with the other. A stretch is
     how many pieces can be read in it; each that holds one counts, and one of each type make a pair at least."""
-    exact: list[Passage] = []
-    other: list[Passage] = []
+    exact: list[ScoredChunk] = []
+    other: list[ScoredChunk] = []
     useful = 0
     for stretch in stretches:
-        while stretch and (gap := next_gap(paired(exact, other), pieces)):
+        while stretch and (gap := next_gap(perplexity(exact, other), chunks)):
             begun = max((len(p.nll) for p in exact if p.first == gap.start), default=0)
             read = min(stretch, len(gap), begun or len(gap))
-            (other if begun else exact).append(passage(gap.start, [0.0] * read))
+            (other if begun else exact).append(scored_chunk(gap.start, [0.0] * read))
             useful, stretch = useful + 1, stretch - read
-    done = len(paired(exact, other))
-    assert done == pieces or done >= useful // 2
+    done = len(perplexity(exact, other))
+    assert done == chunks or done >= useful // 2
 
 
 def test_more_seconds_buy_longer_pieces_once_there_are_enough() -> None:
-    def of(seconds: float, context: int = 8192) -> Extent | None:
+    def of(seconds: float, context: int = 8192) -> ChunkSpec | None:
         return extent_for(seconds=seconds, prefill_tokens_per_s=1000.0, text_bytes=146_919, context=context)
 
     assert of(9.0) is None
-    assert of(10.0) == Extent(piece_tokens=256, pieces=12)
-    assert of(40.0) == Extent(piece_tokens=512, pieces=25)
-    assert of(600.0) == Extent(piece_tokens=1024, pieces=28)
-    assert of(600.0, context=300) == Extent(piece_tokens=256, pieces=114)
+    assert of(10.0) == ChunkSpec(chunk_tokens=256, chunks=12)
+    assert of(40.0) == ChunkSpec(chunk_tokens=512, chunks=25)
+    assert of(600.0) == ChunkSpec(chunk_tokens=1024, chunks=28)
+    assert of(600.0, context=300) == ChunkSpec(chunk_tokens=256, chunks=114)
     assert of(600.0, context=200) is None
 
 
@@ -249,9 +259,9 @@ def test_the_text_is_long_plain_and_its_source_is_told() -> None:
 def test_smaller_types_are_candidates_only_when_asked_for_or_proven() -> None:
     assert kv_candidates(settings(), ENGINE, SMALL, on_gpu=False) == TRUSTED
     assert kv_candidates(settings(kv_type="q4_0"), ENGINE, SMALL, on_gpu=False) == ("q4_0",)
-    verdicts = (Q4, replace(Q4, kv_type="q5_1"), replace(Q4, kv_type="q5_0", is_accepted=False))
-    assert kv_candidates(settings(), ENGINE, SMALL, verdicts, on_gpu=False) == (*TRUSTED, "q5_1", "q4_0")
-    assert unjudged(settings(), ENGINE, SMALL, verdicts, on_gpu=False) == ("q4_1", "iq4_nl")
+    kv_checks = (Q4, replace(Q4, kv_type="q5_1"), replace(Q4, kv_type="q5_0", is_accepted=False))
+    assert kv_candidates(settings(), ENGINE, SMALL, kv_checks, on_gpu=False) == (*TRUSTED, "q5_1", "q4_0")
+    assert unjudged(settings(), ENGINE, SMALL, kv_checks, on_gpu=False) == ("q4_1", "iq4_nl")
     assert unjudged(settings(kv_type="f16"), ENGINE, SMALL, on_gpu=False) == ()
 
 
@@ -290,22 +300,22 @@ def test_a_proven_type_carries_a_larger_window_and_says_its_proof() -> None:
     assert before.kv_type == "q8_0"
     kinds = Space(settings(), IMAGE, ENGINE, tight, LARGE).kinds_to_check()
     assert "q4_0" in kinds
-    after = Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,)).best
+    after = Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(Q4,)).best
     assert after.kv_type == "q4_0"
     assert after.context > 1.3 * before.context
     reason = next(choice.reason for choice in after.choices if choice.name == "kv_type")
     assert f"q8_0 would carry only {before.context:,} tokens" in reason
     assert reason.endswith(Q4.why)
     refused = replace(Q4, is_accepted=False)
-    assert Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,)).best == before
-    assert "q4_0" not in Space(settings(), IMAGE, ENGINE, tight, LARGE, verdicts=(refused,)).kinds_to_check()
+    assert Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).best == before
+    assert "q4_0" not in Space(settings(), IMAGE, ENGINE, tight, LARGE, kv_checks=(refused,)).kinds_to_check()
 
 
 def test_no_exactness_is_given_up_where_q8_0_carries_enough() -> None:
     roomy = machine(total_mib=11000)
     without = Space(settings(), IMAGE, ENGINE, roomy, LARGE).best
     assert 32_768 <= without.context < LARGE.native_context
-    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE, verdicts=(Q4,)).best == without
+    assert Space(settings(), IMAGE, ENGINE, roomy, LARGE, kv_checks=(Q4,)).best == without
     assert Space(settings(), IMAGE, ENGINE, roomy, LARGE).kinds_to_check() == ()
     assert "q4_0" in Space(settings(mode="context"), IMAGE, ENGINE, roomy, LARGE).kinds_to_check()
     for asked in (settings(kv_type="f16"), settings(allow_disk="on")):
@@ -315,4 +325,4 @@ def test_no_exactness_is_given_up_where_q8_0_carries_enough() -> None:
 def test_a_window_that_was_asked_for_is_kept_in_the_most_exact_type_that_carries_it() -> None:
     tight = machine(total_mib=7500)
     asked = settings(ctx_size="8192")
-    assert Space(asked, IMAGE, ENGINE, tight, LARGE, verdicts=(Q4,)).best.kv_type in TRUSTED
+    assert Space(asked, IMAGE, ENGINE, tight, LARGE, kv_checks=(Q4,)).best.kv_type in TRUSTED

@@ -73,7 +73,7 @@ def test_residuals_larger_than_the_noise_are_believed() -> None:
     draw = random.Random(1)
     calm = fit([seen(*s, truth=(1.0, 1.0), off=math.exp(draw.gauss(0, 0.01))) for s in SHAPES * 3], PRIORS)
     rough = fit([seen(*s, truth=(1.0, 1.0), off=math.exp(draw.gauss(0, 0.3))) for s in SHAPES * 3], PRIORS)
-    assert calm.noisier < 1.0 < 2.0 < rough.noisier
+    assert calm.noise_factor < 1.0 < 2.0 < rough.noise_factor
     assert rough.misfit > calm.misfit
 
 

@@ -31,7 +31,7 @@ def made_points(draw: st.DrawFn) -> Point:
         decode_ms=draw(st.floats(0.01, 1e5)),
         prefill_ms=draw(st.floats(0.001, 1e4)),
         prefill_tokens=draw(st.integers(0, min(depth, 4096))),  # more than lie before it cannot be read
-        noisier=draw(st.floats(1, 5)),
+        noise_factor=draw(st.floats(1, 5)),
     )
 
 
@@ -53,7 +53,7 @@ def test_the_figures_at_a_measured_depth_are_those_of_its_point(curve: Curve, mi
     for at, point in zip(found.at, curve.ordered, strict=True):
         assert at.decode_tokens_per_s == 1000 / point.decode_ms
         assert at.decode_tokens_per_s == pytest.approx(1000 / curve.decode_ms(point.depth))
-        assert at.decode_uncertainty == point.doubt
+        assert at.decode_uncertainty == point.relative_error
         assert at.prefill_tokens == point.prefill_tokens
         assert at.prefill_tokens_per_s == (1000 / point.prefill_ms if point.prefill_tokens else None)
     json.dumps(asdict(found), allow_nan=False)  # as the gateway's answer is written
@@ -77,7 +77,7 @@ def test_a_first_token_takes_the_whole_prompt_and_a_step_and_a_job_is_not_shorte
 @given(curves, mixes)
 def test_the_sentence_says_the_numbers(curve: Curve, mix: Mix) -> None:
     found = speeds_on(curve, replace(PLAN, context=131_072), mix)
-    decoded, _, jobs = found.in_words().partition("; ")
+    decoded, _, jobs = found.describe().partition("; ")
     said = [
         (speed, int(depth.replace(",", ""))) for speed, depth in re.findall(r"([\d.]+) tok/s.*? at ([\d,]*\d)", decoded)
     ]
@@ -89,9 +89,9 @@ def test_the_sentence_says_the_numbers(curve: Curve, mix: Mix) -> None:
 
 def test_a_sentence_and_the_numbers_that_it_is_made_of() -> None:
     shallow = Point(depth=32, decode_ms=8.0, prefill_ms=4.0, prefill_tokens=32)
-    deep = Point(depth=2048, decode_ms=25.0, prefill_ms=2.0, prefill_tokens=2016, noisier=2.0)
+    deep = Point(depth=2048, decode_ms=25.0, prefill_ms=2.0, prefill_tokens=2016, noise_factor=2.0)
     found = speeds_on(Curve(points=(deep, shallow)), replace(PLAN, context=32768), parse_mix("chat,agent"))
-    assert found.in_words() == (
+    assert found.describe() == (
         "decodes 125.0 tok/s at 32 tokens of context, 40.0 tok/s (within 14 %: few tokens) at 2,048; "
         f"a chat job takes {found.jobs[0].job_s:.1f} s, "
         f"a coding agent job takes {found.jobs[1].job_s:.1f} s (extrapolated)"
@@ -144,7 +144,7 @@ def test_a_prediction_has_the_planners_figures(plan: Plan) -> None:
     assert job.ttft_s == pytest.approx(prefill_s + 1 / plan.speed.decode_tokens_per_s)
     assert job.job_s == pytest.approx(prefill_s + CHAT.tokens_out / plan.speed.decode_tokens_per_s)  # the same chat job
     decode, prefill = f"{at.decode_tokens_per_s:.0f} tok/s of decode", f"{at.prefill_tokens_per_s:.0f} of prefill"
-    assert plan.speed.in_words() == f"{decode}, {prefill}"
+    assert plan.speed.describe() == f"{decode}, {prefill}"
 
 
 def test_a_plan_without_a_prediction_has_none() -> None:

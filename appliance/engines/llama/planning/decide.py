@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions, reasons
+from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import Device, usable_devices
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
@@ -25,15 +26,14 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.placement import Machine, Work, place
+from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.slots import choices as slot_choices
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.speculation import check_speculation
-from appliance.engines.llama.planning.window import Aim, Wanted, Window, choose_window
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Kernels, Memory, Placement, Plan, Verdict
+from appliance.plan import CONTEXT_STEP, Kernels, KvCheck, Memory, Placement, Plan
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -50,7 +50,7 @@ CHECKPOINTS_SHARE = 0.25  # of what is left
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class PlanInputs:
     """The facts of one start, and what follows from them at once."""
 
     settings: Settings
@@ -58,9 +58,9 @@ class Scene:
     hardware: Hardware
     model: Model
     kernels: Kernels
-    machine: Machine
+    resources: Resources
     notes: tuple[str, ...]  # devices that are not used, and why
-    verdicts: tuple[Verdict, ...] = ()  # on types of the KV cache below q8_0
+    kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
     limits: Limits = NO_LIMITS
 
     @property
@@ -69,8 +69,8 @@ class Scene:
         return min(float(self.hardware.memory.usable_mib), self.limits.host_mib)
 
     @property
-    def work(self) -> Work:
-        return Work(
+    def job(self) -> PlacementJob:
+        return PlacementJob(
             model=self.model,
             context=0,
             kv_type="f16",
@@ -107,7 +107,7 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
         raise ConfigError(message, hint="use f16")
 
 
-def scene_of(
+def plan_inputs(
     settings: Settings,
     image: ImageFacts,
     engine: EngineFacts,
@@ -115,7 +115,7 @@ def scene_of(
     model: Model,
     kernels: Kernels | None = None,
     limits: Limits = NO_LIMITS,
-) -> Scene:
+) -> PlanInputs:
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
@@ -126,13 +126,13 @@ def scene_of(
     spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     dram = (measured or assumptions.DRAM_GB_S.value) * assumptions.DRAM_SHARE.value
-    return Scene(
+    return PlanInputs(
         settings=settings,
         engine=engine,
         hardware=hardware,
         model=model,
         kernels=kernels,
-        machine=Machine(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
+        resources=Resources(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
         notes=notes,
         limits=limits,
     )
@@ -154,57 +154,59 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
     return tuple(device for device in found if device in [by_name[name] for name in names])
 
 
-def window_for(scene: Scene, aim: Aim) -> Window:
-    wanted = wanted_window(scene, aim)
-    window = choose_window(scene.work, scene.machine, wanted)
-    if window is None or (not wanted.is_asked and window.context < min(wanted.tokens, MIN_CONTEXT)):
-        raise _refusal(scene, wanted.kinds[0], wanted.tokens)
-    return replace(window, context=padded(window.context) if wanted.is_asked else window.context)
+def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
+    request = wanted_context(inputs, aim)
+    context_plan = choose_context(inputs.job, inputs.resources, request)
+    if context_plan is None or (not request.is_explicit and context_plan.context < min(request.tokens, MIN_CONTEXT)):
+        raise _refusal(inputs, request.kinds[0], request.tokens)
+    return replace(context_plan, context=padded(context_plan.context) if request.is_explicit else context_plan.context)
 
 
-def wanted_window(scene: Scene, aim: Aim) -> Wanted:
-    settings, model = scene.settings, scene.model
+def wanted_context(inputs: PlanInputs, aim: Aim) -> ContextRequest:
+    settings, model = inputs.settings, inputs.model
     tokens = settings.ctx_size or model.native_context
     if settings.allow_disk and not settings.ctx_size:
-        tokens = _from_disk(scene, tokens)
-    return Wanted(tokens=tokens, is_asked=settings.ctx_size is not None, kinds=offered_kinds(scene), aim=aim)
+        tokens = _from_disk(inputs, tokens)
+    return ContextRequest(
+        tokens=tokens, is_explicit=settings.ctx_size is not None, kinds=offered_kinds(inputs), aim=aim
+    )
 
 
-def offered_kinds(scene: Scene) -> tuple[str, ...]:
+def offered_kinds(inputs: PlanInputs) -> tuple[str, ...]:
     """Types of the cache that a plan may use, the exact one first."""
-    on_gpu = bool(scene.machine.devices)
-    return kv_candidates(scene.settings, scene.engine, scene.model, scene.verdicts, on_gpu=on_gpu)
+    on_gpu = bool(inputs.resources.devices)
+    return kv_candidates(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
 
 
-def _from_disk(scene: Scene, tokens: int) -> int:
+def _from_disk(inputs: PlanInputs, tokens: int) -> int:
     """Without a limit every window would fit: where the weights exceed memory, a small one is taken."""
-    usable = scene.spare_mib
-    bounded = replace(scene.machine, spare_mib=usable - least_cache(scene.settings) - host_overhead_mib())
-    wanted = Wanted(tokens=tokens, is_asked=False, kinds=("f16",))
-    window = choose_window(scene.work, bounded, wanted)
-    return window.context if window else padded(min(tokens, 4096))
+    usable = inputs.spare_mib
+    bounded = replace(inputs.resources, spare_mib=usable - least_cache(inputs.settings) - host_overhead_mib())
+    request = ContextRequest(tokens=tokens, is_explicit=False, kinds=("f16",))
+    context_plan = choose_context(inputs.job, bounded, request)
+    return context_plan.context if context_plan else padded(min(tokens, 4096))
 
 
 def least_cache(settings: Settings) -> float:
     return float(settings.cache_ram_mib) if settings.cache_ram_mib is not None else CACHE_MIN_MIB
 
 
-def _refusal(scene: Scene, kv_type: str, wanted: int) -> ModelDoesNotFitError:
+def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitError:
     """Without `allow_disk` mmap would start all the same, and then read the weights from disk for every token."""
-    settings = scene.settings
-    least = settings.ctx_size or min(wanted, MIN_CONTEXT)
-    anywhere = replace(scene.machine, devices=(), spare_mib=float("inf"))
-    work = replace(scene.work, context=padded(least), kv_type=kv_type, gpu_layers=None, cpu_expert_layers=None)
-    placed = place(work, anywhere)
+    settings = inputs.settings
+    least = settings.ctx_size or min(request, MIN_CONTEXT)
+    anywhere = replace(inputs.resources, devices=(), spare_mib=float("inf"))
+    job = replace(inputs.job, context=padded(least), kv_type=kv_type, gpu_layers=None, cpu_expert_layers=None)
+    placed = place(job, anywhere)
     need = replace(placed.host, cache=least_cache(settings), overhead=host_overhead_mib()) if placed else None
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
-    gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in scene.machine.devices)
+    gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
-        f"model does not fit: {scene.model.path.name} needs {sizes}, "
-        f"and {scene.usable_mib:,.0f} MiB are usable ({reasons.limit(scene.hardware)}){gpus}"
+        f"model does not fit: {inputs.model.path.name} needs {sizes}, "
+        f"and {inputs.usable_mib:,.0f} MiB are usable ({reasons.limit(inputs.hardware)}){gpus}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
-    if scene.machine.devices:
+    if inputs.resources.devices:
         smaller += "a smaller --gpu-layers, " if settings.gpu_layers else ""
         smaller += "another --n-cpu-moe, " if settings.n_cpu_moe else ""
     return ModelDoesNotFitError(
@@ -213,31 +215,33 @@ def _refusal(scene: Scene, kv_type: str, wanted: int) -> ModelDoesNotFitError:
     )
 
 
-def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
-    settings, hardware, model = scene.settings, scene.hardware, scene.model
+def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
+    settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     load_mode, loading = _load_mode(settings, hardware, model)
-    ubatch = min(settings.ubatch or UBATCH, padded(window.context))
+    ubatch = min(settings.ubatch or UBATCH, padded(context_plan.context))
     threads, by_threads = thread_counts(settings, hardware)
-    host = host_memory(scene, window.placed.host, load_mode, bool(window.placed.placement.shares))
-    spare = scene.spare_mib - unified_mib(scene, window.placed.placement)
-    checkpoints, host, by_checkpoints = kept_checkpoints(scene, host, window.kv_type, spare)
-    longest = conversation_mib(model, window.kv_type, window.context, ubatch=ubatch, checkpoints=checkpoints)
-    host, by_cache = prompt_cache(scene, host, window.kv_type, spare, longest)
+    host = host_memory(inputs, context_plan.placed.host, load_mode, bool(context_plan.placed.placement.shares))
+    spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
+    checkpoints, host, by_checkpoints = kept_checkpoints(inputs, host, context_plan.kv_type, spare)
+    longest = conversation_mib(
+        model, context_plan.kv_type, context_plan.context, ubatch=ubatch, checkpoints=checkpoints
+    )
+    host, by_cache = prompt_cache(inputs, host, context_plan.kv_type, spare, longest)
     placed = (
-        (reasons.placement(window.placed, scene.machine, scene.notes, settings),)
-        if scene.machine.devices or scene.notes
+        (reasons.placement(context_plan.placed, inputs.resources, inputs.notes, settings),)
+        if inputs.resources.devices or inputs.notes
         else ()
     )
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
         alias=settings.alias or plain_name(model.path),
-        context=window.context,
-        kv_type=window.kv_type,
+        context=context_plan.context,
+        kv_type=context_plan.kv_type,
         parallel=slots(settings),
         is_embedding=model.is_embedding_model,
         memory=host,
-        usable_mib=float(scene.usable_mib - unified_mib(scene, window.placed.placement)),
+        usable_mib=float(inputs.usable_mib - unified_mib(inputs, context_plan.placed.placement)),
         launch=LlamaLaunch(
             threads=threads[0],
             threads_batch=threads[0],
@@ -249,74 +253,74 @@ def predicted(scene: Scene, image: ImageFacts, window: Window) -> Plan:
             checkpoints=checkpoints,
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
-        cpu_variant=scene.kernels.variant,
-        placement=window.placed.placement,
-        speed=window.placed.speed,
+        cpu_variant=inputs.kernels.variant,
+        placement=context_plan.placed.placement,
+        speed=context_plan.placed.speed,
         choices=(
-            reasons.context(settings, hardware, model, window),
+            reasons.context(settings, hardware, model, context_plan),
             reasons.kv_type(
                 settings,
-                window,
-                scene.verdicts,
-                is_slow=bool(scene.machine.devices) and not is_fast_pair(scene.engine, window.kv_type),
+                context_plan,
+                inputs.kv_checks,
+                is_slow=bool(inputs.resources.devices) and not is_fast_pair(inputs.engine, context_plan.kv_type),
             ),
             *placed,
-            *(() if scene.machine.devices else reasons.without_gpu(settings)),
+            *(() if inputs.resources.devices else reasons.without_gpu(settings)),
             by_cache,
             *by_checkpoints,
             by_threads,
-            *((scene.kernels.choice,) if scene.kernels.choice else ()),
+            *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.ubatch(settings, ubatch),
-            *slot_choices(settings, model, window.context, cache_mib=host.cache, needed_mib=longest),
+            *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,
         ),
     )
 
 
-def host_memory(scene: Scene, found: Memory, load_mode: str, has_gpu: bool) -> Memory:
+def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool) -> Memory:
     """What is copied beside the mapped file counts as allocated; its originals only in the engine's own sums."""
-    copied = Copies() if has_gpu else copies(scene.model, scene.kernels.isa)
+    copied = Copies() if has_gpu else copies(inputs.model, inputs.kernels.isa)
     is_mapped = "mmap" in load_mode
     return replace(
         found,
         weights=found.weights + copied.more,
         overhead=host_overhead_mib(),
         repacked=copied.made,
-        mapped_twice=copied.originals + drafts_mib(scene.model) if is_mapped else 0.0,
+        mapped_twice=copied.originals + drafts_mib(inputs.model) if is_mapped else 0.0,
     )
 
 
-def unified_mib(scene: Scene, placement: Placement) -> float:
+def unified_mib(inputs: PlanInputs, placement: Placement) -> float:
     """What GPUs take of host memory, since they have none of their own."""
-    unified = {device.id for device in scene.machine.devices if device.is_unified}
+    unified = {device.id for device in inputs.resources.devices if device.is_unified}
     return sum(share.memory.total + share.held_back_mib for share in placement.shares if share.id in unified)
 
 
 def kept_checkpoints(
-    scene: Scene, host: Memory, kv_type: str, spare_mib: float
+    inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float
 ) -> tuple[int | None, Memory, tuple[Choice, ...]]:
     """Copies of what cannot be rolled back, so that a chat that goes back is not read anew from its beginning."""
-    each = checkpoint_mib(scene.model, kv_type) * slots(scene.settings)
+    each = checkpoint_mib(inputs.model, kv_type) * slots(inputs.settings)
     if not each:
         return None, host, ()
-    left = spare_mib - host.total - least_cache(scene.settings)
+    left = spare_mib - host.total - least_cache(inputs.settings)
     count = int(max(1, min(CHECKPOINTS_MAX, min(CACHE_MAX_MIB, left * CHECKPOINTS_SHARE) / each)))
     return count, replace(host, checkpoints=count * each), (reasons.checkpoints(count, each, CHECKPOINTS_MAX),)
 
 
 def prompt_cache(
-    scene: Scene, host: Memory, kv_type: str, spare_mib: float, longest_mib: float
+    inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float, longest_mib: float
 ) -> tuple[Memory, Choice]:
     """The prompt cache is never off by itself: without it a side request costs the conversation a whole prefill. It is
     larger than the engine's default where one conversation can be."""
-    asked = scene.settings.cache_ram_mib
+    asked = inputs.settings.cache_ram_mib
     if asked is not None:
-        return replace(host, cache=float(asked)), reasons.cache_asked(scene.settings)
+        return replace(host, cache=float(asked)), reasons.cache_asked(inputs.settings)
     left = spare_mib - host.total
     most = max(CACHE_MAX_MIB, float(math.ceil(longest_mib * (1 + CACHE_SPARE))))
     size = float(int(min(most, max(CACHE_MIN_MIB, left / 2))))
-    return replace(host, cache=size), reasons.cache(scene.model, kv_type, size, left, most)
+    return replace(host, cache=size), reasons.cache(inputs.model, kv_type, size, left, most)
 
 
 def thread_counts(settings: Settings, hardware: Hardware) -> tuple[tuple[int, ...], Choice]:

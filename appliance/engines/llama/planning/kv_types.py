@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from appliance.engines.llama.planning.memory import can_keep
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import Verdict
+from appliance.plan import KvCheck
 from appliance.settings import Settings
 
 TRUSTED = ("f16", "q8_0")
@@ -20,28 +20,28 @@ WORTH_A_CHECK = 1.3  # times the tokens that a trusted type carries
 
 
 def kv_candidates(
-    settings: Settings, engine: EngineFacts, model: Model, verdicts: Iterable[Verdict] = (), *, on_gpu: bool
+    settings: Settings, engine: EngineFacts, model: Model, kv_checks: Iterable[KvCheck] = (), *, on_gpu: bool
 ) -> tuple[str, ...]:
     """The most exact first. On a GPU only pairs that its flash attention takes as they are, if there is any."""
     if settings.kv_type != "auto":
         return (settings.kv_type,)
-    proven = {verdict.kv_type for verdict in verdicts if verdict.is_accepted}
+    proven = {kv_check.kv_type for kv_check in kv_checks if kv_check.is_accepted}
     return _usable((*TRUSTED, *(kind for kind in BELOW_Q8 if kind in proven)), engine, model, on_gpu=on_gpu)
 
 
 def unjudged(
-    settings: Settings, engine: EngineFacts, model: Model, verdicts: Iterable[Verdict] = (), *, on_gpu: bool
+    settings: Settings, engine: EngineFacts, model: Model, kv_checks: Iterable[KvCheck] = (), *, on_gpu: bool
 ) -> tuple[str, ...]:
     """What a check could add to the candidates; a type that was refused is not asked for again."""
     if settings.kv_type != "auto":
         return ()
-    judged = {verdict.kv_type for verdict in verdicts}
+    judged = {kv_check.kv_type for kv_check in kv_checks}
     usable = _usable((*TRUSTED, *BELOW_Q8), engine, model, on_gpu=on_gpu)
     return tuple(kind for kind in usable if kind in BELOW_Q8 and kind not in judged)
 
 
 def worth_checking(carried: Mapping[str, int], *, enough: int) -> tuple[str, ...]:
-    """Of the unproven types in `carried` (tokens by type, as a Window has them) those whose gain is worth the check.
+    """Of the unproven types in `carried` (tokens by type, of a ContextPlan) those whose gain is worth the check.
 
     In the order to check them in: what carries the most of `enough` first, and of those the most exact. None when a
     type that may be used already carries enough.

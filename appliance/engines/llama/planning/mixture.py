@@ -5,7 +5,7 @@ from __future__ import annotations
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import MIB, layers_of
-from appliance.engines.llama.planning.placement import Machine
+from appliance.engines.llama.planning.placement import Resources
 from appliance.model import Model
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
@@ -16,7 +16,7 @@ GPU_EXPERT_MS = 0.005  # a kernel's start: chosen
 OFF = 1.25  # each rate, too high or too low: they are reckoned, not measured with CPU and PCIe at work together
 
 
-def modelled(model: Model, machine: Machine, placement: Placement) -> str | None:
+def modelled(model: Model, resources: Resources, placement: Placement) -> str | None:
     """One line, or None: all experts on the GPU, several GPUs, or no recorded trace of this architecture."""
     with_experts = [layer for layer in layers_of(model) if layer.expert_bytes and not layer.is_draft]
     if len(placement.shares) != 1 or not placement.cpu_expert_layers or not with_experts:
@@ -25,9 +25,9 @@ def modelled(model: Model, machine: Machine, placement: Placement) -> str | None
     if replay is None:
         return None
     share = placement.shares[0]
-    device = next(device for device in machine.devices if device.id == share.id)
+    device = next(device for device in resources.devices if device.id == share.id)
     expert_mb = sum(layer.expert_bytes for layer in with_experts) / len(with_experts) / model.experts / 1e6
-    cost = Cost(_rates(model, machine, device, expert_mb), expert_mb)
+    cost = Cost(_rates(model, resources, device, expert_mb), expert_mb)
     on_gpu = sum(layer.expert_bytes for layer in layers_of(model)[placement.cpu_expert_layers :]) / MIB
     room_mib = on_gpu + share.free_mib - share.memory.total
     slots = int(room_mib * MIB / 1e6 / expert_mb / len(with_experts))
@@ -53,13 +53,13 @@ def _replay_of(model: Model) -> Replay | None:
     return next(same, None)
 
 
-def _rates(model: Model, machine: Machine, device: Device, expert_mb: float) -> Rates:
+def _rates(model: Model, resources: Resources, device: Device, expert_mb: float) -> Rates:
     """Both sides share what DRAM can stream; kernels of the CPU alone reach `DRAM_SHARE` of it."""
     dense = sum(layer.dense_bytes for layer in layers_of(model)) / len(layers_of(model)) / 1e6
     return Rates(
-        cpu_gb_s=machine.dram_gb_s,
+        cpu_gb_s=resources.dram_gb_s,
         pcie_gb_s=device.pinned_gb_s,
-        dram_gb_s=machine.dram_gb_s / assumptions.DRAM_SHARE.value,
+        dram_gb_s=resources.dram_gb_s / assumptions.DRAM_SHARE.value,
         other_ms=dense / device.bandwidth_gb_s + assumptions.LAYER_US.value / 1000,
         cpu_fixed_ms=CPU_FIXED_MS,
         gpu_expert_ms=expert_mb / device.bandwidth_gb_s + GPU_EXPERT_MS,

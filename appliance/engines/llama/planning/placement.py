@@ -28,7 +28,7 @@ from appliance.engines.llama.planning.memory import (
 )
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Cost, Roofline
 from appliance.model import Layer, Model
-from appliance.plan import Costs, Memory, Placement, Share, Speed
+from appliance.plan import Costs, GpuAllocation, Memory, Placement, Speed
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
@@ -36,7 +36,7 @@ _NEVER = (1 << 80, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PlacementJob:
     """One model at one context: what is asked of the machine. The two numbers are set where a user fixed them."""
 
     model: Model
@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Resources:
     """`spare_mib` of host memory is there for weights, caches and buffers: what else is needed is taken off."""
 
     devices: tuple[Device, ...]
@@ -67,23 +67,23 @@ class Placed:
     cost: int  # of the chat job, picoseconds, at its fastest; the placement may give up EVEN_FOR of it
 
 
-def place(work: Work, machine: Machine) -> Placed | None:
+def place(job: PlacementJob, resources: Resources) -> Placed | None:
     """The fastest that fits; None when none does. More memory or one more GPU never makes it slower."""
-    last = _last_expert_layer(work.model)
+    last = _last_expert_layer(job.model)
     found: list[Placed] = []
-    for devices, is_pipeline in _teams(machine.devices):
-        table = _table(work, machine, devices)
-        choices = _expert_choices(work, machine, devices, is_pipeline, last, table)
-        of_team = [_Search(work, machine, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
+    for devices, is_pipeline in _teams(resources.devices):
+        table = _table(job, resources, devices)
+        choices = _expert_choices(job, resources, devices, is_pipeline, last, table)
+        of_team = [_Search(job, resources, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
         if not (any(of_team) and table.gpus_pay):
-            away = last if work.cpu_expert_layers is None else choices[-1]
-            of_team.append(_Search(work, machine, devices, away, is_pipeline, table, may_use_cpu=True).best())
+            away = last if job.cpu_expert_layers is None else choices[-1]
+            of_team.append(_Search(job, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
         found += [placed for placed in of_team if placed]
-        if len(devices) == 1 and found and _is_unbeatable(found[0].placement, machine.devices):
+        if len(devices) == 1 and found and _is_unbeatable(found[0].placement, resources.devices):
             return found[0]
     # Without a GPU the two numbers fix nothing.
-    if not machine.devices or (work.gpu_layers in (None, 0) and work.cpu_expert_layers in (None, 0)):
-        on_cpu = _Search(work, machine, (), 0, False, _table(work, machine, ()), may_use_cpu=True).best()
+    if not resources.devices or (job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)):
+        on_cpu = _Search(job, resources, (), 0, False, _table(job, resources, ()), may_use_cpu=True).best()
         found += [on_cpu] if on_cpu else []
     return min(found, key=lambda placed: placed.cost, default=None)
 
@@ -105,20 +105,20 @@ class _Table:
     roofline: Roofline
 
 
-def _table(work: Work, machine: Machine, devices: tuple[Device, ...]) -> _Table:
+def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...]) -> _Table:
     """Costs do not depend on the context, so they are reckoned once a start."""
-    key = (id(work.model), work.kv_type, work.ubatch, tuple(device.id for device in devices))
-    if key not in machine.tables:
+    key = (id(job.model), job.kv_type, job.ubatch, tuple(device.id for device in devices))
+    if key not in resources.tables:
         roofline = Roofline(
-            model=work.model,
-            kv_type=work.kv_type,
-            ubatch=work.ubatch,
-            dram_gb_s=machine.dram_gb_s,
+            model=job.model,
+            kv_type=job.kv_type,
+            ubatch=job.ubatch,
+            dram_gb_s=resources.dram_gb_s,
             upload=devices[0] if devices else None,
             depth=DEPTH,
         )
-        machine.tables[key] = _job_costs(roofline, layers_of(work.model), devices)
-    return machine.tables[key]
+        resources.tables[key] = _job_costs(roofline, layers_of(job.model), devices)
+    return resources.tables[key]
 
 
 def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
@@ -147,15 +147,15 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
 
 
 def _expert_choices(
-    work: Work, machine: Machine, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
+    job: PlacementJob, resources: Resources, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
 ) -> tuple[int, ...]:
     """How many layers' experts to keep in host memory: the fewest that fit, and all, each GPU or DRAM being faster."""
-    if work.cpu_expert_layers is not None:
-        return (min(work.cpu_expert_layers, last),)
+    if job.cpu_expert_layers is not None:
+        return (min(job.cpu_expert_layers, last),)
     low, high = 0, last
     while low < high:
         middle = (low + high) // 2
-        if _Search(work, machine, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
+        if _Search(job, resources, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
             high = middle
         else:
             low = middle + 1
@@ -172,8 +172,8 @@ class _Search:
 
     def __init__(
         self,
-        work: Work,
-        machine: Machine,
+        job: PlacementJob,
+        resources: Resources,
         devices: tuple[Device, ...],
         experts_on_cpu: int,
         is_pipeline: bool,
@@ -181,27 +181,27 @@ class _Search:
         *,
         may_use_cpu: bool,
     ) -> None:
-        self._work = work
-        self._machine = machine
+        self._job = job
+        self._resources = resources
         self._devices = devices
         self._experts_on_cpu = experts_on_cpu
         self._table = table
         self._roofline = table.roofline
-        self._layers = layers_of(work.model)
+        self._layers = layers_of(job.model)
         self._count = len(self._layers) + 1
-        self._ubatch = min(work.ubatch, padded(work.context))
+        self._ubatch = min(job.ubatch, padded(job.context))
         self._sizes()
         copies = SCHED_COPIES if is_pipeline and not experts_on_cpu else 1
-        self._mask_mib = mask_bytes(work.model, self._ubatch, work.context, work.parallel) / MIB
-        self._whole_mib = compute_mib(work.model, work.ubatch, work.context, work.parallel)
+        self._mask_mib = mask_bytes(job.model, self._ubatch, job.context, job.parallel) / MIB
+        self._whole_mib = compute_mib(job.model, job.ubatch, job.context, job.parallel)
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
-        self._logits_mib = output_mib(work.model, work.parallel)
+        self._logits_mib = output_mib(job.model, job.parallel)
         self._copied_mib = self._copies()
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
         """How many first positions may lie on the CPU."""
-        asked = self._work.gpu_layers
+        asked = self._job.gpu_layers
         if asked is not None and self._devices:
             fixed = max(0, self._count - asked)
             return range(fixed, fixed + 1)
@@ -211,17 +211,17 @@ class _Search:
 
     def _sizes(self) -> None:
         """MiB that positions take where they lie; experts of the first layers lie in host memory whatever happens."""
-        work, weights, kv, state, experts = self._work, [0.0], [0.0], [0.0], 0.0
+        job, weights, kv, state, experts = self._job, [0.0], [0.0], [0.0], 0.0
         for at, layer in enumerate(self._layers):
             is_loaded = not layer.is_draft  # a draft layer is counted by --gpu-layers, and not loaded
             away = layer.expert_bytes if at < self._experts_on_cpu and is_loaded else 0
             experts += away / MIB
             size = (layer.dense_bytes + layer.expert_bytes - away) / MIB if is_loaded else 0.0
-            cache = layer_kv_bytes(layer, work.kv_type, work.context, work.ubatch, work.parallel) if is_loaded else 0.0
+            cache = layer_kv_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) if is_loaded else 0.0
             weights.append(weights[-1] + size)
             kv.append(kv[-1] + cache / MIB)
-            state.append(state[-1] + (layer.state_bytes * work.parallel / MIB if is_loaded else 0.0))
-        weights.append(weights[-1] + work.model.output_bytes / MIB)
+            state.append(state[-1] + (layer.state_bytes * job.parallel / MIB if is_loaded else 0.0))
+        weights.append(weights[-1] + job.model.output_bytes / MIB)
         self._weights, self._kv, self._state, self._expert_mib = weights, [*kv, kv[-1]], [*state, state[-1]], experts
         self._held = [w + k + s for w, k, s in zip(weights, self._kv, self._state, strict=True)]
 
@@ -234,7 +234,7 @@ class _Search:
 
     def is_possible(self) -> bool:
         """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
-        return self._host(0).total <= self._machine.spare_mib and self._fills(0) == self._count
+        return self._host(0).total <= self._resources.spare_mib and self._fills(0) == self._count
 
     def _fills(self, start: int) -> int:
         """How far the devices reach from `start`, each as full as it goes."""
@@ -252,7 +252,7 @@ class _Search:
         if not device.is_unified:
             return device.free_mib
         cpu_layers = start if at == 0 else 0
-        return min(device.free_mib, self._machine.spare_mib - device.held_back_mib - self._host(cpu_layers).total)
+        return min(device.free_mib, self._resources.spare_mib - device.held_back_mib - self._host(cpu_layers).total)
 
     def _need_mib(self, at: int, start: int, end: int) -> float:
         return self._held[end] - self._held[start] + self._compute_mib(at, start, end)
@@ -274,7 +274,7 @@ class _Search:
 
     def _host(self, cpu_layers: int) -> Memory:
         """Of host memory: the embedding always, the first layers, experts that are kept away from GPUs."""
-        model = self._work.model
+        model = self._job.model
         all_of_it = cpu_layers == self._count
         weights = (
             weights_mib(model) if all_of_it else (self._outside_mib() + self._weights[cpu_layers] + self._expert_mib)
@@ -292,14 +292,14 @@ class _Search:
 
     def _outside_mib(self) -> float:
         """What is in no layer and not the output: the token embedding, and whatever a header does not name."""
-        return self._work.model.embedding_bytes / MIB
+        return self._job.model.embedding_bytes / MIB
 
     def best(self) -> Placed | None:
         costs = [self._cpu_costs(), *(self._gpu_costs(at) for at in range(len(self._devices)))]
         best: list[tuple[int, float]] = [_NEVER] * (self._count + 1)
         came: list[tuple[int, ...]] = [()] * (self._count + 1)
         for j in self._first_free:
-            if j <= self._count and self._host(j).total <= self._machine.spare_mib:
+            if j <= self._count and self._host(j).total <= self._resources.spare_mib:
                 best[j], came[j] = (costs[0][j], 0.0), (j,)
         for at in range(len(self._devices)):
             best, came = self._next(at, costs[at + 1], best, came)
@@ -319,8 +319,8 @@ class _Search:
         even, reached = [ends[0]], 0.0
         for at in range(len(self._devices)):
             reached += weights.get(at, 0.0)
-            wanted = held[ends[0]] + (held[-1] - held[ends[0]]) * reached / sum(weights.values())
-            even.append(min(range(even[-1], self._count + 1), key=lambda j: abs(held[j] - wanted)))
+            request = held[ends[0]] + (held[-1] - held[ends[0]]) * reached / sum(weights.values())
+            even.append(min(range(even[-1], self._count + 1), key=lambda j: abs(held[j] - request)))
         runs = list(itertools.pairwise(even))
         fits = all(self._need_mib(at, *run) <= self._room(at, run[0]) for at, run in enumerate(runs) if run[1] > run[0])
         time = costs[0][even[0]] + sum(costs[at + 1][run[1]] - costs[at + 1][run[0]] for at, run in enumerate(runs))
@@ -385,7 +385,7 @@ class _Search:
         ]
         cost = self._cost(cpu_layers, runs)
         shares = tuple(
-            Share(
+            GpuAllocation(
                 id=device.id,
                 device=f"CUDA{at}",
                 name=device.name,

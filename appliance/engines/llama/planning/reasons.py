@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from appliance.engines.llama.planning.context import ContextPlan
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
-from appliance.engines.llama.planning.placement import Machine, Placed
+from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.slots import slots
-from appliance.engines.llama.planning.window import Window
 from appliance.model import Model
-from appliance.plan import Memory, Placement, Share, Verdict
+from appliance.plan import GpuAllocation, KvCheck, Memory, Placement
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -31,85 +31,93 @@ def needs(memory: Memory, kv_type: str, context: int) -> str:
     )
 
 
-def context(settings: Settings, hardware: Hardware, model: Model, window: Window) -> Choice:
-    sizes = _beside(settings, hardware, model, window)
-    value = f"{window.context:,}"
+def context(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> Choice:
+    sizes = _beside(settings, hardware, model, context_plan)
+    value = f"{context_plan.context:,}"
     if settings.ctx_size:
         beyond = (
-            f"; beyond the model's native {model.native_context:,}" if window.context > model.native_context else ""
+            f"; beyond the model's native {model.native_context:,}"
+            if context_plan.context > model.native_context
+            else ""
         )
         return Choice(
             name="context", value=value, reason=f"asked for{beyond}: {sizes}", source=settings.sources["ctx_size"]
         )
-    if settings.allow_disk and weights_mib(model) > hardware.memory.usable_mib and not window.placed.placement.shares:
+    if (
+        settings.allow_disk
+        and weights_mib(model) > hardware.memory.usable_mib
+        and not context_plan.placed.placement.shares
+    ):
         why, source = f"weights exceed memory and --allow-disk is on: {sizes}", "allow_disk"
-    elif window.context >= model.native_context:
+    elif context_plan.context >= model.native_context:
         why, source = f"the model's native length, and it fits: {sizes}", "model"
     else:
-        why = f"what memory carries, of the model's native {model.native_context:,}: {sizes}{_more(window, model)}"
-        source = limit(hardware) if not window.placed.placement.shares else "memory of the GPUs, and speed"
+        why = (
+            f"what memory carries, of the model's native {model.native_context:,}: {sizes}{_more(context_plan, model)}"
+        )
+        source = limit(hardware) if not context_plan.placed.placement.shares else "memory of the GPUs, and speed"
     return Choice(name="context", value=value, reason=why, source=source)
 
 
-def _beside(settings: Settings, hardware: Hardware, model: Model, window: Window) -> str:
-    kv = kv_mib(model, window.kv_type, window.context, settings.ubatch or 512, slots(settings))
-    words = f"{kv:,.0f} MiB of KV at {window.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
-    shares = window.placed.placement.shares
+def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
+    kv = kv_mib(model, context_plan.kv_type, context_plan.context, settings.ubatch or 512, slots(settings))
+    words = f"{kv:,.0f} MiB of KV at {context_plan.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
+    shares = context_plan.placed.placement.shares
     if not shares:
         return words
     left = sum(share.free_mib - share.memory.total for share in shares)
     whole = sum(share.free_mib + share.held_back_mib for share in shares)
-    host = window.placed.host
+    host = context_plan.placed.host
     cached = f", and {host.kv:,.0f} of the KV," if host.kv else ""
     away = f", {host.weights:,.0f} of them{cached} in host memory," if host.weights else ""
     return f"{words}{away} leaves {left:,.0f} of {whole:,.0f} MiB of GPU memory, with {_held(shares):,.0f} held back"
 
 
-def _held(shares: tuple[Share, ...]) -> float:
+def _held(shares: tuple[GpuAllocation, ...]) -> float:
     return sum(share.held_back_mib for share in shares)
 
 
-def _more(window: Window, model: Model) -> str:
+def _more(context_plan: ContextPlan, model: Model) -> str:
     """What twice the window would need."""
-    larger = min(2 * padded(window.context), padded(model.native_context))
-    if not window.placed.placement.shares or larger <= window.context:
+    larger = min(2 * padded(context_plan.context), padded(model.native_context))
+    if not context_plan.placed.placement.shares or larger <= context_plan.context:
         return ""
-    enough = [kind for kind, tokens in window.carried.items() if tokens >= larger]
-    if enough and window.kv_type not in enough:
+    enough = [kind for kind, tokens in context_plan.carried.items() if tokens >= larger]
+    if enough and context_plan.kv_type not in enough:
         return f"; {larger:,} would need {enough[0]}"
-    if not window.larger:
-        return f"; {2 * padded(window.context):,} would not fit at all"
-    kind, seconds = min(window.larger.items(), key=lambda item: item[1])
-    times = seconds / window.placed.speed.job_s
+    if not context_plan.larger:
+        return f"; {2 * padded(context_plan.context):,} would not fit at all"
+    kind, seconds = min(context_plan.larger.items(), key=lambda item: item[1])
+    times = seconds / context_plan.placed.speed.job_s
     return (
-        f"; {2 * padded(window.context):,} at {kind} would push layers off the GPUs, and a job would take "
+        f"; {2 * padded(context_plan.context):,} at {kind} would push layers off the GPUs, and a job would take "
         f"{times:.1f} times as long"
     )
 
 
-def kv_type(settings: Settings, window: Window, verdicts: Sequence[Verdict], *, is_slow: bool) -> Choice:
+def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[KvCheck], *, is_slow: bool) -> Choice:
     if settings.kv_type != "auto":
         slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
         return Choice(
             name="kv_type",
-            value=window.kv_type,
+            value=context_plan.kv_type,
             reason=f"asked for{slow}",
             source=settings.sources["kv_type"],
             is_refusal=is_slow,
         )
-    carried: Mapping[str, int] = window.carried
-    proof = next((v for v in verdicts if v.kv_type == window.kv_type), None)
+    carried: Mapping[str, int] = context_plan.carried
+    proof = next((v for v in kv_checks if v.kv_type == context_plan.kv_type), None)
     if proof is not None and "q8_0" in carried:
         why = f"q8_0 would carry only {carried['q8_0']:,} tokens, {proof.kv_type} carries {carried[proof.kv_type]:,}: "
-        return Choice(name="kv_type", value=window.kv_type, reason=why + proof.why, source="memory, and measured")
-    if window.kv_type == "q8_0" and "f16" in carried:
+        return Choice(name="kv_type", value=context_plan.kv_type, reason=why + proof.why, source="memory, and measured")
+    if context_plan.kv_type == "q8_0" and "f16" in carried:
         why = f"f16 would carry only {carried['f16']:,} tokens, q8_0 carries {carried['q8_0']:,} at almost no loss"
     else:
-        why = f"exact, and carries {max(window.context, carried[window.kv_type]):,} tokens here"
-    return Choice(name="kv_type", value=window.kv_type, reason=why, source="memory")
+        why = f"exact, and carries {max(context_plan.context, carried[context_plan.kv_type]):,} tokens here"
+    return Choice(name="kv_type", value=context_plan.kv_type, reason=why, source="memory")
 
 
-def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings: Settings) -> Choice:
+def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], settings: Settings) -> Choice:
     found = placed.placement
     parts = [_holds(at, share) for at, share in enumerate(found.shares)]
     if found.cpu_layers:
@@ -119,16 +127,14 @@ def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings
     if not found.shares:
         parts.append("the CPU holds everything: no GPU has room for a part that pays")
     used = {share.id for share in found.shares}
-    for device in machine.devices:
+    for device in resources.devices:
         if device.id not in used:
             parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
         if device.note:
             parts.append(f"{device.name}: {device.note}")
-    speed = placed.speed
-    parts.append(
-        f"predicted: {speed.in_words()}, "
-        f"from bandwidths (DRAM {machine.dram_gb_s:.0f} GB/s, {'measured' if machine.dram_is_measured else 'assumed'})"
-    )
+    how = "measured" if resources.dram_is_measured else "assumed"
+    dram = f"DRAM {resources.dram_gb_s:.0f} GB/s, {how}"
+    parts.append(f"predicted: {placed.speed.describe()}, from bandwidths ({dram})")
     asked = [
         settings.sources[name]
         for name in ("gpu_layers", "n_cpu_moe", "devices")
@@ -138,7 +144,7 @@ def placement(placed: Placed, machine: Machine, notes: tuple[str, ...], settings
     source = ", ".join(asked) or "memory and bandwidths"
     return Choice(
         name="placement",
-        value=found.in_short(),
+        value=found.summary(),
         reason="; ".join((*parts, *notes)),
         source=source,
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
@@ -176,7 +182,7 @@ def _first(count: int) -> str:
     return "the first layer" if count == 1 else f"the first {count} layers"
 
 
-def _holds(at: int, share: Share) -> str:
+def _holds(at: int, share: GpuAllocation) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
     return (

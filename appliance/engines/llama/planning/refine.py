@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from appliance.plan import Memory, Plan, Share
+from appliance.plan import GpuAllocation, Memory, Plan
 from appliance.values import dataclass
 
 
@@ -36,7 +36,7 @@ def _corrected(plan: Plan, found: Projection | None) -> Plan:
     return replace(plan, memory=memory, placement=replace(plan.placement, shares=corrected))
 
 
-def _share(share: Share, sizes: tuple[float, float, float]) -> Share:
+def _share(share: GpuAllocation, sizes: tuple[float, float, float]) -> GpuAllocation:
     model, context, compute = sizes
     memory = share.memory
     kv = max(0.0, context - memory.state)

@@ -9,22 +9,23 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.context import Aim, ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
     BATCH,
     UBATCH,
-    Scene,
+    PlanInputs,
     check,
+    context_for,
     host_memory,
     kept_checkpoints,
     least_cache,
     offered_kinds,
+    plan_inputs,
     predicted,
     prompt_cache,
-    scene_of,
     thread_counts,
     unified_mib,
-    wanted_window,
-    window_for,
+    wanted_context,
 )
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
@@ -36,25 +37,24 @@ from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
-from appliance.engines.llama.planning.speculation import applied, as_asked, kinds, reckon, still_applied
-from appliance.engines.llama.planning.window import Aim, Window, choose_window, enough_of
+from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
 from appliance.plan import (
     CONTEXT_STEP,
-    SMALLEST_WINDOW,
+    SMALLEST_CONTEXT,
     Choice,
     Costs,
+    GpuAllocation,
     Kernels,
     Kind,
     KnobEffect,
+    KvCheck,
     Offer,
     Placement,
     Plan,
-    Share,
     Shortage,
     Speculation,
-    Verdict,
 )
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -75,31 +75,31 @@ class Space:
         hardware: Hardware,
         model: Model,
         *,
-        verdicts: Sequence[Verdict] = (),
+        kv_checks: Sequence[KvCheck] = (),
         kernels: Kernels | None = None,
         draft: Model | None = None,
         limits: Limits = NO_LIMITS,
     ) -> None:
-        """`verdicts` are on types of the cache below q8_0: none is in the space without one that accepts it.
-        `kernels` as for `scene_of`; `draft` is the model that makes draft tokens, if one is given."""
+        """`kv_checks` are on types of the cache below q8_0: none is in the space without one that accepts it.
+        `kernels` as for `plan_inputs`; `draft` is the model that makes draft tokens, if one is given."""
         check(settings, engine, model)
         facts = (settings, image, engine, hardware, model)
-        self._with_limits = partial(Space, *facts, verdicts=verdicts, kernels=kernels, draft=draft)
-        scene = scene_of(*facts, kernels, limits)
-        self._scene = replace(scene, verdicts=tuple(verdicts))
+        self._with_limits = partial(Space, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft)
+        inputs = plan_inputs(*facts, kernels, limits)
+        self._inputs = replace(inputs, kv_checks=tuple(kv_checks))
         self._image = image
         self._draft = draft
         self._aim = _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
-    def window(self) -> Window:
-        return window_for(self._scene, self._aim)
+    def context_plan(self) -> ContextPlan:
+        return context_for(self._inputs, self._aim)
 
     @cached_property
     def best(self) -> Plan:
         """The prediction."""
-        return predicted(self._scene, self._image, self.window)
+        return predicted(self._inputs, self._image, self.context_plan)
 
     @property
     def predicted(self) -> Plan:
@@ -107,18 +107,18 @@ class Space:
 
         Raises ModelDoesNotFitError where that has no room.
         """
-        scene = self._scene
-        return as_asked(self.best, scene.settings, model=scene.model, draft=self._draft, isa=scene.kernels.isa)
+        inputs = self._inputs
+        return as_asked(self.best, inputs.settings, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def offers(self) -> tuple[Offer, ...]:
         """Every kind of speculative decoding, the likeliest first. Raises ConfigError for one that was asked for and
         cannot be done."""
-        return kinds(self._scene.settings, self._scene.model, self._scene.engine, self._draft)
+        return kinds(self._inputs.settings, self._inputs.model, self._inputs.engine, self._draft)
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
         """What it adds to the plan."""
-        scene = self._scene
-        return reckon(plan, kind, tokens, model=scene.model, draft=self._draft, isa=scene.kernels.isa)
+        inputs = self._inputs
+        return estimate(plan, kind, tokens, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
         """Raises ModelDoesNotFitError where there is no room."""
@@ -131,25 +131,27 @@ class Space:
     @property
     def native(self) -> int:
         """The model's own window, or the one that was asked for."""
-        return self._scene.settings.ctx_size or self._scene.model.native_context
+        return self._inputs.settings.ctx_size or self._inputs.model.native_context
 
     def kinds_to_check(self) -> tuple[str, ...]:
         """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps
         most first. The best plan that is possible already is what they are checked with."""
-        scene = self._scene
-        wanted = wanted_window(scene, self._aim)
-        on_gpu = bool(scene.machine.devices)
-        more = unjudged(scene.settings, scene.engine, scene.model, scene.verdicts, on_gpu=on_gpu)
-        if not more or scene.settings.allow_disk or scene.model.is_embedding_model:  # from disk every window would fit
+        inputs = self._inputs
+        request = wanted_context(inputs, self._aim)
+        on_gpu = bool(inputs.resources.devices)
+        more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
+        if (
+            not more or inputs.settings.allow_disk or inputs.model.is_embedding_model
+        ):  # from disk every window would fit
             return ()
-        window = choose_window(scene.work, scene.machine, replace(wanted, kinds=(*wanted.kinds, *more)))
-        return worth_checking(window.carried, enough=enough_of(wanted)) if window else ()
+        context_plan = choose_context(inputs.job, inputs.resources, replace(request, kinds=(*request.kinds, *more)))
+        return worth_checking(context_plan.carried, enough=enough_of(request)) if context_plan else ()
 
     def all(self) -> list[Plan]:
         """Every plan that fits, the best first: each type of the cache, window, ubatch, number of threads, way to load,
         and some more or fewer experts in host memory. Thousands where there are GPUs."""
         best = self.best
-        room = float("inf") if self._scene.settings.allow_disk else max(best.usable_mib, best.memory.total)
+        room = float("inf") if self._inputs.settings.allow_disk else max(best.usable_mib, best.memory.total)
         found: dict[str, Plan] = {}
         for plan in (best, *(each for placed in self._placements() for each in self._around(placed))):
             if plan.memory.total <= room:
@@ -158,106 +160,106 @@ class Space:
 
     def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, window, ubatch and number of experts in host memory."""
-        settings, has_gpu = self._scene.settings, bool(self._scene.machine.devices)
+        settings, has_gpu = self._inputs.settings, bool(self._inputs.resources.devices)
         ubatches = UBATCHES_GPU if has_gpu else UBATCHES
-        for kv_type in offered_kinds(self._scene):
-            for context in self._windows(kv_type):
-                window = replace(self.window, kv_type=kv_type, context=context)
+        for kv_type in offered_kinds(self._inputs):
+            for context in self._contexts(kv_type):
+                context_plan = replace(self.context_plan, kv_type=kv_type, context=context)
                 for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
                     if ubatch > padded(context):
                         continue
-                    placed = _again(self._scene, window, ubatch=ubatch)
-                    for each in (placed, *self._more_experts(window, ubatch, placed)):
+                    placed = _again(self._inputs, context_plan, ubatch=ubatch)
+                    for each in (placed, *self._more_experts(context_plan, ubatch, placed)):
                         if each:
-                            yield self._at(each, window, ubatch=ubatch)
+                            yield self._at(each, context_plan, ubatch=ubatch)
 
-    def _more_experts(self, window: Window, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
-        if placed and placed.placement.cpu_expert_layers and self._scene.settings.n_cpu_moe is None:
+    def _more_experts(self, context_plan: ContextPlan, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
+        if placed and placed.placement.cpu_expert_layers and self._inputs.settings.n_cpu_moe is None:
             for more in EXPERTS_AROUND:
                 experts = placed.placement.cpu_expert_layers + more
-                yield _again(self._scene, window, ubatch=ubatch, experts=experts)
+                yield _again(self._inputs, context_plan, ubatch=ubatch, experts=experts)
 
-    def _windows(self, kv_type: str) -> tuple[int, ...]:
+    def _contexts(self, kv_type: str) -> tuple[int, ...]:
         """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
-        settings, best = self._scene.settings, self.best
+        settings, best = self._inputs.settings, self.best
         if settings.ctx_size:
             return (best.context,)
-        largest = best.context if kv_type == best.kv_type else self.window.carried.get(kv_type, 0)
+        largest = best.context if kv_type == best.kv_type else self.context_plan.carried.get(kv_type, 0)
         if not largest:
             return ()
-        has_gpu = bool(self._scene.machine.devices)
+        has_gpu = bool(self._inputs.resources.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
         if kv_type != best.kv_type and self._aim != "context":
             # Another type is for speed here: which one is worth a larger window was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
-        least = min(self.native, SMALLEST_WINDOW, best.context)  # no mode serves less
+        least = min(self.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
         if not has_gpu:
             return (widest,) if widest >= least else ()
-        below = (SMALLEST_WINDOW << at for at in range(12))
-        wanted = {widest, largest, *(size for size in below if size < widest)}
-        return tuple(sorted((size for size in wanted if size >= least), reverse=True))
+        below = (SMALLEST_CONTEXT << at for at in range(12))
+        request = {widest, largest, *(size for size in below if size < widest)}
+        return tuple(sorted((size for size in request if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest window that can be placed at all, whatever it costs, found by halving."""
         low, high = carried // CONTEXT_STEP, padded(self.native) // CONTEXT_STEP
         while low < high:
             middle = (low + high + 1) // 2
-            window = replace(self.window, kv_type=kv_type, context=middle * CONTEXT_STEP)
-            low, high = (middle, high) if _again(self._scene, window, ubatch=UBATCH) else (low, middle - 1)
+            context_plan = replace(self.context_plan, kv_type=kv_type, context=middle * CONTEXT_STEP)
+            low, high = (middle, high) if _again(self._inputs, context_plan, ubatch=UBATCH) else (low, middle - 1)
         return low * CONTEXT_STEP
 
     def _around(self, plan: Plan) -> Iterator[Plan]:
         """With other threads, loaded otherwise, split otherwise."""
-        scene, placement = self._scene, plan.placement
+        inputs, placement = self._inputs, plan.placement
         works_on_cpu = not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
         counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
         modes = [launch_of(plan).load_mode]
-        if works_on_cpu and scene.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
+        if works_on_cpu and inputs.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
             modes.append("none")
         for threads in counts:
             for mode in modes:
                 yield _with_threads(_loaded(plan, mode), threads)
-        if "row" in scene.engine.split_modes and not works_on_cpu and _are_linked(scene, placement):
+        if "row" in inputs.engine.split_modes and not works_on_cpu and _are_linked(inputs, placement):
             yield _split_by_rows(plan)
 
     def _thread_counts(self) -> tuple[int, ...]:
         """Those of a prediction, and one more and one fewer than the cores."""
-        counts, _ = thread_counts(self._scene.settings, self._scene.hardware)
-        if self._scene.settings.threads:
+        counts, _ = thread_counts(self._inputs.settings, self._inputs.hardware)
+        if self._inputs.settings.threads:
             return counts
-        most = self._scene.hardware.cpu.threads_max
+        most = self._inputs.hardware.cpu.threads_max
         return tuple(dict.fromkeys((*counts, max(1, counts[0] - 1), min(most, counts[0] + 1))))
 
-    def _at(self, placed: Placed, window: Window, *, ubatch: int) -> Plan:
+    def _at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
         """The best with another placement, window and ubatch, and with the caches that it leaves room for."""
-        plan = _with(self._scene, self.best, placed, ubatch=ubatch)
-        if (window.context, window.kv_type) == (plan.context, plan.kv_type):
+        plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
+        if (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return self._with_caches(plan) or plan
         words = {
-            "context": (f"{window.context:,}", "measured beside others"),
-            "kv_type": (window.kv_type, "measured beside others"),
+            "context": (f"{context_plan.context:,}", "measured beside others"),
+            "kv_type": (context_plan.kv_type, "measured beside others"),
         }
-        plan = replace(_reworded(plan, **words), context=window.context, kv_type=window.kv_type)
+        plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
         return self._with_caches(plan) or plan
 
-    def at_window(self, plan: Plan, context: int) -> Plan | None:
+    def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The same plan with a smaller window; None where it cannot be placed again."""
         launch = launch_of(plan)
-        window = replace(self.window, kv_type=plan.kv_type, context=context)
-        work = replace(self._scene.work, context=padded(context), kv_type=plan.kv_type, ubatch=launch.ubatch)
+        context_plan = replace(self.context_plan, kv_type=plan.kv_type, context=context)
+        job = replace(self._inputs.job, context=padded(context), kv_type=plan.kv_type, ubatch=launch.ubatch)
         if plan.placement.shares:
             experts = plan.placement.cpu_expert_layers
-            work = replace(work, gpu_layers=plan.placement.gpu_layers, cpu_expert_layers=experts)
-        placed = place(work, self._scene.machine)
+            job = replace(job, gpu_layers=plan.placement.gpu_layers, cpu_expert_layers=experts)
+        placed = place(job, self._inputs.resources)
         if placed is None:
             return None
-        found = _loaded(self._at(placed, window, ubatch=launch.ubatch), launch.load_mode)
+        found = _loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
         return _with_threads(found, launch.threads)
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks. Its layers lie where they lay:
         what was measured was that. Caches of prompts and checkpoints take what is left."""
-        devices = _same_devices(measured.placement.shares, self._scene.machine.devices)
+        devices = _same_devices(measured.placement.shares, self._inputs.resources.devices)
         if devices is None:
             return f"a GPU that it used is not there: {', '.join(share.name for share in measured.placement.shares)}"
         for device, share in zip(devices, measured.placement.shares, strict=True):
@@ -268,17 +270,17 @@ class Space:
             replace(share, id=device.id, free_mib=device.free_mib, held_back_mib=device.held_back_mib)
             for share, device in pairs
         )
-        settings, model = self._scene.settings, self._scene.model
+        settings, model = self._inputs.settings, self._inputs.model
         there = replace(
             measured,
             model_path=str(model.path),
             alias=settings.alias or plain_name(model.path),
-            parallel=self._scene.parallel,
-            cpu_variant=self._scene.kernels.variant,
+            parallel=self._inputs.parallel,
+            cpu_variant=self._inputs.kernels.variant,
             placement=replace(measured.placement, shares=shares),
-            usable_mib=self._scene.usable_mib - unified_mib(self._scene, Placement(shares=shares)),
+            usable_mib=self._inputs.usable_mib - unified_mib(self._inputs, Placement(shares=shares)),
         )
-        if kernels := self._scene.kernels.choice:  # a pinned profile may be of an image with other variants
+        if kernels := self._inputs.kernels.choice:  # a pinned profile may be of an image with other variants
             choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
             there = replace(there, choices=tuple(choices))
         fitted = self._with_caches(there)
@@ -288,49 +290,49 @@ class Space:
         return fitted
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        scene = self._scene
-        found = missing(scene.hardware, plan, shortage, scene.settings, scene.limits)
+        inputs = self._inputs
+        found = missing(inputs.hardware, plan, shortage, inputs.settings, inputs.limits)
         if found is None:
             return None
-        taken = partial(taken_mib, scene.hardware, gpu_id=found.gpu_id)
+        taken = partial(taken_mib, inputs.hardware, gpu_id=found.gpu_id)
         space = self._with_limits(limits=found.limits)
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def _with_caches(self, plan: Plan) -> Plan | None:
         """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
-        scene = self._scene
-        spare = scene.spare_mib - unified_mib(scene, plan.placement)
+        inputs = self._inputs
+        spare = inputs.spare_mib - unified_mib(inputs, plan.placement)
         bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
-        if bare.total + least_cache(scene.settings) > spare and not scene.settings.allow_disk:
+        if bare.total + least_cache(inputs.settings) > spare and not inputs.settings.allow_disk:
             return None
-        checkpoints, host, by_checkpoints = kept_checkpoints(scene, bare, plan.kv_type, spare)
+        checkpoints, host, by_checkpoints = kept_checkpoints(inputs, bare, plan.kv_type, spare)
         ubatch = launch_of(plan).ubatch
-        longest = conversation_mib(scene.model, plan.kv_type, plan.context, ubatch=ubatch, checkpoints=checkpoints)
-        host, by_cache = prompt_cache(scene, host, plan.kv_type, spare, longest)
+        longest = conversation_mib(inputs.model, plan.kv_type, plan.context, ubatch=ubatch, checkpoints=checkpoints)
+        host, by_cache = prompt_cache(inputs, host, plan.kv_type, spare, longest)
         words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
         choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
         return with_launch(
             replace(plan, memory=host, choices=choices),
             checkpoints=checkpoints,
-            idle_slots_stay=idle_slots_stay(scene.settings, host.cache, longest),
+            idle_slots_stay=idle_slots_stay(inputs.settings, host.cache, longest),
             cache_ram_mib=int(host.cache),
         )
 
     def costs(self, plan: Plan) -> Costs:
-        launch, scene = launch_of(plan), self._scene
-        key = (plan.placement.in_short(), plan.kv_type, launch.ubatch)
+        launch, inputs = launch_of(plan), self._inputs
+        key = (plan.placement.summary(), plan.kv_type, launch.ubatch)
         if key not in self._costs:
             self._costs[key] = self._costs_of(plan, launch.ubatch)
-        return with_threads(self._costs[key], launch.threads, max(1, scene.hardware.cpu.cores))
+        return with_threads(self._costs[key], launch.threads, max(1, inputs.hardware.cpu.cores))
 
     def _costs_of(self, plan: Plan, ubatch: int) -> Costs:
-        machine, shares = self._scene.machine, plan.placement.shares
-        devices = {device.id: device for device in machine.devices}
+        resources, shares = self._inputs.resources, plan.placement.shares
+        devices = {device.id: device for device in resources.devices}
         roofline = Roofline(
-            model=self._scene.model,
+            model=self._inputs.model,
             kv_type=plan.kv_type,
             ubatch=ubatch,
-            dram_gb_s=machine.dram_gb_s,
+            dram_gb_s=resources.dram_gb_s,
             upload=devices[shares[0].id] if shares else None,
         )
         return costs_of(roofline, plan.placement, devices)
@@ -341,7 +343,7 @@ class Space:
 
     def modelled(self, plan: Plan) -> str | None:
         """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
-        return modelled(self._scene.model, self._scene.machine, plan.placement)
+        return modelled(self._inputs.model, self._inputs.resources, plan.placement)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
@@ -355,7 +357,7 @@ def _aim(settings: Settings) -> Aim:
     return aims[settings.mode]
 
 
-def _same_devices(shares: tuple[Share, ...], devices: tuple[Device, ...]) -> list[Device] | None:
+def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:
     """By id; a profile that was made on another machine of the same kind finds its cards by name and order."""
     left = list(devices)
     found: list[Device] = []
@@ -385,7 +387,7 @@ def _loaded(plan: Plan, mode: str) -> Plan:
 def _split_by_rows(plan: Plan) -> Plan:
     split = replace(plan.placement, split_mode="row")
     why = "rows of each matrix are split over the linked cards; measured beside whole layers"
-    return _reworded(replace(plan, placement=split), placement=(split.in_short(), why))
+    return _reworded(replace(plan, placement=split), placement=(split.summary(), why))
 
 
 def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
@@ -397,23 +399,23 @@ def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     return replace(plan, choices=choices)
 
 
-def _are_linked(scene: Scene, placement: Placement) -> bool:
-    used = [device for device in scene.machine.devices if device.id in {share.id for share in placement.shares}]
+def _are_linked(inputs: PlanInputs, placement: Placement) -> bool:
+    used = [device for device in inputs.resources.devices if device.id in {share.id for share in placement.shares}]
     return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
 
 
-def _again(scene: Scene, window: Window, *, ubatch: int, experts: int | None = None) -> Placed | None:
+def _again(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int, experts: int | None = None) -> Placed | None:
     if experts is not None and experts < 0:
         return None
-    work = replace(scene.work, context=padded(window.context), kv_type=window.kv_type, ubatch=ubatch)
-    return place(work if experts is None else replace(work, cpu_expert_layers=experts), scene.machine)
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    return place(job if experts is None else replace(job, cpu_expert_layers=experts), inputs.resources)
 
 
-def _with(scene: Scene, best: Plan, placed: Placed, *, ubatch: int) -> Plan:
+def _with(inputs: PlanInputs, best: Plan, placed: Placed, *, ubatch: int) -> Plan:
     launch = launch_of(best)
-    host = host_memory(scene, placed.host, launch.load_mode, bool(placed.placement.shares))
+    host = host_memory(inputs, placed.host, launch.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
-    where = reasons.placement(placed, scene.machine, scene.notes, scene.settings)
+    where = reasons.placement(placed, inputs.resources, inputs.notes, inputs.settings)
     words = {"placement": (where.value, where.reason)}
     if ubatch != launch.ubatch:
         words["ubatch"] = (str(ubatch), f"measured beside {launch.ubatch}")

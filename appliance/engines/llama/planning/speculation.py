@@ -28,7 +28,7 @@ from appliance.engines.llama.planning.memory import (
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import KINDS, NOTHING, TASTES, UNMEASURED, Kind, Memory, Offer, Speculation, with_choice
+from appliance.plan import KINDS, NOTHING, SPECULATION_GOALS, UNMEASURED, Kind, Memory, Offer, Speculation, with_choice
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 
@@ -51,7 +51,7 @@ def kinds(settings: Settings, model: Model, engine: EngineFacts, draft: Model | 
 
 
 def _offer(kind: Kind, settings: Settings, model: Model, engine: EngineFacts, draft: Model | None) -> Offer:
-    if settings.speculation not in (*TASTES, kind):
+    if settings.speculation not in (*SPECULATION_GOALS, kind):
         other = f"speculation is {settings.speculation} ({settings.sources['speculation']})"
         return Offer(kind=kind, is_tried=False, reason=other)
     lacking = _lacking(kind, engine, model)
@@ -101,7 +101,7 @@ def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
     return None
 
 
-def reckon(
+def estimate(
     plan: Plan, kind: Kind, tokens: int, *, model: Model, draft: Model | None = None, isa: tuple[str, ...] = ()
 ) -> Speculation:
     """What this kind adds to that plan. `isa` is what the kernels that serve are compiled for, for what they copy."""
@@ -168,10 +168,10 @@ def as_asked(
     kind = next((kind for kind in KINDS if kind == settings.speculation), None)
     if kind is None:
         return plan
-    found = reckon(plan, kind, UNMEASURED[kind], model=model, draft=draft, isa=isa)
+    found = estimate(plan, kind, UNMEASURED[kind], model=model, draft=draft, isa=isa)
     why = "asked for; what it gains was not measured"
     source = settings.sources["speculation"]
-    return applied(plan, found, Choice(name="speculation", value=found.in_words(), reason=why, source=source))
+    return applied(plan, found, Choice(name="speculation", value=found.describe(), reason=why, source=source))
 
 
 def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) -> Plan:
@@ -186,7 +186,7 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
         speculation = replace(speculation, draft_path=draft_path)
     words = [choice for choice in measured.choices if choice.name == "speculation"]
     if _place_of(plan) != _place_of(measured):
-        return with_choice(plan, _refused(f"{speculation.in_words()} was measured for another context or placement"))
+        return with_choice(plan, _refused(f"{speculation.describe()} was measured for another context or placement"))
     try:
         return applied(plan, speculation, words[0] if words else None)
     except ModelDoesNotFitError as error:
@@ -195,7 +195,7 @@ def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) 
 
 def _place_of(plan: Plan) -> tuple[object, ...]:
     """What the room that speculation takes depends on."""
-    where = (plan.placement.in_short(), launch_of(plan).load_mode) if plan.placement.shares else ()
+    where = (plan.placement.summary(), launch_of(plan).load_mode) if plan.placement.shares else ()
     return (plan.context, plan.kv_type, plan.parallel, *where)
 
 
@@ -205,7 +205,7 @@ def _refused(why: str) -> Choice:
 
 def _refusal(speculation: Speculation, over_mib: float, where: str) -> ModelDoesNotFitError:
     message = (
-        f"speculation does not fit: {speculation.in_words()} needs {speculation.adds.total:,.0f} MiB beside the model, "
+        f"speculation does not fit: {speculation.describe()} needs {speculation.adds.total:,.0f} MiB beside the model, "
         f"{over_mib:,.0f} more than there are on {where}"
     )
     return ModelDoesNotFitError(message, hint="use a smaller --ctx-size, a smaller draft model, or --speculation off")

@@ -30,7 +30,7 @@ from appliance.engines.llama.server import (
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Allocated, Memory, Placement, Plan, Share
+from appliance.plan import Allocated, GpuAllocation, Memory, Placement, Plan
 from appliance.settings import resolve_settings
 from tests.builders import ENGINE, IMAGE, SMALL, USAGE, machine
 
@@ -116,7 +116,7 @@ WITH_CUDA = replace(ENGINE, backends=("libggml-cpu-haswell.so", "libggml-cuda.so
 def placed(*layers: int, experts: int = 0, split: str = "layer") -> Plan:
     memory = Memory(weights=1.0, kv=1.0, compute=1.0, output=0.0, cache=0.0, overhead=0.0)
     shares = tuple(
-        Share(
+        GpuAllocation(
             id=f"GPU-{at}",
             device=f"CUDA{at}",
             name="a GPU",

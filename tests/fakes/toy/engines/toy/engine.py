@@ -17,7 +17,7 @@ from appliance.engine_route import EngineRoute
 from appliance.engines.engine import Completion, Ending, Engine, Inputs, Install, Space
 from appliance.errors import EngineDiedError, EngineNotReadyError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
-from appliance.plan import NOTHING, Allocated, Choice, Costs, KnobEffect, Launch, Plan, Verdict
+from appliance.plan import NOTHING, Allocated, Choice, Costs, KnobEffect, KvCheck, Launch, Plan
 from appliance.values import dataclass
 
 LANES = (1, 2, 4)
@@ -66,7 +66,7 @@ class ToySpace(Space):
     def all(self) -> list[Plan]:
         return [replace(self.best, launch=ToyLaunch(lanes=lanes)) for lanes in LANES]
 
-    def at_window(self, plan: Plan, context: int) -> Plan | None:
+    def at_context(self, plan: Plan, context: int) -> Plan | None:
         return replace(plan, context=context)
 
     def now(self, measured: Plan) -> Plan | str:
@@ -115,7 +115,7 @@ class Toy(Engine):
 
     routes = (EngineRoute(path="/v1/chat/completions", upstream="/toy/chat", can_stream=False),)
 
-    def space(self, inputs: Inputs, verdicts: Sequence[Verdict] = ()) -> ToySpace:
+    def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> ToySpace:
         return ToySpace(inputs)
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:

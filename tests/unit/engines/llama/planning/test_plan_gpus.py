@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
+from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.refine import Projection, refine
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
@@ -127,8 +127,8 @@ def fastest(having: list[tuple[int, float]], name: str, context: int, spare_mib:
     devices = sorted(
         (device(i, free, speed) for i, (free, speed) in enumerate(having)), key=lambda d: -d.bandwidth_gb_s
     )
-    work = Work(model=shape(name), context=context, kv_type="f16", ubatch=512, parallel=4)
-    return place(work, Machine(devices=tuple(devices), spare_mib=spare_mib, dram_gb_s=32.0))
+    work = PlacementJob(model=shape(name), context=context, kv_type="f16", ubatch=512, parallel=4)
+    return place(work, Resources(devices=tuple(devices), spare_mib=spare_mib, dram_gb_s=32.0))
 
 
 @settings(deadline=None)
@@ -228,7 +228,7 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
         found = now.now(measured)
         if less_mib == slack:
             assert isinstance(found, Plan)
-            assert found.placement.in_short() == measured.placement.in_short()
+            assert found.placement.summary() == measured.placement.summary()
             assert reason(found, "ubatch") == "best measured"
         else:
             room = share.free_mib - less_mib
@@ -245,7 +245,7 @@ def test_what_is_measured_beside_the_first_plan_is_explained_by_its_own_values(m
     assert len({each.placement for each in found}) > 1
     for each in found:
         said = {choice.name: choice.value for choice in each.choices}
-        assert said["placement"] == each.placement.in_short()
+        assert said["placement"] == each.placement.summary()
         assert said["ubatch"] == str(launch_of(each).ubatch)
         assert said["load_mode"] == launch_of(each).load_mode
 
@@ -277,8 +277,8 @@ def test_weights_that_are_read_from_disk_stay_mapped() -> None:
 
 def test_unified_memory_that_holds_all_layers_but_not_a_second_set_of_buffers_is_used() -> None:
     card = replace(device(0, 9650.0, 270.0), is_unified=True)
-    work = Work(model=shape("qwen3-8b"), context=32768, kv_type="f16", ubatch=512, parallel=4)
-    found = place(work, Machine(devices=(card,), spare_mib=9650.0, dram_gb_s=32.0))
+    work = PlacementJob(model=shape("qwen3-8b"), context=32768, kv_type="f16", ubatch=512, parallel=4)
+    found = place(work, Resources(devices=(card,), spare_mib=9650.0, dram_gb_s=32.0))
     assert found is not None
     assert found.placement.gpu_layers == 37
     assert found.host.total + found.placement.shares[0].memory.total <= 9650.0

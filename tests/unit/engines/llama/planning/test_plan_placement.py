@@ -19,7 +19,7 @@ from appliance.engines.llama.planning.memory import (
     mask_bytes,
     output_mib,
 )
-from appliance.engines.llama.planning.placement import Machine, Work, place
+from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Roofline
 from appliance.model import Layer, Model
 from tests.builders import LARGE
@@ -56,7 +56,7 @@ def device(index: int, free_mib: float, gb_s: float) -> Device:
     )
 
 
-def cheapest_by_counting(work: Work, devices: tuple[Device, ...], dram_gb_s: float) -> int | None:
+def cheapest_by_counting(work: PlacementJob, devices: tuple[Device, ...], dram_gb_s: float) -> int | None:
     """All runs of layers on all devices in order, none on the CPU."""
     model, layers = work.model, layers_of(work.model)
     roofline = Roofline(model=model, kv_type="f16", ubatch=work.ubatch, dram_gb_s=dram_gb_s, depth=DEPTH)
@@ -96,9 +96,9 @@ def test_no_split_of_the_cards_is_faster_than_the_one_found(
     devices = tuple(
         sorted((device(i, free, speed) for i, (free, speed) in enumerate(having)), key=lambda d: -d.bandwidth_gb_s)
     )
-    work = Work(model=small(sizes), context=context, kv_type="f16", ubatch=512, parallel=4)
+    work = PlacementJob(model=small(sizes), context=context, kv_type="f16", ubatch=512, parallel=4)
     counted = cheapest_by_counting(work, devices, 32.0)
-    placed = place(work, Machine(devices=devices, spare_mib=100000.0, dram_gb_s=32.0))
+    placed = place(work, Resources(devices=devices, spare_mib=100000.0, dram_gb_s=32.0))
     assert placed is not None
     if counted is not None:
         assert placed.cost == counted
@@ -108,8 +108,8 @@ def test_no_split_of_the_cards_is_faster_than_the_one_found(
 
 
 def test_what_does_not_fit_the_host_either_is_no_plan() -> None:
-    work = Work(model=small((400,) * LAYERS), context=512, kv_type="f16", ubatch=512, parallel=4)
-    assert place(work, Machine(devices=(device(0, 300, 900.0),), spare_mib=300.0, dram_gb_s=32.0)) is None
+    work = PlacementJob(model=small((400,) * LAYERS), context=512, kv_type="f16", ubatch=512, parallel=4)
+    assert place(work, Resources(devices=(device(0, 300, 900.0),), spare_mib=300.0, dram_gb_s=32.0)) is None
 
 
 def test_a_sliding_layer_keeps_a_window_for_each_slot_and_one_batch() -> None:
@@ -124,10 +124,10 @@ def test_experts_stay_in_host_memory_only_as_far_as_they_must(used: int) -> None
     stack = tuple(replace(EMPTY, dense_bytes=50 * MIB, expert_bytes=600 * MIB) for _ in range(LAYERS))
     of = replace(small((50,) * LAYERS), stack=stack, experts=8, experts_used=used, expert_length=64)
     of = replace(of, weights_bytes=sum(la.dense_bytes + la.expert_bytes for la in stack) + 150 * MIB)
-    work = Work(model=of, context=512, kv_type="f16", ubatch=512, parallel=4)
+    work = PlacementJob(model=of, context=512, kv_type="f16", ubatch=512, parallel=4)
     found = []
     for free in (600.0, 1500.0, 2500.0, 5000.0):
-        placed = place(work, Machine(devices=(device(0, free, 900.0),), spare_mib=100000.0, dram_gb_s=32.0))
+        placed = place(work, Resources(devices=(device(0, free, 900.0),), spare_mib=100000.0, dram_gb_s=32.0))
         assert placed is not None
         found.append((placed.placement.cpu_layers, placed.placement.cpu_expert_layers))
     assert [experts for _, experts in found] == sorted((experts for _, experts in found), reverse=True)

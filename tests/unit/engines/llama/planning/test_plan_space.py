@@ -197,7 +197,7 @@ def test_with_a_smaller_window_everything_else_stays(machine: str, load_mode: st
     threads = launch_of(here.best).threads
     loaded = (p for p in here.all() if launch_of(p).load_mode == load_mode)
     each = next(p for p in loaded if launch_of(p).threads != threads)
-    found = here.at_window(each, 8192)
+    found = here.at_context(each, 8192)
     assert found is not None
     assert found.context == 8192 < each.context
     assert found.kv_type == each.kv_type
@@ -211,7 +211,7 @@ def test_with_a_smaller_window_everything_else_stays(machine: str, load_mode: st
 
 def test_a_window_that_cannot_be_placed_is_none() -> None:
     here = space(LAPTOP, shape("qwen3-30b-a3b"))
-    assert here.at_window(here.best, 16 * 2**20) is None
+    assert here.at_context(here.best, 16 * 2**20) is None
 
 
 hosts = st.sampled_from(["cpu-16g", "laptop-5060", "2x4090", "24+8", "gb10"])

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import kv_mib, layers_of, weights_mib
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.planning.speculation import CACHE_LEFT_MIB, applied, as_asked, kinds, reckon, still_applied
+from appliance.engines.llama.planning.speculation import (
+    CACHE_LEFT_MIB,
+    applied,
+    as_asked,
+    estimate,
+    kinds,
+    still_applied,
+)
 from appliance.engines.llama.server import arguments, speculation_arguments
 from appliance.errors import ConfigError, EngineArgumentsError, ModelDoesNotFitError
 from appliance.model import Model
-from appliance.plan import KINDS, SIZES, UNMEASURED, Choice, Kind, Placement, Plan, Share, as_document, in_short
+from appliance.plan import KINDS, SIZES, UNMEASURED, Choice, GpuAllocation, Kind, Placement, Plan, as_document, summary
 from appliance.profile import dump_profile, parse_profile
 from appliance.settings import Settings, resolve_settings
 from tests.builders import ENGINE, IMAGE, SMALL, machine, profile
@@ -39,7 +46,7 @@ def first(model: Model = SMALL, total_mib: int = 16384, **flags: str) -> Plan:
 
 def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model = WITH_DRAFTS) -> Plan:
     of = base or first(model)
-    return applied(of, reckon(of, kind, tokens, model=model, draft=SMALL if kind == "draft" else None))
+    return applied(of, estimate(of, kind, tokens, model=model, draft=SMALL if kind == "draft" else None))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +64,11 @@ def guessing(kind: Kind, tokens: int = 2, base: Plan | None = None, model: Model
     ],
 )
 def test_what_cannot_be_done_is_refused_at_the_start(model: Model, flags: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as api_error:
         Space(settings(**flags), IMAGE, ENGINE, machine(), model)
-    assert words in refusal.value.message
-    assert refusal.value.exit_code == 10
-    assert refusal.value.hint
+    assert words in api_error.value.message
+    assert api_error.value.exit_code == 10
+    assert api_error.value.hint
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +144,7 @@ def test_logits_of_every_guess_are_an_upper_bound_of_what_was_logged(tokens: int
 def test_with_room_or_refused_and_the_prompt_cache_gives_way(kind: Kind, data: st.DataObject, total_mib: int) -> None:
     base = first(WITH_DRAFTS, total_mib)
     tokens = data.draw(st.sampled_from(SIZES[kind]))
-    adds = reckon(base, kind, tokens, model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None).adds
+    adds = estimate(base, kind, tokens, model=WITH_DRAFTS, draft=SMALL if kind == "draft" else None).adds
     least = base.memory.total + adds.total - max(0, launch_of(base).cache_ram_mib - CACHE_LEFT_MIB)
     assume(abs(least - base.usable_mib) > 1)  # the cache is of whole MiB
     if least > base.usable_mib:
@@ -157,8 +164,8 @@ def test_a_cache_that_was_asked_for_does_not_give_way() -> None:
 
 
 def test_a_draft_model_goes_to_the_first_gpu_with_room() -> None:
-    def share(name: str, free_mib: float) -> Share:
-        return Share(
+    def share(name: str, free_mib: float) -> GpuAllocation:
+        return GpuAllocation(
             id=name,
             device={"a": "CUDA0", "b": "CUDA1"}[name],
             name=name,
@@ -199,11 +206,11 @@ def test_a_damaged_record_is_refused(name: str, value: object) -> None:
 
 def test_what_was_measured_is_served_while_it_fits() -> None:
     words = Choice(name="speculation", value="ngram", reason="faster", source="measured")
-    measured = applied(first(), reckon(first(), "ngram", 8, model=SMALL), words)
+    measured = applied(first(), estimate(first(), "ngram", 8, model=SMALL), words)
     served = still_applied(first(), measured)
     assert served.speculation == measured.speculation
     assert words in served.choices
-    assert "up to 8 tokens drafted by n-grams" in in_short(served)
+    assert "up to 8 tokens drafted by n-grams" in summary(served)
     assert json.dumps(as_document(served))
     other = still_applied(first(ctx_size="4096"), measured)
     assert other.speculation is None

@@ -19,7 +19,7 @@ RETRY_SOON_S = 2
 RETRY_LATER_S = 10
 
 
-class Refusal(Exception):  # noqa: N818 - an answer as much as an error
+class ApiError(Exception):
     """Raised where a request cannot go on; `detail` is the sentence for the client and holds nothing secret."""
 
     def __init__(
@@ -61,8 +61,8 @@ class Refusal(Exception):  # noqa: N818 - an answer as much as an error
         await send({"type": "http.response.body", "body": body})
 
 
-def invalid_key() -> Refusal:
-    return Refusal(
+def invalid_key() -> ApiError:
+    return ApiError(
         401,
         "invalid_api_key",
         "a valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`; "
@@ -71,54 +71,54 @@ def invalid_key() -> Refusal:
     )
 
 
-def unknown_model(name: str, known: Iterable[str]) -> Refusal:
-    return Refusal(404, "model_not_found", f"the model `{name[:200]}` does not exist: {_named(known)}")
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    return ApiError(404, "model_not_found", f"the model `{name[:200]}` does not exist: {_named(known)}")
 
 
-def no_model(known: Iterable[str]) -> Refusal:
-    return Refusal(400, "model_required", f"the request names no model in a JSON field `model`: {_named(known)}")
+def no_model(known: Iterable[str]) -> ApiError:
+    return ApiError(400, "model_required", f"the request names no model in a JSON field `model`: {_named(known)}")
 
 
 def _named(models: Iterable[str]) -> str:
     return f"here are {', '.join(f'`{name}`' for name in models)}"
 
 
-def body_too_large(limit_bytes: int) -> Refusal:
-    return Refusal(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
+def body_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"the request body is over the limit of {limit_bytes // 2**20} MiB")
 
 
-def internal_error() -> Refusal:
-    return Refusal(500, "internal_error", "the gateway failed on this request", kind="server_error")
+def internal_error() -> ApiError:
+    return ApiError(500, "internal_error", "the gateway failed on this request", kind="server_error")
 
 
-def shutting_down() -> Refusal:
-    return Refusal(503, "shutting_down", "the appliance is stopping", kind="service_unavailable")
+def shutting_down() -> ApiError:
+    return ApiError(503, "shutting_down", "the appliance is stopping", kind="service_unavailable")
 
 
-def engine_died(status: int, detail: str) -> Refusal:
+def engine_died(status: int, detail: str) -> ApiError:
     """502 when it left in the middle of a request, 503 when it could not be reached at all."""
-    return Refusal(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+    return ApiError(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
 
-def of_engine(status: int, body: bytes) -> Refusal:
+def of_engine(status: int, body: bytes) -> ApiError:
     """The engine's own error, for a client that can only be told by an event: the status went out before."""
     try:
         error = json.loads(body)["error"]
         message, kind, code = str(error["message"]), str(error["type"]), str(error.get("code", status))
     except (ValueError, LookupError, TypeError, RecursionError):
         detail = f"the engine answered with status {status} and without a stream"
-        return Refusal(502, "engine_died", detail, kind="service_unavailable")
-    return Refusal(status, code, message, kind=kind)
+        return ApiError(502, "engine_died", detail, kind="service_unavailable")
+    return ApiError(status, code, message, kind=kind)
 
 
-def not_ready(progress: Progress) -> Refusal:
+def not_ready(progress: Progress) -> ApiError:
     if progress.phase is Phase.STOPPING:
         return shutting_down()
     if progress.phase is Phase.FAILED:
         # No Retry-After: nothing is under way that would make waiting worth it.
-        return Refusal(503, "engine_died", progress.sentence(), kind="service_unavailable")
+        return ApiError(503, "engine_died", progress.sentence(), kind="service_unavailable")
     wait_s = RETRY_LATER_S if progress.phase is Phase.TUNING else RETRY_SOON_S
-    return Refusal(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=(_retry(wait_s),))
+    return ApiError(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=(_retry(wait_s),))
 
 
 def _retry(seconds: int) -> tuple[bytes, bytes]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from appliance.engines.llama.planning.memory import padded
-from appliance.engines.llama.planning.placement import Machine, Placed, Work, place
+from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.plan import CONTEXT_STEP, SPEED_KEPT
 from appliance.values import dataclass
 
@@ -24,7 +24,7 @@ SMALL_CONTEXT = 4096  # what speeds are compared at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class ContextPlan:
     kv_type: str
     context: int
     placed: Placed
@@ -33,66 +33,66 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ContextRequest:
     tokens: int
-    is_asked: bool  # then nothing less will do
+    is_explicit: bool  # then nothing less will do
     kinds: tuple[str, ...]  # types of the cache that may be used, the best first
     aim: Aim = "balanced"
 
 
-def choose_window(work: Work, machine: Machine, wanted: Wanted) -> Window | None:
+def choose_context(job: PlacementJob, resources: Resources, request: ContextRequest) -> ContextPlan | None:
     """None when not even the smallest window fits, or the one that was asked for."""
-    at = _Asked(work, machine)
-    small = min(wanted.tokens, SMALL_CONTEXT)
+    at = _Asked(job, resources)
+    small = min(request.tokens, SMALL_CONTEXT)
     # Each type by its own speed: that a smaller one is read faster is no reason against an exact one.
-    fast = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
+    fast = {kind: placed.cost for kind in request.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
     if not fast:
         return None
-    share = KEPT[wanted.aim]
+    share = KEPT[request.aim]
     limits = {kind: cost / share if share else float("inf") for kind, cost in fast.items()}
-    carried = {kind: at.most(kind, wanted.tokens, limits[kind]) if kind in limits else 0 for kind in wanted.kinds}
-    kind = _kind(wanted, carried, at)
-    context = wanted.tokens if wanted.is_asked else min(carried[kind], wanted.tokens)
+    carried = {kind: at.most(kind, request.tokens, limits[kind]) if kind in limits else 0 for kind in request.kinds}
+    kind = _kind(request, carried, at)
+    context = request.tokens if request.is_explicit else min(carried[kind], request.tokens)
     placed = at(kind, context) if context else None
     if placed is None:
         return None
     larger = 2 * padded(context)
-    return Window(
+    return ContextPlan(
         kv_type=kind,
         context=context,
         placed=placed,
         carried=carried,
-        larger={kind: placed.speed.job_s for kind in wanted.kinds if (placed := at(kind, larger))},
+        larger={kind: placed.speed.job_s for kind in request.kinds if (placed := at(kind, larger))},
     )
 
 
-def _kind(wanted: Wanted, carried: Mapping[str, int], at: _Asked) -> str:
+def _kind(request: ContextRequest, carried: Mapping[str, int], at: _Asked) -> str:
     """The most exact that carries enough; if none does, what carries the most, or is fastest with what was asked."""
-    good = next((kind for kind in wanted.kinds if carried[kind] >= enough_of(wanted)), None)
-    if good is None and wanted.is_asked:
-        fits = {kind: placed.cost for kind in wanted.kinds if (placed := at(kind, wanted.tokens))}
-        return min(fits, key=lambda kind: fits[kind], default=wanted.kinds[0])
-    return good or max(wanted.kinds, key=lambda kind: carried[kind])
+    good = next((kind for kind in request.kinds if carried[kind] >= enough_of(request)), None)
+    if good is None and request.is_explicit:
+        fits = {kind: placed.cost for kind in request.kinds if (placed := at(kind, request.tokens))}
+        return min(fits, key=lambda kind: fits[kind], default=request.kinds[0])
+    return good or max(request.kinds, key=lambda kind: carried[kind])
 
 
-def enough_of(wanted: Wanted) -> int:
+def enough_of(request: ContextRequest) -> int:
     """Tokens beyond which no exactness is given up for more."""
-    return wanted.tokens if wanted.is_asked or wanted.aim == "context" else min(wanted.tokens, GOOD_CONTEXT)
+    return request.tokens if request.is_explicit or request.aim == "context" else min(request.tokens, GOOD_CONTEXT)
 
 
 class _Asked:
     """Placements of one model by kind of cache and context, each found once."""
 
-    def __init__(self, work: Work, machine: Machine) -> None:
-        self._work = work
-        self._machine = machine
+    def __init__(self, job: PlacementJob, resources: Resources) -> None:
+        self._job = job
+        self._resources = resources
         self._found: dict[tuple[str, int], Placed | None] = {}
 
     def __call__(self, kind: str, context: int) -> Placed | None:
         key = (kind, padded(context))
         if key not in self._found:
-            work = replace(self._work, kv_type=kind, context=padded(context))
-            self._found[key] = place(work, self._machine)
+            job = replace(self._job, kv_type=kind, context=padded(context))
+            self._found[key] = place(job, self._resources)
         return self._found[key]
 
     def most(self, kind: str, tokens: int, limit: float) -> int:

@@ -18,11 +18,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from appliance.engines.engine import Extent
-from appliance.plan import Verdict
+from appliance.engines.engine import ChunkSpec
+from appliance.plan import KvCheck
 
 LIMIT = math.log(1.01)  # nats for each token
-PIECES_MIN = 12  # with fewer the interval is wide, and its own width a guess
+CHUNKS_MIN = 12  # with fewer the interval is wide, and its own width a guess
 PIECES_GOOD = 24  # from here on longer pieces tell more than more of them: a long context is what the cache is for
 PIECE_TOKENS = (1024, 512, 256)
 BYTES_PER_TOKEN = 5.0  # of English, at most: so much text is surely there
@@ -30,7 +30,7 @@ SLOWER = 1.5  # a quantized cache beside f16, in prefill on a CPU: 1.4 was seen
 BUDGET_SHARE = 0.8  # of the seconds, what is planned to be used: the rest is for a machine that is slower than it was
 
 
-def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, context: int) -> Extent | None:
+def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, context: int) -> ChunkSpec | None:
     """What two runs can read in so many seconds; None when that is too little for a verdict.
 
     The longest pieces of which there are enough; the shortest where there are not.
@@ -39,13 +39,13 @@ def extent_for(*, seconds: float, prefill_tokens_per_s: float, text_bytes: int, 
     tokens = int(min(each_s * prefill_tokens_per_s, text_bytes / BYTES_PER_TOKEN))
     sizes = [size for size in PIECE_TOKENS if size <= context]
     size = next((size for size in sizes if tokens >= PIECES_GOOD * size), min(sizes, default=0))
-    if not size or tokens < PIECES_MIN * size:
+    if not size or tokens < CHUNKS_MIN * size:
         return None
-    return Extent(piece_tokens=size, pieces=tokens // size)
+    return ChunkSpec(chunk_tokens=size, chunks=tokens // size)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
+class ScoredChunk:
     """What one run read: the mean nats of each piece, the first of them being piece `first` of the text.
 
     `key` is that of the plan it was read with, the cache's type among it. Passages are of the same tokens where they
@@ -53,58 +53,60 @@ class Passage:
     """
 
     key: str
-    piece_tokens: int
+    chunk_tokens: int
     first: int
     nll: tuple[float, ...] = ()
     seconds: float = 0.0
     error: str | None = None
 
 
-def paired(exact: Sequence[Passage], other: Sequence[Passage]) -> dict[int, tuple[float, float]]:
+def perplexity(exact: Sequence[ScoredChunk], other: Sequence[ScoredChunk]) -> dict[int, tuple[float, float]]:
     """Of each piece that both have read in a passage with the same beginning, by its number in the text: what f16 said
     and what the other type did. All passages are of pieces as long."""
     found: dict[int, tuple[float, float]] = {}
     for one in other:
-        for base in (passage for passage in exact if passage.first == one.first):
+        for base in (scored_chunk for scored_chunk in exact if scored_chunk.first == one.first):
             for number, pair in enumerate(zip(base.nll, one.nll, strict=False), one.first):
                 found.setdefault(number, pair)
     return found
 
 
-def next_gap(there: Collection[int], pieces: int) -> range:
+def next_gap(there: Collection[int], chunks: int) -> range:
     """The first pieces in a row that are missing of so many; empty where none is."""
-    first = next((number for number in range(pieces) if number not in there), pieces)
-    end = next((number for number in range(first, pieces) if number in there), pieces)
+    first = next((number for number in range(chunks) if number not in there), chunks)
+    end = next((number for number in range(first, chunks) if number in there), chunks)
     return range(first, end)
 
 
-def judge(kv_type: str, extent: Extent, pairs: Iterable[tuple[float, float]], *, seconds: float = 0.0) -> Verdict:
+def judge(
+    kv_type: str, chunk_spec: ChunkSpec, pairs: Iterable[tuple[float, float]], *, seconds: float = 0.0
+) -> KvCheck:
     """Of pieces as long as the extent's, f16's figure first. Accepted only when all of the 95 % interval is below the
     limit; what cannot be told is refused."""
     differences = [other - exact for exact, other in pairs]
     count = len(differences)
-    if count < PIECES_MIN:
-        return refused(kv_type, f"too little text was read: {count} chunks of at least {PIECES_MIN}", seconds=seconds)
+    if count < CHUNKS_MIN:
+        return refused(kv_type, f"too little text was read: {count} chunks of at least {CHUNKS_MIN}", seconds=seconds)
     if not all(math.isfinite(d) for d in differences):
         return refused(kv_type, "the model's probabilities of the text are no numbers", seconds=seconds)
     difference, error = fmean(differences), stdev(differences) / math.sqrt(count)
     low, high = (difference + sign * t_975(count - 1) * error for sign in (-1, 1))
-    tokens = count * extent.scored_in_piece
-    return Verdict(
+    tokens = count * chunk_spec.scored_in_chunk
+    return KvCheck(
         kv_type=kv_type,
         is_accepted=high < LIMIT,
         why=f"{_rule(low, high)}: perplexity {percent(difference)} against f16 "
         f"({percent(low)} to {percent(high)} with 95 %) over {tokens:,} tokens in {count} chunks",
         tokens=tokens,
-        pieces=count,
+        chunks=count,
         difference=difference,
         standard_error=error,
         seconds=seconds,
     )
 
 
-def refused(kv_type: str, why: str, *, seconds: float = 0.0) -> Verdict:
-    return Verdict(kv_type=kv_type, is_accepted=False, why=f"refused, {why}", seconds=seconds)
+def refused(kv_type: str, why: str, *, seconds: float = 0.0) -> KvCheck:
+    return KvCheck(kv_type=kv_type, is_accepted=False, why=f"refused, {why}", seconds=seconds)
 
 
 def _rule(low: float, high: float) -> str:

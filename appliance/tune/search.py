@@ -128,12 +128,12 @@ class Search:
         state = State(self, trials)
         return state.measured or state.predicted[:POOL]
 
-    def best(self, trials: Sequence[Trial], window: int) -> Candidate | None:
+    def best(self, trials: Sequence[Trial], context: int) -> Candidate | None:
         """Of those with this window that were not tried and are likely to fit, the best prediction: also one that no
         prediction can tell from one that was measured with another window."""
         state = State(self, trials)
         tried = {trial.key for trial in trials}
-        likely = (c for c in self.candidates if c.window == window and c.key not in tried and state.is_likely(c))
+        likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))
         return min(likely, key=lambda each: state.fit.predict_ms(self.job(each.key)), default=None)
 
     def observations(self, trials: Sequence[Trial]) -> list[Observation]:
@@ -144,7 +144,7 @@ class Search:
         seen = []
         for p in trial.points:
             terms = decode_terms(candidate, self._effects, p.depth)
-            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noisier))
+            seen.append(Observation(terms=terms, ms=p.decode_ms, noise=noise * p.noise_factor))
             # A few tokens fill no batch, and no prediction is of them.
             if p.prefill_tokens >= 128:
                 terms = prefill_terms(candidate, self._effects, p.depth - p.prefill_tokens, p.depth)
@@ -298,10 +298,10 @@ class State:
         return sum(loads) / len(loads) if loads else self._search.effort.load_s
 
     def _noise(self, *, is_long: bool) -> float:
-        return self._search.effort.noise_of(is_long) * self.fit.noisier
+        return self._search.effort.noise_of(is_long) * self.fit.noise_factor
 
     def _noise_of(self, trial: Trial) -> float:
-        return self._noise(is_long=trial.is_long) * max(point.noisier for point in trial.points)
+        return self._noise(is_long=trial.is_long) * max(point.noise_factor for point in trial.points)
 
     def _job_ms(self, trial: Trial) -> float:
         """At the depths that all are looked at."""

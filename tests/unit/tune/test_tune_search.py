@@ -21,8 +21,8 @@ from appliance.plan import PREDICTED, Costs
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
-from appliance.tune.guided import Ask, Effort, OutOfMemory, Search, Stop, Trial, gain, is_next_to, normal_cdf
 from appliance.tune.refit import fit
+from appliance.tune.search import Ask, Effort, OutOfMemory, Search, Stop, Trial, gain, is_next_to, normal_cdf
 from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import CHAT, only
 from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
@@ -44,7 +44,7 @@ def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None 
     )
     knobs = (("cpu_layers", layers), ("threads", threads), ("ubatch", ubatch))
     need = Need(device="gpu", need_mib=1000.0 * (12 - layers) if need_mib is None else need_mib, room_mib=9000.0)
-    return Candidate(key=f"{layers}/{threads}/{ubatch}", knobs=knobs, window=8192, work=work, needs=(need,))
+    return Candidate(key=f"{layers}/{threads}/{ubatch}", knobs=knobs, context=8192, work=work, needs=(need,))
 
 
 EFFECTS = {**KNOB_EFFECTS, "cpu_layers": PREDICTED}
