@@ -16,7 +16,6 @@ import pytest
 from appliance.settings import process_environment
 from tests.shapes import SMALL, write_gguf
 
-pytestmark = pytest.mark.gpu
 ALL_LAYERS = 99
 PROMPT, MADE = 256, 32  # tokens
 START_S, ANSWER_S = 60.0, 60.0

@@ -114,10 +114,12 @@ async def test_a_held_stream_begins_with_the_same_head(stage: IdleStage) -> None
 
 async def test_an_error_of_the_engine_after_a_hold_is_what_the_sdk_raises(stage: IdleStage) -> None:
     stage.report.phase(Phase.HELD)
-    asyncio.get_running_loop().call_later(0.3, stage.report.phase, Phase.READY)
     words: Any = [{"role": "user", "content": "word " * 3000}]
     async with stage.openai() as client:
-        events = await client.chat.completions.create(model="any", messages=words, stream=True)
+        events = await client.chat.completions.create(
+            model="any", messages=words, stream=True
+        )  # held: its head is here
+        stage.report.phase(Phase.READY)  # it was held: the head of its answer is here
         with pytest.raises(openai.APIError, match="exceeds the available context size") as caught:
             await anext(aiter(events))
     assert caught.value.code == "400"
