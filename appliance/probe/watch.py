@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from appliance.probe.conditions import Conditions, conditions
 from appliance.probe.counters import query_load
 from appliance.probe.driver import reaching
-from appliance.probe.hardware import Hardware
+from appliance.probe.hardware import Gpu, Hardware
 from appliance.probe.load import GpuLoads, LoadSample, only_known, parse_answer
 from appliance.run import Running, RunTimeout
 
@@ -33,12 +34,14 @@ class Watch:
         hardware: Hardware,
         environment: Mapping[str, str],
         *,
+        gpus: Sequence[Gpu] | None = None,
         sample: Callable[[], LoadSample] = query_load,
         child: Sequence[str] = CHILD,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else."""
-        self._known = hardware.gpus
+        """`hardware` was probed before our engine started: who held a GPU's memory then is somebody else. Of its GPUs
+        only `gpus` count, if given: a card that the engine cannot use may work for somebody else."""
+        self._known = hardware.gpus if gpus is None else replace(hardware.gpus, gpus=tuple(gpus))
         self._environment = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
         self._sample = sample
         self._child = tuple(child)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engines.engine import Space
@@ -167,7 +166,6 @@ class BackgroundTasks:
         if profile is None or plan is None:
             return
         # Here: a start compares nothing before its engine serves.
-        from appliance.probe.watch import Watch
         from appliance.serve.drift_monitor import PROBE_AFTER_S, DriftMonitor
 
         self._drift_monitor = DriftMonitor(
@@ -177,7 +175,7 @@ class BackgroundTasks:
             served.command(plan, backend.upstream.socket_path),
             traffic=backend.traffic,
             report=served.report,
-            watch=partial(Watch, served.hardware, served.environment),
+            watch=served.watch,
             after_s=min(PROBE_AFTER_S, served.settings.idle_s),
         )
         await self._keep_drift(profile, await self._drift_monitor.run())

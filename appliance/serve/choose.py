@@ -100,9 +100,8 @@ def _at_start(
 
 async def _what_else_works(served: ServedModel) -> str:
     """On this machine now, in words; empty where nothing does."""
-    from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
 
-    async with Watch(served.hardware, served.environment) as watching:
+    async with served.watch() as watching:
         await asyncio.sleep(WATCHED_S)
     return watching.conditions.disturbance or ""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError
-from appliance.probe.watch import Watch
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.of_tuning import make_profile, measured_of, with_more
 from appliance.report import Report
@@ -85,7 +83,7 @@ def _session(served: ServedModel, *, shows_phase: bool, beside: Space | None) ->
         Bench(engine=start.engine, install=start.install, socket_path=served.trial_socket),
         space=start.space,
         store=PartialOf(store=served.store, key=start.key),
-        watch=partial(Watch, served.hardware, served.environment),
+        watch=served.watch,
         report=served.report,
         shows_phase=shows_phase,
         beside=beside,

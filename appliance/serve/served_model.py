@@ -16,6 +16,7 @@ from appliance.probe import Hardware
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
 from appliance.serve.background import BackgroundTasks
+from appliance.serve.checks import usable_gpus
 from appliance.serve.engine_host import EngineHost
 from appliance.serve.engine_log import EngineLogs
 from appliance.serve.gpus import check_gpus
@@ -24,6 +25,7 @@ from appliance.settings import Settings
 from appliance.volume import open_volume
 
 if TYPE_CHECKING:
+    from appliance.probe.watch import Watch
     from appliance.tune.session import TuningSession
 
 
@@ -90,6 +92,12 @@ class ServedModel:
         """With other kernels, for which another profile counts."""
         self.start, self.space = start, start.space()
         self.profile = self.store.load(start.key)
+
+    def watch(self) -> Watch:
+        """Sees what else works on this machine; of the GPUs, on those that this image can use."""
+        from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
+
+        return Watch(self.hardware, self.environment, gpus=usable_gpus(self.inputs.image, self.hardware))
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         return self.start.engine.command(plan, self.start.install, socket_path)

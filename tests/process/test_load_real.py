@@ -208,6 +208,14 @@ def test_a_driver_in_trouble_costs_its_figures_alone(
     assert watch.conditions.own_cpu is not None
 
 
+def test_a_card_that_does_not_count_is_not_looked_at(hardware: Hardware, machine_environment: PutMachine) -> None:
+    known = on(hardware, machine_environment("2x4090"))
+    broken = machine_environment("2x4090", return__nvmlInitWithFlags=9)
+    with Watch(known, broken, gpus=(), timeout_s=60) as watch:
+        time.sleep(0.1)
+    assert watch.conditions.problem is None
+
+
 def watchers() -> set[str]:
     """Command lines of our children that watch GPUs."""
     found = set()
