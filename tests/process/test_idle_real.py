@@ -116,9 +116,7 @@ async def test_an_error_of_the_engine_after_a_hold_is_what_the_sdk_raises(stage:
     stage.report.phase(Phase.HELD)
     words: Any = [{"role": "user", "content": "word " * 3000}]
     async with stage.openai() as client:
-        events = await client.chat.completions.create(
-            model="any", messages=words, stream=True
-        )  # held: its head is here
+        events = await client.chat.completions.create(model="any", messages=words, stream=True)
         stage.report.phase(Phase.READY)  # it was held: the head of its answer is here
         with pytest.raises(openai.APIError, match="exceeds the available context size") as caught:
             await anext(aiter(events))
