@@ -325,7 +325,7 @@ def timings(prompt_n: int, predicted_n: int) -> dict[str, Any]:
 def drafts(options: argparse.Namespace, made: int, seed: int) -> tuple[float, int, int]:
     """How many steps' time `made` tokens take, how many were guessed, and how many of those were right. As llama-server
     it guesses at most as many as are left after the next one."""
-    cost, chances = next((draft[1:] for draft in options.draft if draft[0] == options.spec_type), (0.0, ()))
+    cost, chances = next((draft[1:] for draft in options.guess if draft[0] == options.spec_type), (0.0, ()))
     at_most = options.spec_ngram_mod_n_max if options.spec_type == "ngram-mod" else options.spec_draft_n_max
     at_most = min(at_most, made - 1)
     if not chances or not at_most:

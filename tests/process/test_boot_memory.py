@@ -123,7 +123,7 @@ def test_what_was_free_when_the_engine_began_counts_where_its_log_tells_it(home:
         serving.wait_ready()
         assert serving.chat()[0] == 200
         assert serving.document("plan")["placement"]["shares"] == []
-        assert ", CPU, mmap instead of " in steps(serving)[0]["message"]
+        assert "placement CPU instead of " in steps(serving)[0]["message"]
     assert len(home.started) == 2
 
 

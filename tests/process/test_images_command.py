@@ -151,7 +151,8 @@ def _run(root: Path, *argv: str, before: tuple[str, ...] = ()) -> subprocess.Com
 
 def _copy(project: Path, target: Path) -> None:
     """What `render` reads, so that a test may damage it."""
-    sources = [project / "build_matrix.yaml", project / "appliance/__init__.py", project / "appliance/image_facts.py"]
+    needed = ("__init__.py", "documents.py", "image_facts.py", "values.py")
+    sources = [project / "build_matrix.yaml", *(project / "appliance" / name for name in needed)]
     sources += [path for path in (project / "images").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     for source in sources:
         copy = target / source.relative_to(project)
