@@ -196,17 +196,17 @@ class Probes:
         said = [words for words in said if NO_MORE not in words]
         return [words for words in said if BESIDE not in words], [words for words in said if BESIDE in words]
 
-    def until(self, serving: Serving, kv_check: str) -> None:
+    def until(self, serving: Serving, verdict: str) -> None:
         """Skips the test where the machine never was quiet for long enough."""
-        eventually(lambda: f"profile_{kv_check}" in serving.names() or NO_MORE in serving.text, timeout_s=PATIENCE_S)
-        if f"profile_{kv_check}" not in serving.names():
+        eventually(lambda: f"profile_{verdict}" in serving.names() or NO_MORE in serving.text, timeout_s=PATIENCE_S)
+        if f"profile_{verdict}" not in serving.names():
             assert sum(map(len, self.of(serving))) == PROBES_MAX
             pytest.skip(f"what is measured beside others counts for nothing: {self.of(serving)[1][0]}")
 
 
 @pytest.mark.parametrize(("times", "verdict"), [(2.0, "stale"), (1.0, "holds")])
 def test_two_probes_while_nobody_asks_decide_whether_it_holds(
-    tuned: Home, tmp_path: Path, times: float, kv_check: str
+    tuned: Home, tmp_path: Path, times: float, verdict: str
 ) -> None:
     home = tuned.copy(tmp_path / "home")
     profile = only_profile(home)
@@ -215,13 +215,13 @@ def test_two_probes_while_nobody_asks_decide_whether_it_holds(
     with home.serving(tune="first", idle_s="1") as serving:
         serving.wait_ready()
         assert serving.document("status")["profile_holds"] == "open"
-        probes.until(serving, kv_check)
-        assert serving.document("status")["profile_holds"] == kv_check
+        probes.until(serving, verdict)
+        assert serving.document("status")["profile_holds"] == verdict
         assert len(probes.of(serving)[0]) == 2
-        eventually(lambda: (why_stale(home) is not None) is (kv_check == "stale"))
+        eventually(lambda: (why_stale(home) is not None) is (verdict == "stale"))
         serving.terminate()
     words = why_stale(home)
-    if kv_check == "stale":
+    if verdict == "stale":
         assert words is not None
         assert words.endswith(" % slower, twice")
         home.set_engine()

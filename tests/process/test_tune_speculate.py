@@ -120,7 +120,7 @@ def test_nothing_is_guessed_where_that_is_as_fast(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "taste", "is_served", "words"),
+    ("gain", "goal", "is_served", "words"),
     [  # by seed: summaries, chats but for the last of them, edits
         ("0.9/0.9/0.9", "stable", True, r"% shorter \(chat -\d+%, edit -\d+%, summary -\d+%\)"),
         ("0.9/0.0/0.9", "auto", True, r"% shorter \(chat \+\d+%, edit -\d+%, summary -\d+%\)"),
