@@ -26,7 +26,7 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
+from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.slots import choices as slot_choices
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.speculation import check_speculation
@@ -227,11 +227,6 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         model, context_plan.kv_type, context_plan.context, ubatch=ubatch, checkpoints=checkpoints
     )
     host, by_cache = prompt_cache(inputs, host, context_plan.kv_type, spare, longest)
-    placed = (
-        (reasons.placement(context_plan.placed, inputs.resources, inputs.notes, settings),)
-        if inputs.resources.devices or inputs.notes
-        else ()
-    )
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
@@ -264,8 +259,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
                 inputs.kv_checks,
                 is_slow=bool(inputs.resources.devices) and not is_fast_pair(inputs.engine, context_plan.kv_type),
             ),
-            *placed,
-            *(() if inputs.resources.devices else reasons.without_gpu(settings)),
+            *_placement_choices(inputs, context_plan.placed),
             by_cache,
             *by_checkpoints,
             by_threads,
@@ -276,6 +270,13 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             loading,
         ),
     )
+
+
+def _placement_choices(inputs: PlanInputs, placed: Placed) -> tuple[Choice, ...]:
+    """Said where there is a GPU, or one that is left out; numbers that mean nothing without one are refused."""
+    devices, settings = inputs.resources.devices, inputs.settings
+    where = (reasons.placement(placed, inputs.resources, inputs.notes, settings),) if devices or inputs.notes else ()
+    return where if devices else (*where, *reasons.without_gpu(settings))
 
 
 def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool) -> Memory:

@@ -17,35 +17,29 @@ from appliance.engines.llama.planning.decide import (
     check,
     context_for,
     host_memory,
-    kept_checkpoints,
-    least_cache,
     offered_kinds,
     plan_inputs,
     predicted,
-    prompt_cache,
     thread_counts,
-    unified_mib,
     wanted_context,
 )
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.mixture import modelled
+from appliance.engines.llama.planning.now import plan_now, with_caches
 from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
-from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
+from appliance.model import Model
 from appliance.plan import (
     CONTEXT_STEP,
     SMALLEST_CONTEXT,
     Choice,
     Costs,
-    GpuAllocation,
     Kernels,
     Kind,
     KnobEffect,
@@ -234,13 +228,13 @@ class Space:
         """The best with another placement, window and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
         if (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
-            return self._with_caches(plan) or plan
+            return with_caches(self._inputs, plan) or plan
         words = {
             "context": (f"{context_plan.context:,}", "measured beside others"),
             "kv_type": (context_plan.kv_type, "measured beside others"),
         }
         plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
-        return self._with_caches(plan) or plan
+        return with_caches(self._inputs, plan) or plan
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The same plan with a smaller window; None where it cannot be placed again."""
@@ -257,37 +251,8 @@ class Space:
         return _with_threads(found, launch.threads)
 
     def now(self, measured: Plan) -> Plan | str:
-        """A plan of an earlier start in the memory that is free now, or what it lacks. Its layers lie where they lay:
-        what was measured was that. Caches of prompts and checkpoints take what is left."""
-        devices = _same_devices(measured.placement.shares, self._inputs.resources.devices)
-        if devices is None:
-            return f"a GPU that it used is not there: {', '.join(share.name for share in measured.placement.shares)}"
-        for device, share in zip(devices, measured.placement.shares, strict=True):
-            if share.memory.total > device.free_mib and not device.is_unified:
-                return f"it needs {share.memory.total:,.0f} MiB of {device.name}, and {device.free_mib:,.0f} are free"
-        pairs = zip(measured.placement.shares, devices, strict=True)
-        shares = tuple(
-            replace(share, id=device.id, free_mib=device.free_mib, held_back_mib=device.held_back_mib)
-            for share, device in pairs
-        )
-        settings, model = self._inputs.settings, self._inputs.model
-        there = replace(
-            measured,
-            model_path=str(model.path),
-            alias=settings.alias or plain_name(model.path),
-            parallel=self._inputs.parallel,
-            cpu_variant=self._inputs.kernels.variant,
-            placement=replace(measured.placement, shares=shares),
-            usable_mib=self._inputs.usable_mib - unified_mib(self._inputs, Placement(shares=shares)),
-        )
-        if kernels := self._inputs.kernels.choice:  # a pinned profile may be of an image with other variants
-            choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
-            there = replace(there, choices=tuple(choices))
-        fitted = self._with_caches(there)
-        if fitted is None:
-            need, free = there.memory.total - there.memory.cache - there.memory.checkpoints, there.usable_mib
-            return f"it needs {need:,.0f} MiB of host memory without caches, and {free:,.0f} are usable"
-        return fitted
+        """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+        return plan_now(self._inputs, measured)
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
         inputs = self._inputs
@@ -297,26 +262,6 @@ class Space:
         taken = partial(taken_mib, inputs.hardware, gpu_id=found.gpu_id)
         space = self._with_limits(limits=found.limits)
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
-
-    def _with_caches(self, plan: Plan) -> Plan | None:
-        """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
-        inputs = self._inputs
-        spare = inputs.spare_mib - unified_mib(inputs, plan.placement)
-        bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
-        if bare.total + least_cache(inputs.settings) > spare and not inputs.settings.allow_disk:
-            return None
-        checkpoints, host, by_checkpoints = kept_checkpoints(inputs, bare, plan.kv_type, spare)
-        ubatch = launch_of(plan).ubatch
-        longest = conversation_mib(inputs.model, plan.kv_type, plan.context, ubatch=ubatch, checkpoints=checkpoints)
-        host, by_cache = prompt_cache(inputs, host, plan.kv_type, spare, longest)
-        words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
-        choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
-        return with_launch(
-            replace(plan, memory=host, choices=choices),
-            checkpoints=checkpoints,
-            idle_slots_stay=idle_slots_stay(inputs.settings, host.cache, longest),
-            cache_ram_mib=int(host.cache),
-        )
 
     def costs(self, plan: Plan) -> Costs:
         launch, inputs = launch_of(plan), self._inputs
@@ -355,19 +300,6 @@ class Space:
 def _aim(settings: Settings) -> Aim:
     aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
     return aims[settings.mode]
-
-
-def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:
-    """By id; a profile that was made on another machine of the same kind finds its cards by name and order."""
-    left = list(devices)
-    found: list[Device] = []
-    for share in shares:
-        same = [d for d in left if d.id == share.id] or [d for d in left if d.name == share.name]
-        if not same:
-            return None
-        left.remove(same[0])
-        found.append(same[0])
-    return found
 
 
 def _with_threads(plan: Plan, threads: int) -> Plan:
