@@ -148,11 +148,12 @@ def _gpus(known: GpuProbe, samples: Sequence[Sequence[GpuLoad]], own_pids: froze
 
 def _one_gpu(known: GpuProbe, looks: Sequence[GpuLoad], own_pids: frozenset[int]) -> GpuConditions:
     """The first look and the last are at rest."""
-    meanwhile = looks[1:-1]
+    meanwhile = looks[1:-1]  # while our engine worked; at both ends it rests, and all that is seen is of others
     probed = next((gpu for gpu in known.gpus if (gpu.uuid, gpu.index) == (looks[0].uuid, looks[0].index)), None)
     earlier = {holder.pid for holder in probed.holders} if probed else set()
     ours = _ours(looks, earlier, own_pids)
     others = {process.pid: process for look in looks for process in look.processes if process.pid not in ours}
+    # Clocks of an idle GPU are low by design and say nothing of heat or power.
     working = [look for look in meanwhile if (look.utilization or 0) >= WORKING]
     reasons = [look.reasons for look in meanwhile if look.reasons is not None]
     return GpuConditions(
@@ -177,6 +178,8 @@ def _ours(looks: Sequence[GpuLoad], earlier: set[int], own_pids: frozenset[int])
 
 
 def _foreign_utilization(looks: Sequence[GpuLoad], ours: set[int]) -> int | None:
+    # Two witnesses: the whole GPU while we rest, and single processes while we work. Some drivers name no processes in
+    # a container, and a job that began meanwhile is in no look at rest; the larger figure is believed.
     at_rest = [look.utilization for look in (looks[0], looks[-1]) if look.utilization is not None]
     told = [
         sum(process.utilization or 0 for process in others)

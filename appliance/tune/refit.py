@@ -114,14 +114,17 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noise
     residuals: list[float] = []
     for _ in range(ROUNDS if observations else 0):
         normal, slope, residuals = _normal(observations, names, theta, weights, sds, ridge)
+        # A full step may overshoot where exp() is steep: a correction of 10 would be a factor of 22,000.
         moved = solve(normal, slope)
         theta = [old + max(-STEP, min(STEP, new)) for old, new in zip(theta, moved, strict=True)]
         weights = [_t_weight(r / sd) for r, sd in zip(residuals, sds, strict=True)]
         if max(map(abs, moved), default=0.0) < 1e-3:
             break
+    # At the mode the inverse of the normal matrix is the posterior's covariance (Laplace).
     covariance = inverse(normal)
     explained = sum(1 - r * covariance[i][i] for i, r in enumerate(ridge))  # effective parameters (PRML 3.91)
     excess = sum(w * (r / sd) ** 2 for r, sd, w in zip(residuals, sds, weights, strict=True))
+    # Few residuals say little of the noise: what was given counts as BELIEF of them.
     believed = (BELIEF + excess) / (BELIEF + max(0.0, len(residuals) - explained))
     return Fit(
         names=names,

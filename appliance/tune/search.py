@@ -106,6 +106,8 @@ class Search:
         self.mix = mix
         self.effort = effort or Effort()
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
+        # The anchor has no corrections of knobs: steps are counted from it. The best prediction is the likeliest to be
+        # measured first, so that the first trials fit rates and not steps.
         anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c, {}), mix)))
         self._effects = Effects(self.candidates, anchor, knob_effects)
         self.priors = self._effects.priors
@@ -115,6 +117,7 @@ class Search:
     def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
         """The next measurement, or why there is none: the time is up, or none is worth its while."""
         state = State(self, trials)
+        # Whatever the time that is left, one trial is made: without it there is nothing to choose by.
         possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or not trials]
         if not possible:
             return Stop(why="budget" if state.asks() else "everything that may fit was measured")
@@ -192,12 +195,14 @@ class State:
         factors: dict[tuple[str, ...], float] = {}
         found = []
         for candidate in self._search.candidates:
+            # Thousands of candidates share a few dozen predictions: each is made once.
             twins = self._search.twins(candidate.key)
             if twins in done or self.chance(candidate) < WORTH_A_TRY:
                 continue
             done.add(twins)
             ms = 0.0
             for term in self._search.job(candidate.key):
+                # exp() of the same corrections again and again would be most of the time of a choice.
                 if term.by not in factors:
                     factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
                 ms += term.ms * factors[term.by]
@@ -212,6 +217,7 @@ class State:
             trials = [trial for trial in self._trials if trial.key == key and trial.points]
             seen, variance = self._seen(trials)
             model = math.log(self.fit.predict_ms(self._search.job(key)))
+            # The mean of two normal beliefs, weighted by precision: what was measured, and what the model says of it.
             trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
             spread = self.fit.misfit * math.sqrt(1 - trust)
             ms = math.exp(model + trust * (seen - model))
@@ -224,6 +230,7 @@ class State:
 
     def _seen(self, trials: Sequence[Trial]) -> tuple[float, float]:
         """Of one candidate: ln of the job's time, and its variance."""
+        # Logarithms: noise is a share of the time, and a plan twice as slow is as far off as one twice as fast.
         seen = [(math.log(self._job_ms(trial)), self._noise_of(trial) ** -2) for trial in trials]
         precision = sum(weight for _, weight in seen)
         return sum(ms * weight for ms, weight in seen) / precision, 1 / precision
@@ -245,6 +252,7 @@ class State:
             return []
         likely = [e for e in self.predicted if self.chance(e.candidate) >= LIKELY_FIT]
         if likely:
+            # Not the fastest prediction itself: among equals the caller's order knows more, as of an exact cache.
             as_fast = {e.candidate.key for e in likely if e.ms <= likely[0].ms * (1 + AS_FAST)}
             first = next(each for each in self._search.candidates if each.key in as_fast)
         else:
@@ -254,6 +262,8 @@ class State:
     def _new(self, leader: Estimate) -> list[tuple[float, Ask]]:
         pool = self.predicted[:POOL]
         inside = {estimate.candidate.key for estimate in pool}
+        # What is one knob from the leader stays in the running however bad its prediction: a step's correction may be
+        # what the model is wrong about.
         pool += [e for e in self.predicted[POOL:] if e.candidate.key not in inside and is_next_to(e, leader)]
         found = []
         for estimate in pool:
@@ -265,6 +275,7 @@ class State:
         """The share of a job's time that measuring one more candidate is expected to save."""
         against = self._search.job(best.candidate.key)
         variance = self.fit.reach(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
+        # How far the belief is expected to move: all of its deviation if the trial had no noise, less with noise.
         told = variance / math.sqrt(variance + self._noise(is_long=is_long) ** 2)
         return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
 
@@ -275,6 +286,7 @@ class State:
         noise = self._noise(is_long=True)
         found = []
         for estimate in self.measured:
+            # The leader's own luck shows only against the next best.
             other = self.measured[1] if estimate is leader else leader
             jobs = (self._search.job(each.candidate.key) for each in (estimate, other))
             variance = self.fit.spread(*jobs) ** 2 + estimate.spread**2
@@ -314,6 +326,7 @@ class State:
             return 0.0
         chance = 1.0
         for need in candidate.needs:
+            # A failure says where memory ends, whatever the prediction says is free.
             for limit, batch in self._limits.get(need.device, ()):
                 if need.need_mib >= limit:
                     if candidate.work.batch >= batch:
