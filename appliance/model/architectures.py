@@ -2,7 +2,7 @@
 
 From llama.cpp `0c1e57098`, the pinned engine's source: names of `LLM_ARCH_NAMES` in src/llama-arch.cpp, patterns of
 `load_arch_hparams` in src/models/<name>.cpp, kinds of memory of `llama_model::create_memory` in src/llama-model.cpp.
-A new pin means reading these again; an architecture that is not here is never reckoned.
+A new pin means reading these again; an architecture that is not here is never computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Architecture:
     caches: bool = True  # False: no cache at all, as in embedding and diffusion models
     own_kv_layers: int | None = None  # the first so many layers have a cache, later ones reuse it
     shares_kv: bool = False  # the header says how many of the last layers reuse one
-    unsupported: str | None = None  # why its cache is not reckoned
+    unsupported: str | None = None  # why its cache is not computed
 
 
 PLAIN = Architecture()
@@ -122,7 +122,7 @@ _SPECIAL: Mapping[str, Architecture] = {
     # No cache
     **dict.fromkeys(("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert"), _NO_CACHE),
     **dict.fromkeys(("dream", "llada", "llada-moe", "neo-bert", "nomic-bert", "nomic-bert-moe", "rnd1"), _NO_CACHE),
-    # Not reckoned
+    # Not computed
     "deepseek32": _INDEXED,
     "deepseek4": Architecture(unsupported="compressed attention keeps several caches of its own sizes"),
     "dflash": _DRAFTER,

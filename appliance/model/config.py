@@ -97,7 +97,7 @@ class Config:
         return default if value is None else bool(value)
 
     def why_unsupported(self) -> str | None:
-        """In words, why nothing may be reckoned of this model's cache."""
+        """In words, why nothing may be computed of this model's cache."""
         if self._outer.get("is_encoder_decoder"):
             return "an encoder-decoder model keeps two caches"
         for name, words in _OTHER_CACHES.items():

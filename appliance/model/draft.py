@@ -1,4 +1,4 @@
-"""A small model that guesses for a large one: it has to speak the same tokens.
+"""A small model that drafts for a large one: it has to speak the same tokens.
 
 llama-server compares both vocabularies itself (common_speculative_are_compatible), and when they differ it serves
 without speculation and says so only in its log. So they are compared here first, by the same rule.

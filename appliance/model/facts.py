@@ -1,4 +1,4 @@
-"""What a model is, from the header of its file: the figures that memory and speed are reckoned from.
+"""What a model is, from the header of its file: the figures that memory and speed are computed from.
 
 Keys and their defaults are those of llama.cpp's `llama_model_base::load_hparams`.
 """
@@ -51,7 +51,7 @@ class Model:
     """Facts of one model.
 
     For `cache_kind` "attention" what the model keeps is in `stack`, layer by layer; `cache_reason` is None. For
-    "unsupported" nothing may be reckoned: `stack` is empty, and `cache_reason` says which keys or architecture it is.
+    "unsupported" nothing may be computed: `stack` is empty, and `cache_reason` says which keys or architecture it is.
     """
 
     path: Path  # what the engine is given: a file, of a split model its first part, or the folder of safetensors

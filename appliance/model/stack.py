@@ -103,7 +103,7 @@ def parse_heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: 
 
 
 def why_unsupported(keys: Keys) -> str | None:
-    """In words, why nothing may be reckoned of this model's cache; None when `parse_stack` can."""
+    """In words, why nothing may be computed of this model's cache; None when `parse_stack` can."""
     architecture = ARCHITECTURES.get(keys.architecture)
     if architecture is None:
         return f"{keys.architecture}: this engine has no such architecture"

@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 # request later, or some kind of request as soon as can be.
 SpeculationGoal = Literal["auto", "stable", "fast"]
 SPECULATION_GOALS: tuple[SpeculationGoal, ...] = get_args(SpeculationGoal)
-# How many tokens to guess: a draft costs a pass of its own for each, n-grams only their share of the check.
+# How many tokens to draft: a draft costs a pass of its own for each, n-grams only their share of the check.
 SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
 UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
 
@@ -124,7 +124,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """`tokens` are guessed at a time, at most. `adds` is what that takes beside the plan: on the GPU `device`, counted
+    """`tokens` are drafted at a time, at most. `adds` is what that takes beside the plan: on the GPU `device`, counted
     as the plan counts its shares, or on the host."""
 
     kind: Kind

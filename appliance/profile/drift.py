@@ -21,7 +21,7 @@ PROBES_MAX = 10  # a verdict needs two; more than this are of a machine that nev
 TOKENS = 48  # that a probe decodes: twice those of a short look, whose figures are off by 3 to 10 %
 MIN_PREFILL_TOKENS = 256
 # A draft reads along with each plain step, and what that alone takes was not measured. A draft that takes more than
-# half a step is not worth serving: to guess one token right takes two of its steps, and saves one of the model's.
+# half a step is not worth serving: to draft one token right takes two of its steps, and saves one of the model's.
 DRAFT_SHARE = 0.5
 
 

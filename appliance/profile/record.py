@@ -82,7 +82,7 @@ class Profile:
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
     kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
-    notes: tuple[str, ...]  # of guessing ahead and of slots: what was tried, in words
+    notes: tuple[str, ...]  # of speculative decoding and of slots: what was tried, in words
     mode: str
     workload: str  # as the setting says it
     native: int  # the largest context that counts
@@ -101,7 +101,7 @@ class Profile:
     def prediction_error(self) -> float | None:
         """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read.
 
-        Of the plan as it was measured: what guesses ahead came later.
+        Of the plan as it was measured: what speculates came later.
         """
         if self.allocated is None or not self.allocated.total:
             return None

@@ -62,7 +62,7 @@ def deep_depth(context: int, tokens_each: int, *, prefill_ms: float, seconds: fl
 
 
 def within(depths: Sequence[int], context: int, tokens_each: int) -> tuple[int, ...]:
-    """Those that a plan with a smaller window has room for."""
+    """Those that a plan with a smaller context has room for."""
     return tuple(depth for depth in depths if depth <= _room(context, tokens_each))
 
 

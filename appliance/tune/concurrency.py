@@ -35,7 +35,7 @@ async def measure_slots(
     on_step: Callable[[Step], None],
     is_exact: bool = False,
 ) -> Concurrency | str:
-    """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's part of the window,
+    """Starts the plan with its `parallel` slots. The jobs are scaled to `left_s` and to each user's share of it,
     unless `is_exact`: that is for the workload of a measurement before, since only the same job can be compared. After
     `left_s` it is given up: why nothing was measured, in words. Raises the engine's error when it fails on the
     way."""
@@ -106,7 +106,7 @@ async def _together(probe: Probe, prompts: list[list[int]], job: Workload) -> tu
 
 
 async def _within(probe: Probe, workload: Workload, *, users: int, context: int, left_s: float) -> Workload | str:
-    """As much of the job as fits the window beside the others', and as the time lets all users do; where that is too
+    """As much of the job as fits the context beside the others', and as the time lets all users do; where that is too
     little to say anything, in words."""
     job = scaled(workload, context // users)
     point = await probe.run(min(PILOT, job.tokens_in), PILOT_MADE)

@@ -19,7 +19,7 @@ from appliance.values import dataclass
 Mode = Literal["speed", "balanced", "context"]
 READABLE_TOKENS_PER_S = 15.0  # context: about what one reads along with
 NOISE = 0.03  # two plans nearer than this are as fast as each other
-ROOM = 64  # tokens that are still to be decoded when a window is called full
+ROOM = 64  # tokens that are still to be decoded when a context is called full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Chosen:
 
 
 def choose(mode: Mode, scored: Sequence[Scored], mix: Mix, *, native: int) -> Chosen:
-    """`scored` holds at least one plan. The mix is scaled to the smallest window compared, so that all do the same."""
+    """`scored` holds at least one plan. The mix is scaled to the smallest context compared, so that all do the same."""
     usable, floor = _usable(scored, native), _least(native)
     below = "" if usable[0].context >= floor else f"; memory forbids a context of {floor:,}"
     job = scaled_mix(mix, min(plan.context for plan in usable))
@@ -67,13 +67,13 @@ def _least(native: int) -> int:
 
 
 def _usable(scored: Sequence[Scored], native: int) -> list[Scored]:
-    """Those with a window that clients work with; where memory holds none, those with the largest."""
+    """Those with a context that clients work with; where memory holds none, those with the largest."""
     largest = max(plan.context for plan in scored)
     return [plan for plan in scored if plan.context >= min(largest, _least(native))]
 
 
 def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
-    """The shortest job; of those within the noise of it the largest window, then the most merit, then the shortest."""
+    """The shortest job; of those within the noise of it the largest context, then the most merit, then the shortest."""
     costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
     _, plan = max(
@@ -118,12 +118,12 @@ def best_ms(scored: Sequence[Scored], depth: float) -> float:
 
 
 def is_readable(curve: Curve, context: int, *, spare: float = 0.0) -> bool:
-    """Whether a full window is read along with, and that with so much to spare, as a share."""
+    """Whether a full context is read along with, and that with so much to spare, as a share."""
     return 1000 / curve.decode_ms(context - ROOM) >= READABLE_TOKENS_PER_S * (1 + spare)
 
 
 def measured_deepest(plans: Sequence[Scored]) -> list[Scored]:
-    """Of each window: what a full one costs nobody tells from a curve that ends long before, where another goes on."""
+    """Of each context: what a full one costs nobody tells from a curve that ends long before, where another goes on."""
     deepest: dict[int, int] = {}
     for plan in plans:
         deepest[plan.context] = max(plan.curve.deepest, deepest.get(plan.context, 0))
@@ -149,7 +149,7 @@ def wanted_context(
     native: int,
     failed: Collection[int] = (),
 ) -> int | None:
-    """Which window to measure next, so that the mode finds the largest that meets its condition; None where it knows.
+    """Which context to measure next, so that the mode finds the largest that meets its condition; None where it knows.
 
     `contexts` are those that there are plans for, `failed` those whose engine failed: as good as too slow. For the mode
     `context` it may lie between them: as much of one that is too slow when full as is likely to be read along with.
@@ -184,20 +184,20 @@ def _part_of_a_context(
 
 
 def slowness_when_full(plan: Scored) -> tuple[int, float]:
-    """The smallest window first, and of one window the fastest plan."""
+    """The smallest context first, and of one context the fastest plan."""
     return plan.context, plan.curve.decode_ms(plan.context - ROOM)
 
 
 def readable_context(curve: Curve, context: int, *, least: int) -> int | None:
-    """The largest smaller window that is read along with when it is full, with room for the noise of the look that is
+    """The largest smaller context that is read along with when it is full, with room for the noise of the look that is
     to confirm it."""
     sizes = range((context - 1) // CONTEXT_STEP * CONTEXT_STEP, least - 1, -CONTEXT_STEP)
     return next((size for size in sizes if is_readable(curve, size, spare=NOISE_OF_A_LOOK)), None)
 
 
 def next_context(contexts: Collection[int], held: Sequence[tuple[int, bool]]) -> int | None:
-    """Which window to measure next for `balanced` or `context`: bisection over `contexts`, given those that were
-    measured and whether they met the mode's condition: of several plans with one window it is enough that one did. None
+    """Which context to measure next for `balanced` or `context`: bisection over `contexts`, given those that were
+    measured and whether they met the mode's condition: of several plans with one it is enough that one did. None
     when the largest that does is known."""
     low = max((context for context, is_met in held if is_met), default=0)
     high = min((context for context, is_met in held if not is_met and context > low), default=max(contexts) + 1)

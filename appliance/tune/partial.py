@@ -22,7 +22,7 @@ from appliance.tune.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTrial:
-    """One start of those that choose how far to guess ahead for the plan of this key. All of one plan were asked the
+    """One start of those that choose how far to draft for the plan of this key. All of one plan were asked the
     same prompts, with answers as long as those of the first."""
 
     key: str
@@ -31,8 +31,8 @@ class DraftTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotsTrial:
-    """One number of slots for the plan of this name, guesses and all. Only those with the same workload are compared.
-    Without `found` the engine ended, with `error`."""
+    """One number of slots for the plan of this name, draft tokens and all. Only those with the same workload are
+    compared. Without `found` the engine ended, with `error`."""
 
     key: str
     slots: int
@@ -42,7 +42,7 @@ class SlotsTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """In the order in which it was found. Verdicts on types of the KV cache are not among it: they are reckoned again
+    """In the order in which it was found. Verdicts on types of the KV cache are not among it: they are computed again
     from the passages of text, so that one for lack of time is never taken for one that was measured."""
 
     measurements: tuple[Measurement, ...] = ()

@@ -59,7 +59,7 @@ async def check(
     `on_result` gets what each run has read, also when it is broken off; `kept` are those of checks before, and only
     what is missing is read. So a row of broken-off checks gets to its end as long as each holds one load and one piece;
     lost is at most the load, the piece at work, and those pieces of f16 that the other type was broken off before. A
-    verdict is always reckoned from what was read: one for lack of time is none the next time."""
+    verdict is always computed from what was read: one for lack of time is none the next time."""
     if plan.is_embedding:
         return tuple(refused(kind, "the model gives vectors and generates no text") for kind in kinds)
     chunk_spec = extent_for(
@@ -94,7 +94,7 @@ class _Check:
         kept: Sequence[ScoredChunk],
         on_result: Callable[[ScoredChunk], None],
     ) -> None:
-        # As the text is read: the window that is served follows the free memory, and is another at nearly each start.
+        # As the text is read: the context that is served follows the free memory, and is another at nearly each start.
         self._plan = replace(plan, context=chunk_spec.chunk_tokens)
         self._extent = chunk_spec
         self._pieces = chunk_spec.chunks

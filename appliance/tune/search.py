@@ -132,8 +132,8 @@ class Search:
         return state.measured or state.predicted[:POOL]
 
     def best(self, trials: Sequence[Trial], context: int) -> Candidate | None:
-        """Of those with this window that were not tried and are likely to fit, the best prediction: also one that no
-        prediction can tell from one that was measured with another window."""
+        """Of those with this context that were not tried and are likely to fit, the best prediction: also one that no
+        prediction can tell from one that was measured with another context."""
         state = State(self, trials)
         tried = {trial.key for trial in trials}
         likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))

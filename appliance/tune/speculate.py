@@ -1,8 +1,8 @@
-"""Whether guessing ahead pays on this machine with this model, and how many tokens: by measuring, through the API.
+"""Whether speculative decoding pays on this machine with this model, and with how many tokens: by measuring.
 
-Requests cannot change how many tokens are guessed (of the engines so far none lets them), so every number
-is a start of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: guesses do
-not change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
+Requests cannot change how many tokens are drafted (of the engines so far none lets them), so every number is a start
+of its own. Each start is asked the same prompts with the same seeds and the model's own sampling: draft tokens do not
+change what is sampled, so answers are the same, token for token, and times are compared in pairs. A start is asked
 each prompt once, since n-grams keep what they have seen, and a second time would know the answer.
 """
 
@@ -25,7 +25,7 @@ from appliance.tune.tuner import Tuned
 PROMPTS = Path(__file__).with_name("prompts.txt")
 WARM = "Name three colours."  # in no prompt: its time counts nowhere
 WARM_TOKENS = 8
-TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams guess nothing before 24 tokens in a row are known ones
+TOKENS_LEAST, TOKENS_MOST = 64, 128  # of one answer; n-grams draft nothing before 24 tokens in a row are known ones
 PROMPT_TOKENS = 150  # about, of a prompt
 PROMPTS_LEAST, PROMPTS_AIMED = 3, 6  # three are one of each kind: a question, an edit, a summary
 MADE_LEAST = 8  # of an answer that ended by itself, to count
@@ -61,7 +61,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One start: `kind` None is the plan without guesses. With `error` there are no answers."""
+    """One start: `kind` None is the plan without draft tokens. With `error` there are no answers."""
 
     kind: Kind | None
     tokens: int
@@ -87,7 +87,8 @@ def ms_per_token(answers: Sequence[Answer]) -> float:
 
 
 def compared(base: Tried, other: Tried) -> tuple[float, SpeculationResult] | None:
-    """Milliseconds a token without guesses, and what `other` did on the same prompts; None where none counts twice."""
+    """Milliseconds a token without draft tokens, and what `other` did with the same prompts; None where none counts in
+    both."""
     before = {answer.name: answer for answer in base.answers if answer.counts}
     after = [answer for answer in other.answers if answer.counts and answer.name in before]
     made = sum(answer.made for answer in after)
@@ -117,15 +118,15 @@ async def choose_speculation(
     kept: Sequence[Tried] = (),
     on_result: Callable[[Tried], None] = lambda _: None,
 ) -> tuple[Speculation | None, str, list[Tried]]:
-    """None when guessing nothing is as fast. What was asked for is served in any case, with the best number measured.
+    """None when drafting nothing is as fast. What was asked for is served in any case, with the best number measured.
 
     `on_result` gets each start as it ends, failures too; `kept` are those of a choosing for the same plan that was
     broken off: they take the place of their starts, also where no time is left. A failure does so when it is there
     TRIES times; where a kind was asked for none is kept, since that ends the tuning.
 
-    `requested` is the setting. `plan` guesses nothing; `space.speculating(plan, …)` is the one to serve. Raises
+    `requested` is the setting. `plan` drafts nothing; `space.speculating(plan, …)` is the one to serve. Raises
     ConfigError when a kind that was asked for cannot be done, ModelDoesNotFitError when it has no room, and what the
-    engine ends with without guesses."""
+    engine ends with without draft tokens."""
     offers = space.offers()
     tried = [offer.kind for offer in offers if offer.is_tried]
     if not tried:
@@ -266,12 +267,12 @@ class _Run:
         return found
 
     def _compared(self, kind: Kind) -> list[SpeculationResult]:
-        """Times as parts of what the same prompts took without guesses, at the mean time without."""
+        """Times as parts of what the same prompts took without draft tokens, at the mean time without."""
         pairs = [compared(self._base, t) for t in self.tried if self._base is not None and t.kind == kind]
         return [replace(rate, ms=rate.ms / base_ms * self._base_ms) for base_ms, rate in filter(None, pairs)]
 
     def _fastest(self) -> tuple[Kind, SpeculationResult] | None:
-        """Of all kinds, if it is faster than guessing nothing in the way that is wanted."""
+        """Of all kinds, if it is faster than drafting nothing in the way that is wanted."""
         every = [(kind, rate) for kind, rates in self._rates.items() for rate in rates]
         best = chosen(self._base_ms, [rate for _, rate in every], self._taste)
         return next((pair for pair in every if pair[1] is best), None)
@@ -304,8 +305,8 @@ class _Run:
         return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"
 
     def _figures(self, rate: SpeculationResult) -> str:
-        """As in "31.0 ms a token, 41.2 without: 25% shorter (chat +1%, edit -44%); 78% of 0.52 guesses a token were
-        right"."""
+        """As in "31.0 ms a token, 41.2 without: 25% shorter (chat +1%, edit -44%); 78% of 0.52 draft tokens a
+        token were right"."""
         share = 1 - rate.ms / self._base_ms
         words = f"{rate.ms:.1f} ms a token, {self._base_ms:.1f} without: "
         words += f"{abs(share):.0%} {'shorter' if share > 0 else 'longer'}"
@@ -351,7 +352,7 @@ async def _ask(
     asker: _Asker, plan: Plan, ask_s: float, like: Tried | None, say: Callable[[str], None]
 ) -> tuple[int, list[Answer]]:
     """The prompts of `like`, answers as long as those; or as many as `ask_s` holds, at least one of each kind, and
-    answers as long as lets it hold six. A prompt that the window does not hold is left out."""
+    answers as long as lets it hold six. A prompt that the context does not hold is left out."""
     prompts = parse_prompts(PROMPTS.read_text(encoding="utf-8"))
     began = time.monotonic()
     warm = await asker.ask("warm", WARM, WARM_TOKENS, seed=0)

@@ -158,7 +158,7 @@ def job_terms(candidate: Candidate, effects: Effects, mix: Mix) -> tuple[Term, .
 
 
 def _of_one_job(candidate: Candidate, effects: Effects, workload: Workload) -> list[Term]:
-    """Decoding at its middle depth stands for all of it: predicted time is linear in depth, but for a window's edge."""
+    """Decoding at its middle depth stands for all of it: predicted time is linear in depth."""
     prefill = prefill_terms(candidate, effects, workload.tokens_reused, workload.tokens_in)
     decode = decode_terms(candidate, effects, workload.depth)
     return [*prefill, *(Term(ms=term.ms * workload.tokens_out, by=term.by) for term in decode)]

@@ -18,7 +18,7 @@ from appliance.tune.terms import Candidate
 from appliance.tune.trials import Trials
 from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
 
-SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for windows and for a closer look at the winner
+SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for contexts and for a closer look at the winner
 CLOSER_LOOKS = 3  # at the end
 FAILURES_MAX = 3  # of other causes than memory, before anything was measured
 
@@ -40,7 +40,7 @@ class Tuned:
     chosen: Chosen
     plans: tuple[Plan, ...]
     measurements: tuple[Measurement, ...]
-    mix: Mix  # as scaled to the windows that were compared
+    mix: Mix  # as scaled to the contexts that were compared
     seconds: float
     stopped_by: str
     allocated: Allocated | None  # by the winner
@@ -112,7 +112,7 @@ class Tuner:
 
     @property
     def _left_for_search_s(self) -> float:
-        """A share of what is left would leave the windows one look's time. The mode `speed` looks for none."""
+        """A share of what is left would leave the contexts one look's time. The mode `speed` looks for none."""
         share = 1.0 if self._goal.mode == "speed" else SHARE_FOR_SEARCH
         return self._trials.left_s - self._budget_s * (1 - share)
 
@@ -158,7 +158,7 @@ class Tuner:
 
     async def _look_closely(self) -> None:
         """At the winner, longer and at every depth: it need not be one of the last few, as of plans as fast it is the
-        one with the larger window. That may make another the winner, so a few times. Ends where the winner was looked
+        one with the larger context. That may make another the winner, so a few times. Ends where the winner was looked
         at so, there is no time, or the engine failed."""
         trials = self._trials
         for _ in range(CLOSER_LOOKS):

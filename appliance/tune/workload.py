@@ -68,7 +68,7 @@ def only(workload: Workload) -> Mix:
 
 
 def scaled(workload: Workload, context: int) -> Workload:
-    """The same proportions inside a smaller window, and its name says so."""
+    """The same proportions inside a smaller context, and its name says so."""
     whole = workload.tokens_in + workload.tokens_out
     if whole <= context:
         return workload

@@ -1,4 +1,4 @@
-"""What is reckoned from a header against what the real llama-server allocates, for every kind of cache.
+"""What is computed from a header against what the real llama-server allocates, for every kind of cache.
 
 Needs the engine: a folder with llama-server in APPLIANCE_ENGINE_DIR, or llama-server on the path.
 """
@@ -83,7 +83,7 @@ def cells(layer: Layer, context: int) -> int:
     return -(-min(context, layer.window + UBATCH) // 256) * 256
 
 
-def reckoned(model: Model, context: int, sequences: int, *, drafts: bool = False) -> tuple[float, float, float]:
+def computed(model: Model, context: int, sequences: int, *, drafts: bool = False) -> tuple[float, float, float]:
     """The same in MiB for caches of f16; `context` is that of one sequence."""
     trunk = [layer for layer in model.stack if drafts or not layer.is_draft]
     each = [sum(2 * size * cells(layer, context) for layer, size in sizes) for sizes in _sizes(trunk)]
@@ -99,7 +99,7 @@ def _sizes(layers: list[Layer]) -> tuple[list[tuple[Layer, int]], list[tuple[Lay
 def test_caches_and_states_are_what_the_engine_allocates(tmp_path: Path, shape: Shape) -> None:
     path = write_gguf(tmp_path / "m.gguf", shape, with_data=True)
     context = 4096
-    expected = reckoned(read_model(path), context, SLOTS)
+    expected = computed(read_model(path), context, SLOTS)
     # The log rounds to hundredths of a MiB, and there are at most two caches.
     assert allocated(path, context * SLOTS) == pytest.approx(expected, abs=0.011)
 
@@ -107,7 +107,7 @@ def test_caches_and_states_are_what_the_engine_allocates(tmp_path: Path, shape: 
 @pytest.mark.parametrize("name", ["delta-net", "mla-with-drafts"])
 def test_draft_layers_have_a_cache_and_states_go_back_by_as_many_tokens(tmp_path: Path, name: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", SMALL[name], with_data=True)
-    k, v, states = reckoned(read_model(path), 4096, 1, drafts=True)
+    k, v, states = computed(read_model(path), 4096, 1, drafts=True)
     found = allocated(path, 4096, 1, "--spec-type", "draft-mtp", "--spec-draft-n-max", "2")
     assert found == pytest.approx((k, v, states * (1 + 2)), abs=0.011)
 
@@ -132,4 +132,4 @@ def test_published_models_against_the_engines_own_estimate(tmp_path: Path, shape
     around = plain_environment(Path(argv[0]))
     out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120, env=around).stdout
     _, context_mib, _ = map(int, out.split()[-3:])
-    assert context_mib == pytest.approx(sum(reckoned(read_model(path), 8192, 1)), abs=1)
+    assert context_mib == pytest.approx(sum(computed(read_model(path), 8192, 1)), abs=1)

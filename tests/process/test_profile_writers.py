@@ -38,7 +38,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     word, _, rest = line.strip().partition(" ")
     if word == "save":
-        found = profile()  # once: made-up plans are reckoned
+        found = profile()  # once: made-up plans are computed
         for number in range(int(rest)):
             store.save(replace(found, speed=f"{os.getpid()} " + "x" * (number * 997 % 20000)))
         print("saved", flush=True)

@@ -23,7 +23,7 @@ BINARY = "llama-perplexity"
 
 
 def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec) -> tuple[str, ...]:
-    """Everything that the outcome may depend on is the plan's, but for a window of one piece."""
+    """Everything that the outcome may depend on is the plan's, but for a context of one piece."""
     launch = launch_of(plan)
     words = {
         "--model": plan.model_path,

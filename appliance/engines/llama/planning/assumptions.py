@@ -1,6 +1,6 @@
 """What a plan has to assume where nothing was measured: figures with where they come from, each used in one place.
 
-`is_measured` is False for what was read or reckoned, never seen on the hardware in question.
+`is_measured` is False for what was read or computed, never seen on the hardware in question.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Aim = Literal["balanced", "speed", "context"]
 KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0.0}
 """Of the fastest plan's speed at a small context, what a larger one has to keep."""
 
-GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger window
+GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger context
 SMALL_CONTEXT = 4096  # what speeds are compared at
 
 
@@ -41,7 +41,7 @@ class ContextRequest:
 
 
 def choose_context(job: PlacementJob, resources: Resources, request: ContextRequest) -> ContextPlan | None:
-    """None when not even the smallest window fits, or the one that was asked for."""
+    """None when not even the smallest context fits, or the one that was asked for."""
     at = _Asked(job, resources)
     small = min(request.tokens, SMALL_CONTEXT)
     # Each type by its own speed: that a smaller one is read faster is no reason against an exact one.

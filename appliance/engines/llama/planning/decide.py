@@ -44,7 +44,7 @@ BATCH = 2048
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
-CACHE_SPARE = 0.05  # beside one conversation that fills the window, for a side request
+CACHE_SPARE = 0.05  # beside one conversation that fills the context, for a side request
 SPARE_SHARE = 0.03  # of usable memory, left alone: page cache for the weights' file, other processes of the container
 CHECKPOINTS_SHARE = 0.25  # of what is left
 
@@ -179,7 +179,7 @@ def offered_kinds(inputs: PlanInputs) -> tuple[str, ...]:
 
 
 def _from_disk(inputs: PlanInputs, tokens: int) -> int:
-    """Without a limit every window would fit: where the weights exceed memory, a small one is taken."""
+    """Without a limit every context would fit: where the weights exceed memory, a small one is taken."""
     usable = inputs.spare_mib
     bounded = replace(inputs.resources, spare_mib=usable - least_cache(inputs.settings) - host_overhead_mib())
     request = ContextRequest(tokens=tokens, is_explicit=False, kinds=("f16",))

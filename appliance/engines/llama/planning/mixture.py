@@ -13,7 +13,7 @@ from appliance.plan import Placement
 
 CPU_FIXED_MS = 0.04  # a layer's hand-over to the CPU and back: facts/hybrid.md, not measured
 GPU_EXPERT_MS = 0.005  # a kernel's start: chosen
-OFF = 1.25  # each rate, too high or too low: they are reckoned, not measured with CPU and PCIe at work together
+OFF = 1.25  # each rate, too high or too low: they are computed, not measured with CPU and PCIe at work together
 
 
 def modelled(model: Model, resources: Resources, placement: Placement) -> str | None:

@@ -106,7 +106,7 @@ class _Table:
 
 
 def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...]) -> _Table:
-    """Costs do not depend on the context, so they are reckoned once a start."""
+    """Costs do not depend on the context, so they are computed once a start."""
     key = (id(job.model), job.kv_type, job.ubatch, tuple(device.id for device in devices))
     if key not in resources.tables:
         roofline = Roofline(

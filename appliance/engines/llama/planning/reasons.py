@@ -78,7 +78,7 @@ def _held(shares: tuple[GpuAllocation, ...]) -> float:
 
 
 def _more(context_plan: ContextPlan, model: Model) -> str:
-    """What twice the window would need."""
+    """What twice the context would need."""
     larger = min(2 * padded(context_plan.context), padded(model.native_context))
     if not context_plan.placed.placement.shares or larger <= context_plan.context:
         return ""

@@ -21,7 +21,7 @@ def refine(plans: Sequence[Plan], projections: Sequence[Projection | None]) -> l
     """The plans in their order with corrected figures, without those that do not fit by them.
 
     Of GPUs everything is taken; of the host only the buffers, since nothing is mapped or copied there while the loader
-    reckons. A plan without a projection, or with one of other devices, stays as it is.
+    computes. A plan without a projection, or with one of other devices, stays as it is.
     """
     refined = [_corrected(plan, found) for plan, found in zip(plans, projections, strict=True)]
     return [plan for plan in refined if all(s.memory.total <= s.free_mib for s in plan.placement.shares)]
@@ -44,6 +44,6 @@ def _share(share: GpuAllocation, sizes: tuple[float, float, float]) -> GpuAlloca
 
 
 def _compute(memory: Memory, projected: float) -> float:
-    """It reckons with the logits of a whole batch, where the server makes those of one token a slot: an upper bound, as
-    the formula is one."""
+    """It computes with the logits of a whole batch, where the server makes those of one token a slot: an upper bound,
+    as the formula is one."""
     return min(memory.compute, projected)

@@ -36,7 +36,7 @@ def conversation_mib(model: Model, kv_type: str, tokens: int, *, ubatch: int, ch
 def choices(
     settings: Settings, model: Model, context: int, *, cache_mib: float, needed_mib: float
 ) -> tuple[Choice, ...]:
-    """`needed_mib` is of a conversation that fills the window, `cache_mib` what the prompt cache may take."""
+    """`needed_mib` is of a conversation that fills the context, `cache_mib` what the prompt cache may take."""
     return (_parallel(settings, model, context), *_idle(settings, context, cache_mib, needed_mib))
 
 

@@ -1,5 +1,5 @@
 """All plans of one start: the predicted one, every other that fits, and the plans of an earlier start within the memory
-that is free now. Pure; reckoned when asked for, since a start from a profile needs only the last."""
+that is free now. Pure; computed when asked for, since a start from a profile needs only the last."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ class Space:
 
     @property
     def native(self) -> int:
-        """The model's own window, or the one that was asked for."""
+        """The model's own context length, or the one that was asked for."""
         return self._inputs.settings.ctx_size or self._inputs.model.native_context
 
     def kinds_to_check(self) -> tuple[str, ...]:
-        """Types of the KV cache that would carry a much larger window, if they were shown to be harmless; what helps
+        """Types of the KV cache that would carry a much larger context, if they were shown to be harmless; what helps
         most first. The best plan that is possible already is what they are checked with."""
         inputs = self._inputs
         request = wanted_context(inputs, self._aim)
@@ -136,13 +136,13 @@ class Space:
         more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
         if (
             not more or inputs.settings.allow_disk or inputs.model.is_embedding_model
-        ):  # from disk every window would fit
+        ):  # from disk every context would fit
             return ()
         context_plan = choose_context(inputs.job, inputs.resources, replace(request, kinds=(*request.kinds, *more)))
         return worth_checking(context_plan.carried, enough=enough_of(request)) if context_plan else ()
 
     def all(self) -> list[Plan]:
-        """Every plan that fits, the best first: each type of the cache, window, ubatch, number of threads, way to load,
+        """Every plan that fits, the best first: each KV type, context, ubatch, number of threads, way to load,
         and some more or fewer experts in host memory. Thousands where there are GPUs."""
         best = self.best
         room = float("inf") if self._inputs.settings.allow_disk else max(best.usable_mib, best.memory.total)
@@ -153,7 +153,7 @@ class Space:
         return list(found.values())
 
     def _placements(self) -> Iterator[Plan]:
-        """One for each type of the cache, window, ubatch and number of experts in host memory."""
+        """One for each type of the cache, context, ubatch and number of experts in host memory."""
         settings, has_gpu = self._inputs.settings, bool(self._inputs.resources.devices)
         ubatches = UBATCHES_GPU if has_gpu else UBATCHES
         for kv_type in offered_kinds(self._inputs):
@@ -184,7 +184,7 @@ class Space:
         has_gpu = bool(self._inputs.resources.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
         if kv_type != best.kv_type and self._aim != "context":
-            # Another type is for speed here: which one is worth a larger window was decided with the prediction.
+            # Another type is for speed here: which one is worth a larger context was decided with the prediction.
             widest, largest = min(widest, best.context), min(largest, best.context)
         least = min(self.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
         if not has_gpu:
@@ -194,7 +194,7 @@ class Space:
         return tuple(sorted((size for size in request if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
-        """The largest window that can be placed at all, whatever it costs, found by halving."""
+        """The largest context that can be placed at all, whatever it costs, found by halving."""
         low, high = carried // CONTEXT_STEP, padded(self.native) // CONTEXT_STEP
         while low < high:
             middle = (low + high + 1) // 2
@@ -225,7 +225,7 @@ class Space:
         return tuple(dict.fromkeys((*counts, max(1, counts[0] - 1), min(most, counts[0] + 1))))
 
     def _at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
-        """The best with another placement, window and ubatch, and with the caches that it leaves room for."""
+        """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
         if (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return with_caches(self._inputs, plan) or plan
@@ -237,7 +237,7 @@ class Space:
         return with_caches(self._inputs, plan) or plan
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
-        """The same plan with a smaller window; None where it cannot be placed again."""
+        """The same plan with a smaller context; None where it cannot be placed again."""
         launch = launch_of(plan)
         context_plan = replace(self.context_plan, kv_type=plan.kv_type, context=context)
         job = replace(self._inputs.job, context=padded(context), kv_type=plan.kv_type, ubatch=launch.ubatch)

@@ -1,6 +1,6 @@
-"""Tokens guessed ahead and checked at once: which kinds a model and an engine can do, and what each takes of memory.
+"""Speculative decoding: which kinds a model and an engine can do, and what memory each takes.
 
-Pure. Which of them is faster, and how many tokens to guess, only measuring tells: tune/speculate.py.
+Pure. Which of them is faster, and how many tokens to draft, only measuring tells: tune/speculate.py.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def estimate(
 
 
 def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
-    """The plan with what was reckoned for one of the same window; the prompt cache gives way, if nobody asked for it.
+    """The plan with what was computed for one of the same context; the prompt cache gives way, if nobody asked for it.
 
     Raises ModelDoesNotFitError when there is no room.
     """
@@ -161,7 +161,7 @@ def as_asked(
     draft: Model | None = None,
     isa: tuple[str, ...] = (),
 ) -> Plan:
-    """A prediction with the kind of guessing that was asked for: it is served unmeasured, too.
+    """A prediction with the kind of speculative decoding that was asked for: it is served unmeasured, too.
 
     Raises ModelDoesNotFitError when there is no room.
     """
@@ -175,7 +175,7 @@ def as_asked(
 
 
 def still_applied(plan: Plan, measured: Plan, *, draft_path: str | None = None) -> Plan:
-    """With the speculation of a plan that was measured, if it was measured for this window and there still is room.
+    """With the speculation of a plan that was measured, if it was measured for this context and there still is room.
 
     The files may lie elsewhere by now: `draft_path` is where the draft model is found today.
     """
@@ -263,8 +263,8 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
 
 
 def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
-    """Every guess is checked with logits of its own, in the graph and in a buffer that grows when it first happens:
-    the engine's log tells of the former alone."""
+    """Every draft token is checked with logits of its own, in the graph and in a buffer that grows when it first
+    happens: the engine's log tells of the former alone."""
     launch = launch_of(plan)
     outputs = min(launch.batch, plan.parallel * (1 + tokens))
     at_once = min(outputs, launch.ubatch)
