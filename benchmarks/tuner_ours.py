@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from appliance.engines.engine import Space
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, LlamaLaunch
 from appliance.errors import EngineError, EngineGpuMemoryError
-from appliance.plan import Costs, GpuAllocation, Memory, Placement, Plan
+from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Plan
 from appliance.tune.candidates import EMPTY
 from appliance.tune.curve import Point
 from appliance.tune.measure import DECODE_TOKENS, WARM_TOKENS, FirstSampling, Sampling, now, points_of
@@ -24,6 +24,9 @@ from appliance.tune.workload import Mix, Workload
 from benchmarks.tuner_machines import Missing
 
 FAILS_AFTER = 0.5  # of a load: when a start that does not fit ends
+CARD = Device(
+    id="", name="", index=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=1, upload_gb_s=1, pinned_gb_s=1
+)  # what it holds is not of interest, only that it is used
 NOTHING = Memory(weights=0, kv=0, compute=0, output=0, cache=0, overhead=0)
 
 
@@ -101,9 +104,7 @@ def plan_of(candidate: Candidate) -> Plan:
     knobs = candidate.by_knob
     away, threads, ubatch = (int(knobs[name]) for name in ("cpu_layers", "threads", "ubatch"))
     split = str(knobs.get("split", "none"))
-    card = GpuAllocation(
-        id="", device="", name="", layers=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=0, memory=NOTHING
-    )
+    card = GpuAllocation(gpu=CARD, device="", layers=0, memory=NOTHING)
     cards = () if "split" not in knobs else (card,) if split == "none" else (card, card)
     return Plan(
         engine="",

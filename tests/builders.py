@@ -13,7 +13,7 @@ from appliance.engines.llama.facts import parse_facts
 from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, ModelDigest, read_model
-from appliance.plan import Allocated, KvCheck, Plan
+from appliance.plan import Allocated, Device, KvCheck, Plan
 from appliance.probe import Cpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
@@ -26,6 +26,20 @@ from appliance.tune.slots import Concurrency, Job
 from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT
 from tests.shapes import PUBLISHED, write_gguf
+
+
+def device(id: str = "GPU-0", *, free_mib: float = 8000.0, index: int = 0, gb_s: float = 900.0) -> Device:
+    """A GPU as plans see it."""
+    return Device(
+        id=id,
+        name=id,
+        index=index,
+        free_mib=free_mib,
+        held_back_mib=0.0,
+        bandwidth_gb_s=gb_s,
+        upload_gb_s=6.0,
+        pinned_gb_s=12.0,
+    )
 
 
 def examples(most: int) -> int:

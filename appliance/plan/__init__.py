@@ -3,6 +3,7 @@
 from appliance.plan.allocated import Allocated
 from appliance.plan.choice import Choice
 from appliance.plan.costs import Costs
+from appliance.plan.device import Device
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
 from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
@@ -48,6 +49,7 @@ __all__ = [
     "Allocated",
     "Choice",
     "Costs",
+    "Device",
     "GpuAllocation",
     "JobSpeed",
     "Kernels",

@@ -40,7 +40,7 @@ def explain_memory(plan: Plan) -> str:
     if not plan.placement.shares:
         return host
     gpus = "; ".join(
-        f"{share.device} {share.memory.total:,.0f} of {share.free_mib:,.0f} MiB" for share in plan.placement.shares
+        f"{share.device} {share.memory.total:,.0f} of {share.gpu.free_mib:,.0f} MiB" for share in plan.placement.shares
     )
     return f"{gpus}; host {host}"
 

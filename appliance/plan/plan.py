@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from appliance.plan.choice import Choice
+from appliance.plan.device import Device
 from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
 
@@ -67,13 +68,9 @@ NOTHING = Memory(weights=0.0, kv=0.0, compute=0.0, output=0.0, cache=0.0, overhe
 class GpuAllocation:
     """What one GPU holds. `layers` counts the output as one."""
 
-    id: str
+    gpu: Device
     device: str  # as the engine calls it
-    name: str
     layers: int
-    free_mib: float  # for us: less what is held back
-    held_back_mib: float
-    bandwidth_gb_s: float
     memory: Memory
 
 

@@ -162,7 +162,7 @@ def environment(plan: Plan, engine_dir: Path, cache_dir: Path, driver_dir: Path 
     """With GPUs also which ones, in the plan's order, so that the engine's CUDA0 is the plan's first."""
     if not plan.placement.shares:
         return cpu_environment(cache_dir, plan.cpu_variant)
-    ids = ",".join(share.id for share in plan.placement.shares)
+    ids = ",".join(share.gpu.id for share in plan.placement.shares)
     found = gpu_environment(engine_dir, cache_dir, driver_dir, cpu_variant=plan.cpu_variant)
     return found | {"CUDA_VISIBLE_DEVICES": ids}
 

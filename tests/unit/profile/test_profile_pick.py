@@ -60,7 +60,7 @@ def tuned() -> Profile:
 
 
 def with_vram(free_mib: float) -> Space:
-    held_back_mib = ladder()[0].placement.shares[0].held_back_mib
+    held_back_mib = ladder()[0].placement.shares[0].gpu.held_back_mib
     card = replace(CARD, vram_free_mib=int(free_mib + held_back_mib) + 1)
     return space(with_gpus(LAPTOP, card), shape(MODEL))
 

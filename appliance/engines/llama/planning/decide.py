@@ -11,7 +11,7 @@ from dataclasses import replace
 from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
-from appliance.engines.llama.planning.devices import Device, usable_devices
+from appliance.engines.llama.planning.devices import usable_devices
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -33,7 +33,7 @@ from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Kernels, KvCheck, Memory, Placement, Plan
+from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -295,7 +295,7 @@ def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool
 def unified_mib(inputs: PlanInputs, placement: Placement) -> float:
     """What GPUs take of host memory, since they have none of their own."""
     unified = {device.id for device in inputs.resources.devices if device.is_unified}
-    return sum(share.memory.total + share.held_back_mib for share in placement.shares if share.id in unified)
+    return sum(share.memory.total + share.gpu.held_back_mib for share in placement.shares if share.gpu.id in unified)
 
 
 def kept_checkpoints(

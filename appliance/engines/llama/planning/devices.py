@@ -5,26 +5,8 @@ from __future__ import annotations
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
+from appliance.plan import Device
 from appliance.probe import Gpu, Hardware
-from appliance.values import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One GPU as the engine will see it: `id` is what CUDA_VISIBLE_DEVICES takes."""
-
-    id: str
-    name: str
-    index: int
-    free_mib: float  # what is free now, less what is held back; of unified memory all that the host has
-    held_back_mib: float
-    bandwidth_gb_s: float  # what kernels reach, not what the memory could
-    upload_gb_s: float  # host to device, from pageable memory
-    pinned_gb_s: float
-    peers: tuple[int, ...] = ()  # indices of GPUs over NVLink
-    is_slice: bool = False
-    is_unified: bool = False
-    note: str = ""  # what a person should know of these figures
 
 
 def usable_devices(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from appliance.engines.llama.planning import assumptions
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import MIB, layers_of
 from appliance.engines.llama.planning.placement import Resources
 from appliance.model import Model
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
-from appliance.plan import Placement
+from appliance.plan import Device, Placement
 
 CPU_FIXED_MS = 0.04  # a layer's hand-over to the CPU and back: facts/hybrid.md, not measured
 GPU_EXPERT_MS = 0.005  # a kernel's start: chosen
@@ -25,11 +24,11 @@ def modelled(model: Model, resources: Resources, placement: Placement) -> str | 
     if replay is None:
         return None
     share = placement.shares[0]
-    device = next(device for device in resources.devices if device.id == share.id)
+    device = next(device for device in resources.devices if device.id == share.gpu.id)
     expert_mb = sum(layer.expert_bytes for layer in with_experts) / len(with_experts) / model.experts / 1e6
     cost = Cost(_rates(model, resources, device, expert_mb), expert_mb)
     on_gpu = sum(layer.expert_bytes for layer in layers_of(model)[placement.cpu_expert_layers :]) / MIB
-    room_mib = on_gpu + share.free_mib - share.memory.total
+    room_mib = on_gpu + share.gpu.free_mib - share.memory.total
     slots = int(room_mib * MIB / 1e6 / expert_mb / len(with_experts))
     fixed_ms = model.output_bytes / (device.bandwidth_gb_s * 1e6)
     static = static_layers(replay, cost, placement.cpu_expert_layers, fixed_ms=fixed_ms, off=OFF)

@@ -11,11 +11,10 @@ from appliance.engines.llama.planning.decide import (
     prompt_cache,
     unified_mib,
 )
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
 from appliance.model import plain_name
-from appliance.plan import GpuAllocation, Placement, Plan
+from appliance.plan import Device, GpuAllocation, Placement, Plan
 
 
 def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
@@ -24,7 +23,7 @@ def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
     before = measured.placement.shares
     devices = _same_devices(before, inputs.resources.devices)
     if devices is None:
-        return f"a GPU that it used is not there: {', '.join(share.name for share in before)}"
+        return f"a GPU that it used is not there: {', '.join(share.gpu.name for share in before)}"
     for device, share in zip(devices, before, strict=True):
         if share.memory.total > device.free_mib and not device.is_unified:
             return f"it needs {share.memory.total:,.0f} MiB of {device.name}, and {device.free_mib:,.0f} are free"
@@ -58,10 +57,8 @@ def with_caches(inputs: PlanInputs, plan: Plan) -> Plan | None:
 
 def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
     """On these devices, with what is free on them, and with the files of today."""
-    shares = tuple(
-        replace(share, id=device.id, free_mib=device.free_mib, held_back_mib=device.held_back_mib)
-        for share, device in zip(measured.placement.shares, devices, strict=True)
-    )
+    pairs = zip(measured.placement.shares, devices, strict=True)
+    shares = tuple(replace(share, gpu=device) for share, device in pairs)
     settings, model = inputs.settings, inputs.model
     there = replace(
         measured,
@@ -83,7 +80,7 @@ def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]
     left = list(devices)
     found: list[Device] = []
     for share in shares:
-        same = [d for d in left if d.id == share.id] or [d for d in left if d.name == share.name]
+        same = [d for d in left if d.id == share.gpu.id] or [d for d in left if d.name == share.gpu.name]
         if not same:
             return None
         left.remove(same[0])

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from functools import partial
 
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
@@ -28,7 +27,7 @@ from appliance.engines.llama.planning.memory import (
 )
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Cost, Roofline
 from appliance.model import Layer, Model
-from appliance.plan import Costs, GpuAllocation, Memory, Placement, Speed
+from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Speed
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
@@ -91,7 +90,7 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
 def _is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
     """Everything on the fastest card."""
     is_whole = not (placement.cpu_layers or placement.cpu_expert_layers)
-    return is_whole and [share.id for share in placement.shares] == [devices[0].id]
+    return is_whole and [share.gpu.id for share in placement.shares] == [devices[0].id]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,13 +385,9 @@ class _Search:
         cost = self._cost(cpu_layers, runs)
         shares = tuple(
             GpuAllocation(
-                id=device.id,
+                gpu=device,
                 device=f"CUDA{at}",
-                name=device.name,
                 layers=end - start,
-                free_mib=device.free_mib,
-                held_back_mib=device.held_back_mib,
-                bandwidth_gb_s=device.bandwidth_gb_s,
                 memory=self._need(int(at > 0), start, end),
             )
             for at, (device, start, end) in enumerate(runs)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.slots import slots
 from appliance.model import Model
-from appliance.plan import GpuAllocation, KvCheck, Memory, Placement
+from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -65,8 +64,8 @@ def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: 
     shares = context_plan.placed.placement.shares
     if not shares:
         return words
-    left = sum(share.free_mib - share.memory.total for share in shares)
-    whole = sum(share.free_mib + share.held_back_mib for share in shares)
+    left = sum(share.gpu.free_mib - share.memory.total for share in shares)
+    whole = sum(share.gpu.free_mib + share.gpu.held_back_mib for share in shares)
     host = context_plan.placed.host
     cached = f", and {host.kv:,.0f} of the KV," if host.kv else ""
     away = f", {host.weights:,.0f} of them{cached} in host memory," if host.weights else ""
@@ -74,7 +73,7 @@ def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: 
 
 
 def _held(shares: tuple[GpuAllocation, ...]) -> float:
-    return sum(share.held_back_mib for share in shares)
+    return sum(share.gpu.held_back_mib for share in shares)
 
 
 def _more(context_plan: ContextPlan, model: Model) -> str:
@@ -126,7 +125,7 @@ def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], sett
         parts.append(f"the experts of {_first(found.cpu_expert_layers)} stay in host memory")
     if not found.shares:
         parts.append("the CPU holds everything: no GPU has room for a part that pays")
-    used = {share.id for share in found.shares}
+    used = {share.gpu.id for share in found.shares}
     for device in resources.devices:
         if device.id not in used:
             parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
@@ -172,7 +171,7 @@ def _why_not(device: Device, found: Placement) -> str:
         return "a program can use one slice of a GPU, and this is not the faster choice"
     if not found.shares:
         return "nothing fits on it that pays"
-    slowest = min(share.bandwidth_gb_s for share in found.shares)
+    slowest = min(share.gpu.bandwidth_gb_s for share in found.shares)
     if device.bandwidth_gb_s < slowest:
         return f"a job is faster without it: {device.bandwidth_gb_s:,.0f} GB/s, estimated, would slow each layer on it"
     return "a job is faster without it"
@@ -185,9 +184,10 @@ def _first(count: int) -> str:
 def _holds(at: int, share: GpuAllocation) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
+    card = f"{share.device} ({share.gpu.name}, {share.gpu.bandwidth_gb_s:,.0f} GB/s estimated)"
     return (
-        f"{share.device} ({share.name}, {share.bandwidth_gb_s:,.0f} GB/s estimated) holds {share.layers} layers in "
-        f"{m.total:,.0f} of {share.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
+        f"{card} holds {share.layers} layers in "
+        f"{m.total:,.0f} of {share.gpu.free_mib:,.0f} MiB: {m.weights:,.0f} weights, {m.kv:,.0f} KV cache{state}, "
         f"{m.compute:,.0f} buffers"
     )
 

@@ -24,7 +24,7 @@ def refine(plans: Sequence[Plan], projections: Sequence[Projection | None]) -> l
     computes. A plan without a projection, or with one of other devices, stays as it is.
     """
     refined = [_corrected(plan, found) for plan, found in zip(plans, projections, strict=True)]
-    return [plan for plan in refined if all(s.memory.total <= s.free_mib for s in plan.placement.shares)]
+    return [plan for plan in refined if all(s.memory.total <= s.gpu.free_mib for s in plan.placement.shares)]
 
 
 def _corrected(plan: Plan, found: Projection | None) -> Plan:

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import KV_BYTES, layers_of
 from appliance.model import Layer, Model
-from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Placement, Speed
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed
 from appliance.values import dataclass
 
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
@@ -157,7 +156,7 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
     at = placement.cpu_layers if placement.shares else len(layers)
     yield from (roofline.on_cpu(layer) for layer in layers[:at] if not layer.is_draft)
     for share in placement.shares:
-        device, end = devices[share.id], min(at + share.layers, len(layers))
+        device, end = devices[share.gpu.id], min(at + share.layers, len(layers))
         for number in range(at, end):
             is_apart = number < placement.cpu_expert_layers
             if not layers[number].is_draft:
@@ -167,7 +166,7 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
             yield Costs(fixed_ms=HOP_MS)
         at += share.layers
     if placement.shares and at > len(layers):
-        yield roofline.output_on_gpu(devices[placement.shares[-1].id])
+        yield roofline.output_on_gpu(devices[placement.shares[-1].gpu.id])
     else:
         yield roofline.output_on_cpu()
 

@@ -28,10 +28,10 @@ def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settin
     if shortage.device is not None:
         used = {share.device: share for share in plan.placement.shares}
         share = used.get(shortage.device)
-        gpu = next((each for each in hardware.gpus.gpus if share and device_id(each) == share.id), None)
+        gpu = next((each for each in hardware.gpus.gpus if share and device_id(each) == share.gpu.id), None)
         if share is None or gpu is None:
             return None
-        held_back_mib, where = share.held_back_mib, f"{shortage.device} ({share.name})"
+        held_back_mib, where = share.gpu.held_back_mib, f"{shortage.device} ({share.gpu.name})"
     if gpu is None or gpu.is_unified:
         taken = taken_mib(hardware, plan, None)
         left = max(0.0, taken - shortage.refused_mib)
@@ -52,7 +52,9 @@ def taken_mib(hardware: Hardware, plan: Plan, gpu_id: str | None) -> float:
     """Of that GPU's memory, or of the host's with the GPUs that have none of their own. Without the caches that grow
     only with use: loading does not need them."""
     if gpu_id is not None:
-        return sum(share.memory.total for share in plan.placement.shares if share.id == gpu_id)
+        return sum(share.memory.total for share in plan.placement.shares if share.gpu.id == gpu_id)
     unified = {device_id(gpu) for gpu in hardware.gpus.gpus if gpu.is_unified}
-    on_gpus = sum(share.memory.total + share.held_back_mib for share in plan.placement.shares if share.id in unified)
+    on_gpus = sum(
+        share.memory.total + share.gpu.held_back_mib for share in plan.placement.shares if share.gpu.id in unified
+    )
     return plan.memory.total - plan.memory.cache - plan.memory.checkpoints + on_gpus

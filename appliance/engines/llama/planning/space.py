@@ -278,7 +278,7 @@ class Space:
             kv_type=plan.kv_type,
             ubatch=ubatch,
             dram_gb_s=resources.dram_gb_s,
-            upload=devices[shares[0].id] if shares else None,
+            upload=devices[shares[0].gpu.id] if shares else None,
         )
         return costs_of(roofline, plan.placement, devices)
 
@@ -294,7 +294,9 @@ class Space:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
         what is mapped there needs no room."""
         shares = enumerate(plan.placement.shares)
-        return tuple((f"CUDA{at}", share.memory.total, share.free_mib + share.held_back_mib) for at, share in shares)
+        return tuple(
+            (f"CUDA{at}", share.memory.total, share.gpu.free_mib + share.gpu.held_back_mib) for at, share in shares
+        )
 
 
 def _aim(settings: Settings) -> Aim:
@@ -332,7 +334,7 @@ def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
 
 
 def _are_linked(inputs: PlanInputs, placement: Placement) -> bool:
-    used = [device for device in inputs.resources.devices if device.id in {share.id for share in placement.shares}]
+    used = [device for device in inputs.resources.devices if device.id in {share.gpu.id for share in placement.shares}]
     return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
 
 

@@ -137,8 +137,8 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None = None) 
         at, on_host = speculation.device, replace(NOTHING, output=adds.output, overhead=adds.overhead)
         share = plan.placement.shares[at]
         grown = replace(share, memory=_sum(share.memory, replace(adds, output=0.0, overhead=0.0)))
-        if grown.memory.total > share.free_mib:
-            raise _refusal(speculation, grown.memory.total - share.free_mib, f"{share.device} ({share.name})")
+        if grown.memory.total > share.gpu.free_mib:
+            raise _refusal(speculation, grown.memory.total - share.gpu.free_mib, f"{share.device} ({share.gpu.name})")
         shares = (*plan.placement.shares[:at], grown, *plan.placement.shares[at + 1 :])
         plan = replace(plan, placement=replace(plan.placement, shares=shares))
         adds = on_host
@@ -286,7 +286,7 @@ def _device(plan: Plan, kind: Kind, adds: Memory) -> int | None:
     if not shares:
         return None
     need = adds.total - adds.output - adds.overhead
-    roomy = [at for at, share in enumerate(shares) if share.memory.total + need <= share.free_mib]
+    roomy = [at for at, share in enumerate(shares) if share.memory.total + need <= share.gpu.free_mib]
     return roomy[0] if kind == "draft" and roomy else len(shares) - 1
 
 

@@ -32,7 +32,7 @@ from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, GpuAllocation, Memory, Placement, Plan
 from appliance.settings import resolve_settings
-from tests.builders import ENGINE, IMAGE, SMALL, USAGE, machine
+from tests.builders import ENGINE, IMAGE, SMALL, USAGE, device, machine
 
 SOCKET = Path("/tmp/appliance-7.sock")
 VERSION = "version: 0.5.0-dev (build 11312, commit 0c1e57098)"
@@ -117,13 +117,9 @@ def placed(*layers: int, experts: int = 0, split: str = "layer") -> Plan:
     memory = Memory(weights=1.0, kv=1.0, compute=1.0, output=0.0, cache=0.0, overhead=0.0)
     shares = tuple(
         GpuAllocation(
-            id=f"GPU-{at}",
+            gpu=device(f"GPU-{at}", free_mib=9.0),
             device=f"CUDA{at}",
-            name="a GPU",
             layers=n,
-            free_mib=9.0,
-            held_back_mib=0.0,
-            bandwidth_gb_s=1.0,
             memory=memory,
         )
         for at, n in enumerate(layers)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.refine import Projection, refine
@@ -17,7 +16,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
-from appliance.plan import Plan, as_document, with_measured
+from appliance.plan import Device, Plan, as_document, with_measured
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
 from tests.builders import examples, facts, model
@@ -59,9 +58,9 @@ def test_nothing_is_planned_beyond_what_is_free(machine: str, name: str) -> None
     free = {gpu.uuid: gpu.vram_free_mib for gpu in hardware.gpus.gpus}
     on_host = found.memory.total
     for share in found.placement.shares:
-        room = free[share.id]
+        room = free[share.gpu.id]
         on_host += share.memory.total if room is None else 0.0  # unified memory is the host's
-        assert room is None or share.memory.total + share.held_back_mib <= room
+        assert room is None or share.memory.total + share.gpu.held_back_mib <= room
     assert on_host <= hardware.memory.usable_mib
     assert found.usable_mib <= hardware.memory.usable_mib
     layers = shape(name).layers + 1
@@ -148,7 +147,7 @@ def test_what_fits_keeps_fitting_and_is_never_slower_with_more_memory_or_one_mor
 
 def test_a_slow_card_is_left_out_where_the_fast_ones_hold_everything_and_it_is_said() -> None:
     found = best(MACHINES["3090+4090+5060"], model("llama-3.1-8b", "Q8_0"), ctx_size="8192")
-    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
+    assert [share.gpu.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
     assert "RTX 5060 (GPU 2) is left out: a job is faster without it: 336 GB/s" in reason(found, "placement")
 
 
@@ -200,7 +199,7 @@ def test_what_the_image_has_no_kernels_for_is_left_out_and_said() -> None:
     image, engine = facts(has_cuda=True)
     only_ada = replace(image, sm=("89",))
     found = Space(resolve_settings({}, {}), only_ada, engine, MACHINES["3090+4090+5060"], shape("gpt-oss-120b")).best
-    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
+    assert [share.gpu.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
     assert "this image has kernels for SM 89 and none for SM 86" in reason(found, "placement")
 
 
@@ -221,7 +220,7 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
     assert isinstance(same, Plan)
     assert replace(same, choices=()) == replace(measured, choices=())
     (share,) = measured.placement.shares
-    slack = int(share.free_mib - share.memory.total)
+    slack = int(share.gpu.free_mib - share.memory.total)
     for less_mib in (slack, slack + 1, slack + 3000):
         free = (card.vram_free_mib or 0) - less_mib
         now = space(with_gpus(laptop, replace(card, vram_free_mib=free)), shape("qwen3-30b-a3b"))
@@ -231,7 +230,7 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
             assert found.placement.summary() == measured.placement.summary()
             assert reason(found, "ubatch") == "best measured"
         else:
-            room = share.free_mib - less_mib
+            room = share.gpu.free_mib - less_mib
             words = f"it needs {share.memory.total:,.0f} MiB of NVIDIA GeForce RTX 5060"
             assert isinstance(found, str)
             assert found.startswith(words)
@@ -289,8 +288,8 @@ def test_unified_memory_is_counted_once() -> None:
     small = replace(gb10, memory=replace(gb10.memory, available_mib=72_000))
     found = best(small, shape("gpt-oss-120b"))
     (share,) = found.placement.shares
-    assert found.memory.total + share.memory.total + share.held_back_mib <= 72_000
-    assert found.usable_mib == pytest.approx(72_000 - share.memory.total - share.held_back_mib)
+    assert found.memory.total + share.memory.total + share.gpu.held_back_mib <= 72_000
+    assert found.usable_mib == pytest.approx(72_000 - share.memory.total - share.gpu.held_back_mib)
 
 
 def test_an_engine_for_the_cpu_plans_no_gpu() -> None:
@@ -303,7 +302,7 @@ def test_an_engine_for_the_cpu_plans_no_gpu() -> None:
 def test_a_user_fixes_devices_layers_and_experts() -> None:
     hardware = MACHINES["3090+4090+5060"]
     found = best(hardware, shape("qwen3-8b"), devices="0", ctx_size="4096")
-    assert [share.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 3090"]
+    assert [share.gpu.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 3090"]
     assert best(hardware, shape("qwen3-8b"), devices="none").placement.shares == ()
     assert best(hardware, shape("qwen3-8b"), gpu_layers="0").placement.shares == ()
     assert best(hardware, shape("qwen3-8b"), gpu_layers="20", ctx_size="4096").placement.gpu_layers == 20

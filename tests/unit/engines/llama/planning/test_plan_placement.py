@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.devices import Device
 from appliance.engines.llama.planning.memory import (
     MIB,
     cells,
@@ -22,6 +21,7 @@ from appliance.engines.llama.planning.memory import (
 from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Roofline
 from appliance.model import Layer, Model
+from appliance.plan import Device
 from tests.builders import LARGE
 
 LAYERS = 6

@@ -63,7 +63,7 @@ def test_the_next_plan_needs_so_much_less_there_or_none_fits(data: st.DataObject
     assert less.is_smaller(after, before)
     if at >= 0 and machine != "gb10":
         left = shares[at].memory.total - less.missing_mib
-        assert sum(s.memory.total for s in after.placement.shares if s.id == shares[at].id) <= left
+        assert sum(s.memory.total for s in after.placement.shares if s.gpu.id == shares[at].gpu.id) <= left
     else:
         unified = [sum(s.memory.total for s in p.placement.shares) * (machine == "gb10") for p in (before, after)]
         assert loaded_mib(after) + unified[1] <= loaded_mib(before) + unified[0] - less.missing_mib + 1280
@@ -76,7 +76,7 @@ def test_each_shortage_adds_to_the_ones_before() -> None:
     both = one.space.after(one.space.best, Shortage(refused_mib=700.0, device="CUDA0"))
     assert both is not None
     for share, least in zip(before.placement.shares, (700, 500), strict=True):
-        held = sum(s.memory.total for s in both.space.best.placement.shares if s.id == share.id)
+        held = sum(s.memory.total for s in both.space.best.placement.shares if s.gpu.id == share.gpu.id)
         assert held <= share.memory.total - least + 1
 
 
@@ -85,9 +85,9 @@ def test_of_two_cards_only_the_one_that_was_named_has_less() -> None:
     one, other = before.placement.shares
     less = missing(hardware, before, Shortage(refused_mib=500.0, device="CUDA1"), AUTO, NO_LIMITS)
     assert less is not None
-    assert less.limits.of_gpu(other.id) == int(other.memory.total - 500 + other.held_back_mib)
-    assert less.limits.of_gpu(one.id) == math.inf == less.limits.host_mib
-    assert less.where == f"CUDA1 ({other.name})"
+    assert less.limits.of_gpu(other.gpu.id) == int(other.memory.total - 500 + other.gpu.held_back_mib)
+    assert less.limits.of_gpu(one.gpu.id) == math.inf == less.limits.host_mib
+    assert less.where == f"CUDA1 ({other.gpu.name})"
 
 
 def test_a_plan_with_room_to_spare_steps_down_from_what_it_takes() -> None:
@@ -107,8 +107,8 @@ def test_what_was_free_counts_and_not_the_whole_buffer_that_was_refused() -> Non
     shortage = Shortage(refused_mib=share.memory.weights, device="CUDA0", free_mib=free_mib)
     less = missing(hardware, before, shortage, AUTO, NO_LIMITS)
     assert less is not None
-    assert less.limits.gpus_mib == ((share.id, int(free_mib)),)
-    assert less.missing_mib == pytest.approx(100 + share.held_back_mib)
+    assert less.limits.gpus_mib == ((share.gpu.id, int(free_mib)),)
+    assert less.missing_mib == pytest.approx(100 + share.gpu.held_back_mib)
 
 
 def test_where_enough_seemed_free_the_refused_buffer_counts() -> None:

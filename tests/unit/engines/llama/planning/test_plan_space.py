@@ -50,9 +50,9 @@ def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case
     for each in found:
         on_host = each.memory.total
         for share in each.placement.shares:
-            room = free[share.id]
+            room = free[share.gpu.id]
             on_host += share.memory.total if room is None else 0.0  # unified memory is the host's
-            assert room is None or share.memory.total + share.held_back_mib <= room
+            assert room is None or share.memory.total + share.gpu.held_back_mib <= room
         assert on_host <= hardware.memory.usable_mib
         assert each.context <= here.native
         assert launch_of(each).ubatch <= launch_of(each).batch
@@ -140,16 +140,16 @@ def test_in_the_memory_that_is_free_now_a_plan_fits_as_it_was_or_says_what_it_la
     hardware = with_host(with_gpus(LAPTOP, replace(card, vram_free_mib=vram_mib)), host_mib)
     found = space(hardware, shape("qwen3-30b-a3b")).now(measured)
     (before,) = measured.placement.shares
-    room = max(0, vram_mib - before.held_back_mib)
+    room = max(0, vram_mib - before.gpu.held_back_mib)
     if isinstance(found, str):
         lacks_vram = f"it needs {before.memory.total:,.0f} MiB of {card.name}, and {room:,.0f} are free"
         assert found == lacks_vram or "MiB of host memory without caches, and" in found
         assert (before.memory.total > room) is (found == lacks_vram)
         return
     (share,) = found.placement.shares
-    assert replace(share, free_mib=before.free_mib) == before
+    assert replace(share, gpu=before.gpu) == before
     assert found.key == measured.key
-    assert share.memory.total <= share.free_mib == room
+    assert share.memory.total <= share.gpu.free_mib == room
     assert found.memory.total <= found.usable_mib == hardware.memory.usable_mib
     assert launch_of(found).cache_ram_mib >= 128
 
@@ -175,7 +175,7 @@ def test_a_gpu_that_is_gone_is_named_and_one_of_the_same_kind_takes_its_place() 
     moved = space(with_gpus(hardware, replace(one, uuid="GPU-a"), replace(other, uuid="GPU-b")), shape("gpt-oss-120b"))
     found = moved.now(measured)
     assert isinstance(found, Plan)
-    assert {share.id for share in found.placement.shares} == {"GPU-a", "GPU-b"}
+    assert {share.gpu.id for share in found.placement.shares} == {"GPU-a", "GPU-b"}
     assert [share.memory for share in found.placement.shares] == [share.memory for share in measured.placement.shares]
     assert found.key == measured.key
 
@@ -187,7 +187,7 @@ def test_the_same_card_is_taken_also_when_its_number_changed() -> None:
     measured = space(hardware, shape("gpt-oss-120b")).best
     found = space(swapped, shape("gpt-oss-120b")).now(measured)
     assert isinstance(found, Plan)
-    assert [share.id for share in found.placement.shares] == [share.id for share in measured.placement.shares]
+    assert [share.gpu.id for share in found.placement.shares] == [share.gpu.id for share in measured.placement.shares]
 
 
 @pytest.mark.parametrize("load_mode", ["mmap", "none"])
@@ -235,7 +235,7 @@ def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: st
         assert smallest <= each.context <= here.native
         assert launch_of(each).ubatch <= launch_of(each).batch
         for share in each.placement.shares:
-            assert share.memory.total <= share.free_mib
+            assert share.memory.total <= share.gpu.free_mib
 
 
 def test_a_type_of_the_cache_that_carries_less_than_any_mode_would_serve_is_left_out() -> None:

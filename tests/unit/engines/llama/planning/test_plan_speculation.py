@@ -28,7 +28,7 @@ from appliance.model import Model
 from appliance.plan import KINDS, SIZES, UNMEASURED, Choice, GpuAllocation, Kind, Placement, Plan, as_document, summary
 from appliance.profile import dump_profile, parse_profile
 from appliance.settings import Settings, resolve_settings
-from tests.builders import ENGINE, IMAGE, SMALL, machine, profile
+from tests.builders import ENGINE, IMAGE, SMALL, device, machine, profile
 
 LAYER = replace(layers_of(SMALL)[0], dense_bytes=3 * 2**20)
 WITH_DRAFTS = replace(
@@ -166,13 +166,9 @@ def test_a_cache_that_was_asked_for_does_not_give_way() -> None:
 def test_a_draft_model_goes_to_the_first_gpu_with_room() -> None:
     def share(name: str, free_mib: float) -> GpuAllocation:
         return GpuAllocation(
-            id=name,
+            gpu=device(name, free_mib=free_mib),
             device={"a": "CUDA0", "b": "CUDA1"}[name],
-            name=name,
             layers=15,
-            free_mib=free_mib,
-            held_back_mib=0,
-            bandwidth_gb_s=900,
             memory=first().memory,
         )
 

@@ -1,0 +1,23 @@
+"""One GPU as plans see it."""
+
+from __future__ import annotations
+
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """`id` is what CUDA_VISIBLE_DEVICES takes."""
+
+    id: str
+    name: str
+    index: int
+    free_mib: float  # what is free now, less what is held back; of unified memory all that the host has
+    held_back_mib: float
+    bandwidth_gb_s: float  # what kernels reach, not what the memory could
+    upload_gb_s: float  # host to device, from pageable memory
+    pinned_gb_s: float
+    peers: tuple[int, ...] = ()  # indices of GPUs over NVLink
+    is_slice: bool = False
+    is_unified: bool = False
+    note: str = ""  # what a person should know of these figures
