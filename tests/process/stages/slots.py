@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import aiohttp
 
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import query_facts
+from appliance.engines.llama.planning.launch import with_launch
 from appliance.engines.llama.server import command
 from appliance.plan import Plan
 from appliance.supervisor import Supervisor
@@ -91,7 +92,7 @@ async def serving(model: Path, *, change: Mapping[str, Any] | None = None, **set
     binary = find_engine("llama-server")
     facts = query_facts(binary)
     plan = planned_for(facts, model, {"ctx_size": "8192", "threads": "1", "cache_ram_mib": "256", **settings})
-    plan = replace(plan, **(change or {}))
+    plan = with_launch(plan, **(change or {}))
     folder = Path(tempfile.mkdtemp(prefix="sl", dir="/tmp"))
     supervisor = Supervisor(on_line=lambda line: None)
     started = command(plan, Install(engine_dir=binary.parent, facts=facts, cache_dir=folder), folder / "e.sock")
