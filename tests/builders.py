@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import settings
 
@@ -27,6 +29,8 @@ from appliance.tune.speculate import Answer, Tried
 from appliance.tune.workload import CHAT
 from tests.shapes import PUBLISHED, write_gguf
 
+T = TypeVar("T")
+
 
 def device(id: str = "GPU-0", *, free_mib: float = 8000.0, index: int = 0, gb_s: float = 900.0) -> Device:
     """A GPU as plans see it."""
@@ -45,6 +49,11 @@ def device(id: str = "GPU-0", *, free_mib: float = 8000.0, index: int = 0, gb_s:
 def examples(most: int) -> int:
     """`most` examples of a property, or the part of them that the profile in use takes of its hundred."""
     return max(1, most * settings().max_examples // 100)
+
+
+def some(cases: Sequence[T]) -> Sequence[T]:
+    """All cases, or every fifth where the profile in use takes few examples."""
+    return cases if settings().max_examples >= 100 else cases[::5]
 
 
 IMAGE = ImageFacts(

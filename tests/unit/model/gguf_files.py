@@ -9,6 +9,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
+
+from appliance.errors import ModelUnreadableError
+from appliance.model import read_model
+from appliance.model.gguf import Skipped, read_gguf
 
 F32, Q8_0 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 LLAMA = {
@@ -90,3 +95,36 @@ def array(kind: int, count: int, data: bytes = b"") -> bytes:
 
 def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelUnreadableError) as caught:
+        read_model(path)
+    assert caught.value.exit_code == 30
+    assert caught.value.hint
+    assert str(path) in caught.value.message
+    return caught.value.message
+
+
+def assert_as_oracle(path: Path) -> None:
+    ours, theirs = read_gguf(path), gguf.GGUFReader(path)
+    assert {
+        entry.name: (list(entry.shape), entry.type_name, entry.offset, entry.size_bytes) for entry in ours.tensors
+    } == {
+        entry.name: (entry.shape.tolist(), entry.tensor_type.name, entry.data_offset, entry.n_bytes)
+        for entry in theirs.tensors
+    }
+    fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert set(ours.metadata) == set(fields)
+    for name, value in ours.metadata.items():
+        expected: Any = fields[name].contents()
+        if isinstance(value, Skipped):
+            assert value.count == len(expected.encode() if isinstance(expected, str) else expected)
+        elif isinstance(value, tuple):
+            assert list(value) == expected
+        elif not isinstance(value, str):
+            assert value == expected
+        else:
+            assert value.replace("\ufffd", "") == "".join(c for c in expected if c.isprintable())
+    assert ours.header_bytes == theirs.data_offset
+    assert ours.file_bytes == path.stat().st_size

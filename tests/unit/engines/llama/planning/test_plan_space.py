@@ -17,7 +17,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
 from appliance.plan import CHAT_TOKENS_IN, Plan
 from appliance.probe import Hardware
-from tests.builders import examples, model
+from tests.builders import examples, model, some
 from tests.golden.machines import MACHINES
 from tests.golden.plans import CASES, Case
 from tests.shapes import PUBLISHED
@@ -37,7 +37,7 @@ def laptop_plans() -> tuple[Plan, ...]:
     return tuple(space(LAPTOP, shape("qwen3-30b-a3b")).all())
 
 
-@pytest.mark.parametrize("case", FITTING, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(FITTING), ids=lambda case: case.name)
 def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case: Case) -> None:
     hardware = MACHINES[case.machine]
     of = model(case.model, case.quantization)
@@ -60,7 +60,7 @@ def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case
         assert {choice.name: choice.value for choice in each.choices}["load_mode"] == launch_of(each).load_mode
 
 
-@pytest.mark.parametrize(("machine", "name"), PAIRS)
+@pytest.mark.parametrize(("machine", "name"), some(PAIRS))
 def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, name: str) -> None:
     try:
         here = space(MACHINES[machine], shape(name))

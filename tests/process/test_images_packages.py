@@ -91,6 +91,16 @@ def serving(answer: Answer | None) -> Iterator[Service]:
         server.server_close()
 
 
+@pytest.fixture
+def project() -> Path:
+    return Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cell(project: Path) -> Cell:
+    return matrix.select(matrix.load(project).cells, "llama-cpu")[0]
+
+
 @pytest.mark.parametrize("answer", [signed, of_an_earlier_import])
 def test_a_snapshot_that_answers_is_taken_at_the_moment_of_the_lock(cell: Cell, answer: Answer) -> None:
     with serving(answer) as service:
