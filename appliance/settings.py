@@ -114,6 +114,13 @@ def _setting(parse: Callable[[str], Any], default: Any, help_text: str, metavar:
 KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
+# What an engine may do something with, or nothing: each says which of them it takes.
+ENGINE_SETTINGS = frozenset({
+    "allow_disk", "cache_ram_mib", "cpu_variant", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode",
+    "n_cpu_moe", "parallel", "speculation", "threads", "ubatch",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Every value a user can set. `sources` maps each name to where its value came from, in words."""

@@ -139,7 +139,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
     try:
-        model = load_model(settings, image)
+        model = load_model(settings, image, subject.engine)
         draft = read_draft_model(settings, model)
     except FatalError as error:
         yield warned(

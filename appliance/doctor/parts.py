@@ -99,7 +99,7 @@ def model_checks(
             remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return
-        model = load_model(settings, image)
+        model = load_model(settings, image, engine)
     except FatalError as error:
         yield failed("model", error), None
         return

@@ -37,7 +37,7 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.model import Model
+    from appliance.model import Format, Model
     from appliance.report import Report
 
 
@@ -319,6 +319,14 @@ class Engine(Protocol):
     @property
     def binary(self) -> str:
         """File name of the program that serves."""
+
+    @property
+    def model_format(self) -> Format:
+        """Of the models that it serves."""
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Of `ENGINE_SETTINGS`, those that it does something with."""
 
     @property
     def launch(self) -> type[Launch]:

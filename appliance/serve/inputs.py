@@ -14,7 +14,7 @@ from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
 from appliance.serve.checks import check_supported
-from appliance.settings import Settings
+from appliance.settings import ENGINE_SETTINGS, Settings
 from appliance.values import dataclass
 
 OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
@@ -52,7 +52,8 @@ def read_inputs(settings: Settings, environment: Mapping[str, str]) -> StartInpu
     """Looks at everything and refuses what cannot work. Writes nothing and starts nothing."""
     image, facts = load_facts(settings)
     engine = load_engine(image)
-    model = load_model(settings, image)
+    check_settings(settings, engine)
+    model = load_model(settings, image, engine)
     hardware = probe(settings.data_dir, environment)
     warnings = check_supported(settings, image, hardware)
     install = install_of(settings, image, facts, hardware)
@@ -100,9 +101,19 @@ def load_engine(image: ImageFacts) -> Engine:
     return load(image.engine, said_by=f"{image.engine} {image.engine_version} ({image.cell})")
 
 
-def load_model(settings: Settings, image: ImageFacts) -> Model:
-    """The one that was asked for, else the image's own, else the only one there is."""
-    return read_model(resolve_model(settings.model, image.recipe.file if image.recipe else None, settings.models_dir))
+def check_settings(settings: Settings, engine: Engine) -> None:
+    """Raises ConfigError (10) for one that was asked for and means nothing to this engine."""
+    for name in sorted(ENGINE_SETTINGS - engine.settings):
+        if settings.is_set(name):
+            value, source = getattr(settings, name), settings.sources[name]
+            message = f"setting {name} means nothing to the engine {engine.name}: '{value}' ({source})"
+            raise ConfigError(message, hint=f"take it out; {engine.name} takes {', '.join(sorted(engine.settings))}")
+
+
+def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
+    """The one that was asked for, else the image's own, else the only one there is of the engine's format."""
+    file, serves = image.recipe.file if image.recipe else None, engine.model_format
+    return read_model(resolve_model(settings.model, file, settings.models_dir, serves=serves), serves=serves)
 
 
 def read_draft_model(settings: Settings, model: Model) -> Model | None:

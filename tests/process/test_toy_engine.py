@@ -142,6 +142,13 @@ def test_a_plan_that_fails_is_passed_over(home: ToyHome) -> None:
         assert serving.chat()[1]["choices"][0]["message"]["content"] == "4 lanes"
 
 
+def test_a_setting_that_means_nothing_to_it_is_refused(home: ToyHome) -> None:
+    done = home.command("serve", threads="4")
+    assert done.returncode == 10
+    assert "setting threads means nothing to the engine toy: '4' (APPLIANCE_THREADS)" in done.stderr
+    assert home.started == []
+
+
 def test_an_engine_that_is_not_on_the_path_is_a_sentence(home: ToyHome) -> None:
     home.program = "appliance"
     done = home.command("serve")

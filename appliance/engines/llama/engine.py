@@ -22,10 +22,11 @@ from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Format
 from appliance.plan import Allocated, Kernels, KvCheck, Launch, Plan, RuledOut, Shortage
 from appliance.probe import Cpu, Hardware
 from appliance.report import Report
-from appliance.settings import Settings
+from appliance.settings import ENGINE_SETTINGS, Settings
 
 
 class Llama:
@@ -33,6 +34,8 @@ class Llama:
 
     name = "llama"
     binary = BINARY
+    model_format: Format = "gguf"
+    settings = ENGINE_SETTINGS
     launch: type[Launch] = LlamaLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
     dropped_headers = DROPPED_HEADERS

@@ -108,7 +108,8 @@ async def ask(socket_path: str, path: str, body: Any) -> Any:
 
 
 class Toy(Engine):
-    name, binary, launch = "toy", "toyd", ToyLaunch
+    name, binary, launch, model_format = "toy", "toyd", ToyLaunch, "gguf"
+    settings = frozenset({"devices"})
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return EngineFacts(version="1", build=1, commit="toy", flags=(), kv_types=("f16",))
