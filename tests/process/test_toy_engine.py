@@ -145,7 +145,7 @@ def test_a_plan_that_fails_is_passed_over(home: ToyHome) -> None:
 def test_a_setting_that_means_nothing_to_it_is_refused(home: ToyHome) -> None:
     done = home.command("serve", threads="4")
     assert done.returncode == 10
-    assert "setting threads means nothing to the engine toy: '4' (APPLIANCE_THREADS)" in done.stderr
+    assert "setting threads means nothing to the engine toy: '4' (variable APPLIANCE_THREADS)" in done.stderr
     assert home.started == []
 
 
