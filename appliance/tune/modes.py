@@ -73,7 +73,7 @@ def _usable(scored: Sequence[Scored], native: int) -> list[Scored]:
 
 
 def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
-    """The shortest job; of those within the noise of it the largest context, then the most merit, then the shortest."""
+    """The shortest job; of those within the noise of it the largest context, then the tie break, then the shortest."""
     costs = [(plan.cautious(cost_s(plan.curve, job)), plan) for plan in usable]
     shortest = min(cost for cost, _ in costs)
     _, plan = max(
