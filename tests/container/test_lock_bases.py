@@ -30,7 +30,10 @@ def published() -> Iterator[tuple[str, str]]:
         argv = ("docker", "buildx", "build", "--provenance=false", "--quiet", "--output", output, "-")
         done = docker.capture(("sh", "-c", 'printf %s "$0" | "$@"', dockerfile, *argv), cwd=ROOT)
         assert done.code == 0, done.lines
-        yield name, manifest(host, "base", "1").headers["Docker-Content-Digest"]
+        try:
+            yield name, manifest(host, "base", "1").headers["Docker-Content-Digest"]
+        finally:
+            docker.Engine().remove(name)  # a later registry may get this port, and tests ask what it left behind
 
 
 @pytest.fixture
