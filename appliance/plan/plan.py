@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -187,9 +188,11 @@ def _of_knob(name: str, value: Value) -> str:
     return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
 
 
-def with_measured(plan: Plan, words: str) -> Plan:
-    """The plan with measuring as the reason for what it decided."""
-    measured = {name: f"{value}" for name, value in plan.launch.knobs}
+def with_measured(plan: Plan, words: str, among: Iterable[Plan]) -> Plan:
+    """The plan with measuring as the reason for what it decided: the knobs in which the measured plans differ."""
+    others = [dict(other.launch.knobs) for other in among]
+    knobs = dict(plan.launch.knobs)
+    measured = {name: f"{value}" for name, value in knobs.items() if any(other.get(name) != value for other in others)}
     choices = tuple(
         replace(choice, value=measured[choice.name], reason=words, source="measured")
         if choice.name in measured and choice.source in ("probe", "default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def as_document(hardware: Hardware) -> dict[str, Any]:
     return document
 
 
-def fingerprint(hardware: Hardware) -> dict[str, Any]:
+def fingerprint(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> dict[str, Any]:
     """The parts that a profile is keyed by: kinds and limits; no serial numbers, nothing that changes while it runs."""
     cpu, memory = hardware.cpu, hardware.memory
     return {
@@ -175,18 +176,19 @@ def fingerprint(hardware: Hardware) -> dict[str, Any]:
         "physical": cpu.physical,
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
-        "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware)],
+        "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware, gpus)],
         "driver": hardware.gpus.driver,
     }
 
 
-def gpu_uuids(hardware: Hardware) -> tuple[str, ...]:
+def gpu_uuids(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> tuple[str, ...]:
     """In the order of the fingerprint; without those that have none."""
-    return tuple(gpu.uuid for gpu in _in_pci_order(hardware) if gpu.uuid is not None)
+    return tuple(gpu.uuid for gpu in _in_pci_order(hardware, gpus) if gpu.uuid is not None)
 
 
-def _in_pci_order(hardware: Hardware) -> list[Gpu]:
-    return sorted(hardware.gpus.gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
+def _in_pci_order(hardware: Hardware, gpus: Sequence[Gpu] | None) -> list[Gpu]:
+    """Of all GPUs, or of those that are given."""
+    return sorted(hardware.gpus.gpus if gpus is None else gpus, key=lambda gpu: (gpu.pci_bus_id or "", gpu.index))
 
 
 def _kind(gpu: Gpu) -> dict[str, Any]:

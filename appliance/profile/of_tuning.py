@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from appliance.probe import Hardware, gpu_uuids
 from appliance.profile.record import Key, Profile
 from appliance.settings import Settings
 from appliance.tune.session import MeasuredPlans, TuningResult
@@ -14,7 +13,7 @@ from appliance.tune.workload import parse_mix
 
 
 def make_profile(
-    result: TuningResult, *, key: Key, settings: Settings, hardware: Hardware, before: Profile | None
+    result: TuningResult, *, key: Key, settings: Settings, gpu_uuids: tuple[str, ...], before: Profile | None
 ) -> Profile:
     """`before` is the profile that it would replace; it counts where something disturbed the new one."""
     tuned = result.tuned
@@ -38,7 +37,7 @@ def make_profile(
         allocated=tuned.allocated,
         disturbance=tuned.disturbance,
         disturbed_times=disturbed_before + 1 if tuned.disturbance else 0,
-        gpu_uuids=gpu_uuids(hardware),
+        gpu_uuids=gpu_uuids,
     )
 
 

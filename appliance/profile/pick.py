@@ -34,7 +34,7 @@ def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
         found = space.now(plans[chosen.scored.key])
         if not isinstance(found, str):
-            plan = _with_slots(with_measured(found, chosen.why), profile.plan)
+            plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
             plan = space.speculating_as(plan, profile.plan)
             return Picked(plan=plan, why=chosen.why, is_best=not lacking, passed_over=tuple(lacking))
         lacking.append(f"{chosen.scored.key}: {found}")

@@ -8,16 +8,17 @@ from contextlib import suppress
 
 from appliance.errors import VolumeError
 from appliance.profile.files import MAX_BYTES, ProfileFiles
-from appliance.profile.record import SCHEMA, Key, OtherSchemaError, Profile, parse_profile
+from appliance.profile.record import SCHEMA, Key, OtherEngineError, OtherSchemaError, Profile, parse_profile
 from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignProfile:
-    """A profile of another appliance's schema. It is left alone: that appliance may come back."""
+    """A profile of another appliance's schema, or of an engine that this one has not. It is left alone: that appliance
+    may come back."""
 
     id: str
-    schema: str
+    schema: str  # in words
     model: object  # as in its key, if it has one where ours do
 
 
@@ -61,9 +62,17 @@ class ProfileReader:
 
     def foreign(self, id_: str) -> ForeignProfile | None:
         with suppress(OSError, ValueError, RecursionError):
-            document = json.loads(self._files.read(self._files.path(id_)))
-            if isinstance(document, dict) and "schema" in document and document["schema"] != SCHEMA:
+            data = self._files.read(self._files.path(id_))
+            document = json.loads(data)
+            if not isinstance(document, dict) or "schema" not in document:
+                return None
+            if document["schema"] != SCHEMA:
                 return ForeignProfile(id=id_, schema=str(document["schema"]), model=_model_of(document))
+            try:
+                parse(data)
+            except OtherEngineError:
+                words = f"{SCHEMA} of another engine"
+                return ForeignProfile(id=id_, schema=words, model=_model_of(document))
         return None
 
     def _set_aside(self, id_: str, why: str, *, suffix: str = ".corrupt") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.model import ModelDigest
 from appliance.plan import Allocated, KvCheck, Launch, Plan, Speeds
-from appliance.probe import Hardware, fingerprint
+from appliance.probe import Gpu, Hardware, fingerprint
 from appliance.settings import Settings
 from appliance.tune.curve import Point
 from appliance.tune.measurement import Measurement
@@ -59,10 +60,12 @@ def make_key(
     digest: ModelDigest,
     draft: ModelDigest | None = None,
     *,
+    gpus: Sequence[Gpu] | None = None,
     cpu_variant: str | None = None,
 ) -> Key:
+    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all."""
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
-    parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware).items()}
+    parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware, gpus).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     if draft is not None:
         parts["draft"] = draft.key
@@ -134,6 +137,10 @@ class OtherSchemaError(ValueError):
     """It may be a whole profile, of an older or newer appliance on the same volume."""
 
 
+class OtherEngineError(OtherSchemaError):
+    """The same, with plans of an engine that this appliance has not."""
+
+
 def parse_profile(text: str) -> Profile:
     """Raises ValueError for everything that `dump_profile` of this schema did not write."""
     document = load(text)
@@ -152,12 +159,15 @@ def parse_plan(document: object) -> Plan:
 
 
 def _launch_of(engine: object) -> type[Launch]:
-    """Of the engine of that name. Raises ValueError for one that this appliance has not."""
+    """Of the engine of that name."""
+    if not isinstance(engine, str):
+        message = f"Plan.engine is no text: {engine!r:.80}"
+        raise ValueError(message)
     try:
-        return load_engine(str(engine)).launch
+        return load_engine(engine).launch
     except ConfigError as error:
-        message = f"Plan.engine cannot be: {engine!r:.80}: {error.message}"
-        raise ValueError(message) from error
+        message = f"profile is of an engine that this appliance has not: {engine[:80]!r}"
+        raise OtherEngineError(message) from error
 
 
 def _parse_plans(documents: object) -> tuple[Plan, ...]:

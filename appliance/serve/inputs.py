@@ -11,9 +11,9 @@ from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
-from appliance.probe import Hardware, count_oom_kills, probe
+from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
-from appliance.serve.checks import check_supported
+from appliance.serve.checks import check_supported, usable_gpus
 from appliance.settings import ENGINE_SETTINGS, Settings
 from appliance.values import dataclass
 
@@ -81,8 +81,15 @@ def _key_of(inputs: Inputs) -> Key:
         inputs.hardware,
         digest(model.parts, model.header_bytes),
         digest(draft.parts, draft.header_bytes) if draft else None,
+        gpus=used_gpus(inputs),
         cpu_variant=inputs.kernels.variant,
     )
+
+
+def used_gpus(inputs: Inputs) -> tuple[Gpu, ...]:
+    """Those that plans may use; all where none is looked at."""
+    has_code = inputs.image.cuda is not None and inputs.settings.devices != "none"
+    return usable_gpus(inputs.image, inputs.hardware) if has_code else inputs.hardware.gpus.gpus
 
 
 def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from appliance.engines.engine import Space
 from appliance.errors import ConfigError, FatalError
+from appliance.probe import gpu_uuids
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.of_tuning import make_profile, measured_of, with_more
 from appliance.report import Report
+from appliance.serve.inputs import used_gpus
 from appliance.serve.kernels import plan_without, prove_kernels
 from appliance.serve.served_model import ServedModel
 from appliance.tune.engine import Bench
@@ -36,7 +38,8 @@ async def measure(served: ServedModel, *, shows_phase: bool = True, beside: Spac
     session = served.session = _session(served, shows_phase=shows_phase, beside=beside)
     result = await session.run()
     before = served.store.peek(served.key) if result.tuned.disturbance else None
-    profile = make_profile(result, key=served.key, settings=served.settings, hardware=served.hardware, before=before)
+    gpus = gpu_uuids(served.hardware, used_gpus(served.inputs))
+    profile = make_profile(result, key=served.key, settings=served.settings, gpu_uuids=gpus, before=before)
     _save(served.store, profile, served.report)
     return profile
 

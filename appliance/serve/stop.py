@@ -22,21 +22,32 @@ async def stoppable(report: Report, *models: ServedModel) -> AsyncIterator[async
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
     watcher = asyncio.create_task(_cancel_when_asked(asked, asyncio.current_task(), report))
+    is_failing = True
     try:
         yield asked
+        is_failing = False
     except asyncio.CancelledError:
-        if not asked.is_set():
+        is_failing = not asked.is_set()
+        if is_failing:
             raise
     finally:
         watcher.cancel()
-        for served in models:
-            served.report.phase(Phase.STOPPING)
-            served.guard.give_up()
-        stops = await asyncio.gather(*(served.host.stop() for served in models), return_exceptions=True)
-        for failure in stops:
-            if failure is not None:
-                raise failure  # only now: each engine had its time to end
-        report.info("stopped", "the engine is gone")
+        stops = await asyncio.gather(*(_stop(served) for served in models), return_exceptions=True)
+        failures = [failure for failure in stops if failure is not None]
+        for failure in failures:  # only now: each engine had its time to end
+            report.error("not_stopped", f"an engine may be left: {type(failure).__name__}: {failure}")
+        if failures and not is_failing:
+            raise failures[0]  # else the error to end with is what ended the start
+        if not failures:
+            report.info("stopped", "the engine is gone")
+
+
+async def _stop(served: ServedModel) -> None:
+    served.report.phase(Phase.STOPPING)
+    try:
+        served.guard.give_up()
+    finally:
+        await served.host.stop()
 
 
 async def _cancel_when_asked(asked: asyncio.Event, main: asyncio.Task[Any] | None, report: Report) -> None:

@@ -25,7 +25,7 @@ class DraftTrials:
 
     async def choose(self, *, requested: str, left_s: float) -> tuple[Plan, tuple[str, ...]]:
         """The plan with draft tokens where these were seen to be faster, and what was tried. `requested` is the
-        setting; an engine that fails at one of TASTES is served without."""
+        setting; an engine that fails at one of SPECULATION_GOALS is served without."""
         plan = self._tuned.plan
         try:
             found, why, tried = await choose_speculation(

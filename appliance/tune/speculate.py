@@ -168,19 +168,19 @@ class _Run:
         on_result: Callable[[Tried], None],
     ) -> None:
         self._plan, self._bench, self._on_step, self._on_result = plan, bench, on_step, on_result
-        self._space, self._taste = space, goal
+        self._space, self._goal = space, goal
         self._kept = list(kept)
         self._left_s = left_s
         self._deadline = time.monotonic() + left_s
         self._base: Tried | None = None
-        self._rates: dict[Kind, list[SpeculationResult]] = {}
+        self._results: dict[Kind, list[SpeculationResult]] = {}
         self._base_ms = 0.0
         self.tried: list[Tried] = []
 
     def _has_time(self) -> bool:
         return time.monotonic() + max((t.seconds for t in self.tried), default=0.0) < self._deadline
 
-    def _reckoned(self, kind: Kind, tokens: int) -> Speculation:
+    def _estimated(self, kind: Kind, tokens: int) -> Speculation:
         return self._space.speculation(self._plan, kind, tokens)
 
     def _take(self, kind: Kind | None, tokens: int) -> Tried | None:
@@ -222,11 +222,11 @@ class _Run:
         answers = tuple(replace(a, ms=min(a.ms, times.get(a.name, a.ms))) for a in self._base.answers)
         self._base = replace(self._base, answers=answers)
         self._base_ms = ms_per_token([a for a in answers if a.counts])
-        self._rates = {kind: self._compared(kind) for kind in self._rates}
+        self._results = {kind: self._compared(kind) for kind in self._results}
 
     async def measure_kind(self, kind: Kind, *, is_requested: bool) -> None:
         """One number after the other, as the law says. A start that fails ends its kind."""
-        rates = self._rates.setdefault(kind, [])
+        rates = self._results.setdefault(kind, [])
         while self._base is not None and self._base_ms:
             tokens = next_tokens(self._base_ms, rates, SIZES[kind])
             if not tokens:
@@ -241,7 +241,7 @@ class _Run:
             if found.error:
                 return
             if is_requested and kind != "ngram" and not any(a.drafted for a in self.tried[-1].answers):
-                message = f"engine drafts nothing with speculation '{kind}': {self._reckoned(kind, tokens).describe()}"
+                message = f"engine drafts nothing with speculation '{kind}': {self._estimated(kind, tokens).describe()}"
                 raise ConfigError(message, hint="its log says why; use --speculation auto to do without")
             before = len(rates)
             rates[:] = self._compared(kind)
@@ -250,7 +250,7 @@ class _Run:
 
     async def _measured_with(self, kind: Kind, tokens: int, *, is_requested: bool) -> Tried | None:
         try:
-            return await self._measured(self._space.speculating(self._plan, self._reckoned(kind, tokens)))
+            return await self._measured(self._space.speculating(self._plan, self._estimated(kind, tokens)))
         except (EngineError, ModelDoesNotFitError) as error:
             if is_requested:
                 raise
@@ -273,35 +273,35 @@ class _Run:
 
     def _fastest(self) -> tuple[Kind, SpeculationResult] | None:
         """Of all kinds, if it is faster than drafting nothing in the way that is wanted."""
-        every = [(kind, rate) for kind, rates in self._rates.items() for rate in rates]
-        best = chosen(self._base_ms, [rate for _, rate in every], self._taste)
+        every = [(kind, rate) for kind, rates in self._results.items() for rate in rates]
+        best = chosen(self._base_ms, [rate for _, rate in every], self._goal)
         return next((pair for pair in every if pair[1] is best), None)
 
     def of_fastest(self) -> tuple[Speculation | None, str]:
         fastest = self._fastest()
         if fastest is not None:
             kind, rate = fastest
-            speculation = self._reckoned(kind, rate.tokens)
+            speculation = self._estimated(kind, rate.tokens)
             return speculation, f"{speculation.describe()}: {self._figures(rate)}"
         if self._base is None:
             return None, "no time was left to measure what speculative decoding gains"
         if not self._base_ms:
             return None, f"no answer could be used to measure with: {self.tried[0].describe()}"
-        seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._rates.items() if rates]
+        seen = [(kind, min(rates, key=lambda rate: rate.ms)) for kind, rates in self._results.items() if rates]
         figures = "; ".join(f"{kind} {rate.tokens}: {self._figures(rate)}" for kind, rate in seen)
         failed = "; ".join(t.describe() for t in self.tried if t.error)
         words = "; ".join(filter(None, (figures, failed)))
         if not words:
             return None, "no time was left to measure what speculative decoding gains"
-        return None, f"{GAINS_NOTHING[self._taste]}: {words}"
+        return None, f"{GAINS_NOTHING[self._goal]}: {words}"
 
     def of_requested(self, kind: Kind) -> tuple[Speculation, str]:
-        rates = self._rates.get(kind, [])
+        rates = self._results.get(kind, [])
         best = min(rates, key=lambda rate: rate.ms, default=None)
         if best is None:
-            speculation = self._reckoned(kind, UNMEASURED[kind])
+            speculation = self._estimated(kind, UNMEASURED[kind])
             return speculation, f"asked for, {speculation.describe()}; what it gains was not measured"
-        speculation = self._reckoned(kind, best.tokens)
+        speculation = self._estimated(kind, best.tokens)
         return speculation, f"asked for, {speculation.describe()}: {self._figures(best)}"
 
     def _figures(self, rate: SpeculationResult) -> str:

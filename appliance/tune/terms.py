@@ -83,7 +83,9 @@ class Effects:
                     yield f"{name}={value} {phase}", effect.prior
                 for a, b in itertools.pairwise(self._ordered.get(name, ())):
                     # The prior of a doubling: that from 6 to 14 are three steps makes them no more doubtful.
-                    prior = effect.prior * (math.sqrt(math.log2(b / a)) if effect.is_of_doubling else 1.0)
+                    # From 0, which is "none" or "auto" for some knobs, there is no doubling.
+                    doublings = math.log2(b / a) if effect.is_of_doubling and a > 0 else 1.0
+                    prior = effect.prior * math.sqrt(doublings)
                     yield from ((f"{name} {a}-{b}{way} {phase}", prior) for way in ("", " down"))
 
     def of(self, candidate: Candidate, phase: Phase) -> list[tuple[tuple[str, ...], list[str]]]:
@@ -96,7 +98,7 @@ class Effects:
 
     def steps(self, candidate: Candidate, name: str) -> tuple[str, ...]:
         value, anchor = candidate.by_knob.get(name), self._anchor.get(name)
-        # A knob that one of them has not, such as a split on one card, is no step: its effect is in the costs.
+        # A knob that one of them has not, such as a split without a GPU, is no step: its effect is in the costs.
         if value is None or anchor is None or value == anchor:
             return ()
         if not (isinstance(value, int) and isinstance(anchor, int) and name in self._ordered):

@@ -173,7 +173,7 @@ class Tuner:
         winner = self._winner(found)
         looks = [m for m in trials.seen if m.key == winner.scored.key]
         return Tuned(
-            plan=with_measured(trials.plans[winner.scored.key], _why(winner, found, self._mix)),
+            plan=with_measured(trials.plans[winner.scored.key], _why(winner, found, self._mix), trials.measured),
             chosen=winner,
             plans=trials.measured,
             measurements=tuple(trials.seen),

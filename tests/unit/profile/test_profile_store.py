@@ -514,3 +514,16 @@ def test_conditions_say_what_spoilt_a_measurement() -> None:
     assert "other programs took 40% of 8 CPUs" in (busy.disturbance or "")
     assert busy.describe().endswith(f"(disturbed: {busy.disturbance})")
     assert parse_profile(TEXT).measurements[2].disturbance == busy.disturbance
+
+
+def test_a_profile_of_an_engine_that_is_not_here_is_left_alone(shelf: Shelf) -> None:
+    shelf.store.save(profile(key("b2")))
+    shelf.store.pin(key("b2").id)
+    path = shelf.folder / f"{key('b2').id}.json"
+    other = path.read_bytes().replace(b'"engine": "llama"', b'"engine": "of-tomorrow"')
+    path.write_bytes(other)
+    assert shelf.store.load(key()) is None
+    assert shelf.store.all() == ()
+    assert [(each.id, each.schema) for each in shelf.store.foreign()] == [(key("b2").id, f"{SCHEMA} of another engine")]
+    assert path.read_bytes() == other
+    assert shelf.warnings == []

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import appliance.tune
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS
 from appliance.engines.llama.planning.space import Space
-from appliance.plan import PREDICTED, Costs
+from appliance.plan import PREDICTED, Costs, KnobEffect
 from appliance.settings import resolve_settings
 from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
@@ -330,3 +331,9 @@ def test_the_tuner_knows_nothing_of_the_machines_it_is_judged_on() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] in {"benchmarks", "tests"} for name in names), f"{path}: {names}"
+
+
+def test_a_knob_may_begin_at_zero_whatever_it_does() -> None:
+    cells = [replace(SPACE[0], key=f"{value}", knobs=(("slots", value),)) for value in (0, 4, 8)]
+    doubling = {"slots": KnobEffect(prior=0.2, is_of_doubling=True)}
+    assert Search(cells, only(CHAT), EFFORT, knob_effects=doubling).priors["slots 0-4 decode"] == 0.2

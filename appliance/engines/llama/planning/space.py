@@ -134,9 +134,8 @@ class Space:
         request = wanted_context(inputs, self._aim)
         on_gpu = bool(inputs.resources.devices)
         more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
-        if (
-            not more or inputs.settings.allow_disk or inputs.model.is_embedding_model
-        ):  # from disk every context would fit
+        # From disk every context would fit.
+        if not more or inputs.settings.allow_disk or inputs.model.is_embedding_model:
             return ()
         context_plan = choose_context(inputs.job, inputs.resources, replace(request, kinds=(*request.kinds, *more)))
         return worth_checking(context_plan.carried, enough=enough_of(request)) if context_plan else ()
@@ -190,8 +189,8 @@ class Space:
         if not has_gpu:
             return (widest,) if widest >= least else ()
         below = (SMALLEST_CONTEXT << at for at in range(12))
-        request = {widest, largest, *(size for size in below if size < widest)}
-        return tuple(sorted((size for size in request if size >= least), reverse=True))
+        sizes = {widest, largest, *(size for size in below if size < widest)}
+        return tuple(sorted((size for size in sizes if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest context that can be placed at all, whatever it costs, found by halving."""

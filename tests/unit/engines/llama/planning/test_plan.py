@@ -80,7 +80,9 @@ def test_an_embedding_model_is_started_as_one() -> None:
 
 
 def test_what_was_measured_is_taken_into_the_plan_of_this_start() -> None:
-    measured = with_measured(with_launch(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured")
+    measured = with_measured(
+        with_launch(first(), threads=2, threads_batch=2, ubatch=256), "best of 4 measured", [first()]
+    )
     moved = replace(SMALL, path=Path("/data/models/moved.gguf"))
     now = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(limit_mib=1200), moved)
     found = now.now(measured)
@@ -233,9 +235,18 @@ def test_more_memory_never_gives_a_smaller_context(one: int, other: int) -> None
 
 
 def test_measuring_becomes_the_reason_unless_the_value_was_asked_for() -> None:
-    found = with_measured(with_launch(first(), threads=2, ubatch=256), "best of 4 measured")
+    others = [first(), with_launch(first(), threads=1)]
+    found = with_measured(with_launch(first(), threads=2, ubatch=256), "best of 4 measured", others)
     assert [(c.value, c.reason, c.source) for c in found.choices if c.name in ("threads", "ubatch")] == [
         ("2", "best of 4 measured", "measured"),
         ("256", "best of 4 measured", "measured"),
     ]
-    assert reason(with_measured(first(threads="2"), "best of 4 measured"), "threads") == "asked for"
+    assert reason(with_measured(first(threads="2"), "best of 4 measured", others), "threads") == "asked for"
+
+
+def test_a_value_that_was_the_same_in_all_that_was_measured_keeps_its_reason() -> None:
+    others = [with_launch(first(), ubatch=128), with_launch(first(), ubatch=256)]
+    found = with_measured(others[1], "best of 2 measured", others)
+    assert reason(found, "ubatch") == "best of 2 measured"
+    for name in ("threads", "load_mode"):
+        assert reason(found, name) == reason(first(), name)
