@@ -170,7 +170,7 @@ async def test_the_fastest_plan_is_found_and_looked_at_longer(socket_path: Path,
     assert looked.points[0].decode_ms == pytest.approx(10 * (1 + looked.points[0].depth / 2048))
     assert {plan.key for plan in tuned.plans} >= set(bench.started)
     measured = [c for c in tuned.plan.choices if c.source == "measured"]
-    assert measured, "some knob differed among what was measured"
+    assert bool(measured) is (len(tuned.plans) > 1), "measuring is the reason where something was compared"
     assert all("a chat job" in choice.reason for choice in measured)
     assert tuned.disturbance is None
 
