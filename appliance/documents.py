@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, KeysView, Mapping
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -47,9 +48,17 @@ def _convert(kind: type[T], document: object, parts: Mapping[str, Callable[[Any]
     if not parts or not isinstance(document, dict):
         return msgspec.convert(document, kind, strict=True)
     _check_names(document, _names_of(kind), (None, kind.__name__))
-    others = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in parts]
-    rest = msgspec.convert(document, msgspec.defstruct(kind.__name__, others), strict=True)
+    others = _without(kind, frozenset(parts))  # type: ignore[arg-type]  # a class is hashable, which mypy doubts of type[T]
+    rest = msgspec.convert(document, others, strict=True)
     return kind(**msgspec.structs.asdict(rest), **{name: parse(document[name]) for name, parse in parts.items()})
+
+
+@cache
+def _without(kind: type, parts: frozenset[str]) -> type[msgspec.Struct]:
+    """The other fields of a dataclass. Made once: a profile has one plan after the other, and what msgspec knows of a
+    type is kept with the type."""
+    others = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in parts]
+    return msgspec.defstruct(kind.__name__, others)
 
 
 def _check(document: Any, value: object, path: _Path, rules: Rules, *, skipped: Collection[str] = ()) -> None:  # noqa: ANN401

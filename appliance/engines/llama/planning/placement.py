@@ -10,9 +10,8 @@ and bandwidth is as fast but for noise, it is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field
-from functools import partial
 
 from appliance.engines.llama.planning.memory import (
     MIB,
@@ -95,13 +94,13 @@ def _is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Job costs of each layer in picoseconds, on the CPU, on each GPU, and there with its experts on the CPU."""
+    """What each layer costs, and the output after the last: on the CPU, on each GPU, and there with its experts on the
+    CPU."""
 
-    cpu: tuple[int, ...]
-    gpus: tuple[tuple[int, ...], ...]
-    apart: tuple[tuple[int, ...], ...]
+    cpu: tuple[Cost, ...]
+    gpus: tuple[tuple[Cost, ...], ...]
+    apart: tuple[tuple[Cost, ...], ...]
     gpus_pay: bool  # every layer is at most half as long on any GPU: then the CPU gets none that fits on one
-    roofline: Roofline
 
 
 def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...]) -> _Table:
@@ -121,15 +120,18 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
 
 
 def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
-    def row(on: Callable[[Layer], Costs]) -> tuple[int, ...]:
-        return tuple(0 if layer.is_draft else roofline.job(on(layer)).job for layer in layers)
+    def row(costs: Iterable[Costs], output: Costs) -> tuple[Cost, ...]:
+        each = zip(layers, costs, strict=True)
+        return (*(Cost() if layer.is_draft else roofline.job(cost) for layer, cost in each), roofline.job(output))
 
-    cpu = row(roofline.on_cpu)
-    gpus = tuple(row(partial(roofline.on_gpu, device=device)) for device in devices)
-    has_experts = bool(roofline.model.experts)
-    apart = tuple(row(partial(roofline.experts_on_cpu, device=device)) for device in devices) if has_experts else gpus
-    pay = all(2 * gpu <= on_cpu for on_gpu in gpus for gpu, on_cpu in zip(on_gpu, cpu, strict=True))
-    return _Table(cpu=cpu, gpus=gpus, apart=apart, gpus_pay=pay, roofline=roofline)
+    def on_each(on: Callable[[Layer, Device], Costs]) -> tuple[tuple[Cost, ...], ...]:
+        return tuple(row((on(la, device) for la in layers), roofline.output_on_gpu(device)) for device in devices)
+
+    cpu, gpus = row(map(roofline.on_cpu, layers), roofline.output_on_cpu()), on_each(roofline.on_gpu)
+    apart = on_each(roofline.experts_on_cpu) if roofline.model.experts else gpus
+    pairs = (pair for on_gpu in gpus for pair in zip(on_gpu[:-1], cpu[:-1], strict=True))
+    pay = all(2 * gpu.job <= on_cpu.job for gpu, on_cpu in pairs)
+    return _Table(cpu=cpu, gpus=gpus, apart=apart, gpus_pay=pay)
 
 
 def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
@@ -185,7 +187,6 @@ class _Search:
         self._devices = devices
         self._experts_on_cpu = experts_on_cpu
         self._table = table
-        self._roofline = table.roofline
         self._layers = layers_of(job.model)
         self._count = len(self._layers) + 1
         self._ubatch = min(job.ubatch, padded(job.context))
@@ -294,7 +295,7 @@ class _Search:
         return self._job.model.embedding_bytes / MIB
 
     def best(self) -> Placed | None:
-        costs = [self._cpu_costs(), *(self._gpu_costs(at) for at in range(len(self._devices)))]
+        costs = [_sums(self._table.cpu), *(_sums(self._row(at)) for at in range(len(self._devices)))]
         best: list[tuple[int, float]] = [_NEVER] * (self._count + 1)
         came: list[tuple[int, ...]] = [()] * (self._count + 1)
         for j in self._first_free:
@@ -354,26 +355,10 @@ class _Search:
                     chosen[j], ends[j] = found, (*came[i], j)
         return chosen, ends
 
-    def _cpu_costs(self) -> list[int]:
-        return [0, *itertools.accumulate((*self._table.cpu, self._output().job))]
-
-    def _gpu_costs(self, at: int) -> list[int]:
+    def _row(self, at: int) -> tuple[Cost, ...]:
+        """What positions cost on a device."""
         first = self._table.apart[at][: self._experts_on_cpu]
-        rest = self._table.gpus[at][self._experts_on_cpu :]
-        return [0, *itertools.accumulate((*first, *rest, self._output(self._devices[at]).job))]
-
-    def _output(self, device: Device | None = None) -> Cost:
-        roofline = self._roofline
-        return roofline.job(roofline.output_on_gpu(device) if device else roofline.output_on_cpu())
-
-    def _layer(self, at: int, device: Device | None = None) -> Cost:
-        layer, roofline = self._layers[at], self._roofline
-        if layer.is_draft:
-            return Cost()
-        if device is None:
-            return roofline.job(roofline.on_cpu(layer))
-        is_apart = at < self._experts_on_cpu
-        return roofline.job((roofline.experts_on_cpu if is_apart else roofline.on_gpu)(layer, device))
+        return (*first, *self._table.gpus[at][self._experts_on_cpu :])
 
     def _placed(self, ends: tuple[int, ...], bound: int) -> Placed:
         cpu_layers = ends[0]
@@ -382,7 +367,7 @@ class _Search:
             for device, (start, end) in zip(self._devices, itertools.pairwise(ends), strict=True)
             if end > start
         ]
-        cost = self._cost(cpu_layers, runs)
+        cost = self._cost(ends)
         shares = tuple(
             GpuAllocation(
                 gpu=device,
@@ -400,13 +385,14 @@ class _Search:
         )
         return Placed(placement=placement, host=self._host(cpu_layers), speed=cost.speed(), cost=bound)
 
-    def _cost(self, cpu_layers: int, runs: list[tuple[Device, int, int]]) -> Cost:
-        last = self._count - 1
-        parts = [self._layer(at) for at in range(min(cpu_layers, last))]
-        if cpu_layers == self._count:
-            parts.append(self._output())
-        for device, start, end in runs:
-            parts += [self._layer(at, device) for at in range(start, min(end, last))]
-            parts += [self._output(device)] if end == self._count else []
-            parts += [HOP] if start else []
-        return sum(parts, Cost())
+    def _cost(self, ends: tuple[int, ...]) -> Cost:
+        parts = list(self._table.cpu[: ends[0]])
+        for at, (start, end) in enumerate(itertools.pairwise(ends)):
+            if end > start:
+                parts += (*self._row(at)[start:end], *([HOP] if start else []))
+        return Cost(decode=sum(part.decode for part in parts), prefill=sum(part.prefill for part in parts))
+
+
+def _sums(row: tuple[Cost, ...]) -> list[int]:
+    """Of the chat job, for the first j positions at index j."""
+    return [0, *itertools.accumulate(cost.job for cost in row)]
