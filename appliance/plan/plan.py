@@ -173,7 +173,7 @@ class Plan:
         """Everything that the engine's log will count, on the host and on GPUs."""
         return self.memory.as_logged + sum(share.memory.as_logged for share in self.placement.shares)
 
-    @property
+    @cached_property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         """What the tuner varies, by name."""
         return (("context", self.context), ("kv_type", self.kv_type), *self.launch.knobs, *self.placement.knobs)

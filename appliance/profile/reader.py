@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from appliance.errors import VolumeError
 from appliance.profile.files import MAX_BYTES, ProfileFiles
-from appliance.profile.record import SCHEMA, Key, OtherEngineError, OtherSchemaError, Profile, parse_profile
+from appliance.profile.record import SCHEMA, Key, OtherEngineError, OtherSchemaError, Profile, parse_plan, parse_profile
 from appliance.values import dataclass
 
 
@@ -62,14 +62,13 @@ class ProfileReader:
 
     def foreign(self, id_: str) -> ForeignProfile | None:
         with suppress(OSError, ValueError, RecursionError):
-            data = self._files.read(self._files.path(id_))
-            document = json.loads(data)
+            document = json.loads(self._files.read(self._files.path(id_)))
             if not isinstance(document, dict) or "schema" not in document:
                 return None
             if document["schema"] != SCHEMA:
                 return ForeignProfile(id=id_, schema=str(document["schema"]), model=_model_of(document))
             try:
-                parse(data)
+                parse_plan(document.get("plan"))
             except OtherEngineError:
                 words = f"{SCHEMA} of another engine"
                 return ForeignProfile(id=id_, schema=words, model=_model_of(document))

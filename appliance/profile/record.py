@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from appliance.documents import Rules, load, read
@@ -112,16 +112,15 @@ class Profile:
         return (plan.predicted_mib - self.allocated.total) / self.allocated.total
 
 
-def speeds_document(plan: Plan | None, profile: Profile | None) -> dict[str, Any]:
-    """`measured` and `predicted`: the speeds of this plan, each None where there are none. Any plan of the profile may
-    be asked for; they are made from its measurements, and not kept."""
-    predicted = predicted_speeds(plan) if plan else None
-    found = {"measured": speeds_of(plan, profile), "predicted": predicted}
+def speeds_document(plan: Plan | None, measured: Speeds | None) -> dict[str, Any]:
+    """`measured` and `predicted`: the speeds of this plan, each None where there are none."""
+    found = {"measured": measured, "predicted": predicted_speeds(plan) if plan else None}
     return {name: asdict(speeds) if speeds else None for name, speeds in found.items()}
 
 
 def speeds_of(plan: Plan | None, profile: Profile | None) -> Speeds | None:
-    """As measured; None where this plan was not."""
+    """As measured, of any plan of the profile: made from its measurements, and not kept. None where it has none of
+    this plan."""
     if plan is None or profile is None:
         return None
     return measured_speeds(plan, profile.measurements, parse_mix(profile.workload))
@@ -155,14 +154,15 @@ def parse_profile(text: str) -> Profile:
 
 def parse_plan(document: object) -> Plan:
     engine = document.get("engine") if isinstance(document, dict) else None
-    return read(Plan, document, launch=partial(read, _launch_of(engine)))
-
-
-def _launch_of(engine: object) -> type[Launch]:
-    """Of the engine of that name."""
     if not isinstance(engine, str):
         message = f"Plan.engine is no text: {engine!r:.80}"
         raise ValueError(message)
+    return read(Plan, document, launch=partial(read, _launch_of(engine)))
+
+
+@cache
+def _launch_of(engine: str) -> type[Launch]:
+    """Of the engine of that name. Looked up once: a profile has many plans, and an engine is a folder."""
     try:
         return load_engine(engine).launch
     except ConfigError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.errors import ConfigError, UsageError
 from appliance.plan import as_document, explain, summary
-from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document
+from appliance.profile.record import SCHEMA, Key, Profile, dump_profile, parse_profile, speeds_document, speeds_of
 from appliance.profile.store import ProfileStore
 
 # Of a plan's document: what it is made of and long, or follows from the rest.
@@ -82,7 +82,9 @@ def _show(context: CliContext, key_id: str) -> Answer:
     profile = context.store.find(key_id)
     status = context.store.status(profile)
     if context.as_json:
-        document = json.loads(dump_profile(profile)) | {"speeds": speeds_document(profile.plan, profile)}
+        document = json.loads(dump_profile(profile)) | {
+            "speeds": speeds_document(profile.plan, speeds_of(profile.plan, profile))
+        }
         document |= {"stale": status.stale} if status.stale else {}
         return Answer(text=json.dumps(document, indent=1, sort_keys=True))
     parts = "\n".join(f"{name}: {value}" for name, value in sorted(profile.key.parts.items()))

@@ -9,12 +9,11 @@ from typing import Any
 
 from appliance import __version__
 from appliance.errors import VolumeError
-from appliance.plan import Plan, Speeds, as_document, summary
+from appliance.plan import as_document, summary
 from appliance.probe import as_document as hardware_document
-from appliance.profile import Profile, speeds_of
+from appliance.profile import Profile, speeds_document, speeds_of
 from appliance.progress import Phase
 from appliance.serve.served_model import ServedModel
-from appliance.tune.speeds import predicted_speeds
 
 _TUNING_WORDS = {
     "waiting": "measuring begins when nobody asks",
@@ -50,7 +49,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
-        "speeds": _speeds(plan, measured),
+        "speeds": speeds_document(plan, measured),
         "speed": measured.describe() if measured else None,
         "predicted_speed": plan.speed.describe() if plan and plan.speed else None,
         "tuning": tuning_state(served),
@@ -75,7 +74,7 @@ def _profile(served: ServedModel) -> dict[str, Any]:
     serving = served.host.plan
     return {**asdict(found), "key": {"id": found.key.id, "parts": found.key.parts}} | {
         "memory_prediction_error": found.prediction_error,
-        "speeds": _speeds(serving, speeds_of(serving, found)),
+        "speeds": speeds_document(serving, speeds_of(serving, found)),
         "standing": _standing(served, found),
         "allocated_now": asdict(allocated) if allocated else None,
     }
@@ -128,15 +127,6 @@ def _tuning_words(served: ServedModel, state: str) -> str:
     if settings.tune == "off":
         return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
     return "another container on this volume measured meanwhile: its profile is used at the next start"
-
-
-def _speeds(serving: Plan | None, measured: Speeds | None) -> dict[str, Any]:
-    """As `speeds_document`, of speeds that are made already."""
-    predicted = predicted_speeds(serving) if serving else None
-    return {
-        "measured": asdict(measured) if measured else None,
-        "predicted": asdict(predicted) if predicted else None,
-    }
 
 
 def _standing(served: ServedModel, profile: Profile | None) -> dict[str, Any] | None:

@@ -8,6 +8,9 @@ import time
 class Budget:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        self.begin()
+
+    def begin(self) -> None:
         self._began = time.monotonic()
 
     @property

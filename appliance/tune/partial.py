@@ -42,8 +42,8 @@ class SlotsTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """In the order in which it was found. Verdicts on types of the KV cache are not among it: they are computed again
-    from the passages of text, so that one for lack of time is never taken for one that was measured."""
+    """In the order in which it was found. What was decided of types of the KV cache is not among it: that is computed
+    again from the chunks of text, so that a refusal for lack of time is never taken for one that was measured."""
 
     measurements: tuple[Measurement, ...] = ()
     scored_chunks: tuple[ScoredChunk, ...] = ()
@@ -104,7 +104,7 @@ class PartialResults:
             return
         self._report.info("tune_measured", measurement.describe(), points=[asdict(p) for p in measurement.points])
 
-    def on_passage(self, scored_chunk: ScoredChunk) -> None:
+    def on_chunk(self, scored_chunk: ScoredChunk) -> None:
         try:
             self._save(replace(self.kept, scored_chunks=(*self.kept.scored_chunks, scored_chunk)))
         except VolumeError as error:  # it may be told while everything is being stopped, and that is to go on

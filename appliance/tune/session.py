@@ -96,7 +96,7 @@ class TuningSession:
 
     async def run(self) -> TuningResult:
         """Raises what the engine ended with when nothing could be measured."""
-        self._budget = Budget(self._settings.budget_s)
+        self._budget.begin()
         self._results.phase("starting")
         self._results.load()
         if words := self._results.kept.describe():
@@ -117,7 +117,7 @@ class TuningSession:
 
     async def widen(self, before: MeasuredPlans) -> MeasuredPlans:
         """With what the mode that is set wants of contexts that no plan has which was measured before."""
-        self._budget = Budget(self._settings.budget_s)
+        self._budget.begin()
         self._results.load()
         kept = self._results.kept.measurements
         self._results.measurements[:] = (*before.measurements, *kept)
@@ -142,7 +142,7 @@ class TuningSession:
             prefill_tokens_per_s=best.speed.prefill_tokens_per_s if best.speed else 1.0,
             on_step=self._results.on_step,
             kept=self._results.kept.scored_chunks,
-            on_result=self._results.on_passage,
+            on_result=self._results.on_chunk,
         )
         for kv_check in found:
             what = "may be used" if kv_check.is_accepted else "is not used"

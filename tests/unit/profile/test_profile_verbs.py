@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
-from appliance.profile import Profile, ProfileStore, dump_profile, speeds_document
+from appliance.profile import Profile, ProfileStore, dump_profile, speeds_document, speeds_of
 from appliance.profile.record import SCHEMA
 from appliance.settings import PREFIX
 from tests.builders import key, profile
@@ -142,7 +142,7 @@ def test_what_is_exported_can_be_imported_elsewhere(desk: Desk, monkeypatch: pyt
     text = desk.profiles("export", OLD.key.id).out
     assert text == dump_profile(OLD)
     shown = json.loads(desk.profiles("show", OLD.key.id, "--json").out)
-    assert shown.pop("speeds") == json.loads(json.dumps(speeds_document(OLD.plan, OLD)))
+    assert shown.pop("speeds") == json.loads(json.dumps(speeds_document(OLD.plan, speeds_of(OLD.plan, OLD))))
     assert shown == json.loads(text)
     desk.profiles("forget", OLD.key.id)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))

@@ -120,16 +120,16 @@ def test_only_what_was_measured_of_the_plan_counts() -> None:
 def test_any_plan_of_a_profile_has_its_own_speeds() -> None:
     found = profile()
     second = found.plans[1]
-    document = speeds_document(second, found)
     speeds = speeds_of(second, found)
     assert speeds is not None
+    document = speeds_document(second, speeds)
     assert document["measured"] == asdict(speeds)
     assert document["measured"]["plan"] == document["predicted"]["plan"] == second.key
     assert document["measured"]["at"][0]["decode_tokens_per_s"] == pytest.approx(1000 / (32 / 7 / 0.9))
     stranger = with_launch(second, threads=launch_of(second).threads + 100)
-    assert speeds_document(stranger, found)["measured"] is None
+    assert speeds_of(stranger, found) is None
     assert speeds_document(second, None) == {"measured": None, "predicted": document["predicted"]}
-    assert speeds_document(None, found) == {"measured": None, "predicted": None}
+    assert speeds_document(None, speeds_of(None, found)) == {"measured": None, "predicted": None}
 
 
 @pytest.mark.parametrize("plan", laptop_plans()[::97], ids=lambda plan: plan.key)

@@ -66,7 +66,7 @@ class PlanInputs:
     @property
     def usable_mib(self) -> float:
         """Of host memory."""
-        return min(float(self.hardware.memory.usable_mib), self.limits.host_mib)
+        return self.limits.of_host(self.hardware.memory)
 
     @property
     def job(self) -> PlacementJob:
@@ -120,7 +120,7 @@ def plan_inputs(
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
     devices = _chosen(settings, found)
-    usable = min(float(hardware.memory.usable_mib), limits.host_mib)
+    usable = limits.of_host(hardware.memory)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     more = 0.0 if devices else copies(model, kernels.isa).more
     spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more

@@ -44,7 +44,7 @@ def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
 def _device(gpu: Gpu, hardware: Hardware, limits: Limits) -> Device:
     margin = assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
     if gpu.is_unified:
-        free = min(float(hardware.memory.usable_mib), limits.host_mib)
+        free = limits.of_host(hardware.memory)
     else:
         free = min(float(gpu.vram_free_mib or 0), limits.of_gpu(device_id(gpu)))
     measured = next((s for s in hardware.speeds.gpus if s.uuid == gpu.uuid), None) if hardware.speeds else None

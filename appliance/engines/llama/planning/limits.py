@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from appliance.probe import Memory
 from appliance.values import dataclass
 
 
@@ -14,6 +15,10 @@ class Limits:
 
     host_mib: float = math.inf
     gpus_mib: tuple[tuple[str, float], ...] = ()
+
+    def of_host(self, memory: Memory) -> float:
+        """What plans may use of its memory."""
+        return min(float(memory.usable_mib), self.host_mib)
 
     def of_gpu(self, id: str) -> float:
         return min((mib for name, mib in self.gpus_mib if name == id), default=math.inf)
