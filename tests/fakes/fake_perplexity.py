@@ -30,12 +30,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lose-last-row", action="store_true", help="as the real one does on a busy machine")
     parser.add_argument("--kill-after", type=int, help="pieces, then SIGKILL")
     parser.add_argument("--say", help="an error line, then exit with 1")
+    parser.add_argument("--silent", type=Path, help="a file that counts runs; the first --silent-runs say nothing")
+    parser.add_argument("--silent-runs", type=int, default=0)
     parser.add_argument("--nan", action="store_true")
     return parser.parse_known_args(argv)[0]
 
 
 def main(argv: list[str]) -> int:
     knobs = parse(argv)
+    if knobs.silent:
+        with knobs.silent.open("a") as file:
+            file.write("run\n")
+        if len(knobs.silent.read_text().splitlines()) <= knobs.silent_runs:
+            return 1
     if knobs.say:
         print(knobs.say, file=sys.stderr, flush=True)
         return 1
