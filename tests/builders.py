@@ -186,6 +186,7 @@ VERDICT = KvCheck(
 )  # fmt: skip
 DIGEST = ModelDigest(size=98_362_432, header_sha256="0" * 64, samples_sha256="1" * 64)
 SPACE = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), SMALL)
+PLANS = tuple(SPACE.all())
 BUSY = Conditions(interval_s=9.5, cpus=8, own_cpu=0.5, foreign_cpu=0.4, steal=0.0)
 CARD = GpuConditions(index=0, uuid="GPU-0", clock_share=0.9, foreign=(GpuHolder(pid=7, name="x", used_mib=None),))
 QUIET = Conditions(interval_s=9.5, cpus=8, own_cpu=0.5, foreign_cpu=0.01, gpus=(CARD,))
@@ -218,7 +219,7 @@ def profile(
     disturbance: str | None = None,
 ) -> Profile:
     """The best, one that is nearly as fast, and one that failed."""
-    best, second, failed, *_ = SPACE.all()
+    best, second, failed, *_ = PLANS
     good = measured(best)
     words = "engine exited with code 1: „schade“"
     bad = Measurement(key=failed.key, error=words, seconds=0.1, lacking_device="CUDA0", lacking_mib=12.5)
@@ -246,7 +247,7 @@ def profile(
 def partial() -> Partial:
     """Something of each kind, a failure among each."""
     best = SPACE.best.key
-    texts = [(best, (3.1, 2.9), None), (SPACE.all()[1].key, (), "engine was killed by SIGKILL")]
+    texts = [(best, (3.1, 2.9), None), (PLANS[1].key, (), "engine was killed by SIGKILL")]
     scored_chunks = (ScoredChunk(key=k, chunk_tokens=256, first=0, nll=nll, error=why) for k, nll, why in texts)
     answer = Answer(name="chat: tides", made=63, ms=510.5, drafted=40, accepted=31, is_looping=False)
     tried = (

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
     path
@@ -125,47 +123,47 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_up_the_stream(path: Path) -> None:
-    name = name_of(path)
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    room = parts[1]
-    for module, node in imports(tree_of(path)):
-        package = module.split(".")[0]
-        for limited, allowed in ONLY_IN.items():
-            if package == limited:
-                assert name.startswith(allowed), f"{name}:{node.lineno} imports {module}"
-        if parts[0] == "images" and package == "appliance":
-            assert module == "appliance.image_facts", f"{name}:{node.lineno} imports {module}"
-        if parts[0] == "appliance":
-            assert package != "images", f"{name}:{node.lineno} imports {module}"
-            other = room_of(module) if package == "appliance" else ""
-            if other and room not in WITHOUT_RULES and other != room:
-                allowed_rooms = STRICT_LEAVES.get(room, LEAVES | MAY_IMPORT[room])
-                assert other in allowed_rooms, f"{name}:{node.lineno} imports {module}"
+def test_imports_point_up_the_stream() -> None:
+    for path in FILES:
+        name = name_of(path)
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        room = parts[1]
+        for module, node in imports(tree_of(path)):
+            package = module.split(".")[0]
+            for limited, allowed in ONLY_IN.items():
+                if package == limited:
+                    assert name.startswith(allowed), f"{name}:{node.lineno} imports {module}"
+            if parts[0] == "images" and package == "appliance":
+                assert module == "appliance.image_facts", f"{name}:{node.lineno} imports {module}"
+            if parts[0] == "appliance":
+                assert package != "images", f"{name}:{node.lineno} imports {module}"
+                other = room_of(module) if package == "appliance" else ""
+                if other and room not in WITHOUT_RULES and other != room:
+                    allowed_rooms = STRICT_LEAVES.get(room, LEAVES | MAY_IMPORT[room])
+                    assert other in allowed_rooms, f"{name}:{node.lineno} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
-    name = name_of(path)
-    tree = tree_of(path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
-                f"{name}:{node.lineno}"
-            )
-            assert node.attr not in {"system", "popen"}, f"{name}:{node.lineno}"
-        if name.startswith(WITHOUT_IO) and isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            is_own_data = name.startswith("images/") and called in {"read_text", "read_bytes", "open"}
-            assert is_own_data or called not in {
-                "open",
-                "read_text",
-                "write_text",
-                "read_bytes",
-                "write_bytes",
-                "print",
-            }, f"{name}:{node.lineno} calls {called}"
+def test_environment_and_io_stay_in_their_rooms() -> None:
+    for path in FILES:
+        name = name_of(path)
+        tree = tree_of(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
+                    f"{name}:{node.lineno}"
+                )
+                assert node.attr not in {"system", "popen"}, f"{name}:{node.lineno}"
+            if name.startswith(WITHOUT_IO) and isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                is_own_data = name.startswith("images/") and called in {"read_text", "read_bytes", "open"}
+                assert is_own_data or called not in {
+                    "open",
+                    "read_text",
+                    "write_text",
+                    "read_bytes",
+                    "write_bytes",
+                    "print",
+                }, f"{name}:{node.lineno} calls {called}"
 
 
 def test_every_room_has_its_rule() -> None:
@@ -188,15 +186,15 @@ def is_of_an_engine(name: str) -> bool:
     return any(name.startswith(f"appliance/engines/{engine}/") for engine in ENGINES)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_an_engine_is_reached_through_its_doors_only(path: Path) -> None:
+def test_an_engine_is_reached_through_its_doors_only() -> None:
     """No module imports another engine's folder; what `engine.load` opens is the only way in."""
-    name = name_of(path)
-    for module, node in imports(tree_of(path)):
-        parts = module.split(".")
-        if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
-            continue
-        assert name.startswith(f"appliance/engines/{parts[2]}/"), f"{name}:{node.lineno} imports {module}"
+    for path in FILES:
+        name = name_of(path)
+        for module, node in imports(tree_of(path)):
+            parts = module.split(".")
+            if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
+                continue
+            assert name.startswith(f"appliance/engines/{parts[2]}/"), f"{name}:{node.lineno} imports {module}"
 
 
 def test_no_engine_is_named_outside_its_folder() -> None:
@@ -224,14 +222,14 @@ def test_no_room_for_leftovers() -> None:
     assert not [name_of(path) for path in FILES if path.stem in {"utils", "helpers", "common", "misc"}]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_inside_functions_say_why(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    for function in ast.walk(tree_of(path)):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        inside = [node.lineno for _, node in imports(function)]
-        if inside and name_of(path) != "appliance/__main__.py":  # which says so once for all verbs
-            nearby = "\n".join(lines[min(inside) - 3 : max(inside) + 1])
-            assert "# " in nearby, f"{name_of(path)}:{min(inside)}"
-            assert "start" in nearby or "cost" in nearby, f"{name_of(path)}:{min(inside)}"
+def test_imports_inside_functions_say_why() -> None:
+    for path in FILES:
+        lines = path.read_text().splitlines()
+        for function in ast.walk(tree_of(path)):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            inside = [node.lineno for _, node in imports(function)]
+            if inside and name_of(path) != "appliance/__main__.py":  # which says so once for all verbs
+                nearby = "\n".join(lines[min(inside) - 3 : max(inside) + 1])
+                assert "# " in nearby, f"{name_of(path)}:{min(inside)}"
+                assert "start" in nearby or "cost" in nearby, f"{name_of(path)}:{min(inside)}"
