@@ -202,7 +202,7 @@ def test_a_side_that_was_never_the_last_has_no_upper_end() -> None:
 
 @pytest.mark.parametrize("seed", [4, 5, 7, 18])
 def test_dram_that_was_the_last_in_few_rows_or_none_is_within_its_interval(seed: int) -> None:
-    """Four of the random machines on which intervals by resampling alone missed it."""
+    """Four of the random machines on which intervals by resampled rows missed it."""
     draw = random.Random(seed)
     cpu, pcie = draw.uniform(20, 80), draw.uniform(10, 50)
     dram = max(cpu, pcie) + min(cpu, pcie) * draw.uniform(0.2, 1.0)
