@@ -6,7 +6,6 @@ attention runs, `landed` or `failed` when a copy has ended. Single-threaded: the
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -21,8 +20,6 @@ _GUARD_EVERY = 8  # layers: the others are taken to be alike
 _GUARD_MARGIN = 0.005  # behind by less is chance, and a change of rules is not free
 _LEAST_GAIN = 0.3  # of a copy's time: a resident outlives the horizon, and no copy needs more than 3.3 hits to pay
 _IN_FLIGHT_TOKENS = 2  # copies of that many tokens' experts may be under way, over all layers
-
-
 _VALUE = itemgetter(0)
 
 
@@ -167,8 +164,7 @@ class LayerCache:
         self._all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
         self._guard = _Guard(self) if is_guarded else None
-        self._unseen: tuple[Sequence[int], Decision] = ((), Decision((), (), (), (), 0.0))  # by the guard
-        self._is_decided = False
+        self._decided: tuple[Sequence[int], Decision] | None = None  # not yet observed
 
     def _gains_ms(self) -> list[float]:
         """By hits: what one more saves now, the mean of the steps on both sides, since whole experts make time a
@@ -196,34 +192,31 @@ class LayerCache:
         A victim stops being resident here. It may be one of this token's own hits: its GPU work is enqueued before
         the copy, on whose stream the copy waits. Raises ValueError for a token that the layer cannot have.
         """
-        if self._is_decided:
+        if self._decided is not None:
             message = "decide was called twice without observe between"
             raise RuntimeError(message)
         if len(used) != self.top_k:
             message = f"a token of this layer uses {self.top_k} experts, not {len(used)}"
             raise ValueError(message)
-        self._is_decided = True
-        self._history.add(used)
-        decision = self._decided(used, self.shared.rule)
-        if self._guard is not None:
-            self._unseen = (used, decision)
+        decision = self._decision(used, self.shared.rule)
+        self._decided = used, decision
         return decision
 
-    def _decided(self, used: Sequence[int], rule: Rule) -> Decision:
+    def _decision(self, used: Sequence[int], rule: Rule) -> Decision:
         if rule == "cpu" or not self.slots:
             return Decision((), (), tuple(used), (), self._all_cpu_ms)
         slot_of, in_flight = self._slot_of, self._in_flight
         hits = [expert for expert in used if expert in slot_of]
         if len(hits) == self.top_k:
-            return self._decision(hits, [], [], [], 0)
+            return self._carried_out(hits, [], [], [], 0)
         misses = [expert for expert in used if expert not in slot_of]
         wanted = [expert for expert in misses if expert not in in_flight] if in_flight else misses
         room = min(len(wanted), self._room())
         if rule == "priced":
             wanted, victims, count = self._priced(hits, wanted, room)
         else:
-            wanted, victims, count = self._lru(wanted, room, 1 if rule == "lru-1" else self.top_k)
-        return self._decision(hits, misses, wanted, victims, count)
+            victims, count = self._lru(used, room, 1 if rule == "lru-1" else self.top_k)
+        return self._carried_out(hits, misses, wanted, victims, count)
 
     def _room(self) -> int:
         left_mb = self.shared.in_flight_max_mb - self.shared.in_flight_mb
@@ -235,7 +228,7 @@ class LayerCache:
         The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
         fetching it shortens the token; its gain is the difference in value times what a hit saves now.
         """
-        asked = self._history.valued(wanted)
+        asked = self._history.valued(wanted, are_used=True)
         asked.sort(key=_VALUE, reverse=True)  # stable: by router weight among equals
         wanted = [expert for _, expert in asked]
         free = len(self._free)
@@ -254,39 +247,32 @@ class LayerCache:
 
     def _least_valuable(self, hits: list[int], count: int) -> list[tuple[float, int]]:
         """Of the residents, this token's own hits among them."""
-        slot_of, pinned = self._slot_of, self._pinned
-        found = self._history.valued(hits if not pinned else [expert for expert in hits if expert not in pinned])
-        most = len(found) + count
+        found = self._history.valued([expert for expert in hits if expert not in self._pinned], are_used=True)
+        enough = len(found) + count
         for pair in self._ranked:
-            if pair[1] in slot_of and pair[1] not in hits:
+            if pair[1] not in hits:
                 found.append(pair)
-                if len(found) == most:
+                if len(found) == enough:
                     break
         found.sort()
         return found[:count]
 
-    def _lru(self, wanted: list[int], room: int, most: int) -> tuple[list[int], list[int], int]:
+    def _lru(self, used: Sequence[int], room: int, most: int) -> tuple[list[int], int]:
+        victims = [expert for expert in self._slot_of if expert not in self._pinned and expert not in used]
+        victims.sort(key=self._history.last_use)
         free = len(self._free)
-        now = self._history.tokens - 1
-        old = sorted(
-            (recency, expert)
-            for expert in self._slot_of
-            if expert not in self._pinned and (recency := self._history.recency(expert))[0] < now
-        )
-        victims = [expert for _, expert in old]
-        count = min(room, max(most, free), free + len(victims))
-        return wanted, victims, count
+        return victims, min(room, max(most, free), free + len(victims))
 
-    def _decision(
+    def _carried_out(
         self, hits: list[int], misses: list[int], wanted: list[int], victims: list[int], count: int
     ) -> Decision:
-        """Carries out the copies of the first `count` wanted: into free slots, then into those of the victims."""
+        """Begins the copies of the first `count` wanted: into free slots, then into those of the victims."""
         split = self._splits[len(hits)][count]
         gpu = tuple(hits[: split.hits])
         if not count:
             return Decision(gpu, (), (*hits[split.hits :], *misses), (), split.ms)
         fetch = tuple(wanted[: split.fetched])
-        cpu = (*hits[split.hits :], *(expert for expert in misses if expert not in fetch))
+        cpu = (*hits[split.hits :], *[expert for expert in misses if expert not in fetch])
         free, uploads = len(self._free), []
         for number, expert in enumerate(wanted[:count]):
             victim = None if number < free else victims[number - free]
@@ -298,25 +284,28 @@ class LayerCache:
 
     def observe(self) -> None:
         """After each `decide`, off the critical path: learns, and ranks the residents for the next token."""
-        if not self._is_decided:
+        if self._decided is None:
             message = "observe was called without decide before it"
             raise RuntimeError(message)
-        self._is_decided = False
-        self._history.settle()
+        used, decision = self._decided
+        self._decided = None
+        self._history.add(used)
         if self._guard is not None:
-            self._guard.see(*self._unseen)
+            self._guard.see(used, decision)
             if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
                 self.shared.compare(self._history.tokens)
-        if self.shared.rule == "priced" and self._slot_of:
-            residents = self._slot_of if not self._pinned else [e for e in self._slot_of if e not in self._pinned]
-            self._ranked = self._history.ranked(residents)
+        self._rank()
+
+    def _rank(self) -> None:
+        evictable = [expert for expert in self._slot_of if expert not in self._pinned]
+        self._ranked = sorted(self._history.valued(evictable, are_used=False))
 
     def landed(self, upload: Upload) -> None:
         """The copy has ended: the expert may be read, and evicted, from now on. KeyError for one not in flight."""
         self._end(upload)
         self._slot_of[upload.expert] = upload.slot
-        if not self._is_decided:
-            bisect.insort(self._ranked, self._history.ranked((upload.expert,))[0])
+        if self._decided is None:
+            self._rank()
 
     def failed(self, upload: Upload) -> None:
         """The copy has failed: its slot is free again. KeyError for one not in flight."""

@@ -7,7 +7,6 @@ Rows are measured inside the engine, CPU and PCIe at work together; a microbench
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from appliance.moe.cost import Rates
 
 _NAMES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s", "cpu_fixed_ms", "gpu_expert_ms")
 _ROUNDS = 40
-_RESAMPLED = 40
-_COVERED = 0.9
-_SEED = 17
 _STEP = 1e-4
 _FAR = math.log(10)
 # Mean errors. 95 % of χ² halved is 1.9; more, since which side was the last in a row is chosen by the fit as well.
@@ -44,8 +40,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """`intervals`: by name of the rate, where 90 % of resampled fits lie and all that fits the rows nearly as well;
-    (0, inf) for one that no row depends on."""
+    """`intervals`: by name of the rate, all that fits the rows nearly as well; (0, inf) for one that no row depends
+    on."""
 
     rates: Rates
     intervals: dict[str, tuple[float, float]]
@@ -56,7 +52,8 @@ def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) ->
     """Fits C, P, D, t0 and g; the layer's other time is measured apart, without experts.
 
     Least squares of relative errors with Huber weights (Levenberg-Marquardt on logarithms, from several starts): a
-    few stalled rows do not matter; intervals by resampling the rows. Deterministic. Raises ValueError for fewer rows
+    few stalled rows do not matter. Intervals by likelihood: resampled rows lack the few in which a rarely last side was
+    the last, and miss its rate. Deterministic. Raises ValueError for fewer rows
     than rates, or times that are not positive.
     """
     if len(rows) < len(_NAMES) or any(not 0 < row.ms < math.inf for row in rows):
@@ -67,24 +64,12 @@ def calibrate(rows: Sequence[Measured], *, expert_mb: float, other_ms: float) ->
     best = min(solutions, key=fit.loss)
     enough = fit.loss_likely(best)
     likely = [each for each in solutions if fit.loss(each) <= enough]  # another side may have been the last
-    draw = random.Random(_SEED)  # noqa: S311 - a resample, no secret
-    found: list[list[float]] = []
-    for _ in range(_RESAMPLED):
-        resample = _Fit(draw.choices(rows, k=len(rows)), expert_mb, other_ms)
-        found.append(resample.solved(best, _ROUNDS // 4))
     intervals = {}
     for at, name in enumerate(_NAMES):
-        resampled = _interval([math.exp(each[at]) for each in found])
-        ends = [resampled, *(fit.likely(each, at, enough) for each in likely)]
+        ends = [fit.likely(each, at, enough) for each in likely]
         intervals[name] = min(low for low, _ in ends), max(high for _, high in ends)
     errors = [abs(math.expm1(fit.residual(best, row))) for row in rows]
     return Calibration(rates=fit.rates(best), intervals=intervals, error=statistics.median(errors))
-
-
-def _interval(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    cut = int((1 - _COVERED) / 2 * len(ordered))
-    return ordered[cut], ordered[-1 - cut]
 
 
 class _Fit:
@@ -135,11 +120,7 @@ class _Fit:
         return loss + _LIKELY * max(loss / len(self._rows), _SMALLEST_ERROR)
 
     def likely(self, logs: Sequence[float], at: int, enough: float) -> tuple[float, float]:
-        """Around one fit, where one rate alone can go with a loss of at most `enough`: 0 or infinity without an end.
-
-        Resampling alone is too narrow for a side that was the last in few rows: a resample has those rows or not, and
-        cannot show that a little noise in them looks the same.
-        """
+        """Around one fit, where one rate alone can go with a loss of at most `enough`: 0 or infinity without an end."""
         down, up = (self._reach(logs, at, sign, enough) for sign in (-1, 1))
         best = math.exp(logs[at])
         return best * math.exp(-down), best * math.exp(up)
@@ -158,11 +139,11 @@ class _Fit:
             near, far = (middle, far) if fits(middle) else (near, middle)
         return far
 
-    def solved(self, start: Sequence[float], rounds: int = _ROUNDS) -> list[float]:
+    def solved(self, start: Sequence[float]) -> list[float]:
         """Least squares, then each rate tried far and near by itself, since a side that is never the last in a fit has
         no slope; then least squares again."""
-        logs = self._tried(self._descended(start, rounds))
-        return self._descended(logs, rounds // 2)
+        logs = self._tried(self._descended(start, _ROUNDS))
+        return self._descended(logs, _ROUNDS // 2)
 
     def _tried(self, logs: list[float]) -> list[float]:
         loss = self.loss(logs)

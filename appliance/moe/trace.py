@@ -83,10 +83,10 @@ class Trace:
         )
 
 
-def parse_trace(lines: Iterable[str]) -> Trace:
+def parse_trace(lines: Iterable[str], *, tokens_max: int = TOKENS_MAX) -> Trace:
     """Reads line by line and keeps two bytes for each row. TraceError with the number of the line for whatever is cut,
-    out of range, missing, twice, out of order, or longer than `TOKENS_MAX` tokens."""
-    reader = _Reader()
+    out of range, missing, twice, out of order, or longer than `tokens_max` tokens."""
+    reader = _Reader(tokens_max)
     number = 0
     for number, line in enumerate(lines, 1):
         reader.read(number, line)
@@ -94,7 +94,8 @@ def parse_trace(lines: Iterable[str]) -> Trace:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, tokens_max: int) -> None:
+        self._tokens_max = tokens_max
         self._facts: dict[str, str] = {}
         self._experts = self._layers = 0
         self._has_columns = False
@@ -187,8 +188,8 @@ class _Reader:
 
     def _count_token(self, number: int) -> None:
         self._tokens += 1
-        if self._tokens > TOKENS_MAX:
-            raise TraceError(number, f"more than {TOKENS_MAX:,} tokens")
+        if self._tokens > self._tokens_max:
+            raise TraceError(number, f"more than {self._tokens_max:,} tokens")
 
     def _add(self, number: int, slot: int, expert: int, weight: float) -> None:
         used = self._used

@@ -1,6 +1,6 @@
 """How often an expert will be used soon, learned while tokens are decoded: the value of having it in a slot.
 
-An expert is known by five figures: whether the present token uses it, its uses averaged over about 4, 16 and 64 tokens
+An expert is known by four figures: whether the last token used it, its uses averaged over about 8 and 64 tokens
 (exponentially, so that they carry age and count together), and its share of all tokens. Expected uses are a weighted
 sum of these. The weights are a least-squares fit to what followed, shared by all layers.
 """
@@ -13,18 +13,18 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 
 HORIZON = 6  # tokens ahead
-_SPANS = (4, 16, 64)  # tokens
-_GROWTHS = tuple(span / (span - 1) for span in _SPANS)
-_REBASED = 256  # tokens: stored figures grow by (4/3)^256 at most
+_SPANS = (8, 64)  # tokens
+_REBASED = 256  # tokens: stored figures grow by (8/7)^256 at most
+_SCALES = [tuple((span / (span - 1)) ** token for span in _SPANS) for token in range(_REBASED)]
 _SHARE_PRIOR = 6.0  # unused tokens that are added to each share
-_PRIOR = (0.03, 0.05, 0.2, 0.2, 0.5)  # uses a token, for each of the five figures
-_PRIOR_SQUARES = (0.5, 0.3, 0.2, 0.1, 0.1)  # how strongly: as ten samples of typical size
+_PRIOR = (0.03, 0.25, 0.2, 0.5)  # uses a token, for each of the four figures
+_PRIOR_SQUARES = (0.5, 0.2, 0.1, 0.1)  # how strongly: as ten samples of typical size
 _SIZE = len(_PRIOR)
 _SAMPLED = 8  # experts looked at in one token
 _SOLVED = 64  # samples after which the weights are fitted again, at first
 _FORGOTTEN = 1 << 17  # samples: then older ones count half
 
-Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its five figures
+Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its four figures
 
 
 class Uses:
@@ -81,92 +81,80 @@ class History:
         self._stagger = stagger
         self._learns = True
         self.tokens = 0
-        self._last = [-1] * experts  # token of the last use; -1: never
-        self._place = [0] * experts  # in the order of router weights at that use, 0 or below
+        self._last = [0] * experts  # place of the last use in the order of all; 0: never
         self._counts = [0] * experts
         # Averages times growth^token: only those of used experts change, and one factor for all turns them back.
-        self._averages = tuple([0.0] * experts for _ in _SPANS)
-        self._scales = [1.0 for _ in _SPANS]
-        self._factors = self._factored()
+        self._short = [0.0] * experts
+        self._long = [0.0] * experts
         self._next_sampled = 0
         self._waiting: deque[tuple[int, list[Sample]]] = deque()
+        self._factor()
 
     def add(self, used: Sequence[int]) -> None:
-        """The experts of one more token, by falling router weight. O(top_k): this is on the critical path."""
-        last, place, counts, token = self._last, self._place, self._counts, self.tokens
-        short, middle, long = self._averages
-        a, b, c = self._scales
-        position = 0
+        """The experts of one more token, by falling router weight. Learns from old samples."""
+        last, counts, short, long = self._last, self._counts, self._short, self._long
+        token = self.tokens
+        place = (token + 1) * len(last)
+        a, b = _SCALES[token % _REBASED]
         for expert in used:
-            last[expert] = token
-            place[expert] = position
+            last[expert] = place
+            place -= 1
             counts[expert] += 1
             short[expert] += a
-            middle[expert] += b
-            long[expert] += c
-            position -= 1
-        self.tokens = token + 1
+            long[expert] += b
+        self.tokens = token = token + 1
+        if self._learns:
+            self._learn(token)
+        if token % _REBASED == 0:
+            a, b = (growth * scale for growth, scale in zip(_SCALES[1], _SCALES[-1], strict=True))
+            self._short, self._long = [each / a for each in short], [each / b for each in long]
+        self._factor()
 
-    def settle(self) -> None:
-        """Off the critical path, after each `add`: learns from old samples, and makes room for the next token."""
-        token, waiting = self.tokens, self._waiting
+    def _learn(self, token: int) -> None:
+        waiting = self._waiting
         if waiting and waiting[0][0] == token:
             self._uses.learn(waiting.popleft()[1], self._counts)
         # Often at first, when each sample moves the weights, and ever less often: 1/16 after a thousand tokens.
         stride = 1 if token < 64 else 4 if token < 1024 else 16
-        if self._learns and (token + self._stagger) % stride == 0:
+        if (token + self._stagger) % stride == 0:
             waiting.append((token + self._uses.tokens_ahead, self._sample()))
-        self._scales = list(map(mul, self._scales, _GROWTHS))
-        if token % _REBASED == 0:
-            for average, scale in zip(self._averages, self._scales, strict=True):
-                average[:] = [each / scale for each in average]
-            self._scales = [1.0 for _ in _SPANS]
-        self._factors = self._factored()
 
-    def _factored(self) -> tuple[float, float, float, float, float]:
-        """What the stored figures count as of the token to come."""
-        now, short, middle, long, share = self._uses.weights
-        a, b, c = self._scales
+    def _factor(self) -> None:
+        """What the stored figures count as of the token to come, and what its use of an expert adds to the value."""
+        now, short, long, share = self._uses.weights
+        a, b = _SCALES[self.tokens % _REBASED]
         rest = share / (self.tokens + 1 + _SHARE_PRIOR)
-        return now, short / (a * _SPANS[0]), middle / (b * _SPANS[1]), long / (c * _SPANS[2]), rest
+        self._factors = short / (a * _SPANS[0]), long / (b * _SPANS[1]), rest
+        self._used_now = now + short / _SPANS[0] + long / _SPANS[1] + rest
 
     def _sample(self) -> list[Sample]:
-        now, last, counts = self.tokens - 1, self._last, self._counts
-        short, middle, long = self._averages
-        a, b, c = (span * scale for span, scale in zip(_SPANS, self._scales, strict=True))
+        now, last, counts, short, long = self.tokens - 1, self._last, self._counts, self._short, self._long
+        a, b = (span * scale for span, scale in zip(_SPANS, _SCALES[now % _REBASED], strict=True))
         share = now + 1 + _SHARE_PRIOR
         begin, size = self._next_sampled, len(last)
         self._next_sampled = (begin + _SAMPLED) % size
         return [
-            (e, counts[e], (float(last[e] == now), short[e] / a, middle[e] / b, long[e] / c, counts[e] / share))
+            (e, counts[e], (float(last[e] > now * size), short[e] / a, long[e] / b, counts[e] / share))
             for e in (at % size for at in range(begin, begin + min(_SAMPLED, size)))
-            if last[e] >= 0
+            if last[e]
         ]
 
     def fork(self) -> History:
-        """The same past, settled; what follows is not learned from, since the original does."""
+        """The same past; what follows is not learned from, since the original does."""
         twin = copy.copy(self)
         twin._learns = False
-        for name in ("_last", "_place", "_counts"):
+        for name in ("_last", "_counts", "_short", "_long"):
             setattr(twin, name, copy.copy(getattr(self, name)))
-        twin._averages = tuple(map(list, self._averages))
-        twin._waiting = deque()
         return twin
 
-    def valued(self, used: Iterable[int]) -> list[tuple[float, int]]:
-        """(expected uses in the next `tokens_ahead` tokens, expert) of the present token's experts, in their order."""
-        now, a, b, c, d = self._factors
-        short, middle, long = self._averages
-        counts = self._counts
-        return [(now + a * short[e] + b * middle[e] + c * long[e] + d * counts[e], e) for e in used]
+    def valued(self, experts: Iterable[int], *, are_used: bool) -> list[tuple[float, int]]:
+        """(expected uses in the `tokens_ahead` tokens after the one to come, expert), in their order. `are_used`: by
+        the token to come."""
+        a, b, c = self._factors
+        short, long, counts = self._short, self._long, self._counts
+        more = self._used_now if are_used else 0.0
+        return [(more + a * short[e] + b * long[e] + c * counts[e], e) for e in experts]
 
-    def ranked(self, experts: Iterable[int]) -> list[tuple[float, int]]:
-        """(value, expert), least first, of those that the token to come will not use; after `settle`."""
-        _, a, b, c, d = self._factors
-        short, middle, long = self._averages
-        counts = self._counts
-        return sorted([(a * short[e] + b * middle[e] + c * long[e] + d * counts[e], e) for e in experts])
-
-    def recency(self, expert: int) -> tuple[int, int]:
-        """What LRU orders by: token of the last use, and within one token the router weight."""
-        return self._last[expert], self._place[expert]
+    def last_use(self, expert: int) -> int:
+        """What LRU orders by: later tokens are higher, and within one a higher router weight."""
+        return self._last[expert]

@@ -170,8 +170,8 @@ class Misled(Uses):
 
 def test_a_rule_that_is_behind_gives_way_and_says_so() -> None:
     told: list[Takeover] = []
-    (one,) = layer_caches([COST], slots=6, experts=16, top_k=[3], on_takeover=told.append)
-    one._history._uses = Misled(4)
+    shared = Shared(uses=Misled(4), in_flight_max_mb=6 * COST.expert_mb, on_takeover=told.append)
+    one = LayerCache(cost=COST, slots=6, experts=16, top_k=3, shared=shared, is_guarded=True)
     cyclic = tokens(5, count=4 * GUARD_TOKENS, experts=16, top_k=3, reuse=0.75)
     for used in cyclic:
         land(one, one.decide(used))

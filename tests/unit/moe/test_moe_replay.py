@@ -26,7 +26,7 @@ from appliance.moe.trace import Trace, Turn
 from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
 from tests.builders import examples
-from tests.unit.moe.routing import COST, DESKTOP, tokens, trace
+from tests.unit.moe.routing import COST, DESKTOP, lines, row, tokens, trace
 
 BOX = hybrid.MACHINES[0].cost
 
@@ -202,7 +202,7 @@ def test_a_side_that_was_never_the_last_has_no_upper_end() -> None:
 
 @pytest.mark.parametrize("seed", [4, 5, 7, 18])
 def test_dram_that_was_the_last_in_few_rows_or_none_is_within_its_interval(seed: int) -> None:
-    """Four of the random machines on which intervals by resampling alone missed it."""
+    """Four of the random machines on which intervals by resampled rows missed it."""
     draw = random.Random(seed)
     cpu, pcie = draw.uniform(20, 80), draw.uniform(10, 50)
     dram = max(cpu, pcie) + min(cpu, pcie) * draw.uniform(0.2, 1.0)
@@ -239,6 +239,18 @@ def test_slots_for_all_experts_are_never_slower_than_fewer_and_those_than_none(s
     made = trace(seed, layers=2, count=60)
     none, some, every = (replay(made, COST, slots).ms for slots in (0, 6, 16))
     assert every <= some <= none
+
+
+def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: Path) -> None:
+    """Each expert three times, then not for long: what ours takes for frequent is over."""
+    path = tmp_path / "phases.csv"
+    rows = [row(1, step, 0, 0, step // 3 % 16) for step in range(300)]
+    path.write_text("".join([*lines(layers=1, experts=16)[:3], *rows]), encoding="utf-8")
+    (found,) = hybrid.rows_of((path, 1, hybrid.MACHINES[2:3]))
+    assert "rule lru takes over from priced at token 256" in found.takeovers[0]
+    assert found.best_hit_rate == pytest.approx(2 / 3)
+    (refused,) = hybrid.rows_of((path, 17, hybrid.MACHINES[:1]))
+    assert "17 slots" in refused.refused
 
 
 def test_too_few_rows_are_refused() -> None:
