@@ -17,6 +17,7 @@ from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
     compute_mib,
+    flash_copy_bytes,
     layer_kv_bytes,
     layers_of,
     mask_bytes,
@@ -197,6 +198,7 @@ class _Search:
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
         self._copied_mib = self._copies()
+        self._flash_mib = self._flash_copies()
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -227,10 +229,19 @@ class _Search:
 
     def _copies(self) -> list[float]:
         """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
-        a time, of experts or of a layer on the CPU."""
+        a time, of experts or of a layer on the CPU. So are K and V of such a layer, since its attention is computed
+        there from 32 tokens on (ggml-backend.cpp, ggml_backend_sched_split_graph: "expand gpu up")."""
         experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
         dense = itertools.accumulate((layer.dense_bytes / 2 for layer in self._layers), max, initial=0.0)
-        return [max(experts, size) / MIB for size in (*dense, 0.0)]
+        caches = itertools.accumulate((after - before for before, after in itertools.pairwise(self._kv)), max)
+        weights = [max(experts, size) / MIB for size in (*dense, 0.0)]
+        return [*(size + cache for size, cache in zip(weights, (0.0, *caches), strict=True))]
+
+    def _flash_copies(self) -> float:
+        """Of the widest layer: layers follow one another, and any stretch of them has such a one but for a few."""
+        job = self._job
+        sizes = (flash_copy_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) for layer in self._layers)
+        return max(sizes) / MIB
 
     def is_possible(self) -> bool:
         """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
@@ -259,7 +270,8 @@ class _Search:
 
     def _compute_mib(self, at: int, start: int, end: int) -> float:
         size = self._buffer_mib + (self._logits_mib if end == self._count else 0.0)
-        return size + (self._copied_mib[start] if at == 0 else 0.0)
+        attends = start < self._count - 1 or (at == 0 and start > 0)
+        return size + (self._flash_mib if attends else 0.0) + (self._copied_mib[start] if at == 0 else 0.0)
 
     def _need(self, at: int, start: int, end: int) -> Memory:
         return Memory(
