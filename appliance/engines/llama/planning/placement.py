@@ -197,8 +197,9 @@ class _Search:
         self._whole_mib = compute_mib(job.model, job.ubatch, job.context, job.parallel)
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
-        self._copied_mib = self._copies()
-        self._flash_mib = self._flash_copies()
+        flash = self._flash_copies()
+        # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
+        self._beside = ([size + flash for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -270,8 +271,7 @@ class _Search:
 
     def _compute_mib(self, at: int, start: int, end: int) -> float:
         size = self._buffer_mib + (self._logits_mib if end == self._count else 0.0)
-        attends = start < self._count - 1 or (at == 0 and start > 0)
-        return size + (self._flash_mib if attends else 0.0) + (self._copied_mib[start] if at == 0 else 0.0)
+        return size + self._beside[at > 0][start]
 
     def _need(self, at: int, start: int, end: int) -> Memory:
         return Memory(
@@ -349,7 +349,7 @@ class _Search:
         chosen = [_NEVER] * len(best) if is_needed else list(best)
         ends = [() if is_needed or not row else (*row, row[-1]) for row in came]
         held, rooms = self._held, [self._room(at, i) for i in range(self._count)]
-        copied = self._copied_mib if at == 0 else [0.0] * self._count
+        beside = self._beside[at > 0]
         is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
             most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
@@ -358,7 +358,7 @@ class _Search:
                     if is_unified:  # fewer layers on the CPU leave it more room
                         continue
                     break
-                need = most - held[i] + copied[i]
+                need = most - held[i] + beside[i]
                 if best[i] == _NEVER or need > rooms[i]:
                     continue
                 hop = 0 if i == 0 else HOP.job
