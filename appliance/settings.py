@@ -117,7 +117,7 @@ KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 # What an engine may do something with, or nothing: each says which of them it takes.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_ram_mib", "cpu_variant", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode",
-    "n_cpu_moe", "parallel", "speculation", "threads", "ubatch",
+    "n_cpu_moe", "parallel", "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -136,6 +136,12 @@ class Settings:
         None,
         "context length in tokens (default: what memory carries, at most native)",
         "N",
+    )
+    rope_scaling: str = _setting(
+        _one_of("auto", "yarn"),
+        "auto",
+        "auto: as the model says; yarn: reach a --ctx-size above the model's native length, at some loss",
+        "KIND",
     )
     kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache: f16, q8_0 and others", "TYPE")
     threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")

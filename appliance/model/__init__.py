@@ -8,7 +8,7 @@ from pathlib import Path
 from appliance.errors import ModelUnreadableError
 from appliance.model.digest import ModelDigest, digest
 from appliance.model.draft import read_draft
-from appliance.model.facts import Format, Matrices, Model, parse_facts
+from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
 from appliance.model.find import find_projector, is_folder_model, list_models, resolve_model
 from appliance.model.folder import read_folder
 from appliance.model.gguf import read_gguf
@@ -22,6 +22,7 @@ __all__ = [
     "Matrices",
     "Model",
     "ModelDigest",
+    "RopeScaling",
     "digest",
     "list_models",
     "plain_name",

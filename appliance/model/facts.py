@@ -27,6 +27,7 @@ from appliance.values import dataclass
 
 LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
+FACTOR_LIMIT = 4096.0  # of a RoPE scaling: beyond it no file was published
 _POOLING_NONE = 0
 _MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
 
@@ -44,6 +45,15 @@ class Matrices:
     is_bank: bool  # of experts, of which a token uses some
     is_tied: bool  # the token embedding, which is loaded once more as the output
     size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Of positions, as the header has it."""
+
+    kind: str  # linear, yarn, longrope …
+    factor: float
+    original: int | None  # context length that it multiplies; None: the header does not tell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,15 @@ class Model:
     embedding_type: str | None = None  # of the token embedding
     recurrent_length: int = 0  # inner width of recurrent layers
     recurrent_channels: int = 0  # that their convolution runs over
+    rope_scaling: RopeScaling | None = None
     expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
+
+    @property
+    def longest_context(self) -> int:
+        """Native, or what the scaling that the file carries reaches."""
+        scaling = self.rope_scaling
+        reached = int(scaling.factor * scaling.original) if scaling and scaling.original else 0
+        return max(self.native_context, reached)
 
 
 def parse_facts(gguf: Gguf) -> Model:
@@ -145,6 +163,7 @@ def parse_facts(gguf: Gguf) -> Model:
         embedding_type=next((t.type_name for t in gguf.tensors if t.name == "token_embd.weight"), None),
         recurrent_length=keys.number("ssm.inner_size", default=0),
         recurrent_channels=_channels(keys),
+        rope_scaling=_rope_scaling(keys),
         expert_length=keys.number("expert_feed_forward_length", default=0) if experts else 0,
     )
 
@@ -157,6 +176,16 @@ def _refuse_other_kinds(keys: Keys) -> None:
         keys.fail(f"it is no model but of general.type {kind}", hint="give a language model")
     if not keys.has_tensors():
         keys.fail("it holds no tensors, only a header or a vocabulary", hint="give a model with weights")
+
+
+def _rope_scaling(keys: Keys) -> RopeScaling | None:
+    kind = keys.text(f"{keys.architecture}.rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    factor = keys.real("rope.scaling.factor", default=1.0, low=1.0, high=FACTOR_LIMIT)
+    has_original = keys.has("rope.scaling.original_context_length")
+    original = keys.number("rope.scaling.original_context_length", low=1) if has_original else None
+    return RopeScaling(kind=kind, factor=factor, original=original)
 
 
 def _feed_forward_length(keys: Keys, layers: int) -> int:

@@ -57,6 +57,13 @@ class Keys:
             self.fail(f"its key {key} must be a whole number from {low} to {high}: {value}")
         return value
 
+    def real(self, name: str, *, default: float, low: float, high: float) -> float:
+        key = f"{self.architecture}.{name}"
+        value = self._gguf.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            self.fail(f"its key {key} must be a number from {low:g} to {high:g}: {value}")
+        return float(value)
+
     def by_layer(self, name: str, layers: int, *, default: int | tuple[int, ...] | None) -> tuple[int, ...]:
         """A number for each layer: the key holds one for all or an array of them."""
         key = f"{self.architecture}.{name}"

@@ -20,6 +20,7 @@ from appliance.values import dataclass
 
 HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # 73,000 tensors of one GPTQ file need 10 MiB
 JSON_LIMIT_BYTES = 32 * 1024 * 1024  # the index of 140,000 tensors needs 14 MiB
+NAME_LIMIT = 255  # bytes, of Linux
 SHARDS_LIMIT = 1024
 # Brackets and commas: each can become an object of Python's, so this is what bounds memory, and not the text's length.
 _MARKS_LIMIT = 4_000_000
@@ -61,7 +62,7 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        _unusable(folder, f"a part is missing: {missing[0]}{more}", hint="put all parts beside each other")
+        _unusable(folder, f"a part is missing: {_short(missing[0])}{more}", hint="put all parts beside each other")
     shards = tuple(read_shard(folder / name) for name in names)
     seen: dict[str, str] = {}
     for shard in shards:
@@ -183,13 +184,18 @@ def _index(folder: Path) -> dict[str, str]:
         _unusable(path, "it has no weight_map", hint=_MIXED_HINT)
     files = set()
     for name, file in places.items():
-        # Only beside the index: a name such as ../../etc/passwd is not a part of a model.
-        if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors") or "\0" in file:
+        if not isinstance(file, str) or not _is_name(file):
             _unusable(path, f"it places {_short(name)} in {_short(str(file))}", hint=_MIXED_HINT)
         files.add(file)
     if len(files) > SHARDS_LIMIT:
         _unusable(path, f"it names {len(files)} files, and a model has at most {SHARDS_LIMIT}", hint=_MIXED_HINT)
     return places
+
+
+def _is_name(file: str) -> bool:
+    """Of a file beside the index, which a name such as ../../etc/passwd is not, and that a folder can hold."""
+    is_name = file.endswith(".safetensors") and "/" not in file and "\0" not in file
+    return is_name and len(file.encode("utf-8", "replace")) <= NAME_LIMIT
 
 
 def _unindexed(folder: Path) -> list[str]:

@@ -56,13 +56,29 @@ def parse_nvidia_report(text: str) -> GpuProbe:
     entries = report.get("gpus", []) if isinstance(report, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return GpuProbe(problem=f"the NVML child printed another thing than its report: {text[:80]!r}")
+    gpus = [_parse_gpu(entry, position) for position, entry in enumerate(entries)]
+    said = [words for each in _entries(report.get("warnings")) if (words := _word(each))]
     return GpuProbe(
-        gpus=tuple(_parse_gpu(entry, position) for position, entry in enumerate(entries)),
+        gpus=tuple(map(_clipped, gpus)),
         driver=_word(report.get("driver")),
         cuda_driver=_word(report.get("cuda_driver")),
         problem=_word(report.get("problem")),
-        warnings=tuple(words for each in _entries(report.get("warnings")) if (words := _word(each))),
+        warnings=(*said, *(words for gpu in gpus if (words := _beyond(gpu)))),
     )
+
+
+def _beyond(gpu: Gpu) -> str | None:
+    """What is said of a card that reports more free memory than it has."""
+    if gpu.vram_free_mib is None or gpu.vram_total_mib is None or gpu.vram_free_mib <= gpu.vram_total_mib:
+        return None
+    return (
+        f"NVML says that {gpu.vram_free_mib:,} of {gpu.vram_total_mib:,} MiB of {gpu.name or f'GPU {gpu.index}'} are "
+        "free: no more than the whole is believed"
+    )
+
+
+def _clipped(gpu: Gpu) -> Gpu:
+    return replace(gpu, vram_free_mib=gpu.vram_total_mib) if _beyond(gpu) else gpu
 
 
 def only_visible(found: GpuProbe, environment: Mapping[str, str]) -> GpuProbe:

@@ -131,8 +131,8 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
         profile = re.search(r"MIG (\S+)$", name or "")
         facts = memory_of(cut)
         attributes = fact(pynvml.nvmlDeviceGetAttributes_v2, cut)
-        if facts["vram_total_mib"] is None and attributes is not None:
-            facts["vram_total_mib"] = int(attributes.memorySizeMB)
+        if facts["vram_total_mib"] is None:
+            facts["vram_total_mib"] = int(attributes.memorySizeMB) if attributes is not None else _named_mib(name)
         yield (
             parent
             | facts
@@ -149,7 +149,8 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
 
 
 def _share(parent: dict[str, Any], slice_mib: int | None) -> dict[str, Any]:
-    whole_mib, gb_s = parent["vram_total_mib"], parent["bandwidth_gb_s"]
+    # A container that has only slices is refused the memory of the whole; the names of such chips tell it.
+    whole_mib, gb_s = parent["vram_total_mib"] or _named_mib(parent["name"]), parent["bandwidth_gb_s"]
     if not (whole_mib and gb_s and slice_mib):
         return {"bandwidth_gb_s": None, "bandwidth_source": None}
     eighths = max(1, round(slice_mib / whole_mib * MEMORY_SLICES))
@@ -157,6 +158,12 @@ def _share(parent: dict[str, Any], slice_mib: int | None) -> dict[str, Any]:
         "bandwidth_gb_s": gb_s * eighths / MEMORY_SLICES,
         "bandwidth_source": f"{parent['bandwidth_source']}, this slice's share",
     }
+
+
+def _named_mib(name: str | None) -> int | None:
+    """Of "NVIDIA A100-SXM4-80GB" and of "… MIG 1g.20gb"; about, which eighths are told by."""
+    size = re.search(r"(\d+)\s?GB\b", name or "", re.IGNORECASE)
+    return int(size[1]) * 1024 if size else None
 
 
 def holders_of(handle: Any) -> list[dict[str, Any]]:  # noqa: ANN401

@@ -40,6 +40,22 @@ def test_a_slice_has_its_own_share(machine_environment: PutMachine) -> None:
     assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
 
 
+def test_a_slice_has_its_share_where_the_memory_of_the_whole_is_refused(machine_environment: PutMachine) -> None:
+    """As in a container that was given slices only: the chip's name tells its size."""
+    refused = {"gpu__0__memory_total": None, "gpu__0__memory_free": None}
+    large, small = ask(machine_environment("a100-mig", **refused)).gpus
+    assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
+
+
+def test_more_free_memory_than_there_is_is_not_believed(machine_environment: PutMachine) -> None:
+    found = ask(machine_environment("4090-shared", gpu__0__memory_free=40 << 30))
+    (gpu,) = found.gpus
+    assert gpu.vram_free_mib == gpu.vram_total_mib == 24564
+    assert found.warnings == (
+        "NVML says that 40,960 of 24,564 MiB of NVIDIA GeForce RTX 4090 are free: no more than the whole is believed",
+    )
+
+
 def test_a_gpu_in_mig_mode_without_slices_cannot_be_used(machine_environment: PutMachine) -> None:
     found = ask(machine_environment("h200", gpu__0__mig_mode=1, gpu__0__mig_max=7))
     assert (found.gpus, found.warnings) == ((), ("GPU 0 is in MIG mode and has no slices: it cannot be used",))

@@ -14,7 +14,7 @@ from pathlib import Path
 from appliance.engines.engine import ChunkSpec, Ending, Install
 from appliance.engines.llama.endings import as_error
 from appliance.engines.llama.planning.launch import launch_of
-from appliance.engines.llama.server import command_of_job, placement_arguments
+from appliance.engines.llama.server import command_of_job, placement_arguments, rope_arguments
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
@@ -43,7 +43,14 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec)
         "--log-colors": "off",
     }
     flags = [str(word) for flag, value in words.items() for word in (flag, value)]
-    return (*flags, *placement_arguments(plan, facts), "--no-warmup", "--offline", "--log-prefix")
+    return (
+        *flags,
+        *rope_arguments(plan, facts),
+        *placement_arguments(plan, facts),
+        "--no-warmup",
+        "--offline",
+        "--log-prefix",
+    )
 
 
 # `LOG("%8d  %.4lf  %4lf  %4lf\n", i*n_ctx, exp(nll/count), av, av2)`: av is the mean of all pieces so far.

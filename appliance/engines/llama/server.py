@@ -76,6 +76,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
         flags.use("--slot-prompt-similarity", KEPT_SIMILARITY)
     if launch.checkpoints is not None:
         flags.use("--ctx-checkpoints", launch.checkpoints)
+    flags.argv += rope_arguments(plan, facts)
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)
     flags.use("--load-mode", launch.load_mode)
@@ -87,6 +88,19 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.use("--log-prefix")
     flags.use("--log-colors", "off")
     flags.need("--log-verbosity", LOG_LEVEL)
+    return tuple(flags.argv)
+
+
+def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """Nothing up to the model's native length."""
+    flags, rope = _Flags(facts), launch_of(plan).rope
+    if rope is None:
+        return ()
+    flags.need("--override-kv", f"{rope.architecture}.context_length=int:{rope.context}")
+    if rope.factor is not None:
+        flags.need("--rope-scaling", "yarn")
+        flags.need("--rope-scale", f"{rope.factor:.6g}")
+        flags.need("--yarn-orig-ctx", rope.original)
     return tuple(flags.argv)
 
 

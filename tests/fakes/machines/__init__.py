@@ -37,13 +37,16 @@ def build_library(folder: Path) -> Path:
 
 
 def describe(name: str, **knobs: object) -> str:
-    """A machine's file. `knobs` are lines that come first and so count, with `__` for a dot: `gpu__0__name="x"`."""
+    """A machine's file. `knobs` are lines that come first and so count, with `__` for a dot: `gpu__0__name="x"`;
+    None takes a line out, and what it said is NOT_SUPPORTED."""
     machine = MACHINES[name]
     lines = [f"driver={machine['driver']}", f"cuda={_cuda_number(machine['cuda'])}", f"gpus={len(machine['gpus'])}"]
     for index, entry in enumerate(machine["gpus"]):
         lines += [f"gpu.{index}.{key}={value}" for key, value in _lines(index, entry)]
         lines += [f"process.{pid}={program}" for pid, program in entry.get("processes", {}).items()]
-    return "\n".join([*(f"{key.replace('__', '.')}={value}" for key, value in knobs.items()), *lines]) + "\n"
+    given = {key.replace("__", "."): value for key, value in knobs.items()}
+    left = [line for line in lines if line.partition("=")[0] not in given]
+    return "\n".join([*(f"{key}={value}" for key, value in given.items() if value is not None), *left]) + "\n"
 
 
 def gpus_of(name: str) -> tuple[Gpu, ...]:

@@ -241,6 +241,11 @@ def test_a_lying_number_of_parts(tmp_path: Path, count: str) -> None:
         ({"weight_map": {"a": "../../etc/passwd"}}, "it places a in ../../etc/passwd"),
         ({"weight_map": {"a": "x/y.safetensors"}}, "it places a in x/y.safetensors"),
         ({"weight_map": {"a": 5}}, "it places a in 5"),
+        ({"weight_map": {"a": "A" * 300 + ".safetensors"}}, "it places a in AAAA"),
+        (
+            {"weight_map": {"a": "\x1b[2J\x1b[31mHACK.safetensors"}},
+            "a part is missing: \ufffd[2J\ufffd[31mHACK.safetensors",
+        ),
         ({"weight_map": {"a": "b\0.safetensors"}}, "it places a in"),
         ({"weight_map": {str(n): f"{n}.safetensors" for n in range(1025)}}, "it names 1025 files"),
     ],

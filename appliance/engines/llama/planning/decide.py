@@ -27,6 +27,7 @@ from appliance.engines.llama.planning.memory import (
     weights_mib,
 )
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
+from appliance.engines.llama.planning.rope import check_context, rope_for, served_context
 from appliance.engines.llama.planning.slots import choices as slot_choices
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.speculation import check_speculation
@@ -93,6 +94,7 @@ class PlanInputs:
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
+    check_context(settings, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
@@ -159,7 +161,9 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     context_plan = choose_context(inputs.job, inputs.resources, request)
     if context_plan is None or (not request.is_explicit and context_plan.context < min(request.tokens, MIN_CONTEXT)):
         raise _refusal(inputs, request.kinds[0], request.tokens)
-    return replace(context_plan, context=padded(context_plan.context) if request.is_explicit else context_plan.context)
+    if request.is_explicit:
+        return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
+    return context_plan
 
 
 def wanted_context(inputs: PlanInputs, aim: Aim) -> ContextRequest:
@@ -246,6 +250,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             flash_attention=True,
             load_mode=load_mode,
             checkpoints=checkpoints,
+            rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
         cpu_variant=inputs.kernels.variant,

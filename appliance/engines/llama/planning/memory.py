@@ -166,6 +166,12 @@ def layer_kv_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parall
     return elements * KV_BYTES[kv_type] * cells(layer, context, ubatch, parallel) if elements else 0.0
 
 
+def flash_copy_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
+    """f16 copies of a layer's K and V in a GPU's compute buffer: flash attention makes them of every type but f16 when
+    a batch is read (ggml-cuda.cu, get_alloc_size of FLASH_ATTN_EXT; llama.cpp#23907 and #24166)."""
+    return 0.0 if kv_type == "f16" else layer_kv_bytes(layer, "f16", context, ubatch, parallel)
+
+
 def can_keep(model: Model, kv_type: str) -> bool:
     """Whether the engine takes this type for the model's cache (llama-context.cpp, llama_init_from_model)."""
     return kv_type in ("f32", "f16", "bf16") or not (model.key_length % KV_BLOCK or model.value_length % KV_BLOCK)

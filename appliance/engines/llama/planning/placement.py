@@ -17,6 +17,7 @@ from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
     compute_mib,
+    flash_copy_bytes,
     layer_kv_bytes,
     layers_of,
     mask_bytes,
@@ -196,7 +197,9 @@ class _Search:
         self._whole_mib = compute_mib(job.model, job.ubatch, job.context, job.parallel)
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
-        self._copied_mib = self._copies()
+        flash = self._flash_copies()
+        # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
+        self._beside = ([size + flash for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -227,10 +230,19 @@ class _Search:
 
     def _copies(self) -> list[float]:
         """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
-        a time, of experts or of a layer on the CPU."""
+        a time, of experts or of a layer on the CPU. So are K and V of such a layer, since its attention is computed
+        there from 32 tokens on (ggml-backend.cpp, ggml_backend_sched_split_graph: "expand gpu up")."""
         experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
         dense = itertools.accumulate((layer.dense_bytes / 2 for layer in self._layers), max, initial=0.0)
-        return [max(experts, size) / MIB for size in (*dense, 0.0)]
+        caches = itertools.accumulate((after - before for before, after in itertools.pairwise(self._kv)), max)
+        weights = [max(experts, size) / MIB for size in (*dense, 0.0)]
+        return [*(size + cache for size, cache in zip(weights, (0.0, *caches), strict=True))]
+
+    def _flash_copies(self) -> float:
+        """Of the widest layer: layers follow one another, and any stretch of them has such a one but for a few."""
+        job = self._job
+        sizes = (flash_copy_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) for layer in self._layers)
+        return max(sizes) / MIB
 
     def is_possible(self) -> bool:
         """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
@@ -259,7 +271,7 @@ class _Search:
 
     def _compute_mib(self, at: int, start: int, end: int) -> float:
         size = self._buffer_mib + (self._logits_mib if end == self._count else 0.0)
-        return size + (self._copied_mib[start] if at == 0 else 0.0)
+        return size + self._beside[at > 0][start]
 
     def _need(self, at: int, start: int, end: int) -> Memory:
         return Memory(
@@ -337,7 +349,7 @@ class _Search:
         chosen = [_NEVER] * len(best) if is_needed else list(best)
         ends = [() if is_needed or not row else (*row, row[-1]) for row in came]
         held, rooms = self._held, [self._room(at, i) for i in range(self._count)]
-        copied = self._copied_mib if at == 0 else [0.0] * self._count
+        beside = self._beside[at > 0]
         is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
             most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
@@ -346,7 +358,7 @@ class _Search:
                     if is_unified:  # fewer layers on the CPU leave it more room
                         continue
                     break
-                need = most - held[i] + copied[i]
+                need = most - held[i] + beside[i]
                 if best[i] == _NEVER or need > rooms[i]:
                     continue
                 hop = 0 if i == 0 else HOP.job

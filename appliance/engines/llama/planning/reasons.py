@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from appliance.engines.llama.planning.context import ContextPlan
 from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
+from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
 from appliance.model import Model
 from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement
@@ -34,11 +35,8 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
     sizes = _beside(settings, hardware, model, context_plan)
     value = f"{context_plan.context:,}"
     if settings.ctx_size:
-        beyond = (
-            f"; beyond the model's native {model.native_context:,}"
-            if context_plan.context > model.native_context
-            else ""
-        )
+        rope = rope_for(settings, model, context_plan.context)
+        beyond = f"; {in_words(rope)}" if rope else ""
         return Choice(
             name="context", value=value, reason=f"asked for{beyond}: {sizes}", source=settings.sources["ctx_size"]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.plan import GpuAllocation, Memory, Plan
 from appliance.values import dataclass
 
@@ -31,19 +32,28 @@ def _corrected(plan: Plan, found: Projection | None) -> Plan:
     shares = plan.placement.shares
     if found is None or len(found.devices) != len(shares):
         return plan
-    corrected = tuple(_share(share, sizes) for share, sizes in zip(shares, found.devices, strict=True))
-    memory = replace(plan.memory, compute=_compute(plan.memory, found.host[2]))
+    logits = _logits(plan)
+    of_shares = [0.0] * (len(shares) - 1) + [logits] if shares else []  # the output is the last GPU's
+    rows = zip(shares, found.devices, of_shares, strict=True)
+    corrected = tuple(_share(share, sizes, logits) for share, sizes, logits in rows)
+    memory = replace(plan.memory, compute=_compute(plan.memory, found.host[2], 0.0 if shares else logits))
     return replace(plan, memory=memory, placement=replace(plan.placement, shares=corrected))
 
 
-def _share(share: GpuAllocation, sizes: tuple[float, float, float]) -> GpuAllocation:
+def _logits(plan: Plan) -> float:
+    """MiB that the loader counts beyond the server: it computes with the logits of a whole batch, the server with one
+    row a slot, which the plan has as its output."""
+    rows = min(launch_of(plan).ubatch, plan.context)
+    return plan.memory.output / plan.parallel * (rows - plan.parallel)
+
+
+def _share(share: GpuAllocation, sizes: tuple[float, float, float], logits: float) -> GpuAllocation:
     model, context, compute = sizes
     memory = share.memory
     kv = max(0.0, context - memory.state)
-    return replace(share, memory=replace(memory, weights=model, kv=kv, compute=_compute(memory, compute)))
+    return replace(share, memory=replace(memory, weights=model, kv=kv, compute=_compute(memory, compute, logits)))
 
 
-def _compute(memory: Memory, projected: float) -> float:
-    """It computes with the logits of a whole batch, where the server makes those of one token a slot: an upper bound,
-    as the formula is one."""
-    return min(memory.compute, projected)
+def _compute(memory: Memory, projected: float, logits: float) -> float:
+    """The larger of the two: either may miss what the other counts."""
+    return max(memory.compute, projected - max(0.0, logits))

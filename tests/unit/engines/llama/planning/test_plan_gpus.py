@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.refine import Projection, refine
 from appliance.engines.llama.planning.space import Space
@@ -332,16 +333,17 @@ def test_a_model_beyond_all_memory_is_refused_with_what_each_card_has() -> None:
 
 def test_what_the_loader_reckons_is_taken_in_and_what_does_not_fit_is_dropped() -> None:
     found = space(MACHINES["2x4090"], shape("qwen3.6-35b-a3b")).all()[:5]
-    fits = Projection(devices=((9000.0, 2600.0, 900.0), (10000.0, 2700.0, 5000.0)), host=(0.0, 0.0, 100.0))
+    fits = Projection(devices=((9000.0, 2600.0, 2900.0), (10000.0, 2700.0, 5000.0)), host=(0.0, 0.0, 100.0))
     too_much = Projection(devices=((30000.0, 2600.0, 900.0), (10000.0, 2700.0, 900.0)), host=(0.0, 0.0, 100.0))
     refined = refine(found, (fits, too_much, *(None for _ in found[2:])))
     assert len(refined) == len(found) - 1
     first, second = refined[0].placement.shares
     assert first.memory.weights == 9000.0
     assert first.memory.kv + first.memory.state == pytest.approx(2600.0)
-    assert first.memory.compute == 900.0
-    assert second.memory.compute == found[0].placement.shares[1].memory.compute  # whole batches of logits are not made
-    assert refined[0].memory.compute == 100.0
+    assert first.memory.compute == 2900.0  # more than the formula says is believed
+    logits = 4 * 248_320 * (launch_of(found[0]).ubatch - found[0].parallel) / MIB  # of a whole batch: not made
+    assert second.memory.compute == pytest.approx(5000.0 - logits)
+    assert refined[0].memory.compute == found[0].memory.compute > 100.0  # and so is the formula where it says more
     assert refined[1:] == found[2:]
     assert refine(found, (Projection(devices=(), host=fits.host), *(None for _ in found[1:]))) == found
 
