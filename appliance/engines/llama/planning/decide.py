@@ -141,7 +141,7 @@ def plan_inputs(
 
 
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Raises ConfigError for a device that was asked for and is not there."""
+    """In the order that was asked for. Raises ConfigError for a device that is not there."""
     if settings.devices == "auto":
         return () if settings.gpu_layers == 0 else found
     if settings.devices == "none":
@@ -153,7 +153,7 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
         there = ", ".join(f"{d.index} ({d.name}, {d.id})" for d in found) or "none"
         message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
         raise ConfigError(message, hint=f"usable GPUs here: {there}")
-    return tuple(device for device in found if device in [by_name[name] for name in names])
+    return tuple(dict.fromkeys(by_name[name] for name in names))
 
 
 def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:

@@ -136,7 +136,8 @@ def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Dev
 
 
 def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bool]]:
-    """Each device alone, and each with all that are slower: the first of a team is always used, others may not.
+    """Each device alone, and each with all that follow: the first of a team is always used, others may not. Weights on
+    the host are copied to the first, so that each with a faster link than the fastest leads all others once.
 
     Alone there is no pipeline, whose inputs are kept several times. Slices of a GPU work alone: a CUDA process sees one
     (NVIDIA's MIG user guide, "CUDA Device Enumeration").
@@ -146,6 +147,9 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
     whole = tuple(device for device in devices if not device.is_slice)
     for at in range(len(whole) - 1):
         yield whole[at:], True
+    for device in whole[1:]:
+        if device.upload_gb_s > whole[0].upload_gb_s:
+            yield (device, *(other for other in whole if other is not device)), True
 
 
 def _expert_choices(

@@ -123,6 +123,7 @@ def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], sett
         parts.append(f"the experts of {_first(found.cpu_expert_layers)} stay in host memory")
     if not found.shares:
         parts.append("the CPU holds everything: no GPU has room for a part that pays")
+    parts += _reordered(found, resources)
     used = {share.gpu.id for share in found.shares}
     for device in resources.devices:
         if device.id not in used:
@@ -146,6 +147,19 @@ def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], sett
         source=source,
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def _reordered(found: Placement, resources: Resources) -> list[str]:
+    """Where another card comes first than the fastest, or than the first that was asked for."""
+    used = {share.gpu.id for share in found.shares}
+    in_order = [device for device in resources.devices if device.id in used]
+    if not in_order or found.shares[0].gpu.id == in_order[0].id:
+        return []
+    first, second = found.shares[0].gpu, in_order[0]
+    return [
+        f"{first.name} (GPU {first.index}) comes before {second.name} (GPU {second.index}): what lies in host memory is "
+        f"copied to the first, and its link takes {first.upload_gb_s:.0f} GB/s, not {second.upload_gb_s:.0f}"
+    ]
 
 
 def without_gpu(settings: Settings) -> tuple[Choice, ...]:

@@ -361,3 +361,31 @@ def test_image_facts_of_a_cuda_cell_are_enough_to_plan_gpus() -> None:
     )  # fmt: skip
     found = Space(resolve_settings({}, {}), image, engine, MACHINES["2x4090"], shape("qwen3-8b")).best
     assert found.placement.shares
+
+
+def in_narrow_slot(at: int) -> Hardware:
+    """Two equal cards, one of them on a single lane."""
+    machine = MACHINES["2x4090"]
+    gpus = tuple(
+        replace(gpu, pcie_width=1 if index == at else 16, pcie_width_max=16)
+        for index, gpu in enumerate(machine.gpus.gpus)
+    )
+    return replace(machine, gpus=replace(machine.gpus, gpus=gpus))
+
+
+def test_the_slot_of_a_card_with_a_narrow_link_changes_nothing() -> None:
+    """Host weights are copied to the first card: the one with the wide link, wherever it sits."""
+    left, right = (best(in_narrow_slot(at), model("gpt-oss-120b", "MXFP4")) for at in (0, 1))
+    assert [share.gpu.index for share in left.placement.shares] == [1, 0]
+    assert [share.gpu.index for share in right.placement.shares] == [0, 1]
+    assert [share.layers for share in left.placement.shares] == [share.layers for share in right.placement.shares]
+    assert (left.speed, left.context, left.memory) == (right.speed, right.context, right.memory)
+
+
+def test_devices_keep_the_order_that_was_asked_for_or_say_why_not() -> None:
+    machine = MACHINES["2x4090"]
+    asked = best(machine, model("llama-3.1-8b", "F16"), devices="1,0", ctx_size="131072", kv_type="f16")
+    assert [share.gpu.index for share in asked.placement.shares] == [1, 0]
+    moved = best(in_narrow_slot(0), model("gpt-oss-120b", "MXFP4"), devices="0,1")
+    (said,) = [choice.reason for choice in moved.choices if choice.name == "placement"]
+    assert "(GPU 1) comes before NVIDIA GeForce RTX 4090 (GPU 0): what lies in host memory is copied" in said
