@@ -157,8 +157,8 @@ def _reordered(found: Placement, resources: Resources) -> list[str]:
         return []
     first, second = found.shares[0].gpu, in_order[0]
     return [
-        f"{first.name} (GPU {first.index}) comes before {second.name} (GPU {second.index}): what lies in host memory is "
-        f"copied to the first, and its link takes {first.upload_gb_s:.0f} GB/s, not {second.upload_gb_s:.0f}"
+        f"{first.name} (GPU {first.index}) comes before {second.name} (GPU {second.index}): what lies in host memory "
+        f"is copied to the first, and its link takes {first.upload_gb_s:.0f} GB/s, not {second.upload_gb_s:.0f}"
     ]
 
 
