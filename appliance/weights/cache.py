@@ -121,7 +121,7 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
         return False
     if len(name) == _UNKNOWN_NAMES and file.sha256 and name != file.sha256:
         return False  # the branch moved under a reference that stayed
-    if not os.access(path, os.R_OK):
+    if not os.access(path, os.R_OK, effective_ids=True):
         on_unreadable(path, PermissionError(13, "Permission denied"))
         return False
     return True
@@ -217,7 +217,7 @@ def _files(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_readable(path: Path, on_unreadable: OnUnreadable) -> bool:
-    if os.access(path, os.R_OK):
+    if os.access(path, os.R_OK, effective_ids=True):
         return True
     on_unreadable(path, PermissionError(13, "Permission denied"))
     return False

@@ -6,6 +6,7 @@ host must not get the token, and the address expires, so each attempt begins at 
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import time
@@ -206,5 +207,11 @@ def _in_words(error: Exception, url: str) -> str:
     if isinstance(error, TimeoutError):
         return f"{host} is silent"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"{host} cannot be reached: {(error.os_error.strerror or str(error.os_error)).lower()}"
+        return f"{host} cannot be reached: {_cause(error.os_error)}"
     return f"the connection to {host} broke"
+
+
+def _cause(error: OSError) -> str:
+    """The kernel's words: asyncio puts addresses into its own. A name that is not found has a negative number."""
+    is_kernels = error.errno is not None and error.errno > 0
+    return (os.strerror(error.errno or 0) if is_kernels else error.strerror or str(error)).lower()

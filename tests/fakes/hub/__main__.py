@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--bytes-per-s", type=float, help="pace of bodies")
     parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
     parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
+    parser.add_argument("--hang", action="append", default=[], help="list or file: never answered")
     parser.add_argument("--retry-after", help="beside each failure")
     parser.add_argument("--gated", action="store_true", help="files answer 403 without a good token")
     parser.add_argument("--private", action="store_true", help="listings answer 401 without a good token")
@@ -99,6 +101,8 @@ class Hub:
         return web.json_response([{"_id": "1", "id": name, "modelId": name} for name in found])
 
     async def info(self, request: web.Request) -> web.Response:
+        if "list" in self.knobs.hang:
+            await asyncio.sleep(3600)
         if refused := self.refused(request, "list"):
             return refused
         name = f"{request.match_info['org']}/{request.match_info['name']}"
@@ -116,6 +120,8 @@ class Hub:
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """/ORG/NAME/resolve/REVISION/PATH: headers that tell of the file, and a redirect to the CDN."""
+        if "file" in self.knobs.hang:
+            await asyncio.sleep(3600)
         if refused := self.refused(request, "file"):
             return refused
         repo = read_repo(self.knobs.folder, f"{request.match_info['org']}/{request.match_info['name']}")
@@ -202,23 +208,44 @@ class Hub:
         return sent
 
 
+class Switch:
+    """The hub that is there now: a test's knobs take the place of the last one's, in a program that runs already."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    async def turn(self, request: web.Request) -> web.Response:
+        hub = Hub(arguments().parse_args(await request.json()))
+        hub.cdn = self.hub.cdn
+        self.hub = hub
+        return web.Response(status=204)
+
+    def to(self, name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            reply: web.StreamResponse = await getattr(self.hub, name)(request)
+            return reply
+
+        return handle
+
+
 async def main() -> None:
-    hub = Hub(arguments().parse_args())
+    switch = Switch(Hub(arguments().parse_args()))
     app = web.Application()
-    app.router.add_get("/api/models", hub.search)
-    app.router.add_get("/api/models/{org}/{name}", hub.info)
-    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", hub.info)
-    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", hub.info)
-    app.router.add_get("/blob/{path:.+}", hub.blob)
-    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", hub.file)
-    runner = web.AppRunner(app, access_log=None)
+    app.router.add_put("/.knobs", switch.turn)
+    app.router.add_get("/api/models", switch.to("search"))
+    app.router.add_get("/api/models/{org}/{name}", switch.to("info"))
+    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", switch.to("info"))
+    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", switch.to("info"))
+    app.router.add_get("/blob/{path:.+}", switch.to("blob"))
+    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", switch.to("file"))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     for _ in range(2):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
     ports = [address[1] for address in runner.addresses]
-    hub.cdn = f"http://127.0.0.1:{ports[1]}"
-    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": hub.cdn}), flush=True)
+    switch.hub.cdn = f"http://127.0.0.1:{ports[1]}"
+    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": switch.hub.cdn}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await runner.cleanup()
 
