@@ -16,6 +16,7 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import certifi
+from yarl import URL
 
 from appliance.errors import DownloadError
 from appliance.settings import HubSettings
@@ -99,7 +100,7 @@ async def _followed(
     address = file.url
     for _ in range(REDIRECTS + 1):
         own = {**headers, **_authorization(address, hub)}
-        async with session.get(address, headers=own, allow_redirects=False) as reply:
+        async with session.get(_as_sent(address), headers=own, allow_redirects=False) as reply:
             _check_is_same(reply, file)
             if reply.status not in _MOVED:
                 _check_status(reply, file, is_hub=origin(address) == origin(hub.endpoint))
@@ -108,6 +109,11 @@ async def _followed(
             address = _next(address, reply, file)
     message = f"download failed: {file.path}: more than {REDIRECTS} redirects, the last to {_bare(address)}"
     raise DownloadError(message, hint="check the address, and HF_ENDPOINT where it is set")
+
+
+def _as_sent(address: str) -> URL:
+    """A signed address as it is: quoted otherwise, it would be another one."""
+    return URL(address, encoded=bool(re.fullmatch(r"[\x21-\x7e]+", address)))
 
 
 def _authorization(address: str, hub: HubSettings) -> dict[str, str]:

@@ -81,6 +81,13 @@ SHOULD = [
     Case(REPO, 32, "may not be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
     Case(REPO, 32, "cannot be listed: org/Tiny-GGUF: .* answers 418", "try again", knobs=("--fail", "list=418*1")),
     Case(REPO, 32, f"download failed: {NAME}: .* answers 404", "not there any more", knobs=("--fail", "cdn=404*1")),
+    Case(
+        REPO,
+        32,
+        "listing of the hub is not understood: .*: hash '../../x'",
+        "mirror",
+        knobs=("--listed-sha256", "../../x"),
+    ),
     Case(REPO, 32, "asks to wait 7,200 s", "kept", knobs=("--fail", "file=429*1", "--retry-after", "7200")),
     Case(REPO, 32, "nothing is fetched offline: org/Tiny-GGUF", "--offline off", flags=("offline=on",)),
     Case(REPO, 10, "setting hf_cache is no folder: '/no' \\(flag --hf-cache\\)", "mount it", flags=("hf_cache=/no",)),

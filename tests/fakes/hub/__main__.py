@@ -21,6 +21,7 @@ from aiohttp import web
 from tests.fakes.hub.repos import HubFile, names, read_repo
 
 CHUNK = 64 * 1024
+SIGNATURE = "a%2Bb%7Ec%3D%22d%22~e+f"  # which a client must hand on to the letter
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -139,13 +140,15 @@ class Hub:
             return web.Response(status=302, headers=headers | {"Location": f"{request.path}?step={step + 1}"})
         if file.is_lfs and not self.knobs.no_redirect:
             self.log(request, 302)
-            place = f"{self.cdn}/blob/{file.data_path.relative_to(self.knobs.folder)}?signature=secret-{time.time()}"
+            place = f"{self.cdn}/blob/{file.data_path.relative_to(self.knobs.folder)}?signature={SIGNATURE}"
             return web.Response(status=302, headers=headers | {"Location": place})
         return await self.send(request, file, headers)
 
     async def blob(self, request: web.Request) -> web.StreamResponse:
         if refused := self.refused(request, "cdn"):
             return refused
+        if request.query_string and not request.raw_path.endswith(f"?signature={SIGNATURE}"):
+            return self.error(request, 403, "", "The signature is of another address")
         org, name, path = request.match_info["path"].split("/", 2)
         repo = read_repo(self.knobs.folder, f"{org}/{name}")
         file = repo.file(path) if repo else None
