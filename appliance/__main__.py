@@ -385,7 +385,7 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(json.dumps([each.document() for each in pulled], indent=1))
     else:
         print("\n".join(each.describe() for each in pulled) or f"no repositories in {settings.models_dir}")
-    return 0
+    return next((each.exit_code for each in pulled if each.exit_code), 0)
 
 
 def _serves_folders(settings: Settings) -> bool:

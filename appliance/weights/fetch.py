@@ -155,22 +155,24 @@ class _Download:
         while partial.hashed < partial.size:
             self._meter.waits(f"the check of what is there of {file.path}", partial.size)
             await self._step(partial.hash_step)
-        if file.bytes is not None and partial.size == file.bytes:
-            return
         patience = Patience(self._hub.patience_s)
         self._meter.begin(file.path, partial.size)
-        await patiently(
-            lambda: self._receive(partial, file, patience),
-            patience,
-            file.path,
-            lambda words: self._meter.waits(f"an answer: {words}"),
-        )
+        is_whole = partial.size == file.bytes
+        while not is_whole:
+            is_whole = await patiently(
+                lambda: self._receive(partial, file, patience),
+                patience,
+                file.path,
+                lambda words: self._meter.waits(f"an answer: {words}"),
+            )
 
-    async def _receive(self, partial: Partial, file: WantedFile, patience: Patience) -> None:
-        """The rest of it, or Transient with what came kept."""
+    async def _receive(self, partial: Partial, file: WantedFile, patience: Patience) -> bool:
+        """The next piece of it: whether that was the last. Or Transient, with what came kept."""
         furthest = partial.size
+        end = furthest + self._hub.piece_bytes
+        is_last = file.bytes is None or end >= file.bytes
         try:
-            async with open_range(self._session, file, partial.size, self._hub) as answer:
+            async with open_range(self._session, file, partial.size, self._hub, end=None if is_last else end) as answer:
                 await self._align(partial, answer)
                 while chunk := await answer.content.readany():
                     if file.bytes is not None and partial.size + len(chunk) > file.bytes:
@@ -181,9 +183,11 @@ class _Download:
         except RangeRefused:
             await self._step(partial.restart)
             raise
-        if answer.total is not None and partial.size < answer.total:
+        expected = answer.total if is_last or answer.begin != furthest else end
+        if expected is not None and partial.size < expected:
             message = f"the connection ended at byte {partial.size:,}"
             raise Transient(message)
+        return file.bytes in (None, partial.size)
 
     async def _align(self, partial: Partial, answer: Answer) -> None:
         """A server without ranges sends all of it, from the beginning."""

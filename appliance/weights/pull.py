@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, FatalError
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder, find, lookup, read_ref
@@ -27,13 +27,14 @@ _PREFIX = "models--"
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """`state`: fetched, present, newer (with a dry run) or gone, where the repository has a file no more."""
+    """`state`: fetched, present, newer (with a dry run), failed, or gone: its repository has it no more."""
 
     name: str
     state: str
     revision: str
     files: tuple[Path, ...]
     bytes: int
+    exit_code: int = 0
 
     def document(self) -> dict[str, Any]:
         files = [str(path) for path in self.files]
@@ -46,14 +47,17 @@ class Pulled:
         }
 
     def describe(self) -> str:
-        where = f"\n  {self.files[0]}" if self.files else ""
-        return f"{self.name}: {_STATES[self.state]}, {as_size(self.bytes)}, revision {self.revision[:8]}{where}"
+        if not self.files:
+            return f"{self.name}: {_STATES[self.state]}"
+        facts = f"{as_size(self.bytes)}, revision {self.revision[:8]}"
+        return f"{self.name}: {_STATES[self.state]}, {facts}\n  {self.files[0]}"
 
 
 _STATES = {
     "fetched": "fetched and checked",
     "present": "is there already",
     "newer": "a newer one is there",
+    "failed": "cannot be asked for",
     "gone": "kept: its repository offers it no more",
 }
 
@@ -151,7 +155,21 @@ def _references(folder: RepoFolder) -> list[Reference]:
 async def _update(
     references: list[Reference], place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say
 ) -> tuple[Pulled, ...]:
-    return tuple([await _update_one(each, place, is_dry, on_progress, say) for each in references])
+    """One that fails is said, and the others are asked for all the same; alone it is the error of the whole."""
+    found = []
+    for each in references:
+        try:
+            found.append(await _update_one(each, place, is_dry, on_progress, say))
+        except FatalError as error:
+            if len(references) == 1:
+                raise
+            say(f"{each.text}: {error.message}")
+            found.append(_failed(each, error))
+    return tuple(found)
+
+
+def _failed(reference: Reference, error: FatalError) -> Pulled:
+    return Pulled(name=reference.text, state="failed", revision="", files=(), bytes=0, exit_code=error.exit_code)
 
 
 async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say) -> Pulled:

@@ -168,6 +168,19 @@ def test_an_update_fetches_what_is_newer(tmp_path: Path, shelf: Path) -> None:
         assert "no such repository on the volume: org/Other" in err
 
 
+def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Path) -> None:
+    data = tmp_path / "data"
+    with running_hub(shelf) as hub:
+        ended(hub, data, "pull", REPO)
+        (data / "models/models--aaa--Gone/refs").mkdir(parents=True)
+        (data / "models/models--aaa--Gone/refs/main").write_text("1" * 40)
+        put(shelf, NAME, gguf_bytes(3 * MIB, seed=5))
+        code, out, err = ended(hub, data, "update")
+    assert code == 10
+    assert out.startswith(f"aaa/Gone: cannot be asked for\n{REPO}: fetched and checked, 3.1 MB")
+    assert "aaa/Gone: no such repository" in err
+
+
 def test_offline_what_is_there_is_named(tmp_path: Path, shelf: Path) -> None:
     data = tmp_path / "data"
     with running_hub(shelf) as hub:

@@ -13,10 +13,11 @@ import pytest
 
 from appliance.errors import DownloadError
 from appliance.settings import HubSettings
-from appliance.weights.cache import RepoFolder
+from appliance.weights.cache import RepoFolder, lookup
 from appliance.weights.fetch import fetch
 from appliance.weights.hub import read_remote_header, resolve
 from appliance.weights.meter import FetchProgress
+from appliance.weights.reference import parse_reference
 from appliance.weights.wanted import Wanted
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 
@@ -85,6 +86,26 @@ async def test_a_connection_that_is_cut_at_every_megabyte(volume: Volume, shelf:
         assert hub.bytes_sent == len(DATA)
     assert path.read_bytes() == DATA
     assert any("broke" in words for words in volume.waited_for)
+
+
+async def test_a_large_file_comes_in_pieces(volume: Volume, shelf: Path) -> None:
+    """No request asks for more than a piece; what the hub's CDN would not send at once it sends in several."""
+    with running_hub(shelf, "--cut-after", str(3 * MIB // 2), "--cuts", "1") as hub:
+        settings = hub.settings(piece_bytes=2 * MIB)
+        (path,) = await volume.fetch(await resolve(REPO, settings), settings)
+        ends = [row["range"] for row in hub.requests(host="cdn")]
+        assert hub.bytes_sent == len(DATA)
+    assert path.read_bytes() == DATA
+    begins = [0, 3 * MIB // 2, 7 * MIB // 2]
+    assert ends == [*(f"bytes={begin}-{begin + 2 * MIB - 1}" for begin in begins), f"bytes={11 * MIB // 2}-"]
+
+
+async def test_pieces_of_a_server_without_ranges(volume: Volume, shelf: Path) -> None:
+    with running_hub(shelf, "--no-ranges") as hub:
+        settings = hub.settings(piece_bytes=2 * MIB)
+        (path,) = await volume.fetch(await resolve(REPO, settings), settings)
+        assert hub.bytes_sent == len(DATA)
+    assert path.read_bytes() == DATA
 
 
 async def test_a_server_without_ranges_sends_it_again(volume: Volume, shelf: Path) -> None:
@@ -290,6 +311,7 @@ async def test_a_plain_address(volume: Volume, shelf: Path, knobs: list[str]) ->
         wanted = await resolve(url, hub.settings(token="hf_good"))
         (path,) = await volume.fetch(wanted, hub.settings(token="hf_good"))
         assert await volume.fetch(wanted, hub.settings()) == (path,)
+        assert lookup(parse_reference(url), [volume.models]) == (path,)
         assert {row["authorization"] for row in hub.requests()} == {None}
     assert path.name == NAME
     assert path.resolve().name == SHA256

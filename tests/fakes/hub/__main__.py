@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from tests.fakes.hub.repos import HubFile, names, read_repo
 
-CHUNK = 64 * 1024
+CHUNK = 256 * 1024
 SIGNATURE = "a%2Bb%7Ec%3D%22d%22~e+f"  # which a client must hand on to the letter
 
 
@@ -160,20 +161,17 @@ class Hub:
         if self.knobs.page:
             self.log(request, 200)
             return web.Response(text="<html>log in to this network</html>", content_type="text/html")
-        data = bytearray(file.data_path.read_bytes())
-        if self.knobs.flip_byte is not None and self.knobs.flip_byte < len(data):
-            data[self.knobs.flip_byte] ^= 0xFF
-        begin, end, status = 0, len(data), 200
+        begin, end, status = 0, file.size, 200
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         is_other = request.headers.get("If-Range") not in (None, headers["ETag"])
         if asked and not self.knobs.no_ranges and not is_other:
             begin = int(asked[1])
             end = min(int(asked[2]) + 1, end) if asked[2] else end
-            if begin >= len(data):
+            if begin >= file.size:
                 self.log(request, 416)
-                return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
+                return web.Response(status=416, headers={"Content-Range": f"bytes */{file.size}"})
             status = 206
-            headers = headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+            headers = headers | {"Content-Range": f"bytes {begin}-{end - 1}/{file.size}"}
         reply = web.StreamResponse(status=status, headers=headers)
         if self.knobs.chunked:
             reply.enable_chunked_encoding()
@@ -183,18 +181,18 @@ class Hub:
         sent = 0
         try:
             if request.method == "GET":
-                sent = await self.body(request, reply, bytes(data[begin:end]))
+                sent = await self.body(request, reply, file, begin, end)
         finally:
             self.log(request, status, sent)
         return reply
 
-    async def body(self, request: web.Request, reply: web.StreamResponse, data: bytes) -> int:
+    async def body(self, request: web.Request, reply: web.StreamResponse, file: HubFile, begin: int, end: int) -> int:
         """How many bytes went out."""
         limit: int | None = self.knobs.cut_after if self.knobs.cut_after is not None and self.cuts > 0 else None
         sent, began = 0, time.monotonic()
-        for place in range(0, len(data), CHUNK):
-            chunk = data[place : place + CHUNK]
-            if limit is not None and sent + len(chunk) >= limit < len(data):
+        for place in range(begin, end, CHUNK):
+            chunk = self.read(file, place, min(CHUNK, end - place))
+            if limit is not None and sent + len(chunk) >= limit < end - begin:
                 await reply.write(chunk[: limit - sent])
                 self.cuts -= 1
                 sent = limit
@@ -209,6 +207,14 @@ class Hub:
             if self.knobs.bytes_per_s:
                 await asyncio.sleep(max(0.0, sent / self.knobs.bytes_per_s - (time.monotonic() - began)))
         return sent
+
+    def read(self, file: HubFile, place: int, size: int) -> bytes:
+        with file.data_path.open("rb", buffering=0) as source:
+            data = bytearray(os.pread(source.fileno(), size, place))
+        flipped = -1 if self.knobs.flip_byte is None else self.knobs.flip_byte - place
+        if 0 <= flipped < len(data):
+            data[flipped] ^= 0xFF
+        return bytes(data)
 
 
 class Switch:
