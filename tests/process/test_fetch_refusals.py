@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from appliance.errors import FatalError
+from appliance.errors import ConfigError, DownloadError, FatalError
 from appliance.settings import hub_settings, resolve_settings
-from appliance.weights.pull import Place, pull
+from appliance.weights.pull import Place, pull, update
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 from tests.process.stages.fetching import ended
 
@@ -143,29 +142,27 @@ def test_a_token_is_sent_and_never_said(tmp_path: Path, shelf: Path) -> None:
 
 
 def test_an_update_fetches_what_is_newer(tmp_path: Path, shelf: Path) -> None:
-    data = tmp_path / "data"
+    (tmp_path / "models").mkdir()
     with running_hub(shelf) as hub:
-        code, out, err = ended(hub, data, "pull", REPO)
-        assert (code, out.splitlines()[0].rpartition(",")[0]) == (0, f"{REPO}: fetched and checked, 1.0 MB"), err
-        code, out, _ = ended(hub, data, "update")
-        assert out.startswith(f"{REPO}: is there already, 1.0 MB")
+        place = Place(models_dir=tmp_path / "models", hub=hub.settings())
+        assert pull(REPO, place).describe().startswith(f"{REPO}: fetched and checked, 1.0 MB, revision ")
+        assert [each.state for each in update(None, place, is_dry=False)] == ["present"]
         put(shelf, "README.md", b"words alone")
-        code, out, _ = ended(hub, data, "update", REPO)
-        assert out.startswith(f"{REPO}: is there already, 1.0 MB")
+        assert [each.state for each in update(REPO, place, is_dry=False)] == ["present"]
         put(shelf, NAME, gguf_bytes(3 * MIB, seed=5))
-        code, out, _ = ended(hub, data, "update", "--dry-run", "--json")
-        (row,) = json.loads(out)
-        assert (code, row["state"], row["bytes"]) == (0, "newer", MIB)
-        code, out, _ = ended(hub, data, "update", "--json")
-        (row,) = json.loads(out)
-        assert (code, row["state"], row["bytes"]) == (0, "fetched", 3 * MIB)
-        assert Path(row["files"][0]).read_bytes() == gguf_bytes(3 * MIB, seed=5)
+        (dry,) = update(None, place, is_dry=True)
+        assert (dry.state, dry.bytes) == ("newer", MIB)
+        (done,) = update(f"{REPO}@main", place, is_dry=False)
+        assert (done.state, done.bytes, done.exit_code) == ("fetched", 3 * MIB, 0)
+        assert done.files[0].read_bytes() == gguf_bytes(3 * MIB, seed=5)
+        assert dry.files[0].read_bytes() == gguf_bytes(MIB)  # stays until it is removed
         (shelf / REPO / NAME).unlink()
-        code, out, _ = ended(hub, data, "update", REPO)
-        assert out.startswith(f"{REPO}: kept: its repository offers it no more, 3.1 MB")
-        code, _, err = ended(hub, data, "update", "org/Other")
-        assert code == 10
-        assert "no such repository on the volume: org/Other" in err
+        (gone,) = update(REPO, place, is_dry=False)
+        assert gone.describe().startswith(f"{REPO}: kept: its repository offers it no more, 3.1 MB, revision ")
+        with pytest.raises(ConfigError, match="no such repository on the volume: org/Other"):
+            update("org/Other", place, is_dry=False)
+        with pytest.raises(ConfigError, match="a plain URL has no newer revision"):
+            update("https://host/a.gguf", place, is_dry=False)
 
 
 def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Path) -> None:
@@ -182,14 +179,15 @@ def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Pa
 
 
 def test_offline_what_is_there_is_named(tmp_path: Path, shelf: Path) -> None:
-    data = tmp_path / "data"
+    (tmp_path / "models").mkdir()
     with running_hub(shelf) as hub:
-        ended(hub, data, "pull", REPO)
+        fetched = pull(REPO, Place(models_dir=tmp_path / "models", hub=hub.settings()))
         asked = len(hub.requests())
-        code, out, err = ended(hub, data, "pull", REPO, "--offline", "on", "--json")
-        assert code == 0, err
-        code, _, err = ended(hub, data, "pull", f"{REPO}:Q8_0", "--offline", "on")
-        assert code == 32
+        place = Place(models_dir=tmp_path / "models", hub=hub.settings(offline=True))
+        found = pull(REPO, place)
+        assert (found.state, found.files, found.revision) == ("present", fetched.files, fetched.revision)
+        with pytest.raises(DownloadError, match="nothing is fetched offline"):
+            pull(f"{REPO}:Q8_0", place)
+        with pytest.raises(DownloadError, match="nothing is fetched offline: all models"):
+            update(None, place, is_dry=False)
         assert len(hub.requests()) == asked
-    (row,) = json.loads(out)
-    assert (row["state"], Path(row["files"][0]).name) == ("present", NAME)
