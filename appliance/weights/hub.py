@@ -1,4 +1,4 @@
-"""From a reference to the files that it means. The network is asked for a listing; a rung of a recipe needs none."""
+"""From a reference to the files that it means. The network is asked for a listing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from appliance.errors import ConfigError, DownloadError
@@ -167,51 +166,6 @@ async def _of_url(url: str, sha256: str | None, hub: HubSettings, on_wait: Calla
         name=url,
         ref="main",
     )
-
-
-class RungFile(Protocol):
-    """A file of a recipe's rung."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-
-
-class RungSource(Protocol):
-    """Where a recipe's rung comes from: what `of_rung` needs of it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def repo(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def url(self) -> str | None: ...
-    @property
-    def files(self) -> Sequence[RungFile]: ...
-
-
-def of_rung(rung: RungSource, hub: HubSettings) -> Wanted:
-    """Without a network: a recipe tells sizes and hashes. ConfigError for a rung without an address."""
-    if rung.repo and rung.revision:
-        repo, revision = rung.repo, rung.revision
-        files = tuple(_of_rung_file(file, url_of(hub.endpoint, repo, revision, file.path)) for file in rung.files)
-        return Wanted(repo=repo, revision=revision, folder=folder_of_repo(repo), files=files, name=rung.name)
-    if rung.url and len(rung.files) == 1:
-        file = _of_rung_file(rung.files[0], rung.url)
-        host = urlsplit(rung.url).hostname or ""
-        revision, folder = short_hash(file.key, 40), folder_of_url(rung.url, host)
-        return Wanted(repo=None, revision=revision, folder=folder, files=(file,), name=rung.name, ref="main")
-    message = f"weights of the recipe have no address to be fetched from: {rung.name}"
-    raise ConfigError(message, hint="put them on the volume: appliance models add, or take an image that holds them")
-
-
-def _of_rung_file(file: RungFile, url: str) -> WantedFile:
-    return WantedFile(path=file.path, bytes=file.bytes, sha256=file.sha256, url=url)
 
 
 async def read_remote_header(

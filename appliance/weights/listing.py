@@ -20,7 +20,7 @@ from huggingface_hub.utils._http import default_client_factory
 from appliance.errors import ConfigError, DownloadError
 from appliance.settings import HubSettings
 from appliance.values import dataclass
-from appliance.weights.ranges import refusal_hint, tls_context
+from appliance.weights.ranges import is_untrusted, refusal_hint, tls_context, untrusted
 from appliance.weights.reference import is_safe_path
 from appliance.weights.retry import PASSING, Transient, parse_retry_after
 
@@ -68,6 +68,8 @@ def list_files(repo: str, revision: str | None, hub: HubSettings) -> Listing:
             message, hint="HF_HUB_OFFLINE is set: take it away, or name a model of the volume"
         ) from error
     except httpx2.TransportError as error:
+        if is_untrusted(error):
+            raise untrusted(repo, hub.endpoint, error) from error
         message = f"{hub.endpoint} cannot be reached: {str(error).lower()}"
         raise Transient(message) from error
     if not info.sha or not _COMMIT.fullmatch(info.sha):

@@ -74,14 +74,22 @@ async def open_range(
     try:
         async with _followed(session, file, _headers(file, begin, end), hub) as reply:
             yield _answer(reply, file)
-    except aiohttp.ClientConnectorCertificateError as error:
-        host = urlsplit(file.url).hostname
-        message = f"download failed: {file.path}: the certificate of {host} is not trusted: {error.certificate_error}"
-        raise DownloadError(
-            message, hint="behind an intercepting proxy name its certificates: SSL_CERT_FILE"
-        ) from error
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        if is_untrusted(error):
+            raise untrusted(file.path, file.url, error) from error
         raise Transient(_in_words(error, file.url)) from error
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether a certificate was refused, which does not pass by itself."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def untrusted(what: str, address: str, error: Exception) -> DownloadError:
+    message = f"download failed: {what}: the certificate of {urlsplit(address).hostname} is not trusted: {error}"
+    return DownloadError(message, hint="behind an intercepting proxy name its certificates: SSL_CERT_FILE")
 
 
 def _headers(file: WantedFile, begin: int, end: int | None) -> dict[str, str]:

@@ -1,58 +1,16 @@
-"""Names in the cache, rungs of a recipe, and who may see a token."""
+"""Names in the cache, and who may see a token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.settings import HubSettings, hub_settings, resolve_settings
-from appliance.weights.hub import of_rung
+from appliance.settings import hub_settings, resolve_settings
 from appliance.weights.ranges import origin
 from appliance.weights.wanted import WantedFile, folder_of_repo, folder_of_url
-
-
-@dataclass(frozen=True)
-class RungFile:
-    path: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Rung:
-    name: str
-    repo: str | None
-    revision: str | None
-    url: str | None
-    files: tuple[RungFile, ...]
-
-
-RUNG = Rung(
-    "8b-q8_0", "org/Big-GGUF", "1" * 40, None, (RungFile("x/a b.gguf", 5, "a" * 64), RungFile("m.gguf", 6, "b" * 64))
-)
-
-
-def test_a_rung_needs_no_network() -> None:
-    wanted = of_rung(RUNG, HubSettings(endpoint="https://mirror", offline=True))
-    assert (wanted.folder, wanted.revision, wanted.ref, wanted.bytes) == ("models--org--Big-GGUF", "1" * 40, None, 11)
-    assert wanted.files[0].url == f"https://mirror/org/Big-GGUF/resolve/{'1' * 40}/x/a%20b.gguf"
-    assert [file.key for file in wanted.files] == ["a" * 64, "b" * 64]
-
-
-def test_a_rung_of_a_plain_address() -> None:
-    url = "https://example.com/a.gguf"
-    wanted = of_rung(Rung("demo", None, None, url, RUNG.files[:1]), HubSettings())
-    assert wanted.folder == folder_of_url(url, "example.com")
-    assert len(wanted.revision) == 40
-    assert wanted.files[0].url == url
-
-
-def test_a_rung_without_an_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="have no address to be fetched from: demo"):
-        of_rung(Rung("demo", None, None, None, RUNG.files), HubSettings())
 
 
 def test_names_as_the_hubs_client_has_them() -> None:
