@@ -121,6 +121,18 @@ def test_a_stop_takes_less_than_two_seconds_and_loses_nothing(
     assert size_of(path) == 5 * MIB
 
 
+def test_a_stop_while_the_hub_is_silent(tmp_path: Path, shelf: Path) -> None:
+    """The question to the hub cannot be taken back; nobody waits for its answer."""
+    with running_hub(shelf, "--hang", "list") as hub, begin(hub, tmp_path / "data", "pull", REPO) as program:
+        until(lambda: bool(hub.requests()), "a question")
+        began = time.monotonic()
+        program.terminate()
+        _, err = program.communicate(timeout=20)
+        assert time.monotonic() - began < 2.0
+    assert program.returncode == 143, err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("knobs", [("--hang", "list"), ("--hang", "file"), ("--fail", "file=500*99")])
 async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tuple[str, ...]) -> None:
     with running_hub(shelf, *knobs) as hub:

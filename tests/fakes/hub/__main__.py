@@ -89,6 +89,10 @@ class Hub:
         headers = {"Retry-After": self.knobs.retry_after} if self.knobs.retry_after else {}
         return web.Response(status=status, headers=headers)
 
+    async def hang(self, request: web.Request) -> None:
+        self.log(request, 0)
+        await asyncio.sleep(3600)
+
     def error(self, request: web.Request, status: int, code: str, message: str) -> web.Response:
         self.log(request, status)
         return web.json_response(
@@ -107,7 +111,7 @@ class Hub:
 
     async def info(self, request: web.Request) -> web.Response:
         if "list" in self.knobs.hang:
-            await asyncio.sleep(3600)
+            await self.hang(request)
         if refused := self.refused(request, "list"):
             return refused
         name = f"{request.match_info['org']}/{request.match_info['name']}"
@@ -126,7 +130,7 @@ class Hub:
     async def file(self, request: web.Request) -> web.StreamResponse:
         """/ORG/NAME/resolve/REVISION/PATH: headers that tell of the file, and a redirect to the CDN."""
         if "file" in self.knobs.hang:
-            await asyncio.sleep(3600)
+            await self.hang(request)
         if refused := self.refused(request, "file"):
             return refused
         repo = read_repo(self.knobs.folder, f"{request.match_info['org']}/{request.match_info['name']}")
