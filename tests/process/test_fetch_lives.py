@@ -153,10 +153,12 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
     seen: list[FetchProgress] = []
     data = tmp_path / "data"
     models = data / "models"
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub, begin(hub, data, "pull", REPO) as program:
-        await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
-        (path,) = await fetch(await resolve(REPO, hub.settings()), models, hub.settings(), seen.append)
-        _, err = await asyncio.to_thread(program.communicate, timeout=20)
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with begin(hub, data, "pull", REPO) as program:
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
+            (path,) = await fetch(wanted, models, hub.settings(), seen.append)
+            _, err = await asyncio.to_thread(program.communicate, timeout=20)
         assert hub.bytes_sent == len(DATA)
     assert program.returncode == 0, err
     assert path.read_bytes() == DATA
@@ -169,12 +171,20 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
 async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, shelf: Path) -> None:
     data = tmp_path / "data"
     models = data / "models"
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub, begin(hub, data, "pull", REPO) as program:
-        await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
-        task = asyncio.create_task(fetch(await resolve(REPO, hub.settings()), models, hub.settings(), ignore))
-        await asyncio.sleep(0.3)
-        program.kill()
-        await asyncio.to_thread(program.wait)
+    waits = asyncio.Event()
+
+    def on_progress(progress: FetchProgress) -> None:
+        if progress.waiting_for:
+            waits.set()
+
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with begin(hub, data, "pull", REPO) as program:
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
+            task = asyncio.create_task(fetch(wanted, models, hub.settings(), on_progress))
+            await asyncio.wait_for(waits.wait(), 20)
+            program.kill()
+            await asyncio.to_thread(program.wait)
         left = size_of(partial(models))
         (path,) = await task
         assert hub.requests(host="cdn")[-1]["range"] == f"bytes={left}-"
@@ -184,7 +194,7 @@ async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, s
 async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path) -> None:
     """It downloads, we wait for it and take its blob; what it finds of ours it does not fetch again."""
     seen: list[FetchProgress] = []
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub:
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
         wanted = await resolve(REPO, hub.settings())
         with client_of(hub, models) as client:
             blobs = models / FOLDER / "blobs"
