@@ -12,6 +12,7 @@ from appliance.values import dataclass
 
 class Phase(StrEnum):
     STARTING = "starting"
+    FETCHING = "fetching"  # weights come from elsewhere
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
@@ -23,6 +24,7 @@ class Phase(StrEnum):
 
 DOING = {
     Phase.STARTING: "the appliance is starting",
+    Phase.FETCHING: "the model is being fetched",
     Phase.LOADING: "the model is being loaded",
     Phase.TUNING: "the machine is being measured",
     Phase.READY: "the model is ready",

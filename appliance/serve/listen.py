@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
-from appliance.serve.status import documents_of, measure_now, models_of
+from appliance.serve.status import documents_of, listed_of, measure_now
 from appliance.settings import Settings
 from appliance.volume import read_or_make_key
 
@@ -55,7 +55,7 @@ def _backend(served: ServedModel) -> Backend:
         progress=lambda: served.report.progress,
         documents=documents_of(served),
         actions={"tuning": partial(measure_now, served)},
-        models=partial(models_of, served),
+        listed=partial(listed_of, served),
         engine_restarts=lambda: served.host.restarts,
     )
 

@@ -84,6 +84,11 @@ class ServedModel:
         return self.settings.alias or plain_name(self.inputs.model.path)
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names that mean it."""
+        return (plain_name(self.inputs.model.path),)
+
+    @property
     def space_of_profile(self) -> Space:
         """With the KV cache types that the profile has found harmless."""
         return self.start.space(self.profile.kv_checks) if self.profile and self.profile.kv_checks else self.space
