@@ -93,9 +93,8 @@ def model_checks(
     settings: Settings, image: ImageFacts, engine: Engine, inputs: Callable[[Model], Inputs]
 ) -> Iterator[tuple[Check, Plan | None]]:
     """Whether there is one, can be read and fits; the plan for it where there is one. `inputs` are a start's."""
-    recipe = image.recipe.file if image.recipe else None
     try:
-        if not settings.model and not recipe and not list_models(settings.models_dir):
+        if not settings.model and not image.recipe and not list_models(settings.models_dir):
             remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
-from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
+from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
@@ -119,8 +119,20 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 
 def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
     """The one that was asked for, else the image's own, else the only one there is of the engine's format."""
-    file, serves = image.recipe.file if image.recipe else None, engine.model_format
+    recipe, serves = load_recipe(settings, image), engine.model_format
+    file = recipe.default_rung.files[0].path if recipe else None
     return read_model(resolve_model(settings.model, file, settings.models_dir, serves=serves), serves=serves)
+
+
+def load_recipe(settings: Settings, image: ImageFacts) -> Recipe | None:
+    """None where this is no model image. Raises ConfigError when the recipe is missing or damaged."""
+    if image.recipe is None:
+        return None
+    try:
+        return parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"recipe of this image cannot be read: {settings.facts_dir / 'recipe.json'}: {error}"
+        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
 
 
 def read_draft_model(settings: Settings, model: Model) -> Model | None:
