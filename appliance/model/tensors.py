@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.shapes.shape import Shape
+from appliance.model.shape import Shape
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 _ALTUPS, _ALTUP_WIDTH, _LAUREL_RANK = 4, 256, 64  # n_altup, n_embd_altup, laurel_rank of llama-hparams.h
