@@ -38,7 +38,7 @@ def open_volume(path: Path, build_id: str = "") -> None:
             (path / "cache" / build_id / "home").mkdir(parents=True, exist_ok=True)
         _prove_writable(path / "cache" / f".probe.{os.getpid()}")
     except OSError as error:
-        raise _refusal(path, error) from error
+        raise refusal(path, error) from error
 
 
 def read_key(path: Path) -> str:
@@ -98,7 +98,8 @@ def _prove_writable(probe: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _refusal(path: Path, error: OSError) -> VolumeError:
+def refusal(path: Path, error: OSError) -> VolumeError:
+    """Why the volume at `path` refuses, in words."""
     who = f"user {os.getuid()}, group {os.getgid()}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
@@ -141,7 +142,7 @@ def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None
             _check(name, Path(file.name), size, found, sha256)
             Path(file.name).replace(path)
     except OSError as error:
-        raise _refusal(models_dir, error) from error
+        raise refusal(models_dir, error) from error
     return f"{name}: {size:,} bytes, sha256 {found}"
 
 
@@ -218,7 +219,7 @@ def remove_model(models_dir: Path, name: str) -> str:
         message = f"no such model on the volume: {name}"
         raise ConfigError(message, hint="`appliance models list` shows what is there") from error
     except OSError as error:
-        raise _refusal(models_dir, error) from error
+        raise refusal(models_dir, error) from error
     return f"{name}: removed"
 
 

@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": set(),
+    "weights": {"volume", "settings"},
     "serve": {"volume", "probe", "model", "settings", "plan", "engines", "tune", "profile", "supervisor", "gateway"},
     "doctor": {"volume", "probe", "model", "settings", "plan", "engines", "serve"},
     "host": set(),
@@ -95,6 +96,9 @@ ONLY_IN = {
     "docker": ("images/docker.py", "appliance/host/"),
     "msgspec": ("appliance/documents.py",),
     "psutil": ("appliance/probe/processes.py",),
+    "huggingface_hub": ("appliance/weights/listing.py",),
+    "httpx2": ("appliance/weights/listing.py",),
+    "certifi": ("appliance/weights/ranges.py",),
 }
 
 
