@@ -20,7 +20,6 @@ IMAGE_FACTS_PATH = "/opt/appliance/image_facts.json"
 ENGINE_FACTS_PATH = "/opt/appliance/engine_facts.json"
 RECIPE_PATH = "/opt/appliance/recipe.json"
 BAKED_MODELS_PATH = "/opt/models"  # a hub cache that is only read: weights that are in the image itself
-PROJECTOR_PREFIX = "mmproj"  # of the file names of multimodal projectors
 # Chips of Jetson and of DRIVE: machine code neither comes from another chip nor goes to one, whatever the numbers say.
 # CUDA C++ Programming Guide, 6.1.2; images/facts/nvidia.yaml has the same, and a test holds the two together.
 TEGRA = frozenset({"87", "101", "110"})
@@ -154,7 +153,8 @@ def runs_on(form: str, sm: str) -> bool:
 
 
 def is_projector(path: str) -> bool:
-    return path.rpartition("/")[2].lower().startswith(PROJECTOR_PREFIX)
+    """Whether a file is a multimodal projector, by its name: mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf."""
+    return "mmproj" in path.rpartition("/")[2].lower()
 
 
 def dump_facts(facts: ImageFacts | EngineFacts) -> str:

@@ -202,8 +202,11 @@ def as_recipe(row: RecipeRow) -> Recipe:
 
 
 def find_rung(row: RecipeRow, name: str) -> RungRow:
-    """By its name or the only beginning of one. UsageError otherwise, with the names that may be meant."""
-    found = as_recipe(row).find(name)
+    """By its name or the only beginning of one, in the default's format first. UsageError otherwise, with the names
+    that may be meant.
+    """
+    named = as_recipe(row).find(name)
+    found = tuple(rung for rung in named if rung.format == row.default_rung.format) or named
     if len(found) == 1:
         return row.rung(found[0].name)
     known = [rung.name for rung in found or as_recipe(row).rungs]

@@ -39,7 +39,7 @@ def is_folder_model(path: Path) -> bool:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The multimodal projector that lies beside a GGUF model: `mmproj*.gguf`, the one whose name is most like it.
+    """The multimodal projector that lies beside a GGUF model, `mmproj` in its name: the one whose name is most like it.
 
     Where several models share a folder it has to name the model's family, or any of them would get another's.
     """
@@ -162,12 +162,12 @@ def _is_served(name: str) -> bool:
 
 
 def _is_projector(name: str) -> bool:
-    return name.lower().startswith("mmproj")
+    return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
 def _family(projector: str) -> str:
     """`gemma` of mmproj-gemma-3-12b-F16.gguf; nothing of mmproj-F16.gguf."""
-    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").removeprefix("mmproj"))
+    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").replace("mmproj", ""))
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 

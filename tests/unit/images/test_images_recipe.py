@@ -58,13 +58,14 @@ def test_weights_that_were_never_here_have_an_address_by_revision_and_a_source(p
 def test_a_rung_is_found_by_the_only_beginning_of_its_name(project: Path) -> None:
     row = recipe.load(project, "qwen")
     assert recipe.find_rung(row, "14b").name == "14b-q4_k_m"
+    assert recipe.find_rung(row, "14b-a").name == "14b-awq"
     assert recipe.find_rung(row, "4b-q4_k_m").name == "4b-q4_k_m"
 
 
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("3", "qwen has 2 rungs of that name: 3", "there are 30b-a3b-q4_k_m, 32b-q4_k_m"),
+        ("8b-q", "qwen has 2 rungs of that name: 8b-q", "there are 8b-q4_k_m, 8b-q6_k"),
         ("4b-q4_k_n", "qwen has no rung of that name: 4b-q4_k_n", "perhaps you meant 4b-q4_k_m"),
     ],
 )
@@ -99,8 +100,8 @@ def test_a_damaged_recipe_is_refused(project: Path, old: str, new: str, message:
         (2400, "1.7b-q8_0"),
         (8192, "8b-q4_k_m"),
         (16 * 1024, "14b-q4_k_m"),
-        (24 * 1024, "30b-a3b-q4_k_m"),
-        (80 * 1024, "32b-q4_k_m"),
+        (24 * 1024, "3.6-35b-a3b-ud-iq4_xs"),
+        (80 * 1024, "30b-a3b-2507-q8_0"),
     ],
 )
 def test_the_largest_weights_that_leave_a_quarter(project: Path, memory_mib: int | None, name: str) -> None:
@@ -108,10 +109,10 @@ def test_the_largest_weights_that_leave_a_quarter(project: Path, memory_mib: int
 
 
 def test_too_little_memory_is_exit_2_and_says_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["fetch", "qwen", "--memory-mib", "1024", "--dry-run"]) == 2
+    assert command.main(["fetch", "qwen", "--memory-mib", "512", "--dry-run"]) == 2
     said = capsys.readouterr().err
-    assert "no weights of qwen fit into 1024 MiB" in said
-    assert "1.7b-q8_0, takes 2333 MiB" in said
+    assert "no weights of qwen fit into 512 MiB" in said
+    assert "3.5-0.8b-q4_k_m, takes 678 MiB" in said
 
 
 def test_a_budget_without_a_model_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,9 @@ def test_the_projector_beside_a_model_is_found(models: Path) -> None:
     put(models, "a/gemma-3-12b-Q4_K_M.gguf", "a/mmproj-gemma-3-12b-F16.gguf", "a/mmproj-other.gguf", "b/m.gguf")
     assert find_projector(models / "a/gemma-3-12b-Q4_K_M.gguf") == models / "a/mmproj-gemma-3-12b-F16.gguf"
     assert find_projector(models / "b/m.gguf") is None
+    put(models, "c/gemma-4-E4B_q4_0-it.gguf", "c/gemma-4-E4B-it-mmproj.gguf", "c/other.gguf", "c/other-mmproj.gguf")
+    assert find_projector(models / "c/gemma-4-E4B_q4_0-it.gguf") == models / "c/gemma-4-E4B-it-mmproj.gguf"
+    assert not [path for path in list_models(models) if "mmproj" in path.name]
     put(models, "b/mmproj-F16.gguf")
     assert find_projector(models / "b/m.gguf") == models / "b/mmproj-F16.gguf"
 
