@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Any
@@ -42,6 +43,8 @@ class Progress:
     phase: Phase
     message: str = ""
     since: float = field(default_factory=time.monotonic)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the phase, for documents: how far it is
+    seconds_left: float | None = None  # as far as anybody can tell
 
     @property
     def is_ready(self) -> bool:
@@ -62,4 +65,5 @@ class Progress:
             "phase": str(self.phase),
             "message": self.sentence(),
             "elapsed_s": round(max(0.0, time.monotonic() - self.since), 1),
+            **self.facts,
         }

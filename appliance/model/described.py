@@ -55,6 +55,30 @@ def describe_shape(shape: Shape, path: Path, quantization: str, *, file_bytes: i
     return replace(parse_facts(gguf), file_type=quantization)
 
 
+def requantized(gguf: Gguf, quantization: str, *, file_bytes: int | None = None) -> Model:
+    """The same tensors in a file of another quantization. Raises ValueError where that is unknown."""
+    kind = near_quantization(quantization)
+    shape = _shape_of(gguf)
+    found = []
+    for tensor in gguf.tensors:
+        of = tensor_type(tensor.name, tensor.shape, shape, kind)
+        size = size_bytes(tensor.shape, of)
+        found.append(replace(tensor, type_name=of.name, size_bytes=size))
+    tensors_ = tuple(found)
+    if file_bytes is not None:
+        tensors_ = _scaled(tensors_, max(0, file_bytes - gguf.header_bytes))
+    whole = file_bytes or gguf.header_bytes + sum(tensor.size_bytes for tensor in tensors_)
+    return replace(parse_facts(replace(gguf, tensors=tensors_, file_bytes=whole)), file_type=quantization)
+
+
+def _shape_of(gguf: Gguf) -> Shape:
+    architecture = str(gguf.metadata.get("general.architecture", ""))
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    is_tied = not any(tensor.name == "output.weight" for tensor in gguf.tensors)
+    return Shape(name="", architecture=architecture, metadata=own, vocabulary=0, is_tied=is_tied, source="a header")
+
+
 def near_quantization(name: str) -> str:
     """The usual mixture that is most like it: Q4_K_M for UD-Q4_K_XL. Raises ValueError where there is none."""
     plain = re.sub(r"^UD-", "", name.upper())

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from appliance.image_facts import Rung
+from appliance.model.quantize import size_bytes, tensor_type
+from appliance.model.tensors import tensors
 from images import recipe
 from images.recipe import ModelRow, RecipeRow, RungRow, ShapeRow
 from images.rows import PROJECT
 from tests.shapes import QUANTIZATIONS, Shape
-from tests.shapes.tensors import tensors
-from tests.shapes.write import _bytes, _type
 
 NAMES = recipe.names(PROJECT)
 ROWS = {name: recipe.load(PROJECT, name) for name in NAMES}
@@ -87,7 +87,7 @@ def test_bytes_are_what_shape_and_quantization_make(row: RecipeRow, rung: RungRo
     if shape is None or kind not in QUANTIZATIONS:
         pytest.skip("no shape, or a type whose rules are not in tests/shapes")
     known = _shape(shape)
-    reckoned = sum(_bytes(size, _type(name, size, known, QUANTIZATIONS[kind])) for name, size in tensors(known))
+    reckoned = sum(size_bytes(size, tensor_type(name, size, known, kind)) for name, size in tensors(known))
     weights = sum(file.bytes for file in rung.files if "mmproj" not in file.path)
     is_plain = kind in WITHOUT_EXCEPTIONS and rung.model not in OWN_MIXES
     least = -0.03 if is_plain else -0.15
