@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
@@ -280,6 +281,61 @@ def test_other_verbs_fetch_nothing(tmp_path: Path, weights: Path) -> None:
         found = home.command("doctor", "--json")
         assert "the model is not on the volume: tiny" in found.stdout
         assert hub.requests() == []
+
+
+def test_plan_shows_the_files_and_fetches_none(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        put(home, weights, "Tiny-small-q8_0.gguf")
+        done = home.command("plan", "--files")
+        assert done.returncode == 0, done.stderr
+        head, *lines = done.stdout.splitlines()
+        assert head.split() == [
+            "model",
+            "size",
+            "where",
+            "it",
+            "would",
+            "lie",
+            "context",
+            "decode",
+            "prefill",
+            "tier",
+            "verdict",
+        ]
+        assert [line.split()[:2] for line in lines] == [
+            ["+", "tiny:small-q8_0"], ["*", "tiny:large-q4_0"], ["tiny:large-q8_0", "0.0"],
+        ]  # fmt: skip
+        document = json.loads(home.command("plan", "--files", "--json").stdout)
+        assert document["chosen"] == "tiny:large-q4_0"
+        assert [row["missing_bytes"] == 0 for row in document["files"]] == [True, False, False]
+        only = json.loads(home.command("plan", "--files", "--json", "tiny:small").stdout)
+        assert [(row["model"], row["verdict"]) for row in only["files"]] == [("tiny:small-q8_0", "chosen")]
+        assert hub.requests() == []
+        of_repo = json.loads(home.command("plan", "--files", "--json", REPO).stdout)
+        assert {row["model"] for row in of_repo["files"]} == {f"{REPO}:Q4_0", f"{REPO}:Q8_0"}
+        assert len(of_repo["files"]) == 3
+        whole = sum(path.stat().st_size for path in (weights / REPO).iterdir())
+        assert 0 < hub.bytes_sent < whole / 2
+        assert list((home.data / "models").glob("models--*/snapshots")) == []
+
+
+def test_plan_of_a_model_that_is_not_here(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        done = home.command("plan")
+        assert done.returncode == 0, done.stderr
+        assert "not on the volume: a start fetches tiny:large-q4_0 first" in done.stdout
+        assert "a prediction" in done.stdout
+        assert hub.requests() == []
+        document = json.loads(home.command("plan", "--json", f"{REPO}:Q4_0").stdout)
+        assert document["fetches"]["bytes"] == (weights / REPO / BEST).stat().st_size
+        assert document["plan"]["context"] == 32768
+        assert document["plan"]["model_path"].endswith(f"/{BEST}")
+
+
+def test_plan_where_nothing_can_be_served_ends_as_a_start_would(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        done = home.command("plan", "--files", "--offline", "on")
+        assert (done.returncode, done.stdout.count("offline: not on the volume")) == (32, 3)
 
 
 @pytest.mark.parametrize("has_recipe", [True, False])
