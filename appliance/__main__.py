@@ -82,7 +82,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("probe", _probe, "show what this container may use"),
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
         ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
-        ("models", _models, "list, add or remove models on the volume"),
+        ("models", _models, "list, fetch, update, add or remove models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
         ("version", _version, "print versions"),
@@ -152,9 +152,12 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_models(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list", help="default: list")
-    verb.add_argument("file", nargs="?", metavar="FILE", help="name on the volume, as in model.gguf")
-    verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else, keep what has it")
+    actions = ("list", "pull", "update", "add", "remove")
+    verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
+    words = "name on the volume, as in model.gguf; with pull and update org/repo, org/repo:Q4_K_M or a URL"
+    verb.add_argument("file", nargs="?", metavar="NAME", help=words)
+    verb.add_argument("--sha256", metavar="HEX", help="with add, and pull of a URL: refuse anything else")
+    verb.add_argument("--dry-run", action="store_true", help="with update: only say what is newer")
     _add_json(verb)
 
 
@@ -373,7 +376,7 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
     return 0
 
 
-def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+def _models(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.model import list_models
     from appliance.volume import remove_model
 
@@ -381,6 +384,8 @@ def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str
         names = [str(path.relative_to(settings.models_dir)) for path in list_models(settings.models_dir)]
         print(json.dumps(names) if options.json else "\n".join(names) or f"no models in {settings.models_dir}")
         return 0
+    if options.action == "update" or (options.action == "pull" and options.file):
+        return _pull(options, settings, environment)
     if not options.file:
         message = f"models {options.action} needs a file name"
         raise UsageError(message, hint=f"as in `appliance models {options.action} model.gguf`")
@@ -388,6 +393,34 @@ def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str
         return _put_model(options, settings)
     print(remove_model(settings.models_dir, options.file))  # also on a full volume: it is what helps there
     return 0
+
+
+def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.settings import hub_settings
+    from appliance.volume import open_volume
+    from appliance.weights.pull import Place, pull, update
+
+    hub = hub_settings(settings, environment)
+    place = Place(models_dir=settings.models_dir, hub=hub, is_folder=_serves_folders(settings))
+    open_volume(settings.data_dir)
+    if options.action == "pull":
+        pulled = [pull(options.file, place, options.sha256)]
+    else:
+        pulled = list(update(options.file, place, is_dry=options.dry_run))
+    if options.json:
+        print(json.dumps([each.document() for each in pulled], indent=1))
+    else:
+        print("\n".join(each.describe() for each in pulled) or f"no repositories in {settings.models_dir}")
+    return next((each.exit_code for each in pulled if each.exit_code), 0)
+
+
+def _serves_folders(settings: Settings) -> bool:
+    """Outside of an image, where no facts say it, models are GGUF files."""
+    from appliance.serve.inputs import load_engine, load_facts
+
+    if not (settings.facts_dir / "image_facts.json").exists():
+        return False
+    return load_engine(load_facts(settings)[0]).model_format == "safetensors"
 
 
 def _put_model(options: argparse.Namespace, settings: Settings) -> int:

@@ -254,6 +254,9 @@ class HubSettings:
     offline: bool = False
     read_only_roots: tuple[Path, ...] = ()  # hub caches that are read and never written
     patience_s: float = 120.0  # without a byte, over all attempts, before a download has failed
+    # At most so much by one request. The hub sends no more than 50 GB by a plain one (huggingface_hub 2.4.0,
+    # constants.py, MAX_HTTP_DOWNLOAD_SIZE), and its signed addresses last an hour.
+    piece_bytes: int = 8 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
