@@ -8,7 +8,16 @@ from pathlib import Path
 
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
-from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
+from appliance.image_facts import (
+    BAKED_MODELS_PATH,
+    EngineFacts,
+    ImageFacts,
+    Recipe,
+    Rung,
+    parse_engine_facts,
+    parse_image_facts,
+    parse_recipe,
+)
 from appliance.model import Model, digest, read_draft, read_model, resolve_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
@@ -120,8 +129,15 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
     """The one that was asked for, else the image's own, else the only one there is of the engine's format."""
     recipe, serves = load_recipe(settings, image), engine.model_format
-    file = recipe.default_rung.files[0].path if recipe else None
+    file = recipe_file(recipe.default_rung, settings.models_dir) if recipe else None
     return read_model(resolve_model(settings.model, file, settings.models_dir, serves=serves), serves=serves)
+
+
+def recipe_file(rung: Rung, models_dir: Path, baked_dir: Path = Path(BAKED_MODELS_PATH)) -> str:
+    """The first file of a rung: its name on the volume, or its path where only the image has it."""
+    file = rung.weights[0]
+    baked = baked_dir / rung.place(file)
+    return str(baked) if baked.exists() and not (models_dir / file.path).exists() else file.path
 
 
 def load_recipe(settings: Settings, image: ImageFacts) -> Recipe | None:
