@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
-from appliance.image_facts import Recipe
+from appliance.image_facts import Recipe, WeightsFormat
 from images import (
     bake,
     bases,
@@ -152,7 +152,7 @@ def _build(arguments: argparse.Namespace) -> int:
     _refuse_unasked(arguments, cells)
     name = push.check_name(arguments.push) if arguments.push else None
     archives = _archives(arguments, loaded, is_strict=arguments.locked or name is not None)
-    model_of = _model_of(arguments)
+    models = _models_of(arguments, cells)
     options = build.Options(
         base=arguments.base,
         toolkit_image=arguments.toolkit_image,
@@ -175,10 +175,10 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     build.refuse_platform(cells, engine.platform)
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
-    if model_of:
+    if models:
         results = [
-            _build_model(cell, result, engine, arguments, *model_of)
-            for cell, result in zip(cells, results, strict=True)
+            _build_model(cell, result, engine, arguments, named, rung)
+            for cell, result, (named, rung) in zip(cells, results, models, strict=True)
         ]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
@@ -277,18 +277,20 @@ def _push(
     return {"pushed": pushed.reference}
 
 
-def _model_of(arguments: argparse.Namespace) -> tuple[Recipe, recipe.RungRow] | None:
-    """What --model names, read before the build, which takes long: the recipe with the chosen rung as its default."""
+def _models_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[Recipe, recipe.RungRow]]:
+    """What --model names, read before the build, which takes long: for each cell the recipe with the chosen rung, of
+    what its engine serves, as the default.
+    """
     if arguments.model is None:
         _refuse_without_model(arguments)
-        return None
+        return []
     if arguments.push:
         message = f"--push publishes cells, and --model makes an image of this machine: {arguments.model}"
         raise UsageError(message, hint="push the cell; who pulls it makes the model image in a second")
     model.check_prefix(arguments.image_prefix)
     row = recipe.load(ROOT, arguments.model)
-    rung = _rung_of(arguments, row)
-    return replace(recipe.as_recipe(row), default=rung.name), rung
+    rungs = [_rung_of(arguments, row, cell.engine.files.serves) for cell in cells]
+    return [(replace(recipe.as_recipe(row), default=rung.name), rung) for rung in rungs]
 
 
 def _refuse_without_model(arguments: argparse.Namespace) -> None:
@@ -301,13 +303,15 @@ def _refuse_without_model(arguments: argparse.Namespace) -> None:
             raise UsageError(message, hint="--model qwen")
 
 
-def _rung_of(arguments: argparse.Namespace, row: recipe.RecipeRow) -> recipe.RungRow:
+def _rung_of(
+    arguments: argparse.Namespace, row: recipe.RecipeRow, serves: WeightsFormat | None = None
+) -> recipe.RungRow:
     if arguments.rung is None:
-        return recipe.choose(row, arguments.memory_mib)
+        return recipe.choose(row, arguments.memory_mib, serves)
     if arguments.memory_mib is not None:
         message = f"--rung names the weights, and --memory-mib chooses others: {arguments.memory_mib}"
         raise UsageError(message, hint="give one of the two")
-    return recipe.find_rung(row, arguments.rung)
+    return recipe.find_rung(row, arguments.rung, serves)
 
 
 def _build_model(
@@ -320,7 +324,7 @@ def _build_model(
 ) -> dict[str, object]:
     weights = _bring(cell, rung, engine, arguments, named) if arguments.bake_weights else None
     epoch_s = build.query_origin(ROOT, cell, epoch_s=None).epoch_s
-    prefix = arguments.image_prefix
+    prefix = model.check_prefix(arguments.image_prefix)
     made = model.build(
         ROOT, cell, named, engine, image=str(result["tag"]), epoch_s=epoch_s, prefix=prefix, weights=weights
     )
@@ -960,7 +964,7 @@ def _add_rung_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prefix_flag(parser: argparse.ArgumentParser) -> None:
-    about = "of the names of model images, in place of appliance/; such as registry.example/team/"
+    about = "of the names of model images, in place of appliance; such as registry.example/team"
     parser.add_argument("--image-prefix", metavar="PREFIX", default=model.PREFIX, help=about)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,12 +44,12 @@ class ModelImage:
 
 
 def check_prefix(prefix: str) -> str:
-    """UsageError for what does not make an image's name in front of a recipe's."""
-    if prefix.endswith("/") and NAME.match(f"{prefix}x"):
-        return prefix
+    """With the slash that may be left out. UsageError for what does not make an image's name before a recipe's."""
+    found = f"{prefix.removesuffix('/')}/"
+    if NAME.match(f"{found}x"):
+        return found
     message = f"--image-prefix does not begin an image's name: '{prefix}'"
-    lower = re.sub(r"[^a-z0-9._/:-]", "", prefix.lower()).strip("/")
-    raise UsageError(message, hint=f"it ends with a slash: {lower or 'appliance'}/")
+    raise UsageError(message, hint="as in registry.example/team; without it it is appliance")
 
 
 def alias_of(name: str, prefix: str = PREFIX) -> str:
@@ -84,7 +83,7 @@ def build(
         "image_facts.json": facts(root, cell, recipe, build_id=found.labels[BUILD_ID_LABEL]),
         "recipe.json": dump_recipe(recipe),
     }
-    labels = _labels(recipe, tag, _identity(found.id, texts, weights), weights)
+    labels = labels_of(recipe, tag, found.id, texts, weights)
     here = engine.image(tag)
     if here and labels.items() <= here.labels.items():
         return ModelImage(tag=tag, cell=cell.id, digest=here.id, is_reused=True)
@@ -177,11 +176,10 @@ def set_alias(name: str, cell_id: str, engine: docker.Engine, prefix: str = PREF
     return alias_of(name, prefix)
 
 
-def _identity(image_id: str, texts: Mapping[str, str], weights: Weights | None) -> str:
-    parts: Sequence[str] = (image_id, *texts.values(), weights.rung.name if weights else "")
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _labels(recipe: Recipe, tag: str, identity: str, weights: Weights | None) -> dict[str, str]:
+def labels_of(
+    recipe: Recipe, tag: str, cell_image_id: str, texts: Mapping[str, str], weights: Weights | None
+) -> dict[str, str]:
+    baked = weights.rung.name if weights else ""
+    identity = hashlib.sha256("\0".join((cell_image_id, *texts.values(), baked)).encode()).hexdigest()[:32]
     labels = {RECIPE_LABEL: recipe.name, IDENTITY_LABEL: identity, TITLE_LABEL: tag}
-    return labels | ({WEIGHTS_LABEL: weights.rung.name} if weights else {})
+    return labels | ({WEIGHTS_LABEL: baked} if baked else {})

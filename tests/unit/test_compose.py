@@ -15,6 +15,7 @@ from appliance.settings import SETTINGS
 ROOT = Path(__file__).parents[2]
 # Where things are inside the container is the image's business; compose itself maps the volume and the port.
 INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port"}
+HUB = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")  # as every tool of the hub reads them
 
 
 @pytest.fixture
@@ -29,8 +30,9 @@ def test_every_setting_is_passed_through_and_empty_without_a_value(service: dict
     wanted = {variable: f"${{{variable}:-}}" for variable in variables} | {
         "APPLIANCE_DRAIN_S": "${APPLIANCE_DRAIN_S:-30}"
     }
-    assert service["environment"] == wanted
-    assert list(service["environment"]) == variables  # in the order in which --help shows them
+    hub = {variable: f"${{{variable}:-}}" for variable in HUB}
+    assert service["environment"] == wanted | hub
+    assert list(service["environment"]) == [*variables, *HUB]  # in the order in which --help shows them
 
 
 def test_it_is_hardened(service: dict[str, Any]) -> None:
@@ -38,21 +40,6 @@ def test_it_is_hardened(service: dict[str, Any]) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-
-
-def recipe(target: str, *variables: str) -> str:
-    argv = ["make", "--dry-run", "--always-make", target, *variables]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout
-
-
-def test_up_lets_compose_make_the_volume_and_announces_the_models_sha256() -> None:
-    said = recipe("up", "APPLIANCE_PROJECT=p1", "APPLIANCE_VOLUME=v1")
-    assert "docker volume create" not in said
-    assert "models list" not in said  # a file of that name may be what an interrupted copy left
-    compose = r"APPLIANCE_VOLUME=v1 docker compose --project-name p1 -f compose/appliance.yaml"
-    assert re.search(compose + r" run --rm -T --no-deps appliance models add \S+ --sha256 ", said)
-    assert "label=com.docker.compose.oneoff=False" in said
 
 
 def test_a_cuda_cell_is_given_the_gpus_and_the_cpu_image_is_not() -> None:
