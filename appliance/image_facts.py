@@ -66,6 +66,12 @@ class Rung:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
+    def place(self, file: RecipeFile) -> str:
+        """Where a file lies below a hub cache; without a repository, below a folder of models."""
+        if self.repo is None:
+            return file.path
+        return f"models--{self.repo.replace('/', '--')}/snapshots/{self.revision}/{file.path}"
+
     @property
     def weights(self) -> tuple[RecipeFile, ...]:
         """Without the projector."""

@@ -201,27 +201,31 @@ def as_recipe(row: RecipeRow) -> Recipe:
     )
 
 
-def find_rung(row: RecipeRow, name: str) -> RungRow:
-    """By its name or the only beginning of one, in the default's format first. UsageError otherwise, with the names
-    that may be meant.
+def find_rung(row: RecipeRow, name: str, serves: WeightsFormat | None = None) -> RungRow:
+    """By its name or the only beginning of one, in the default's format first where none is given. UsageError
+    otherwise, with the names that may be meant.
     """
     named = as_recipe(row).find(name)
-    found = tuple(rung for rung in named if rung.format == row.default_rung.format) or named
+    found = tuple(rung for rung in named if rung.format == (serves or row.default_rung.format))
+    found = found if serves else found or named
     if len(found) == 1:
         return row.rung(found[0].name)
+    if serves and named and not found:
+        message = f"{named[0].name} of {row.name} is {named[0].format}, and this engine serves {serves}"
+        raise UsageError(message, hint=f"there are {', '.join(rung.name for rung in _ladder(row, serves))}")
     known = [rung.name for rung in found or as_recipe(row).rungs]
     message = f"{row.name} has {len(found) or 'no'} {'rungs' if found else 'rung'} of that name: {name}"
     near = None if found else near_miss(name, known)
     raise UsageError(message, hint=near or f"there are {', '.join(known)}")
 
 
-def choose(row: RecipeRow, memory_mib: int | None) -> RungRow:
-    """The largest GGUF rung that leaves a quarter of the memory free, or the default. UsageError when even the least
-    does not.
+def choose(row: RecipeRow, memory_mib: int | None, serves: WeightsFormat | None = None) -> RungRow:
+    """The largest rung of the format that leaves a quarter of the memory free; without a budget the default, or the
+    first of another format. UsageError when even the least does not.
     """
+    ladder = _ladder(row, serves or row.default_rung.format)
     if memory_mib is None:
-        return row.default_rung
-    ladder = [rung for rung in row.rungs if rung.format == row.default_rung.format]
+        return row.default_rung if row.default_rung in ladder else ladder[0]
     fitting = [rung for rung in ladder if rung.bytes <= WEIGHTS_SHARE * memory_mib * MIB]
     if not fitting:
         least = min(ladder, key=lambda each: each.bytes)
@@ -231,6 +235,14 @@ def choose(row: RecipeRow, memory_mib: int | None) -> RungRow:
             message, hint=f"the smallest, {least.name}, takes {needed_mib} MiB with what it needs beside it"
         )
     return max(fitting, key=lambda each: each.bytes)
+
+
+def _ladder(row: RecipeRow, serves: WeightsFormat) -> list[RungRow]:
+    found = [rung for rung in row.rungs if rung.format == serves]
+    if not found:
+        message = f"{row.name} has no weights as {serves}, which is what this engine serves"
+        raise UsageError(message, hint=f"choose a cell of another engine for {row.default_rung.format}")
+    return found
 
 
 def _as_rung(row: RecipeRow, rung: RungRow) -> Rung:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from appliance.image_facts import Rung
+from appliance.model import read_model
 from appliance.model.quantize import size_bytes, tensor_type
 from appliance.model.tensors import tensors
 from images import recipe
 from images.recipe import ModelRow, RecipeRow, RungRow, ShapeRow
 from images.rows import PROJECT
-from tests.shapes import QUANTIZATIONS, Shape
+from tests.shapes import QUANTIZATIONS, Shape, write_gguf
 
 NAMES = recipe.names(PROJECT)
 ROWS = {name: recipe.load(PROJECT, name) for name in NAMES}
@@ -105,6 +106,21 @@ def test_parameters_are_those_of_the_shape(name: str, model: ModelRow) -> None:
     active = sum(size * (share if "_exps" in tensor else tensor not in looked_up) for tensor, size in sizes.items())
     assert model.parameters_b == pytest.approx(sum(sizes.values()) / 1e9, rel=0.001)
     assert model.active_b == pytest.approx(active / 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(("name", "model"), SHAPES, ids=[name for name, _ in SHAPES])
+def test_the_product_knows_what_a_file_of_each_shape_takes(name: str, model: ModelRow, tmp_path: Path) -> None:
+    """Its layers, their caches and the longest context: a rung is chosen by them before it is fetched."""
+    assert model.shape, name
+    found = read_model(write_gguf(tmp_path / "x.gguf", _shape(model.shape), quantization="Q4_0"))
+    keys = model.shape.metadata
+    blocks = next(value for key, value in keys.items() if key.endswith("block_count"))
+    assert found.cache_reason is None
+    assert found.architecture == model.shape.architecture
+    assert len(found.stack) == blocks
+    assert found.native_context == next(value for key, value in keys.items() if key.endswith("context_length"))
+    assert any(layer.k_elements for layer in found.stack)
+    assert any(layer.expert_bytes for layer in found.stack) is ("-a" in name or "gpt-oss" in name)
 
 
 def test_a_safetensors_ladder_has_all_that_an_engine_reads() -> None:

@@ -20,7 +20,8 @@ from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
 from images.recipe import FileRow, RecipeRow, RungRow
 
-BYTES = b"GGUF" + bytes(1000)
+PIECE = 2**16
+BYTES = b"GGUF" + bytes(4 * PIECE)
 SHA256 = hashlib.sha256(BYTES).hexdigest()
 
 
@@ -224,14 +225,47 @@ def test_weights_are_fetched_once_and_whole(tmp_path: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "message"), [("other", "weights are not what was announced"), ("cut", "weights cannot be fetched"),
-                          ("missing", "404")]
+    ("path", "message", "kept"), [("other", "weights are not what was announced", 0), ("missing", "404", 0),
+                                  ("cut", "weights cannot be fetched", PIECE), ("more", "have another size", 0)]
 )  # fmt: skip
-def test_what_is_not_whole_is_not_kept(tmp_path: Path, host: str, path: str, message: str) -> None:
+def test_what_is_not_whole_is_taken_for_nothing(tmp_path: Path, host: str, path: str, message: str, kept: int) -> None:
     with pytest.raises(BuildError, match=message) as caught:
         fetch.fetch(tmp_path, from_host(f"{host}/{path}"), tmp_path / "m", ca_bundle=None)
     assert caught.value.hint
-    assert list((tmp_path / "m").iterdir()) == []
+    assert not (tmp_path / "m/w.gguf").exists()
+    assert sum(part.stat().st_size for part in (tmp_path / "m").iterdir()) == kept
+
+
+def test_what_broke_off_goes_on_where_it_ended(tmp_path: Path, host: str) -> None:
+    (tmp_path / f".fetch-{SHA256}").write_bytes(BYTES[:700])
+    Host.sent = 0
+    (found,) = fetch.fetch(tmp_path, from_host(f"{host}/ranges"), tmp_path, ca_bundle=None)
+    assert found.read_bytes() == BYTES
+    assert Host.sent == len(BYTES) - 700
+
+
+def test_a_connection_that_breaks_is_made_again(tmp_path: Path, host: str) -> None:
+    said: list[str] = []
+    (found,) = fetch.fetch(tmp_path, from_host(f"{host}/breaks"), tmp_path, ca_bundle=None, say=said.append)
+    assert found.read_bytes() == BYTES
+    assert "broke off after 65,536 bytes" in said[0]
+
+
+def test_weights_of_a_repository_come_from_the_hub_that_is_named(project: Path) -> None:
+    rung = recipe.load(project, "gpt-oss").default_rung
+    path = f"ggml-org/gpt-oss-20b-GGUF/resolve/{rung.revision}/gpt-oss-20b-mxfp4.gguf"
+    assert fetch.address_of(rung, rung.files[0]) == f"https://huggingface.co/{path}"
+    assert fetch.address_of(rung, rung.files[0], "http://mirror/hf/") == f"http://mirror/hf/{path}"
+
+
+def test_a_disk_without_room_is_told_before_the_first_byte(tmp_path: Path, host: str) -> None:
+    huge = from_host(f"{host}/whole").model_copy(
+        update={"files": (FileRow(path="w.gguf", bytes=2**60, sha256=SHA256),)}
+    )
+    with pytest.raises(
+        BuildError, match=r"no room for the weights: w\.gguf needs 1,152,921,504,606,846,976 bytes more"
+    ):
+        fetch.fetch(tmp_path, huge, tmp_path, ca_bundle=None)
 
 
 def test_a_model_image_has_its_cells_facts_and_the_recipe(project: Path, cell: Cell) -> None:
@@ -259,17 +293,28 @@ def from_host(url: str) -> RungRow:
 
 
 class Host(BaseHTTPRequestHandler):
-    """/whole, /other with one byte changed, /cut after half of what it announced, and 404 for the rest."""
+    """/whole, /other with one byte changed, /more than announced, /cut after a piece of what it announced, /ranges,
+    /breaks after a piece of each range, and 404 for the rest.
+    """
 
     asked: ClassVar[int] = 0
+    sent: ClassVar[int] = 0
 
     def do_GET(self) -> None:
         Host.asked += 1
-        known = {"/whole": BYTES, "/other": BYTES[:-1] + b"x", "/cut": BYTES[:500]}
-        self.send_response(200 if self.path in known else 404)
-        self.send_header("Content-Length", str(len(BYTES) if self.path in known else 0))
+        begin = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+        if self.path not in ("/ranges", "/breaks"):
+            begin = 0
+        rest = BYTES[begin:]
+        known = {"/whole": BYTES, "/other": BYTES[:-1] + b"x", "/more": BYTES + b"x", "/cut": BYTES[:PIECE]}
+        known |= {"/ranges": rest, "/breaks": rest[:PIECE]}
+        body = known.get(self.path, b"")
+        announced = {"/cut": len(BYTES), "/breaks": len(rest)}.get(self.path, len(body))
+        self.send_response(206 if begin else 200 if self.path in known else 404)
+        self.send_header("Content-Length", str(announced))
         self.end_headers()
-        self.wfile.write(known.get(self.path, b""))
+        self.wfile.write(body)
+        Host.sent += len(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
