@@ -187,7 +187,7 @@ def test_a_kill_costs_no_byte(tmp_path: Path, weights: Path) -> None:
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        (("--gated",), "403"),
+        (("--gated",), "it is gated"),
         (("--flip-byte=1000",), "expected sha256"),
         (("--page",), "another file answers at this address"),
     ],

@@ -10,8 +10,9 @@ import gguf
 import pytest
 
 from appliance.model import Model, read_model
-from appliance.model.described import describe_model, describe_shape, near_quantization
+from appliance.model.described import describe_model, describe_shape, near_quantization, requantized
 from appliance.model.ggml_types import GGML_TYPES
+from appliance.model.gguf import read_gguf
 from appliance.model.quantize import BASES
 from tests.shapes import PUBLISHED, SMALL, Shape, write_gguf
 
@@ -130,3 +131,16 @@ def test_every_type_of_a_mixture_has_its_size() -> None:
     assert set(BASES.values()) <= names
     sizes = {kind.name: (kind.block_size, kind.block_bytes) for kind in GGML_TYPES.values()}
     assert all(sizes[name] == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in BASES.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "gemma-3-12b", "qwen3.6-35b-a3b"])
+def test_the_same_tensors_in_another_quantization(tmp_path: Path, name: str) -> None:
+    header = read_gguf(write_gguf(tmp_path / "m.gguf", PUBLISHED[name], quantization="Q8_0"))
+    other = requantized(header, "Q4_K_M")
+    wanted = describe_shape(PUBLISHED[name], tmp_path / "m.gguf", "Q4_K_M")
+    assert (other.weights_bytes, other.stack, other.label) == (wanted.weights_bytes, wanted.stack, "Q4_K_M")
+    scaled = requantized(header, "Q4_K_M", file_bytes=other.file_bytes + 10**9)
+    assert scaled.file_bytes == other.file_bytes + 10**9
+    assert scaled.weights_bytes > other.weights_bytes
+    with pytest.raises(ValueError, match="not known"):
+        requantized(header, "my-own")
