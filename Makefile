@@ -1,5 +1,6 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
-# Variables that may be given: WAIT=tuned (`up` measures at once and waits for it), CA_BUNDLE (behind an intercepting proxy), BASE (another base image), DEBIAN_MIRROR, PYTHON.
+# Variables that may be given: MODEL (what `up` serves), CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
+# IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,11 +13,18 @@ DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
 CELL ?= llama-cpu
+# A recipe of images/models. The demo's weights are in its image: they come of a Python package, and `make up` needs no other host.
+MODEL ?= demo
+BAKE_WEIGHTS ?= $(filter demo,$(MODEL))
+# Of names that are this machine's own: no registry is asked for them.
+IMAGE_PREFIX ?= appliance
 
 IMAGE := appliance:$(CELL)
+SERVED := $(IMAGE_PREFIX:/=)/$(MODEL)
 VOLUME := $(or $(APPLIANCE_VOLUME),appliance)
 PROJECT := $(or $(APPLIANCE_PROJECT),appliance)
-COMPOSE := APPLIANCE_IMAGE=$(IMAGE) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml$(if $(findstring -cu,$(CELL)), -f compose/gpu.yaml)
+compose = APPLIANCE_IMAGE=$(1) APPLIANCE_VOLUME=$(VOLUME) docker compose --project-name $(PROJECT) -f compose/appliance.yaml$(2)
+COMPOSE := $(call compose,$(IMAGE),$(if $(findstring -cu,$(CELL)), -f compose/gpu.yaml))
 # What compose writes on all that it makes: how `clean` tells ours from a volume that somebody else filled.
 OURS := --filter label=com.docker.compose.project=$(PROJECT)
 PY := .venv/bin/python
@@ -28,8 +36,10 @@ CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
 TRIXIE := debian:trixie-slim
+HUB := $(if $(HF_ENDPOINT),--hub $(HF_ENDPOINT))
 FETCH := $(PY) -m images fetch demo $(CA)
-# The tags that `image` made, one a line.
+BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA)
+# The tags that `image` and `up` made, one a line.
 BUILT := .make/built
 
 ifneq ($(filter-out tuned,$(WAIT)),)
@@ -43,17 +53,27 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# `models add` runs in the service's own container, hardened as it is, so that compose makes the volume; it copies only
-# what is not there already, and a copy that was interrupted is refused by its sha256.
-# The id by labels: `compose ps --all` also names a container in which such a copy still runs.
-# What the machine should run is for `images select` to say; a CUDA image takes half an hour to build and is not begun unasked.
-up: docker image ## build or reuse the image, start it, ask it a question; WAIT=tuned: measure before the question
-	@if [ "$(origin CELL)" = file ] && command -v nvidia-smi >/dev/null && cell=$$($(PY) -m images select 2>/dev/null); then \
-	  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell#*:}" >&2; fi
-	@fetched=$$($(FETCH) --json) && \
-	read -r sha256 file < <($(PY) -c 'import json, sys; row = json.loads(sys.argv[1]); print(row["sha256"], row["file"])' "$$fetched") && \
-	$(COMPOSE) run --rm -T --no-deps appliance models add "$${file##*/}" --sha256 "$$sha256" <"$$file" && \
-	APPLIANCE_MODEL=$${APPLIANCE_MODEL:-$${file##*/}} $(COMPOSE) up --detach --quiet-pull
+# What the machine should run is for `images select` to say, where nobody named a cell. The demo is for a first look: a
+# CUDA image takes half an hour to build and is not begun for it. `choose` says the cell, and keeps the losers to itself.
+ifneq ($(origin CELL),file)
+choose := echo $(CELL)
+else ifeq ($(MODEL),demo)
+choose := { ! command -v nvidia-smi >/dev/null || ! cell=$$($(PY) -m images select 2>/dev/null) || \
+  echo "this machine has a GPU, and this is the image for its CPU; for the GPU: make up CELL=$${cell\#*:}" >&2; } && echo $(CELL)
+else
+choose := $(PY) -m images select 2>.make/select | sed 's/.*://' && sed '/^not chosen:/,$$d' .make/select >&2 || \
+  { cat .make/select; echo; echo "or on the CPU: make up MODEL=$(MODEL) CELL=llama-cpu"; exit 1; } >&2
+endif
+
+# The volume is compose's to make, and the model's to fill: an image fetches what it has not in it.
+# The id by labels: `compose ps --all` also names containers of `compose run`.
+up: docker venv ## build or reuse the image, start it, ask it a question; MODEL=qwen: on the image for this machine; WAIT=tuned: measure first
+	@mkdir -p $(dir $(BUILT))
+	@cell=$$($(choose)) && echo "appliance:$$cell" >>$(BUILT) && \
+	$(BUILD) --only "$$cell" --model $(MODEL) --alias --image-prefix '$(IMAGE_PREFIX)' $(if $(BAKE_WEIGHTS),--bake-weights) $(HUB) && \
+	printf '%s\n' '$(SERVED)' '$(SERVED)'":$$cell" >>$(BUILT) && \
+	case "$$cell" in *-cu*) gpu='-f compose/gpu.yaml' ;; *) gpu= ;; esac && \
+	$(call compose,'$(SERVED)', $$gpu) up --detach --quiet-pull --pull never
 	@$(PY) -m appliance.host.up "$$(docker ps --all --quiet $(OURS) \
 	  --filter label=com.docker.compose.service=appliance --filter label=com.docker.compose.oneoff=False)" $(if $(WAIT),--wait $(WAIT))
 
@@ -64,7 +84,7 @@ clean: ## remove what make made: container, volume, image, .venv, caches (the bu
 	-$(COMPOSE) down
 	-docker volume ls --quiet $(OURS) --filter name='^$(VOLUME)$$' | xargs --no-run-if-empty docker volume rm
 	@if docker volume inspect $(VOLUME) >/dev/null 2>&1; then echo "kept: volume $(VOLUME), which compose did not make for $(PROJECT)"; fi
-	-sort -u $(wildcard $(BUILT)) </dev/null | xargs --no-run-if-empty docker image rm
+	-for tag in $$(sort -u $(wildcard $(BUILT)) </dev/null); do if docker image inspect "$$tag" >/dev/null 2>&1; then docker image rm "$$tag"; fi; done
 	rm -rf .venv .make .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find appliance images tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
@@ -83,7 +103,7 @@ docker:
 
 image: docker venv ## build the image, or reuse it
 	@mkdir -p $(dir $(BUILT))
-	@$(PY) -m images build --only $(CELL) --base $(BASE) --tag $(IMAGE) $(MIRROR) $(CA) | tee -a $(BUILT)
+	@$(BUILD) --only $(CELL) --tag $(IMAGE) | tee -a $(BUILT)
 	@sort -u -o $(BUILT) $(BUILT)
 
 model: venv ## fetch the demo model

@@ -160,6 +160,13 @@ class Settings:
     n_cpu_moe: int | None = _setting(
         _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
     )
+    tier: str = _setting(
+        _one_of("auto", "quality", "balanced", "compact"),
+        "auto",
+        "of the files that a recipe or a repository offers: nearest to the original, usual, or small "
+        "(default: what is best on this machine)",
+        "TIER",
+    )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
     )

@@ -13,11 +13,12 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
+from appliance.image_facts import Recipe, WeightsFormat
 from images import (
     bake,
     bases,
@@ -55,6 +56,7 @@ from images.matrix import Cell, Matrix
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
+WEIGHTS = ROOT / ".make/models"
 EVERYTHING = "*"
 NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
@@ -150,7 +152,7 @@ def _build(arguments: argparse.Namespace) -> int:
     _refuse_unasked(arguments, cells)
     name = push.check_name(arguments.push) if arguments.push else None
     archives = _archives(arguments, loaded, is_strict=arguments.locked or name is not None)
-    model_of = _model_of(arguments)
+    models = _models_of(arguments, cells)
     options = build.Options(
         base=arguments.base,
         toolkit_image=arguments.toolkit_image,
@@ -173,8 +175,11 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     build.refuse_platform(cells, engine.platform)
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
-    if model_of:
-        results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
+    if models:
+        results = [
+            _build_model(cell, result, engine, arguments, named, rung)
+            for cell, result, (named, rung) in zip(cells, results, models, strict=True)
+        ]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
 
@@ -272,33 +277,89 @@ def _push(
     return {"pushed": pushed.reference}
 
 
-def _model_of(arguments: argparse.Namespace) -> tuple[recipe.Recipe, recipe.Weights] | None:
-    """What --model names, read before the build, which takes long."""
+def _models_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[tuple[Recipe, recipe.RungRow]]:
+    """What --model names, read before the build, which takes long: for each cell the recipe with the chosen rung, of
+    what its engine serves, as the default.
+    """
     if arguments.model is None:
-        if arguments.memory_mib is not None:
-            message = f"--memory-mib chooses among the weights of a model, and none is named: {arguments.memory_mib}"
-            raise UsageError(message, hint="--model qwen")
-        return None
+        _refuse_without_model(arguments)
+        return []
     if arguments.push:
         message = f"--push publishes cells, and --model makes an image of this machine: {arguments.model}"
         raise UsageError(message, hint="push the cell; who pulls it makes the model image in a second")
-    named = recipe.load(ROOT, arguments.model)
-    return named, recipe.choose(named, arguments.memory_mib)
+    model.check_prefix(arguments.image_prefix)
+    row = recipe.load(ROOT, arguments.model)
+    rungs = [_rung_of(arguments, row, cell.engine.files.serves) for cell in cells]
+    return [(replace(recipe.as_recipe(row), default=rung.name), rung) for rung in rungs]
+
+
+def _refuse_without_model(arguments: argparse.Namespace) -> None:
+    """What belongs to --model would be passed over in silence."""
+    for flag in ("--memory-mib", "--rung", "--bake-weights", "--alias"):
+        value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value is not False:
+            said = "" if value is True else f": {value}"
+            message = f"{flag} is about the weights of a model, and none is named{said}"
+            raise UsageError(message, hint="--model qwen")
+
+
+def _rung_of(
+    arguments: argparse.Namespace, row: recipe.RecipeRow, serves: WeightsFormat | None = None
+) -> recipe.RungRow:
+    if arguments.rung is None:
+        return recipe.choose(row, arguments.memory_mib, serves)
+    if arguments.memory_mib is not None:
+        message = f"--rung names the weights, and --memory-mib chooses others: {arguments.memory_mib}"
+        raise UsageError(message, hint="give one of the two")
+    return recipe.find_rung(row, arguments.rung, serves)
 
 
 def _build_model(
-    cell: Cell, result: dict[str, object], engine: docker.Engine, named: recipe.Recipe, weights: recipe.Weights
+    cell: Cell,
+    result: dict[str, object],
+    engine: docker.Engine,
+    arguments: argparse.Namespace,
+    named: Recipe,
+    rung: recipe.RungRow,
 ) -> dict[str, object]:
+    weights = _bring(cell, rung, engine, arguments, named) if arguments.bake_weights else None
     epoch_s = build.query_origin(ROOT, cell, epoch_s=None).epoch_s
-    made = model.build(ROOT, cell, named, weights, engine, image=str(result["tag"]), epoch_s=epoch_s)
-    _progress(cell, f"{made.tag} serves {made.file}: python -m images fetch {named.name} brings it here")
-    return result | {"tag": made.tag, "cell_tag": result["tag"], "file": made.file, "digest": made.digest}
+    prefix = model.check_prefix(arguments.image_prefix)
+    made = model.build(
+        ROOT, cell, named, engine, image=str(result["tag"]), epoch_s=epoch_s, prefix=prefix, weights=weights
+    )
+    has = f"has {rung.name} in it" if weights else f"fetches one of {len(named.rungs)} rungs when it starts"
+    _progress(cell, f"{'reused: ' if made.is_reused else ''}{made.tag} {has}")
+    alias = model.set_alias(named.name, cell.id, engine, prefix) if arguments.alias else None
+    return result | {
+        "tag": made.tag,
+        "cell_tag": result["tag"],
+        "alias": alias,
+        "rung": rung.name,
+        "file": rung.files[0].path,
+        "is_baked": weights is not None,
+        "digest": made.digest,
+    }
+
+
+def _bring(
+    cell: Cell, rung: recipe.RungRow, engine: docker.Engine, arguments: argparse.Namespace, named: Recipe
+) -> model.Weights:
+    """The weights that are baked, from .make/models or from where the recipe says."""
+    if not arguments.no_space_check:
+        archives, data = ROOT / build.ARCHIVES, engine.data_folder()
+        space.refuse_full(cell, space.needs_baked(rung.bytes, archives=archives, engine_data=data))
+    ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
+    files = fetch.fetch(ROOT, rung, WEIGHTS, ca_bundle=ca_bundle, hub=arguments.hub)
+    return model.Weights(rung=named.default_rung, files=files)
 
 
 def _build_line(result: Mapping[str, object]) -> str:
     """What a script wants on stdout: tag, or what was pushed, or the command that a dry run would have run."""
     command = result.get("command")
-    return shlex.join(command) if isinstance(command, list) else str(result.get("pushed", result["tag"]))
+    if isinstance(command, list):
+        return shlex.join(command)
+    return str(result.get("pushed") or result.get("alias") or result["tag"])
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -516,12 +577,13 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    weights = recipe.choose(recipe.load(ROOT, arguments.name), arguments.memory_mib)
-    if arguments.dry_run:
-        target = arguments.to / weights.file
-    else:
-        target = fetch.fetch(ROOT, weights, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
-    _say(arguments, {"file": str(target), "sha256": weights.sha256}, [str(target)])
+    rung = _rung_of(arguments, recipe.load(ROOT, arguments.name))
+    targets = tuple(fetch.target_of(file, arguments.to) for file in rung.files)
+    if not arguments.dry_run:
+        ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
+        targets = fetch.fetch(ROOT, rung, arguments.to, ca_bundle=ca_bundle, hub=arguments.hub)
+    said = [{"file": str(at), "sha256": file.sha256} for at, file in zip(targets, rung.files, strict=True)]
+    _say(arguments, {**said[0], "files": said}, [str(target) for target in targets])
     return 0
 
 
@@ -657,11 +719,12 @@ def _select(arguments: argparse.Namespace) -> int:
     get = f"{tag} is here" if is_here else f"get it: {choice.command}"
     left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
+        prefix = model.check_prefix(arguments.image_prefix)
         recipe.load(ROOT, arguments.alias)
-        tag = model.tag_of(arguments.alias, choice.cell)
-        name = model.alias_of(arguments.alias)
+        tag = model.tag_of(arguments.alias, choice.cell, prefix)
+        name = model.alias_of(arguments.alias, prefix)
         if not arguments.dry_run:
-            model.set_alias(arguments.alias, choice.cell, docker.Engine())
+            model.set_alias(arguments.alias, choice.cell, docker.Engine(), prefix)
         _say(arguments, {**asdict(choice), "tag": tag, "alias": name, "is_here": is_here}, [name])
     else:
         _say(arguments, {**asdict(choice), "is_here": is_here}, [tag])
@@ -850,9 +913,14 @@ def _add_build_flags(parser: argparse.ArgumentParser) -> None:
         "then push it to this repository as :<cell>, its bill of materials and provenance beside it; print the digest"
     )
     parser.add_argument("--push", metavar="REGISTRY/NAME", help=about)
-    about = "then also appliance/NAME:<cell>, which serves the weights of images/models/NAME.yaml"
+    about = "then also appliance/NAME:<cell>, which fetches and serves weights of images/models/NAME.yaml"
     parser.add_argument("--model", metavar="NAME", help=about)
-    _add_memory_flag(parser)
+    _add_rung_flags(parser)
+    about = "of --model: with the weights of the rung in the image, for machines without a network"
+    parser.add_argument("--bake-weights", action="store_true", help=about)
+    about = "of --model: also name it just appliance/NAME in this machine's engine"
+    parser.add_argument("--alias", action="store_true", help=about)
+    _add_prefix_flag(parser)
     parser.add_argument("--no-space-check", action="store_true", help="build even if the disks seem too full for it")
     parser.set_defaults(verb=_build)
 
@@ -886,9 +954,18 @@ def _epoch(text: str) -> int:
     return int(text)
 
 
-def _add_memory_flag(parser: argparse.ArgumentParser) -> None:
-    about = "memory for the model, of the GPU or of the machine: the largest weights that leave a quarter of it free"
-    parser.add_argument("--memory-mib", metavar="MIB", type=int, help=f"{about}; without it the recipe's default")
+def _add_rung_flags(parser: argparse.ArgumentParser) -> None:
+    about = "the weights by name, or by its beginning: 8b-q4_k_m; without it the recipe's default"
+    parser.add_argument("--rung", metavar="NAME", help=about)
+    about = "or by memory, of the GPU or of the machine: the largest weights that leave a quarter of it free"
+    parser.add_argument("--memory-mib", metavar="MIB", type=int, help=about)
+    about = "where weights come from that a recipe names by repository"
+    parser.add_argument("--hub", metavar="URL", default=recipe.HUB, help=f"{about}; {recipe.HUB} without it")
+
+
+def _add_prefix_flag(parser: argparse.ArgumentParser) -> None:
+    about = "of the names of model images, in place of appliance; such as registry.example/team"
+    parser.add_argument("--image-prefix", metavar="PREFIX", default=model.PREFIX, help=about)
 
 
 def _add_sbom_flags(parser: argparse.ArgumentParser) -> None:
@@ -963,6 +1040,7 @@ def _add_select_flags(parser: argparse.ArgumentParser) -> None:
         "also name the model image of that cell, appliance/NAME:<cell>, just appliance/NAME in this machine's engine"
     )
     parser.add_argument("--alias", metavar="NAME", help=about)
+    _add_prefix_flag(parser)
     parser.set_defaults(verb=_select)
 
 
@@ -980,8 +1058,8 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a file of images/models, without .yaml")
-    _add_memory_flag(parser)
-    parser.add_argument("--to", metavar="DIR", type=Path, default=ROOT / ".make/models", help="default: .make/models")
+    _add_rung_flags(parser)
+    parser.add_argument("--to", metavar="DIR", type=Path, default=WEIGHTS, help="default: .make/models")
     parser.set_defaults(verb=_fetch)
 
 

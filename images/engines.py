@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from appliance.image_facts import WeightsFormat
 from images.errors import MatrixError, near_miss
 
 ENGINES_NAME = "images/engines.py"  # as a person sees it
@@ -19,6 +20,7 @@ LIBRARY_FOLDER = "opt/appliance/lib/"
 class EngineFiles:
     """Patterns and prefixes are of paths as an image's layers have them, without the first slash."""
 
+    serves: WeightsFormat
     folder: str  # only images of this engine have it
     binary: str  # `appliance engine-facts` asks it while the image is built
     version_line: str  # what it says to --version, with {version}, {build} and {commit} of the matrix
@@ -35,6 +37,7 @@ class EngineFiles:
 
 ENGINES: Mapping[str, EngineFiles] = {
     "llama": EngineFiles(
+        serves="gguf",
         folder="/opt/llama",
         binary="/opt/llama/llama-server",
         version_line="version: {version} (build {build}, commit {commit})",
@@ -46,6 +49,7 @@ ENGINES: Mapping[str, EngineFiles] = {
     # FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel. Its own
     # libraries alone are judged: those that its lock brings beside them are 8 GB.
     "vllm": EngineFiles(
+        serves="safetensors",
         folder="/opt/vllm",
         binary="/opt/vllm/bin/vllm",
         version_line="{version}",

@@ -1,43 +1,76 @@
-"""A cell with a recipe: the same image, and one more layer that names the weights it serves."""
+"""A cell with a recipe: the same image, and a layer that says which weights it may serve, or has one rung of them."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from appliance.image_facts import Recipe as RecipeFacts
-from appliance.image_facts import dump_facts, parse_image_facts
+from appliance.image_facts import Recipe, Rung, dump_facts, dump_recipe, parse_image_facts
 from images import docker, render
 from images.build import ARCHIVES, BUILD_ID_LABEL, RECIPE_LABEL, explain_failure, manifest_digest, refuse_store
-from images.errors import BuildError
+from images.errors import BuildError, UsageError
 from images.matrix import Cell
-from images.recipe import MODELS, Recipe, Weights
+from images.push import NAME
+from images.recipe import MODELS
 
 DOCKERFILE = MODELS / "Dockerfile"
-FILE_LABEL = f"{RECIPE_LABEL}.file"
+IDENTITY_LABEL = f"{RECIPE_LABEL}.id"  # of all that is in the layer, and of the cell's image below it
+WEIGHTS_LABEL = f"{RECIPE_LABEL}.weights"  # the rung whose weights are in the image
 TITLE_LABEL = "org.opencontainers.image.title"
+# Of local names. Nobody here owns it on a public hub: `docker run` takes `--pull never` beside such a name.
+PREFIX = "appliance/"
+NAMED, BAKED = "named", "baked"  # stages of the Dockerfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A rung and its files, where they lie on this machine."""
+
+    rung: Rung
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelImage:
     tag: str
     cell: str
-    file: str
     digest: str  # of the image's manifest
+    is_reused: bool
 
 
-def alias_of(name: str) -> str:
+def check_prefix(prefix: str) -> str:
+    """With the slash that may be left out. UsageError for what does not make an image's name before a recipe's."""
+    found = f"{prefix.removesuffix('/')}/"
+    if NAME.match(f"{found}x"):
+        return found
+    message = f"--image-prefix does not begin an image's name: '{prefix}'"
+    raise UsageError(message, hint="as in registry.example/team; without it it is appliance")
+
+
+def alias_of(name: str, prefix: str = PREFIX) -> str:
     """What a user types who does not care which cell: of this machine only, never pushed."""
-    return f"appliance/{name}"
+    return f"{prefix}{name}"
 
 
-def tag_of(name: str, cell_id: str) -> str:
-    return f"{alias_of(name)}:{cell_id}"
+def tag_of(name: str, cell_id: str, prefix: str = PREFIX) -> str:
+    return f"{alias_of(name, prefix)}:{cell_id}"
 
 
 def build(
-    root: Path, cell: Cell, recipe: Recipe, weights: Weights, engine: docker.Engine, *, image: str, epoch_s: int
+    root: Path,
+    cell: Cell,
+    recipe: Recipe,
+    engine: docker.Engine,
+    *,
+    image: str,
+    epoch_s: int,
+    prefix: str = PREFIX,
+    weights: Weights | None = None,
 ) -> ModelImage:
     """On the cell's image that the engine has under the name `image`. BuildError when there is none."""
     found = engine.image(image)
@@ -45,50 +78,108 @@ def build(
         message = f"cell {cell.id} has no image here: {image}"
         raise BuildError(message, hint=f"python -m images build --only {cell.id}")
     refuse_store(engine.image_store)
-    tag = tag_of(recipe.name, cell.id)
+    tag = tag_of(recipe.name, cell.id, prefix)
+    texts = {
+        "image_facts.json": facts(root, cell, recipe, build_id=found.labels[BUILD_ID_LABEL]),
+        "recipe.json": dump_recipe(recipe),
+    }
+    labels = labels_of(recipe, tag, found.id, texts, weights)
+    here = engine.image(tag)
+    if here and labels.items() <= here.labels.items():
+        return ModelImage(tag=tag, cell=cell.id, digest=here.id, is_reused=True)
     archive = root / ARCHIVES / f"{recipe.name}-{cell.id}.oci.tar"
     archive.parent.mkdir(parents=True, exist_ok=True)
-    text = facts(root, cell, recipe, weights, build_id=found.labels[BUILD_ID_LABEL])
     try:
         with tempfile.TemporaryDirectory(prefix="model-", dir=archive.parent) as context:
-            (Path(context) / "image_facts.json").write_text(text, "utf-8")
-            labels = {RECIPE_LABEL: recipe.name, FILE_LABEL: weights.file, TITLE_LABEL: tag}
-            finished = docker.stream(model_argv(image, tag, labels, archive, context, epoch_s=epoch_s), cwd=root)
+            lay_out(Path(context), texts, weights, epoch_s=epoch_s)
+            stage = BAKED if weights else NAMED
+            argv = model_argv(image, tag, labels, archive, context, epoch_s=epoch_s, stage=stage)
+            finished = docker.stream(argv, cwd=root)
         if finished.code != 0:
             raise explain_failure(cell, finished.lines)
         digest = manifest_digest(archive)
         engine.load(archive)
     finally:
         archive.unlink(missing_ok=True)
-    return ModelImage(tag=tag, cell=cell.id, file=weights.file, digest=digest)
+    return ModelImage(tag=tag, cell=cell.id, digest=digest, is_reused=False)
 
 
-def facts(root: Path, cell: Cell, recipe: Recipe, weights: Weights, *, build_id: str) -> str:
+def facts(root: Path, cell: Cell, recipe: Recipe, *, build_id: str) -> str:
     """The cell's own, build id included: the engine is the same, and so are its caches and profiles."""
     rendered = (root / cell.folder / "image_facts.json").read_text("utf-8")
     known = parse_image_facts(rendered.replace(render.BUILD_ID_MARK, build_id))
-    served = RecipeFacts(name=recipe.name, file=weights.file, sha256=weights.sha256)
-    return dump_facts(replace(known, recipe=served))
+    return dump_facts(replace(known, recipe=recipe.name))
+
+
+def lay_out(context: Path, texts: Mapping[str, str], weights: Weights | None, *, epoch_s: int) -> None:
+    """The build's context: files as they will lie in the image, of one date and mode, so that a layer is the same
+    bytes wherever it is made.
+    """
+    for name, text in texts.items():
+        (context / name).write_text(text, "utf-8")
+    if weights:
+        _lay_out_cache(context / "models", weights)
+    for path in (context, *context.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        os.utime(path, (epoch_s, epoch_s), follow_symlinks=False)
+
+
+def _lay_out_cache(folder: Path, weights: Weights) -> None:
+    """As the Hugging Face hub's client has it: blobs by hash, snapshots of links. Without a repository, the files."""
+    for file, source in zip(weights.rung.files, weights.files, strict=True):
+        target = folder / weights.rung.place(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if weights.rung.repo is None:
+            _link(source, target)
+            continue
+        cache = folder / target.relative_to(folder).parts[0]
+        blob = cache / "blobs" / file.sha256
+        blob.parent.mkdir(exist_ok=True)
+        if not blob.exists():
+            _link(source, blob)
+        target.symlink_to(os.path.relpath(blob, target.parent))
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs/main").write_text(str(weights.rung.revision), "utf-8")
+
+
+def _link(source: Path, target: Path) -> None:
+    """Weights are gigabytes: a second name where that is possible."""
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
 
 
 def model_argv(
-    image: str, tag: str, labels: dict[str, str], archive: Path, context: str, *, epoch_s: int
+    image: str, tag: str, labels: Mapping[str, str], archive: Path, context: str, *, epoch_s: int, stage: str = NAMED
 ) -> tuple[str, ...]:
+    # Weights hardly get smaller, and gzip takes half a minute a gigabyte.
+    compression = ",compression=uncompressed" if stage == BAKED else ""
     return (
         *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false"),
-        *("--file", DOCKERFILE.as_posix(), "--build-arg", f"CELL={image}"),
+        *("--file", DOCKERFILE.as_posix(), "--target", stage, "--build-arg", f"CELL={image}"),
         *("--build-arg", f"SOURCE_DATE_EPOCH={epoch_s}"),
         *(word for name, value in labels.items() for word in ("--label", f"{name}={value}")),
-        *("--output", f"type=oci,name={tag},dest={archive},rewrite-timestamp=true,oci-mediatypes=true"),
+        *("--output", f"type=oci,name={tag},dest={archive},rewrite-timestamp=true,oci-mediatypes=true{compression}"),
         context,
     )
 
 
-def set_alias(name: str, cell_id: str, engine: docker.Engine) -> str:
+def set_alias(name: str, cell_id: str, engine: docker.Engine, prefix: str = PREFIX) -> str:
     """`appliance/NAME` means the model image of this cell from now on. BuildError when it is not here."""
-    tag = tag_of(name, cell_id)
+    tag = tag_of(name, cell_id, prefix)
     if engine.image(tag) is None:
-        message = f"no image to give the name {alias_of(name)}: {tag} is not here"
+        message = f"no image to give the name {alias_of(name, prefix)}: {tag} is not here"
         raise BuildError(message, hint=f"python -m images build --only {cell_id} --model {name}")
-    engine.tag(tag, alias_of(name))
-    return alias_of(name)
+    engine.tag(tag, alias_of(name, prefix))
+    return alias_of(name, prefix)
+
+
+def labels_of(
+    recipe: Recipe, tag: str, cell_image_id: str, texts: Mapping[str, str], weights: Weights | None
+) -> dict[str, str]:
+    baked = weights.rung.name if weights else ""
+    identity = hashlib.sha256("\0".join((cell_image_id, *texts.values(), baked)).encode()).hexdigest()[:32]
+    labels = {RECIPE_LABEL: recipe.name, IDENTITY_LABEL: identity, TITLE_LABEL: tag}
+    return labels | ({WEIGHTS_LABEL: baked} if baked else {})

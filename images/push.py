@@ -26,7 +26,9 @@ STATEMENT_TYPE = "https://in-toto.io/Statement/v0.1"
 SPDX = "https://spdx.dev/Document"
 PROVENANCE = "https://slsa.dev/provenance/"
 # A registry's host is told from a Docker Hub account by its dot, its port, or by being localhost.
-NAME = re.compile(r"^(?:[\w.-]+(?::\d+)?/)?[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*$")
+NAME = re.compile(
+    r"^(?:[A-Za-z0-9][\w.-]*(?::\d+)?/)?[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*$"
+)
 ADDRESS = re.compile(r"\b(?:https?|ftp|ssh|git)://[^\s\"'\\]+", re.IGNORECASE)
 # The vocabularies of the attestations themselves; a newer BuildKit names its own documentation as its build type.
 VOCABULARY = re.compile(

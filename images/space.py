@@ -19,6 +19,7 @@ CUDA_TOOLS_MIB = 4096
 COPIES_IN_ENGINE = 2
 # The archive, and the saved image that checks and bill of materials are read from.
 COPIES_IN_ARCHIVES = 1
+COPIES_OF_WEIGHTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,17 @@ def needs(cell: Cell, *, archives: Path, engine_data: Path | None) -> list[Need]
     if engine_data:
         mib = tools_mib + COPIES_IN_ENGINE * cell.size_budget_mib
         found.append(Need(what="the engine's images and cache", path=engine_data, mib=mib))
+    return found
+
+
+def needs_baked(weights_bytes: int, *, archives: Path, engine_data: Path | None) -> list[Need]:
+    """Of weights that go into an image, beside the file itself: the archive; the builder's copy of the context, its
+    layer, and the loaded image's blob and files.
+    """
+    mib = weights_bytes // 2**20 + 1
+    found = [Need(what="the archive with the weights", path=archives, mib=mib)]
+    if engine_data:
+        found.append(Need(what="the weights in the engine", path=engine_data, mib=COPIES_OF_WEIGHTS * mib))
     return found
 
 

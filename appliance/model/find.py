@@ -1,4 +1,4 @@
-"""Which model to serve: the one asked for, else the image's, else the only one on the volume.
+"""Which model of the volume to serve: the one asked for, else the only one.
 
 A model is a GGUF file, or a folder with config.json and safetensors files. One image serves one of the two.
 """
@@ -39,7 +39,7 @@ def is_folder_model(path: Path) -> bool:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The multimodal projector that lies beside a GGUF model: `mmproj*.gguf`, the one whose name is most like it.
+    """The multimodal projector that lies beside a GGUF model, `mmproj` in its name: the one whose name is most like it.
 
     Where several models share a folder it has to name the model's family, or any of them would get another's.
     """
@@ -54,20 +54,14 @@ def find_projector(model: Path) -> Path | None:
     return model.parent / near[0] if near else None
 
 
-def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
+def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
     """The file or folder to serve; what nobody named is of the format that this image `serves`.
 
     Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one.
     """
     if request:
-        return _checked(_requested(request, models_dir))
+        return _requested(request, models_dir)
     models = tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
-    if recipe_file:
-        path = models_dir / recipe_file
-        if not _is_there(path):
-            message = f"the model of this image's recipe is not on the volume: {path}{_listing(models)}"
-            raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
-        return _checked(path)
     if len(models) == 1:
         return _checked(models[0])
     if not models:
@@ -77,18 +71,24 @@ def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {models[0].stem}")
 
 
-def _requested(request: str, models_dir: Path) -> Path:
+def find_model(request: str, models_dir: Path) -> Path | None:
+    """What it names on the volume, or elsewhere as a path. Raises ConfigError where that could be several, and as
+    `resolve_model` for what cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
         if _is_there(path):
-            return path
-    models = list_models(models_dir)
+            return _checked(path)
     wanted = request.casefold()
-    found = [path for path in models if wanted in (path.name.casefold(), path.stem.casefold())]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    found = [path for path in list_models(models_dir) if wanted in (path.name.casefold(), path.stem.casefold())]
+    if len(found) > 1:
         message = f"model name {request} means {len(found)} files on the volume{_listing(tuple(found))}"
         raise ConfigError(message, hint="give the path of the one that is meant")
+    return _checked(found[0]) if found else None
+
+
+def _requested(request: str, models_dir: Path) -> Path:
+    if path := find_model(request, models_dir):
+        return path
+    models = list_models(models_dir)
     if Path(request).is_absolute():
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
         raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
@@ -162,12 +162,12 @@ def _is_served(name: str) -> bool:
 
 
 def _is_projector(name: str) -> bool:
-    return name.lower().startswith("mmproj")
+    return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
 def _family(projector: str) -> str:
     """`gemma` of mmproj-gemma-3-12b-F16.gguf; nothing of mmproj-F16.gguf."""
-    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").removeprefix("mmproj"))
+    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").replace("mmproj", ""))
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 

@@ -1,9 +1,10 @@
-"""A model image: the cell, and which weights it serves, told by the file that is in it."""
+"""A model image: the cell, and which weights it serves, told by the file that is in it; or the weights themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import docker as docker_py
@@ -11,24 +12,32 @@ import pytest
 import requests
 from testcontainers.core.container import DockerContainer
 
+from appliance.image_facts import Recipe
 from images import build, docker, matrix, model, recipe
 from images.errors import BuildError
-from images.model import ModelImage
+from images.model import ModelImage, Weights
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, PORT, ROOT, Stage, put_model, volume
 
 EPOCH_S = build.FALLBACK_EPOCH_S
+PREFIX = "appliance-test/"
+TAG = f"{PREFIX}demo:llama-cpu"
 
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[ModelImage]:
-    """appliance/demo on the CPU cell; a name that was there before is there again afterwards."""
-    engine = docker.Engine()
-    before = engine.image("appliance/demo:llama-cpu")
+    """The demo on the CPU cell, without weights, under a name that is no user's."""
     yield _build()
-    if before:
-        engine.tag(before.id, "appliance/demo:llama-cpu")
-    else:
-        engine.remove("appliance/demo:llama-cpu")
+    docker.Engine().remove(TAG)
+
+
+@pytest.fixture
+def baked(tmp_path: Path) -> Iterator[ModelImage]:
+    prefix = f"{PREFIX}baked/"
+    demo = _demo().default_rung
+    copy = tmp_path / MODEL.name  # whose mode and date are not those of the layer
+    copy.write_bytes(MODEL.read_bytes())
+    yield _build(prefix, Weights(rung=demo, files=(copy,)))
+    docker.Engine().remove(model.tag_of("demo", "llama-cpu", prefix))
 
 
 def test_it_serves_the_weights_of_its_recipe_and_no_others(made: ModelImage, tmp_path: Path) -> None:
@@ -63,9 +72,30 @@ def test_without_its_weights_it_says_which_are_missing(made: ModelImage) -> None
             container.remove(force=True)
 
 
-def test_it_is_the_same_twice_and_not_taken_for_its_cell(made: ModelImage) -> None:
-    assert _build().digest == made.digest
+def test_with_its_weights_it_serves_on_an_empty_volume_without_a_network(baked: ModelImage) -> None:
+    with volume(model=False) as name, _started(baked.tag, name) as stage:
+        stage.wait_ready()
+        said = stage.get("/v1/models", headers=stage.authorized()).json()
+        assert [each["id"] for each in said["data"]] == [MODEL.stem]
+        assert stage.run("ls", "/data/models").split() == []
+        assert stage.run("stat", "-c", "%U %a", f"/opt/models/{MODEL.name}").split() == ["root", "644"]
+        labels = docker.Engine().image(baked.tag)
+        assert labels
+        assert labels.labels[model.WEIGHTS_LABEL] == "135m-q4_1"
+
+
+def test_the_layer_with_the_weights_is_the_same_wherever_it_is_made(baked: ModelImage) -> None:
     engine = docker.Engine()
+    engine.remove(baked.tag)
+    again = _build(f"{PREFIX}baked/", Weights(rung=_demo().default_rung, files=(MODEL,)))
+    assert (again.digest, again.is_reused) == (baked.digest, False)
+
+
+def test_it_is_the_same_twice_and_not_taken_for_its_cell(made: ModelImage) -> None:
+    assert _build() == replace(made, is_reused=True)
+    engine = docker.Engine()
+    engine.remove(made.tag)
+    assert _build() == made
     cell, image = engine.image(IMAGE), engine.image(made.tag)
     assert cell
     assert image
@@ -76,23 +106,26 @@ def test_it_is_the_same_twice_and_not_taken_for_its_cell(made: ModelImage) -> No
 
 def test_the_alias_is_the_model_image_of_the_chosen_cell(made: ModelImage) -> None:
     engine = docker.Engine()
-    assert engine.image("appliance/demo") is None, "this machine uses the alias: docker image rm appliance/demo"
     try:
-        assert model.set_alias("demo", "llama-cpu", engine) == "appliance/demo"
-        alias = engine.image("appliance/demo")
+        assert model.set_alias("demo", "llama-cpu", engine, PREFIX) == f"{PREFIX}demo"
+        alias = engine.image(f"{PREFIX}demo")
         assert alias
         assert alias.id == made.digest
     finally:
-        engine.remove("appliance/demo")
-    with pytest.raises(BuildError, match="appliance/qwen:llama-cpu is not here") as caught:
-        model.set_alias("qwen", "llama-cpu", engine)
+        engine.remove(f"{PREFIX}demo")
+    with pytest.raises(BuildError, match=f"{PREFIX}qwen:llama-cpu is not here") as caught:
+        model.set_alias("qwen", "llama-cpu", engine, PREFIX)
     assert caught.value.hint == "python -m images build --only llama-cpu --model qwen"
 
 
-def _build() -> ModelImage:
+def _demo() -> Recipe:
+    return recipe.as_recipe(recipe.load(ROOT, "demo"))
+
+
+def _build(prefix: str = PREFIX, weights: Weights | None = None) -> ModelImage:
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
-    demo = recipe.load(ROOT, "demo")
-    return model.build(ROOT, cell, demo, recipe.choose(demo, None), docker.Engine(), image=IMAGE, epoch_s=EPOCH_S)
+    engine = docker.Engine()
+    return model.build(ROOT, cell, _demo(), engine, image=IMAGE, epoch_s=EPOCH_S, prefix=prefix, weights=weights)
 
 
 @contextmanager

@@ -42,21 +42,6 @@ def test_it_is_hardened(service: dict[str, Any]) -> None:
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def recipe(target: str, *variables: str) -> str:
-    argv = ["make", "--dry-run", "--always-make", target, *variables]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout
-
-
-def test_up_lets_compose_make_the_volume_and_announces_the_models_sha256() -> None:
-    said = recipe("up", "APPLIANCE_PROJECT=p1", "APPLIANCE_VOLUME=v1")
-    assert "docker volume create" not in said
-    assert "models list" not in said  # a file of that name may be what an interrupted copy left
-    compose = r"APPLIANCE_VOLUME=v1 docker compose --project-name p1 -f compose/appliance.yaml"
-    assert re.search(compose + r" run --rm -T --no-deps appliance models add \S+ --sha256 ", said)
-    assert "label=com.docker.compose.oneoff=False" in said
-
-
 def test_a_cuda_cell_is_given_the_gpus_and_the_cpu_image_is_not() -> None:
     """`make -n`, for what compose would read."""
 

@@ -32,6 +32,13 @@ def test_retrying_is_suggested_only_where_it_helps() -> None:
     assert waits[Phase.STOPPING] is None
 
 
+@pytest.mark.parametrize(("left", "told"), [(None, b"10"), (0.2, b"2"), (42.4, b"43"), (90_000.0, b"600")])
+def test_while_weights_are_fetched_a_client_is_told_when_to_come_back(left: float | None, told: bytes) -> None:
+    progress = Progress(phase=Phase.FETCHING, facts={"file": "m.gguf", "seconds_left": left})
+    assert dict(api_error.not_ready(progress).headers)[b"retry-after"] == told
+    assert progress.document()["file"] == "m.gguf"
+
+
 def test_an_event_in_the_words_of_either_sdk() -> None:
     error = api_error.shutting_down()
     data = (

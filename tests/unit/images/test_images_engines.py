@@ -17,6 +17,7 @@ from images.matrix import Cell
 from images.tree import Entry, Tree
 
 THIRD = EngineFiles(
+    serves="gguf",
     folder="/opt/third",
     binary="/opt/third/serve",
     version_line="third {version}, {commit}",

@@ -1,0 +1,166 @@
+"""`make up` in a copy of the Makefile, where docker, nvidia-smi and the project's Python are programs with knobs: which
+image it builds on which machine, what it starts, and what it leaves for `make clean`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE = ROOT / "tests/fakes/fake_command.sh"
+TOOLS = ("cat", "env", "find", "mkdir", "rm", "sed", "sh", "sort", "test", "touch", "xargs")
+SELECTED = "appliance:llama-cu130-sm89: an RTX 4090\nrendered\nnot chosen:\n  llama-cu130-sm90 another chip\n"
+
+
+class Workplace:
+    """Whose PATH holds nothing else, so that a GPU of the machine that tests is not seen."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.says = folder / "says"
+        self.calls = folder / "calls"
+        for each in (self.says, folder / ".venv/bin", folder / "bin", folder / "images/locks"):
+            each.mkdir(parents=True)
+        shutil.copy(ROOT / "Makefile", folder)
+        for lock in ("dev", "cuda-tools"):
+            (folder / f"images/locks/{lock}.txt").touch()
+        (folder / ".venv/installed").touch()
+        for tool in TOOLS:
+            (folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
+        self.have("docker")
+        (folder / ".venv/bin/python").symlink_to(FAKE)
+
+    def have(self, command: str) -> None:
+        (self.folder / "bin" / command).symlink_to(FAKE)
+
+    def say(self, name: str, text: str) -> None:
+        (self.says / name).write_text(text)
+
+    def make(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(self.folder / "bin"), "CALLS": str(self.calls), "SAYS": str(self.says)}
+        argv = [str(shutil.which("make")), *words]
+        return subprocess.run(
+            argv, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    def called(self, part: str) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if part in line]
+
+    def made(self) -> set[str]:
+        return set((self.folder / ".make/built").read_text().split())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def test_the_demo_is_in_its_image_and_runs_anywhere(place: Workplace) -> None:
+    done = place.make("up")
+    assert done.returncode == 0, done.stderr
+    (build,) = place.called("images build")
+    assert "--only llama-cpu --model demo --alias --image-prefix appliance --bake-weights" in build
+    (started,) = place.called("docker compose")
+    assert started.startswith("APPLIANCE_IMAGE=appliance/demo docker compose --project-name appliance ")
+    assert started.endswith("-f compose/appliance.yaml up --detach --quiet-pull --pull never")
+    assert len(place.called("appliance.host.up")) == 1
+    assert place.made() == {"appliance:llama-cpu", "appliance/demo:llama-cpu", "appliance/demo"}
+    assert not place.called("images select")
+
+
+def test_with_a_gpu_the_demo_says_what_else_there_is(place: Workplace) -> None:
+    place.have("nvidia-smi")
+    place.say("images-select.out", "appliance:llama-cu130-sm89\n")
+    done = place.make("up")
+    assert "for the GPU: make up CELL=llama-cu130-sm89\n" in done.stderr
+    assert "--only llama-cpu " in place.called("images build")[0]
+
+
+def test_a_model_runs_on_the_image_for_this_machine(place: Workplace) -> None:
+    place.say("images-select.out", "appliance:llama-cu130-sm89\n")
+    place.say("images-select.said", SELECTED)
+    done = place.make("up", "MODEL=qwen")
+    assert done.returncode == 0, done.stderr
+    (build,) = place.called("images build")
+    assert "--only llama-cu130-sm89 --model qwen --alias" in build
+    assert "--bake-weights" not in build
+    (started,) = place.called("docker compose")
+    assert started.startswith("APPLIANCE_IMAGE=appliance/qwen docker")
+    assert "-f compose/appliance.yaml -f compose/gpu.yaml up" in started
+    assert "an RTX 4090" in done.stderr
+    assert "another chip" not in done.stderr  # thirty lines of losers are for who asks `images select`
+
+
+def test_nothing_is_copied_to_the_volume(place: Workplace) -> None:
+    """A name on the volume may be what an interrupted copy left, and an image knows what it serves."""
+    place.make("up", "APPLIANCE_PROJECT=p1", "APPLIANCE_VOLUME=v1")
+    (started,) = place.called("docker compose")
+    assert "--project-name p1" in started
+    assert not place.called("models add")
+    assert not place.called("volume")
+    (asked,) = place.called("docker ps")
+    assert "label=com.docker.compose.oneoff=False" in asked
+
+
+def test_a_machine_without_an_image_is_told_of_the_cpu(place: Workplace) -> None:
+    place.say("images-select.err", "error: driver 470 is too old\n\nhint: a newer one\n")
+    done = place.make("up", "MODEL=qwen")
+    assert done.returncode != 0
+    assert (
+        "error: driver 470 is too old\n\nhint: a newer one\n\nor on the CPU: make up MODEL=qwen CELL=llama-cpu\n"
+        in (done.stderr)
+    )
+    assert not place.called("images build")
+
+
+def test_a_cell_that_is_named_is_not_chosen_again(place: Workplace) -> None:
+    place.have("nvidia-smi")
+    place.make("up", "MODEL=qwen", "CELL=llama-cpu", "HF_ENDPOINT=http://mirror/hf", "BAKE_WEIGHTS=1")
+    (build,) = place.called("images build")
+    assert "--only llama-cpu --model qwen --alias" in build
+    assert build.endswith("--bake-weights --hub http://mirror/hf")
+    assert not place.called("images select")
+
+
+@pytest.mark.parametrize("prefix", ["host:5000/team", "host:5000/team/"])
+def test_names_are_of_the_prefix(place: Workplace, prefix: str) -> None:
+    place.make("up", f"IMAGE_PREFIX={prefix}")
+    assert f"--image-prefix {prefix} " in place.called("images build")[0]
+    assert place.called("docker compose")[0].startswith("APPLIANCE_IMAGE=host:5000/team/demo docker")
+    assert {"host:5000/team/demo", "host:5000/team/demo:llama-cpu"} < place.made()
+
+
+def test_nothing_starts_after_a_build_that_failed_and_only_its_cell_is_ours(place: Workplace) -> None:
+    place.say("images-build.err", "error: no such recipe: quen\n")
+    done = place.make("up", "MODEL=quen", "CELL=llama-cpu")
+    assert done.returncode != 0
+    assert "no such recipe: quen" in done.stderr
+    assert not place.called("docker compose")
+    assert place.made() == {"appliance:llama-cpu"}
+
+
+def test_clean_removes_the_names_that_are_there(place: Workplace) -> None:
+    place.make("up")
+    for folder in ("appliance", "tests", "benchmarks"):
+        (place.folder / folder).mkdir()
+    assert place.make("clean").returncode == 0
+    removed = {line.split()[-1] for line in place.called("image rm")}
+    assert removed == {"appliance:llama-cpu", "appliance/demo:llama-cpu", "appliance/demo"}
+
+
+def test_clean_passes_over_names_that_are_gone(place: Workplace) -> None:
+    place.make("up")
+    for folder in ("appliance", "tests", "benchmarks"):
+        (place.folder / folder).mkdir()
+    gone = place.folder / "bin/docker"
+    gone.unlink()
+    gone.write_text('#!/bin/sh\n[ "$1 $2" != "image inspect" ] || exit 1\necho "docker $*" >>"$CALLS"\n')
+    gone.chmod(0o755)
+    assert os.access(gone, os.X_OK)
+    assert place.make("clean").returncode == 0
+    assert not place.called("image rm")

@@ -1,0 +1,192 @@
+"""Which model a start serves: names of the volume, rungs of a recipe, repositories; and what a choice remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.image_facts import Recipe, RecipeFile, Rung
+from appliance.serve.from_hub import tier_of
+from appliance.serve.kept_choice import KeptChoice
+from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, which_model
+from appliance.settings import HubSettings, resolve_settings
+from tests.golden.machines import MACHINES
+
+NAMES = ("4b-q4_k_m", "8b-q4_k_m", "8b-q6_k", "3.5-9b-q4_k_m", "35b-q4_k_m")
+
+
+def rung(name: str, **given: Any) -> Rung:
+    file = RecipeFile(path=f"M-{name}.gguf", bytes=4, sha256="a" * 64)
+    known: dict[str, Any] = {
+        "name": name, "tier": "balanced", "format": "gguf", "repo": "org/M-GGUF", "revision": "c" * 40, "url": None,
+        "files": (file,), "parameters_b": 8.0, "active_b": 8.0, "loss": None, "loss_source": None, "shape": None,
+        "source": "a test",
+    }  # fmt: skip
+    return Rung(**known | given)
+
+
+RECIPE = Recipe(
+    name="qwen", license="x", rungs=tuple(map(rung, NAMES)), default="4b-q4_k_m", chat={}, reasoning=None, tools=None,
+    speculation=None, projector=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+def which(models: Path, request: str | None = None, recipe: Recipe | None = RECIPE) -> Which:
+    settings = resolve_settings({"data_dir": str(models.parent), **({"model": request} if request else {})}, {})
+    return which_model(settings, recipe, "gguf", HubSettings)
+
+
+def put(models: Path, name: str, data: bytes = b"GGUF") -> Path:
+    path = models / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def offered(found: Which) -> list[str]:
+    assert isinstance(found, FromRecipe)
+    return [each.name for each in found.rungs]
+
+
+def test_without_a_name_the_recipe_and_without_one_the_only_model(models: Path) -> None:
+    put(models, "mine.gguf")
+    assert offered(which(models)) == list(NAMES)
+    assert which(models, recipe=None) == Located(path=models / "mine.gguf")
+
+
+@pytest.mark.parametrize(
+    ("request_text", "names"),
+    [
+        ("qwen", NAMES),
+        ("QWEN", NAMES),
+        ("qwen:8b", ("8b-q4_k_m", "8b-q6_k")),
+        ("qwen:8b-q4", ("8b-q4_k_m",)),
+        ("qwen:8B-Q4KM", ("8b-q4_k_m",)),
+        ("qwen:3.5", ("3.5-9b-q4_k_m",)),
+        ("qwen:35", ("35b-q4_k_m",)),
+    ],
+)
+def test_a_recipe_and_the_beginning_of_a_rung(models: Path, request_text: str, names: tuple[str, ...]) -> None:
+    assert offered(which(models, request_text)) == list(names)
+
+
+@pytest.mark.parametrize(
+    ("request_text", "hint"),
+    [("qwen:8b-q5_k_m", "perhaps you meant qwen:8b-q"), ("qwen:700b", "there are qwen:4b-q4_k_m, "),
+     ("qwn", "perhaps you meant qwen"), ("nothing", "put the file into")],
+)  # fmt: skip
+def test_a_near_miss_is_named(models: Path, request_text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        which(models, request_text)
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_file_of_the_volume_goes_before_a_recipe_of_its_name(models: Path) -> None:
+    put(models, "qwen.gguf")
+    assert which(models, "qwen.gguf") == Located(path=models / "qwen.gguf")
+    assert which(models, "qwen") == Located(path=models / "qwen.gguf")
+
+
+@pytest.mark.parametrize("place", ["M-8b-q6_k.gguf", f"models--org--M-GGUF/snapshots/{'c' * 40}/M-8b-q6_k.gguf"])
+def test_a_rung_that_is_here_by_hand_or_fetched(models: Path, place: str) -> None:
+    path = put(models, place)
+    assert which(models, "qwen:8b-q6") == Located(path=path, names=("qwen", "qwen:8b-q6_k"))
+    found = which(models)
+    assert isinstance(found, FromRecipe)
+    assert found.here == ((RECIPE.rungs[2], path),)
+
+
+def test_a_file_of_another_size_is_not_the_rung(models: Path) -> None:
+    put(models, "M-8b-q6_k.gguf", b"GGUF and more")
+    assert isinstance(which(models, "qwen:8b-q6"), FromRecipe)
+    bare = replace(RECIPE, rungs=(rung("8b-q6_k", repo=None, revision=None),))
+    assert isinstance(which(models, "qwen", bare), Located)  # there is no address for the right one
+
+
+def test_a_recipe_without_an_address_says_what_is_missing(models: Path) -> None:
+    bare = replace(RECIPE, rungs=(rung("8b-q6_k", repo=None, revision=None),))
+    with pytest.raises(ConfigError, match="recipe is not on the volume") as caught:
+        which(models, recipe=bare)
+    assert str(models / "M-8b-q6_k.gguf") in caught.value.message
+
+
+def test_rungs_of_another_format_are_passed_over(models: Path) -> None:
+    mixed = replace(RECIPE, rungs=(*RECIPE.rungs, rung("8b-bf16", format="safetensors")))
+    assert offered(which(models, recipe=mixed)) == list(NAMES)
+    with pytest.raises(ConfigError, match="no such model for this engine"):
+        rungs_called("", [], "qwen")
+
+
+@pytest.mark.parametrize("request_text", ["org/repo", "org/repo:Q4_K_M", "hf.co/org/repo@main", "https://h/x.gguf"])
+def test_what_can_only_be_elsewhere(models: Path, request_text: str) -> None:
+    found = which(models, request_text)
+    assert isinstance(found, FromHub)
+    assert found.name == request_text
+
+
+def test_a_repository_that_is_in_the_cache(models: Path) -> None:
+    path = put(models, f"models--org--repo/snapshots/{'d' * 40}/R-Q4_K_M.gguf")
+    put(models, "models--org--repo/refs/main", b"d" * 40)
+    assert which(models, "org/repo") == Located(path=path, names=("org/repo",))
+    assert which(models, "org/repo:Q4_K_M") == Located(path=path, names=("org/repo:Q4_K_M",))
+    assert isinstance(which(models, "org/repo:Q8_0"), FromHub)
+
+
+@pytest.mark.parametrize(
+    ("request_text", "kind"), [("folder/m.gguf", ConfigError), ("/nowhere/m.gguf", ModelUnreadableError)]
+)
+def test_a_path_that_is_missing_is_no_repository(models: Path, request_text: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        which(models, request_text)
+
+
+@pytest.mark.parametrize(
+    ("label", "tier"),
+    [("Q8_0", "quality"), ("UD-Q6_K_XL", "quality"), ("BF16", "quality"), ("Q4_K_M", "balanced"), ("MXFP4", "balanced"),
+     ("IQ4_XS", "balanced"), ("UD-Q2_K_XL", "compact"), ("IQ3_XXS", "compact"), ("", "balanced")],
+)  # fmt: skip
+def test_the_tier_that_a_label_tells(label: str, tier: str) -> None:
+    assert tier_of(label) == tier
+
+
+def kept(folder: Path, **given: Any) -> KeptChoice:
+    here = {"qwen:a": Located(path=Path("/a")), "qwen:b": Located(path=Path("/b"))}
+    settings = resolve_settings({}, {})
+    return KeptChoice(
+        **{"folder": folder, "settings": settings, "hardware": MACHINES["cpu-16g"], "here": here, **given}
+    )
+
+
+CHANGES: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"settings": resolve_settings({"ctx_size": "65536"}, {})},
+    lambda: {"settings": resolve_settings({"tier": "compact"}, {})},
+    lambda: {"hardware": MACHINES["h200"]},
+    lambda: {"here": {"qwen:b": Located(path=Path("/b"))}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_choice_is_made_anew_when_the_question_changes(tmp_path: Path, change: Callable[[], dict[str, Any]]) -> None:
+    kept(tmp_path).save("qwen:b")
+    assert kept(tmp_path).load() == Located(path=Path("/b"))
+    assert kept(tmp_path, settings=resolve_settings({"port": "1234"}, {})).load() is not None
+    assert kept(tmp_path, **change()).load() is None
+
+
+def test_a_choice_that_cannot_be_kept_or_read_is_none(tmp_path: Path) -> None:
+    kept(tmp_path / "missing").save("qwen:a")
+    assert kept(tmp_path / "missing").load() is None
+    for text in ("", "[]", "{}", '{"key": 1}', "null"):
+        (tmp_path / "choice.json").write_text(text)
+        assert kept(tmp_path).load() is None
