@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
-from appliance.errors import FatalError, UsageError
+from appliance.errors import FatalError, UsageError, printable
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 
 if TYPE_CHECKING:
@@ -439,9 +439,14 @@ def _show(error: FatalError) -> None:
     """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
     for line in error.log[-40:]:
         print(f"  | {line}", file=sys.stderr)
-    print(f"error: {error.message}", file=sys.stderr)
+    print(f"error: {_safe(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"\nhint: {error.hint}", file=sys.stderr)
+        print(f"\nhint: {_safe(error.hint)}", file=sys.stderr)
+
+
+def _safe(text: str) -> str:
+    """Control sequences out of a file's name or another's answer, as words."""
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 if __name__ == "__main__":

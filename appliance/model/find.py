@@ -10,28 +10,36 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.model.facts import Format
-from appliance.model.parts import PART
+from appliance.model.parts import PART, plain_name
+
+if TYPE_CHECKING:
+    from appliance.model.hub_cache import CachedModel
 
 DEPTH = 2  # models/organisation/repository/file.gguf
+ENTRIES_LIMIT = 50_000  # more is no folder of models, and a start must not wait for it
 _LISTED = 20
 _TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-f16.gguf, which name nobody
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
 def list_models(models_dir: Path) -> tuple[Path, ...]:
-    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors.
+    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors;
+    and what is whole in folders of huggingface_hub's cache, each path of a repository once.
 
-    Hidden folders (unfinished downloads) and `lost+found` are passed over. Raises ModelUnreadableError for a folder
-    that cannot be read; a `models_dir` that is not there holds nothing.
+    Hidden folders (unfinished downloads) and `lost+found` are passed over; no more than ENTRIES_LIMIT files and folders
+    are looked at. Raises ModelUnreadableError for a folder that cannot be read; a `models_dir` that is not there holds
+    nothing.
     """
     if not _is_there(models_dir):
         return ()
-    return tuple(sorted(path for path in _walk(models_dir, DEPTH) if is_folder_model(path) or _is_served(path.name)))
+    found = _walk(models_dir, DEPTH, iter(range(ENTRIES_LIMIT)))
+    return tuple(sorted(path for path in found if is_folder_model(path) or _is_served(path.name)))
 
 
 def is_folder_model(path: Path) -> bool:
@@ -55,58 +63,109 @@ def find_projector(model: Path) -> Path | None:
 
 
 def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
-    """The file or folder to serve; what nobody named is of the format that this image `serves`.
+    """As `find_model`; raises ConfigError also where that finds nothing."""
+    found = find_model(request, recipe_file, models_dir, serves=serves)
+    if found is not None:
+        return found
+    if request:
+        raise _no_such_model(request, models_dir)
+    models = _of_format(models_dir, serves)
+    if recipe_file:
+        message = f"the model of this image's recipe is not on the volume: {models_dir / recipe_file}{_listing(models)}"
+        raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
+    message = f"no model was named and none is on the volume: {models_dir}"
+    raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
 
-    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one.
+
+def find_model(
+    request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf"
+) -> Path | None:
+    """The file or folder to serve; what nobody named is of the format that this image `serves`. None where no such
+    model is on the volume.
+
+    Raises ConfigError when several could be meant, ModelUnreadableError when the one that is meant cannot be served.
     """
     if request:
-        return _checked(_requested(request, models_dir))
-    models = tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
-    if recipe_file:
-        path = models_dir / recipe_file
-        if not _is_there(path):
-            message = f"the model of this image's recipe is not on the volume: {path}{_listing(models)}"
-            raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
-        return _checked(path)
-    if len(models) == 1:
-        return _checked(models[0])
-    if not models:
-        message = f"no model was named and none is on the volume: {models_dir}"
-        raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
+        found = _requested(request, models_dir)
+    elif recipe_file:
+        found = models_dir / recipe_file if _is_there(models_dir / recipe_file) else None
+    else:
+        found = _only_one(_of_format(models_dir, serves), models_dir)
+    return None if found is None else _checked(found)
+
+
+def _of_format(models_dir: Path, serves: Format) -> tuple[Path, ...]:
+    return tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
+
+
+def _only_one(models: tuple[Path, ...], models_dir: Path) -> Path | None:
+    if len(models) < 2:
+        return models[0] if models else None
     message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
-    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {models[0].stem}")
+    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
 
 
-def _requested(request: str, models_dir: Path) -> Path:
+def _requested(request: str, models_dir: Path) -> Path | None:
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
         if _is_there(path):
             return path
+    whole = [model.path for model in _in_cache(request, models_dir) if not model.problem]
+    if whole:
+        return _one_of(whole, request)
+    wanted, models = request.casefold(), list_models(models_dir)
+    return _one_of([path for path in models if wanted in _names(path)], request)
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return path.name.casefold(), path.stem.casefold(), plain_name(path).casefold()
+
+
+def _in_cache(request: str, models_dir: Path) -> tuple[CachedModel, ...]:
+    """By the name of a repository, whole or not."""
+    if Path(request).is_absolute() or not _has_repos(models_dir):
+        return ()
+    from appliance.model.hub_cache import find_cached  # here: a start without such folders never needs it
+
+    return find_cached(request, models_dir)
+
+
+def _has_repos(models_dir: Path) -> bool:
+    try:
+        return any(models_dir.glob("models--*"))
+    except OSError:
+        return False
+
+
+def _one_of(found: Sequence[Path], request: str) -> Path | None:
+    if len(found) < 2:
+        return found[0] if found else None
+    message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
+    raise ConfigError(message, hint="give the path of the one that is meant")
+
+
+def _no_such_model(request: str, models_dir: Path) -> FatalError:
+    if partly := _in_cache(request, models_dir):
+        message = f"model on the volume is not whole: {printable(f'{partly[0].name}: {partly[0].problem}')}"
+        return ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(partly[0].repo)}")
     models = list_models(models_dir)
-    wanted = request.casefold()
-    found = [path for path in models if wanted in (path.name.casefold(), path.stem.casefold())]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        message = f"model name {request} means {len(found)} files on the volume{_listing(tuple(found))}"
-        raise ConfigError(message, hint="give the path of the one that is meant")
     if Path(request).is_absolute():
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
-        raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
+        return ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
     message = f"no model of that name is on the volume: {request}{_listing(models)}"
-    raise ConfigError(message, hint=_near_miss(request, models, models_dir))
+    return ConfigError(message, hint=_near_miss(request, models, models_dir))
 
 
 def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
     names = {name.casefold(): name for path in models for name in (path.name, path.stem)}
     near = difflib.get_close_matches(request.casefold(), names, n=1)
     if near:
-        return f"perhaps you meant {names[near[0]]}"
+        return f"perhaps you meant {printable(names[near[0]])}"
     return f"put the file into {models_dir}, or name one that is there"
 
 
 def _checked(path: Path) -> Path:
     if _is_folder(path) and not is_folder_model(path):
-        message = f"model is a folder: {path}"
+        message = f"model is a folder: {printable(str(path))}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path
 
@@ -114,27 +173,39 @@ def _checked(path: Path) -> Path:
 def _folder_hint(folder: Path) -> str:
     inside = list_models(folder)
     if inside:
-        return f"name the file itself, for instance {inside[0]}"
+        return f"name the file itself, for instance {printable(str(inside[0]))}"
     if any(folder.glob("*.safetensors")):
         return "its config.json is missing: fetch the whole folder of the model"
     return "give the path of a GGUF file, or of a folder with config.json and safetensors files"
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        message = f"folder of models cannot be read: {folder}: {(error.strerror or str(error)).lower()}"
-        hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
-        raise ModelUnreadableError(message, hint=hint) from error
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name == "lost+found":
+def _walk(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
+    for path in _entries(folder, budget):
+        if path.name.startswith("models--") and depth == DEPTH:
+            from appliance.model.hub_cache import list_cached  # here: a start without such folders never needs it
+
+            yield from (model.path for model in list_cached(path) if not model.problem)
             continue
-        path = Path(entry.path)
-        if not _is_folder(path) or is_folder_model(path):
+        is_folder = _is_folder(path)
+        if not is_folder or is_folder_model(path):
             yield path
-        if _is_folder(path) and depth:
-            yield from _walk(path, depth - 1)
+        if is_folder and depth:
+            yield from _walk(path, depth - 1, budget)
+
+
+def _entries(folder: Path, budget: Iterator[int]) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for _, entry in zip(budget, entries, strict=False)]
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return [folder / name for name in sorted(names) if not name.startswith(".") and name != "lost+found"]
+
+
+def unreadable(folder: Path, error: OSError) -> ModelUnreadableError:
+    message = f"folder of models cannot be read: {printable(str(folder))}: {(error.strerror or str(error)).lower()}"
+    hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
+    return ModelUnreadableError(message, hint=hint)
 
 
 def _is_there(path: Path) -> bool:
@@ -171,8 +242,8 @@ def _family(projector: str) -> str:
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 
-def _listing(models: tuple[Path, ...]) -> str:
+def _listing(models: Sequence[Path]) -> str:
     """The names below each other; empty without any."""
-    lines = [f"\n  {path}" for path in models[:_LISTED]]
+    lines = [f"\n  {printable(str(path))}" for path in models[:_LISTED]]
     more = len(models) - _LISTED
     return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")
