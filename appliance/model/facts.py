@@ -90,6 +90,7 @@ class Model:
     recurrent_length: int = 0  # inner width of recurrent layers
     recurrent_channels: int = 0  # that their convolution runs over
     expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
+    called: str | None = None  # where the file's name says nothing: a blob of another tool's folder
 
 
 def parse_facts(gguf: Gguf) -> Model:

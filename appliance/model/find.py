@@ -28,17 +28,17 @@ _TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
-def list_models(models_dir: Path) -> tuple[Path, ...]:
+def list_models(models_dir: Path, budget: Iterator[int] | None = None) -> tuple[Path, ...]:
     """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors;
     and what is whole in folders of huggingface_hub's cache, each path of a repository once.
 
     Hidden folders (unfinished downloads) and `lost+found` are passed over; no more than ENTRIES_LIMIT files and folders
-    are looked at. Raises ModelUnreadableError for a folder that cannot be read; a `models_dir` that is not there holds
-    nothing.
+    are looked at, or as many as `budget` has left. Raises ModelUnreadableError for a folder that cannot be read; a
+    `models_dir` that is not there holds nothing.
     """
     if not _is_there(models_dir):
         return ()
-    found = _walk(models_dir, DEPTH, iter(range(ENTRIES_LIMIT)))
+    found = _walk(models_dir, DEPTH, budget or iter(range(ENTRIES_LIMIT)))
     return tuple(sorted(path for path in found if is_folder_model(path) or _is_served(path.name)))
 
 

@@ -67,7 +67,7 @@ def find_cached(reference: str, cache: Path) -> tuple[CachedModel, ...]:
         return ()
     repo, revision, quant, file = parsed
     models = [model for folder in _folders(cache, repo) for model in list_cached(folder, revision)]
-    named = [model for model in models if _is_meant(model, quant, file)]
+    named = [model for model in models if is_meant(model.file, quant, file)]
     whole = tuple(model for model in named if not model.problem)
     return whole or tuple(named)
 
@@ -95,8 +95,9 @@ def _folders(cache: Path, repo: str) -> list[Path]:
     return [folder for folder in cache.glob(f"{PREFIX}*") if folder.name.casefold() == wanted]
 
 
-def _is_meant(model: CachedModel, quant: str, file: str) -> bool:
-    own, wanted = model.file.casefold(), file.casefold()
+def is_meant(own: str, quant: str, file: str) -> bool:
+    """Whether a file of a repository is the one with that quantization and that name; empty words mean any."""
+    own, wanted = own.casefold(), file.casefold()
     if wanted and wanted not in (own, own.removesuffix(".gguf"), PART.sub("", own), PART.sub(".gguf", own)):
         return False
     return not quant or re.search(rf"(?:^|[-._/]){re.escape(quant.casefold())}(?:[-./]|$)", own) is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.model import Model, digest, read_draft, read_model, resolve_model
+from appliance.model import Model, digest, find_model, read_draft, read_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
@@ -60,6 +60,8 @@ def read_inputs(settings: Settings, environment: Mapping[str, str]) -> StartInpu
     if settings.engine_dir is None:
         sources = {**settings.sources, "engine_dir": "image"}
         settings = replace(settings, engine_dir=install.engine_dir, sources=sources)
+    if settings.alias is None and model.called:
+        settings = replace(settings, alias=model.called, sources={**settings.sources, "alias": "name in its folder"})
     ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
     inputs = Inputs(
         settings=settings,
@@ -118,9 +120,15 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 
 
 def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
-    """The one that was asked for, else the image's own, else the only one there is of the engine's format."""
+    """The one that was asked for, else the image's own, else the only one there is of the engine's format: on the
+    volume, else in mounted folders of other tools."""
     file, serves = image.recipe.file if image.recipe else None, engine.model_format
-    return read_model(resolve_model(settings.model, file, settings.models_dir, serves=serves), serves=serves)
+    path = find_model(settings.model, file, settings.models_dir, serves=serves)
+    if path is not None:
+        return read_model(path, serves=serves)
+    from appliance.weights.stores import read_elsewhere  # here: a start from the volume must not pay for it
+
+    return read_elsewhere(settings, file, serves)
 
 
 def read_draft_model(settings: Settings, model: Model) -> Model | None:

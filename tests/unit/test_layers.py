@@ -56,10 +56,23 @@ MAY_IMPORT = {
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": set(),
-    "serve": {"volume", "probe", "model", "settings", "plan", "engines", "tune", "profile", "supervisor", "gateway"},
+    "weights": {"volume", "model", "settings"},
+    "serve": {
+        "volume",
+        "weights",
+        "probe",
+        "model",
+        "settings",
+        "plan",
+        "engines",
+        "tune",
+        "profile",
+        "supervisor",
+        "gateway",
+    },
     "doctor": {"volume", "probe", "model", "settings", "plan", "engines", "serve"},
     "host": set(),
-}
+}  # fmt: skip
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
 STRICT_LEAVES = {
@@ -166,6 +179,17 @@ def test_environment_and_io_stay_in_their_rooms(path: Path) -> None:
                 "write_bytes",
                 "print",
             }, f"{name}:{node.lineno} calls {called}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_weights_are_read_as_models_in_one_place(path: Path) -> None:
+    """What is fetched and kept is bytes with names; and no start from the volume imports any of it at its beginning."""
+    name, tree = name_of(path), tree_of(path)
+    for module, node in imports(tree):
+        if name.startswith("appliance/weights/") and name != "appliance/weights/stores.py":
+            assert room_of(module) != "model" or not module.startswith("appliance."), f"{name}:{node.lineno}"
+        if module.startswith("appliance.weights") and not name.startswith("appliance/weights/"):
+            assert node not in tree.body, f"{name}:{node.lineno} imports {module} at its beginning"
 
 
 def test_every_room_has_its_rule() -> None:
