@@ -82,7 +82,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("probe", _probe, "show what this container may use"),
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
         ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
-        ("models", _models, "list, add or remove models on the volume"),
+        ("models", _models, "list, add, remove, verify or import models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
         ("version", _version, "print versions"),
@@ -148,9 +148,12 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_models(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("action", nargs="?", choices=("list", "add", "remove"), default="list", help="default: list")
-    verb.add_argument("file", nargs="?", metavar="FILE", help="name on the volume, as in model.gguf")
+    actions = ("list", "add", "rm", "remove", "verify", "import")
+    verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
+    words = "as the list shows it; with add the name that it gets; with import a path, or a name in another folder"
+    verb.add_argument("file", nargs="?", metavar="NAME", help=words)
     verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else, keep what has it")
+    verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
     _add_json(verb)
 
 
@@ -169,6 +172,7 @@ _OTHER_FLAGS = (
         "--explain",
         "--dry-run",
         "--sha256",
+        "--repair",
         "--bin",
         "--out",
         "--kv-pairs",
@@ -348,36 +352,16 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
 
 
 def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
-    from appliance.model import list_models
-    from appliance.volume import remove_model
+    from appliance.weights.verbs import Request, run
 
-    if options.action == "list":
-        names = [str(path.relative_to(settings.models_dir)) for path in list_models(settings.models_dir)]
-        print(json.dumps(names) if options.json else "\n".join(names) or f"no models in {settings.models_dir}")
-        return 0
-    if not options.file:
-        message = f"models {options.action} needs a file name"
-        raise UsageError(message, hint=f"as in `appliance models {options.action} model.gguf`")
-    if options.action == "add":
-        return _put_model(options, settings)
-    print(remove_model(settings.models_dir, options.file))  # also on a full volume: it is what helps there
-    return 0
-
-
-def _put_model(options: argparse.Namespace, settings: Settings) -> int:
-    import signal
-
-    from appliance.volume import add_model, drop_unfinished, open_volume
-
-    # By default SIGTERM, which is how Docker stops a container, would leave the unfinished file on the volume.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        drop_unfinished(settings.models_dir)  # first: they may be what fills the volume
-        open_volume(settings.data_dir)
-        print(add_model(settings.models_dir, options.file, sys.stdin.buffer, options.sha256))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 0
+    request = Request(
+        settings=settings,
+        name=options.file,
+        sha256=options.sha256,
+        as_json=options.json,
+        repairs=options.repair,
+    )
+    return run(options.action, request)
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:

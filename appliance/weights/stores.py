@@ -16,6 +16,7 @@ from typing import Literal
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
 from appliance.model.find import ENTRIES_LIMIT, find_projector
+from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached
 from appliance.model.parts import PART
 from appliance.settings import Settings, parse_folders
@@ -94,6 +95,8 @@ def _stores_in(folder: Path) -> tuple[Store, ...]:
     try:
         if not folder.is_dir():
             return ()
+        if folder == _IMAGE:
+            return (Store(tool="image", folder=folder),)
         for each in (folder, folder / "models"):
             if is_store(each):
                 return (Store(tool="Ollama", folder=each),)
@@ -104,8 +107,6 @@ def _stores_in(folder: Path) -> tuple[Store, ...]:
             return (Store(tool="LM Studio", folder=folder / "models"),)
     except OSError:
         return ()
-    if folder == _IMAGE:
-        return (Store(tool="image", folder=folder),)
     is_lm_studio = folder.parent.name in (".lmstudio", "lm-studio") or folder.name == "lmstudio"
     return (Store(tool="LM Studio" if is_lm_studio else "folder", folder=folder),)
 
@@ -229,7 +230,9 @@ def _named(request: str, store: Store) -> list[StoredModel]:
     """A reference to a repository may name a revision, and is looked up without a search of the whole folder."""
     if store.tool != "Ollama" and (cached := find_cached(request, store.folder)):
         return [_of_cache(store, model) for model in cached]
-    return [model for model in list_store(store).models if is_named(model, request)]
+    found = [model for model in list_store(store).models if is_named(model, request)]
+    exact = [model for model in found if model.name == request]
+    return exact or found
 
 
 def is_named(model: StoredModel, request: str) -> bool:
@@ -329,3 +332,22 @@ def _listing(models: Sequence[StoredModel]) -> str:
     lines = [f"\n  {printable(model.name)} ({model.store.tool})" for model in models[:_LISTED]]
     more = len(models) - _LISTED
     return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")
+
+
+def volume_store(models_dir: Path) -> Store:
+    return Store(tool="volume", folder=models_dir)
+
+
+def is_in_cache(model: StoredModel) -> bool:
+    """Whether it lies in the layout of huggingface_hub's cache."""
+    folder = model.store.folder
+    return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def why_damaged(path: Path) -> str | None:
+    """As far as the header of a GGUF file tells: its end is missing, or it is none."""
+    try:
+        read_gguf(path)
+    except ModelUnreadableError as error:
+        return error.message
+    return None
