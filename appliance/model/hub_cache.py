@@ -105,12 +105,12 @@ def is_meant(own: str, quant: str, file: str) -> bool:
 
 def _snapshots(folder: Path, revision: str) -> list[Path]:
     """What refs/main names first, then the newest."""
-    snapshots = [path for path in _scan(folder / "snapshots") if path.is_dir()]
+    snapshots = [path for path in _scan(folder / "snapshots") if _is_folder(path)]
     if revision:
         commit = read_ref(folder, revision)
         snapshots = [path for path in snapshots if path.name == commit or path.name.startswith(revision)]
     main = read_ref(folder, "main")
-    return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime_ns, path.name))
+    return sorted(snapshots, key=lambda path: (path.name != main, -_modified_ns(path), path.name))
 
 
 def read_ref(folder: Path, name: str) -> str:
@@ -194,11 +194,22 @@ def why_unusable(path: Path, root: str) -> str | None:
 def _files(folder: Path, depth: int) -> Iterator[Path]:
     """Raises ModelUnreadableError for a folder that may not be read."""
     for path in _scan(folder):
-        if path.is_dir():
+        if _is_folder(path):
             if depth:
                 yield from _files(path, depth - 1)
         else:
             yield path
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib's raises for what may not be looked at
+
+
+def _modified_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # it was just removed
 
 
 def _scan(folder: Path) -> list[Path]:

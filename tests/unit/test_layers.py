@@ -70,7 +70,7 @@ MAY_IMPORT = {
         "supervisor",
         "gateway",
     },
-    "doctor": {"volume", "probe", "model", "settings", "plan", "engines", "serve"},
+    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "serve"},
     "host": set(),
 }  # fmt: skip
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
