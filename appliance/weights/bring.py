@@ -22,6 +22,7 @@ from appliance.weights.stores import (
     is_in_cache,
     list_store,
     other_stores,
+    read_ref,
     refuse_artifact,
     why_damaged,
 )
@@ -48,6 +49,7 @@ class _Step:
     name: str
     sha256: str | None  # that it must have
     link: Path | None = None  # of a snapshot, to a target among the blobs
+    is_main: bool = False  # the snapshot is the one that the branch main stood at
 
 
 def sources_of(request: str, settings: Settings) -> tuple[StoredModel, ...]:
@@ -122,7 +124,10 @@ def _cached_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
     link = models_dir / below
     if blob is None or not re.fullmatch(r"[\w-]{1,128}", blob.name):
         return _Step(source=path, target=link, name=model.name, sha256=None)
-    return _Step(source=path, target=repo / "blobs" / blob.name, name=model.name, sha256=sha256, link=link)
+    source = model.store.folder / below.parts[0]
+    is_main = read_ref(source, "main") == below.parts[2]
+    target = repo / "blobs" / blob.name
+    return _Step(source=path, target=target, name=model.name, sha256=sha256, link=link, is_main=is_main)
 
 
 def _flat_step(model: StoredModel, path: Path, models_dir: Path) -> _Step:
@@ -143,7 +148,7 @@ def _bring(step: _Step, models_dir: Path, left: int, on_bytes: OnBytes) -> Broug
         step.target.parent.mkdir(parents=True, exist_ok=True)
         sha256, how = _put(step, models_dir, left, on_bytes)
     if step.link is not None and not os.path.lexists(step.link):
-        _link(step.link, step.target)
+        _link(step.link, step.target, is_main=step.is_main)
     return Brought(name=step.name, file=step.link or step.target, bytes=length, sha256=sha256, how=how)
 
 
@@ -203,13 +208,13 @@ def _check_room(step: _Step, models_dir: Path, left: int) -> None:
     raise VolumeError(message, hint="`appliance models list` shows what takes it, `appliance models rm NAME` frees it")
 
 
-def _link(link: Path, target: Path) -> None:
-    """As the hub's client links a snapshot, with the ref that names it."""
+def _link(link: Path, target: Path, *, is_main: bool) -> None:
+    """As the hub's client links a snapshot, with the ref that names it; one is needed to find it without a network."""
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(target, link.parent))
     repo = target.parents[1]
     commit = link.relative_to(repo / "snapshots").parts[0]
     ref = repo / "refs/main"
-    if not ref.exists():
+    if is_main or not ref.exists():
         ref.parent.mkdir(exist_ok=True)
         ref.write_text(commit)

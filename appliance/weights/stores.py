@@ -17,11 +17,30 @@ from appliance.errors import ConfigError, FatalError, ModelUnreadableError, prin
 from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
 from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
-from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached
+from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, read_ref
 from appliance.model.parts import PART
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
 from appliance.weights.ollama import is_store, list_ollama, parse_name
+
+__all__ = [
+    "Listing",
+    "Store",
+    "StoredModel",
+    "Tool",
+    "find_elsewhere",
+    "find_stored",
+    "is_in_cache",
+    "is_named",
+    "list_store",
+    "other_stores",
+    "read_elsewhere",
+    "read_ref",
+    "read_stored",
+    "refuse_artifact",
+    "volume_store",
+    "why_damaged",
+]
 
 Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder"]
 _IMAGE = Path("/opt/models")

@@ -390,6 +390,17 @@ def test_a_model_of_the_hubs_cache_keeps_its_names(run: Run, models: Path, tmp_p
     assert (repo / "refs/main").read_text() == "a" * 40
 
 
+def test_the_branch_stands_where_it_stood_in_the_cache_that_a_model_came_from(
+    run: Run, models: Path, tmp_path: Path, weights: bytes
+) -> None:
+    put_cached(tmp_path / "hub", "org/m", "old.gguf", weights)
+    put_cached(tmp_path / "hub", "org/m", "new.gguf", weights, commit=OTHER_COMMIT)
+    for name in ("old", "new", "old"):
+        assert run("import", f"org/m/{name}", folders=str(tmp_path / "hub")).code == 0
+        wanted = "a" * 40 if not (models / "models--org--m/snapshots" / OTHER_COMMIT).exists() else OTHER_COMMIT
+        assert (models / "models--org--m/refs/main").read_text() == wanted
+
+
 def test_a_split_file_and_a_folder_come_whole(run: Run, models: Path, tmp_path: Path, weights: bytes) -> None:
     (tmp_path / "many").mkdir()
     for number in (1, 2):
