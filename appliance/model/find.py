@@ -28,9 +28,9 @@ _TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
-def list_models(models_dir: Path, budget: Iterator[int] | None = None) -> tuple[Path, ...]:
+def list_models(models_dir: Path, budget: Iterator[int] | None = None, *, with_repos: bool = True) -> tuple[Path, ...]:
     """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors;
-    and what is whole in folders of huggingface_hub's cache, each path of a repository once.
+    and, `with_repos`, what is whole in folders of huggingface_hub's cache, each path of a repository once.
 
     Hidden folders (unfinished downloads) and `lost+found` are passed over; no more than ENTRIES_LIMIT files and folders
     are looked at, or as many as `budget` has left. Raises ModelUnreadableError for a folder that cannot be read; a
@@ -38,7 +38,7 @@ def list_models(models_dir: Path, budget: Iterator[int] | None = None) -> tuple[
     """
     if not _is_there(models_dir):
         return ()
-    found = _walk(models_dir, DEPTH, budget or iter(range(ENTRIES_LIMIT)))
+    found = _walk(models_dir, DEPTH, budget or iter(range(ENTRIES_LIMIT)), with_repos=with_repos)
     return tuple(sorted(path for path in found if is_folder_model(path) or _is_served(path.name)))
 
 
@@ -179,18 +179,19 @@ def _folder_hint(folder: Path) -> str:
     return "give the path of a GGUF file, or of a folder with config.json and safetensors files"
 
 
-def _walk(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
+def _walk(folder: Path, depth: int, budget: Iterator[int], *, with_repos: bool) -> Iterator[Path]:
     for path in _entries(folder, budget):
         if path.name.startswith("models--") and depth == DEPTH:
-            from appliance.model.hub_cache import list_cached  # here: a start without such folders never needs it
+            if with_repos:
+                from appliance.model.hub_cache import list_cached  # here: a start without such folders never needs it
 
-            yield from (model.path for model in list_cached(path) if not model.problem)
+                yield from (model.path for model in list_cached(path, budget=budget) if not model.problem)
             continue
         is_folder = _is_folder(path)
         if not is_folder or is_folder_model(path):
             yield path
         if is_folder and depth:
-            yield from _walk(path, depth - 1, budget)
+            yield from _walk(path, depth - 1, budget, with_repos=with_repos)
 
 
 def _entries(folder: Path, budget: Iterator[int]) -> list[Path]:

@@ -12,16 +12,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.model.find import unreadable
+from appliance.model.find import ENTRIES_LIMIT, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
 from appliance.values import dataclass
 
 PREFIX = "models--"
 INCOMPLETE = ".incomplete"
 _DEPTH = 3  # folders inside a repository; published ones have one, named after the quantization
-_FILES_LIMIT = 10_000  # of one snapshot; the largest published ones have some hundred
 _REFERENCE_LIMIT = 512
 _REF_BYTES = 256
+_OF_URL = re.compile(r"url/[^/]+/[0-9a-f]{12}")  # models--url--<host>--<beginning of the URL's sha256>
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -36,6 +36,9 @@ class CachedModel:
 
     @property
     def name(self) -> str:
+        """As it is asked for; what came from a URL by its file alone."""
+        if _OF_URL.fullmatch(self.repo):
+            return self.file
         return f"{self.repo}/{self.file}" if self.file else self.repo
 
 
@@ -48,12 +51,14 @@ def repo_of(folder: Path) -> str:
     return folder.name.removeprefix(PREFIX).replace("--", "/")
 
 
-def list_cached(folder: Path, revision: str = "") -> tuple[CachedModel, ...]:
+def list_cached(folder: Path, revision: str = "", budget: Iterator[int] | None = None) -> tuple[CachedModel, ...]:
     """Models of one repository's folder, sorted. Where snapshots differ: of refs/main, else of the newest with a whole
-    one. `revision` is a branch, a tag, or the beginning of a commit."""
+    one. `revision` is a branch, a tag, or the beginning of a commit; `budget` has as many numbers as files and folders
+    may be looked at. Raises ModelUnreadableError for a folder that may not be read."""
     found: dict[str, CachedModel] = {}
-    for snapshot in _snapshots(folder, revision):
-        for model in _of_snapshot(folder, snapshot):
+    budget = budget or iter(range(ENTRIES_LIMIT))
+    for snapshot in _snapshots(folder, revision, budget):
+        for model in _of_snapshot(folder, snapshot, budget):
             if model.file not in found or (found[model.file].problem and not model.problem):
                 found[model.file] = model
     return tuple(found[file] for file in sorted(found))
@@ -103,9 +108,9 @@ def is_meant(own: str, quant: str, file: str) -> bool:
     return not quant or re.search(rf"(?:^|[-._/]){re.escape(quant.casefold())}(?:[-./]|$)", own) is not None
 
 
-def _snapshots(folder: Path, revision: str) -> list[Path]:
+def _snapshots(folder: Path, revision: str, budget: Iterator[int]) -> list[Path]:
     """What refs/main names first, then the newest."""
-    snapshots = [path for path in _scan(folder / "snapshots") if _is_folder(path)]
+    snapshots = [path for path in _scan(folder / "snapshots", budget) if _is_folder(path)]
     if revision:
         commit = read_ref(folder, revision)
         snapshots = [path for path in snapshots if path.name == commit or path.name.startswith(revision)]
@@ -122,8 +127,8 @@ def read_ref(folder: Path, name: str) -> str:
         return ""
 
 
-def _of_snapshot(folder: Path, snapshot: Path) -> Iterator[CachedModel]:
-    names = {path.relative_to(snapshot).as_posix(): path for path in _files(snapshot, _DEPTH)}
+def _of_snapshot(folder: Path, snapshot: Path, budget: Iterator[int]) -> Iterator[CachedModel]:
+    names = {path.relative_to(snapshot).as_posix(): path for path in _files(snapshot, _DEPTH, budget)}
     repo, cache = repo_of(folder), os.path.realpath(folder.parent)
     if "config.json" in names and any(name.endswith(".safetensors") and "/" not in name for name in names):
         yield CachedModel(repo=repo, file="", path=snapshot, problem=_why_folder_unusable(names, cache))
@@ -191,12 +196,11 @@ def why_unusable(path: Path, root: str) -> str | None:
     return None if os.path.isfile(target) else "it is no file"  # noqa: PTH113 - the real path is a string
 
 
-def _files(folder: Path, depth: int) -> Iterator[Path]:
-    """Raises ModelUnreadableError for a folder that may not be read."""
-    for path in _scan(folder):
+def _files(folder: Path, depth: int, budget: Iterator[int]) -> Iterator[Path]:
+    for path in _scan(folder, budget):
         if _is_folder(path):
             if depth:
-                yield from _files(path, depth - 1)
+                yield from _files(path, depth - 1, budget)
         else:
             yield path
 
@@ -212,11 +216,11 @@ def _modified_ns(path: Path) -> int:
         return 0  # it was just removed
 
 
-def _scan(folder: Path) -> list[Path]:
+def _scan(folder: Path, budget: Iterator[int]) -> list[Path]:
     """Without hidden ones, sorted; none of a folder that is not there."""
     try:
         with os.scandir(folder) as entries:
-            found = [Path(entry.path) for entry, _ in zip(entries, range(_FILES_LIMIT), strict=False)]
+            found = [Path(entry.path) for _, entry in zip(budget, entries, strict=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

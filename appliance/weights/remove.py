@@ -101,15 +101,14 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     for blob in unused:
         blob.unlink(missing_ok=True)
     _drop_refs(folder)
-    if not any((folder / "snapshots").iterdir()) and not _has_partial(folder):
+    if not any((folder / "snapshots").iterdir()) and not _has_partial(folder) and not _is_fetched(folder):
         shutil.rmtree(folder)
     return Removed(name=model.name, files=(*links, *unused), freed_bytes=freed)
 
 
 def _remove_repo(name: str, folder: Path) -> Removed:
     """All that was fetched of a repository, also what was not fetched to its end."""
-    locks = (folder.parent / ".locks" / folder.name).glob("*.lock")
-    if any(map(is_held, locks)):
+    if _is_fetched(folder):
         message = f"model is being fetched: {printable(name)}"
         raise VolumeError(message, hint="stop that first; what was fetched is kept")
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
@@ -117,6 +116,11 @@ def _remove_repo(name: str, folder: Path) -> Removed:
     freed = sum(map(_freed, files))
     shutil.rmtree(folder)
     return Removed(name=name, files=tuple(files), freed_bytes=freed)
+
+
+def _is_fetched(folder: Path) -> bool:
+    """Now, by us or by the hub's own client: both lock the blob that they fetch."""
+    return any(map(is_held, (folder.parent / ".locks" / folder.name).glob("*.lock")))
 
 
 def _refuse_served(name: str, files: Iterable[Path]) -> None:

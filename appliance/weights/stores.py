@@ -136,7 +136,7 @@ def list_store(store: Store) -> Listing:
     try:
         if store.tool == "Ollama":
             return Listing(store=store, models=tuple(_of_ollama(store)))
-        models = (*_plain(store, budget), *_cached(store))
+        models = (*_plain(store, budget), *_cached(store, budget))
     except ModelUnreadableError as error:
         return Listing(store=store, models=(), problem=f"{error.message}; {error.hint}")
     except OSError as error:
@@ -149,17 +149,15 @@ def list_store(store: Store) -> Listing:
 
 def _plain(store: Store, budget: Iterator[int]) -> Iterator[StoredModel]:
     """Files and folders that lie there as they are: `publisher/repository/file.gguf`, or anyhow."""
-    for path in list_models(store.folder, budget):
+    for path in list_models(store.folder, budget, with_repos=False):
         below = path.relative_to(store.folder)
-        if is_repo(Path(below.parts[0])):
-            continue
         repo = "/".join(below.parts[:2]) if len(below.parts) > 2 else None
         yield _stored(store, path, str(below), repo=repo, file="/".join(below.parts[2:]))
 
 
-def _cached(store: Store) -> Iterator[StoredModel]:
-    for folder in sorted(store.folder.glob("models--*")):
-        for model in list_cached(folder):
+def _cached(store: Store, budget: Iterator[int]) -> Iterator[StoredModel]:
+    for _, folder in zip(budget, sorted(store.folder.glob("models--*")), strict=False):
+        for model in list_cached(folder, budget=budget):
             yield _of_cache(store, model)
 
 

@@ -162,6 +162,8 @@ def test_a_file_that_came_from_a_url_is_found_by_it_and_by_its_stem(models: Path
     url = "https://example.org/files/m.gguf"
     link = put_cached(models, f"url--example.org--{hashlib.sha256(url.encode()).hexdigest()[:12]}", "m.gguf")
     assert resolve_model(url, None, models) == resolve_model("m", None, models) == link
+    (model,) = list_cached(link.parents[2])
+    assert model.name == "m.gguf"  # what is listed can be asked for
 
 
 def test_what_a_name_holds_is_never_printed_raw(models: Path) -> None:

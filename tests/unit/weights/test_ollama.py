@@ -107,6 +107,7 @@ def test_of_a_list_the_child_with_a_gguf_file_is_taken(store: Path, is_reference
 
 
 LIST = "application/vnd.ollama.manifest.list.v2+json"
+KEYS = ("mediaType", "layers", "digest", "size", "manifests", "runner", "schemaVersion")
 
 
 def test_a_damaged_child_of_a_list_is_refused(store: Path) -> None:
@@ -157,6 +158,20 @@ def test_a_manifest_that_is_none_is_a_problem_and_no_crash(store: Path, data: by
     damaged, sound = list_ollama(store)
     assert words in (damaged.problem or "")
     assert sound.problem is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_any_json_is_a_model_or_a_problem(tmp_path_factory: pytest.TempPathFactory, document: Any) -> None:
+    store = tmp_path_factory.mktemp("ollama")
+    put_manifest(store, "library/m/latest", []).write_text(json.dumps(document))
+    assert only(store).problem
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,15 @@ def test_very_many_files_take_a_bounded_time_and_it_is_said(tmp_path: Path) -> N
     assert find_stored("m", (Store(tool="folder", folder=tmp_path),)) == ()
 
 
+def test_a_cache_of_very_many_repositories_takes_a_bounded_time(tmp_path: Path) -> None:
+    for number in range(30_000):
+        (tmp_path / f"models--org--m{number:05}").mkdir()
+    began = time.monotonic()
+    listing = list_store(Store(tool="Hugging Face", folder=tmp_path))
+    assert time.monotonic() - began < 10
+    assert listing.problem == "only the first 50,000 files and folders were looked at"
+
+
 def test_names_are_never_printed_raw(tmp_path: Path, data: Path) -> None:
     (tmp_path / "f").mkdir()
     for name in ("a\x1b[2J\n.gguf", "b\udcff.gguf"):

@@ -223,6 +223,17 @@ def test_a_repository_that_is_being_fetched_is_left_alone(run: Run, models: Path
     assert names_in(models) == before
 
 
+def test_the_last_file_goes_while_another_is_fetched_and_the_folder_stays_for_it(run: Run, models: Path) -> None:
+    put_cached(models, "org/m", "m.gguf", b"GGUF")
+    blob = models / "models--org--m/blobs" / sha256(b"other")
+    blob.write_bytes(b"other")  # it has just come, and is linked next
+    lock = models / f".locks/models--org--m/{blob.name}.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert run("rm", "org/m/m.gguf").code == 0
+    assert names_in(models / "models--org--m") == {f"blobs/{blob.name}"}
+
+
 @pytest.mark.parametrize("name", ["flat.gguf", "org/m:Q4", "org/m", "m"])
 def test_a_model_that_is_served_is_left_alone(run: Run, models: Path, name: str) -> None:
     (models / "flat.gguf").write_bytes(b"GGUF")
