@@ -122,7 +122,7 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
 
 
 def _shown(model: Model) -> str:
-    return f"{model.path.name}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
+    return f"{model.title}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
 
 
 def _answers(settings: Settings) -> bool:

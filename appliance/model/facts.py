@@ -14,6 +14,7 @@ from typing import Literal
 
 from appliance.model.gguf import Gguf, Tensor
 from appliance.model.keys import Keys
+from appliance.model.parts import plain_name
 from appliance.model.stack import (
     LOOKED_UP,
     Layer,
@@ -91,6 +92,13 @@ class Model:
     recurrent_channels: int = 0  # that their convolution runs over
     expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
     called: str | None = None  # where the file's name says nothing: a blob of another tool's folder
+
+    @property
+    def title(self) -> str:
+        """For messages: the file's name, unless that is a hash."""
+        if self.called:
+            return self.called
+        return plain_name(self.path) if self.path.parent.name == "snapshots" else self.path.name
 
 
 def parse_facts(gguf: Gguf) -> Model:

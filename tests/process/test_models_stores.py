@@ -82,6 +82,11 @@ def test_without_a_name_the_only_mounted_model_is_served_and_its_profile_is_show
     assert re.search(r"^  alias +qwen3:4b \[name in its folder\]$", planned.stdout, re.MULTILINE)
 
 
+def test_doctor_looks_at_mounted_folders(home: Home, store: Path) -> None:
+    assert "none is on the volume" in home.command("doctor", model_dirs="none").stdout
+    assert re.search(r"model +qwen3:4b: llama, ", home.command("doctor", model_dirs=str(store)).stdout)
+
+
 @pytest.mark.parametrize(
     ("model", "code", "words"),
     [
