@@ -136,7 +136,13 @@ def read_draft_model(settings: Settings, model: Model) -> Model | None:
     tuning."""
     if settings.draft_model is None or settings.speculation not in (*SPECULATION_GOALS, "draft"):
         return None
-    return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
+    request = settings.draft_model
+    if find_model(request, None, settings.models_dir) is None:
+        from appliance.weights.stores import find_elsewhere  # here: a start from the volume must not pay for it
+
+        stored = find_elsewhere(request, settings, "gguf")
+        request = str(stored.path) if stored else request
+    return read_draft(request, model, settings.models_dir, settings.sources["draft_model"])
 
 
 def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:

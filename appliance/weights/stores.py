@@ -261,7 +261,15 @@ def is_named(model: StoredModel, request: str) -> bool:
             return False
         return asked == own or (own[0] in _HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
     path = model.path
-    names = (model.name, model.name.removesuffix(".gguf"), path.name, path.stem, plain_name(path), str(path))
+    names = (
+        model.name,
+        model.name.removesuffix(".gguf"),
+        model.file,
+        path.name,
+        path.stem,
+        plain_name(path),
+        str(path),
+    )
     if wanted in [name.casefold() for name in names]:
         return True
     repo, _, quant = wanted.partition(":")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
+from appliance.model import read_model
+from appliance.serve.inputs import read_draft_model
 from appliance.settings import Settings, resolve_settings
 from appliance.weights.stores import (
     Store,
@@ -161,6 +163,23 @@ def test_the_only_model_in_mounted_folders_is_served_without_a_name(tmp_path: Pa
     message, hint = refusal(ConfigError, settings_of(data, tmp_path / "ollama"))
     assert "2 in mounted folders\n  qwen3:4b (Ollama)\n  qwen3:8b (Ollama)" in message
     assert hint == "name one with APPLIANCE_MODEL, for instance qwen3:4b"
+
+
+def test_a_draft_model_may_lie_there_too(tmp_path: Path, data: Path, weights: bytes) -> None:
+    put_ollama(tmp_path / "ollama", "library/draft/latest", weights)
+    (data / "models/m.gguf").write_bytes(weights)
+    flags = {"data_dir": str(data), "model_dirs": str(tmp_path / "ollama"), "speculation": "draft"}
+    settings = resolve_settings(flags | {"draft_model": "draft"}, {})
+    draft = read_draft_model(settings, read_model(data / "models/m.gguf"))
+    assert draft is not None
+    assert draft.path.parent == tmp_path / "ollama/blobs"
+
+
+def test_a_file_of_the_images_recipe_is_found_in_a_folder_of_its_repository(
+    tmp_path: Path, data: Path, weights: bytes
+) -> None:
+    link = put_cached(tmp_path / "baked", "org/m", "Q4/m-Q4_K_M.gguf", weights)
+    assert read_elsewhere(settings_of(data, tmp_path / "baked"), "Q4/m-Q4_K_M.gguf", "gguf").path == link
 
 
 def test_a_near_miss_in_a_mounted_folder_is_named(tmp_path: Path, data: Path) -> None:
