@@ -152,7 +152,7 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
     words = "as the list shows it; with add the name that it gets; with import a path, or a name in another folder"
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
-    verb.add_argument("--sha256", metavar="HEX", help="with add: refuse anything else, keep what has it")
+    verb.add_argument("--sha256", metavar="HEX", help="with add and import: refuse anything else, keep what has it")
     verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
     _add_json(verb)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError, printable
@@ -84,10 +85,14 @@ def _at(path: Path, settings: Settings) -> tuple[StoredModel, ...]:
     return tuple(found)
 
 
-def bring(models: Sequence[StoredModel], settings: Settings, on_bytes: OnBytes) -> list[Brought]:
-    """Raises ModelUnreadableError for what is not whole, DownloadError for another sha256 than its name says,
-    ConfigError where another file has the name, VolumeError for the disk. What was brought before stays."""
+def bring(
+    models: Sequence[StoredModel], settings: Settings, on_bytes: OnBytes, sha256: str | None = None
+) -> list[Brought]:
+    """Raises ModelUnreadableError for what is not whole, DownloadError for another sha256 than its name or `sha256`
+    says, ConfigError where another file has the name, VolumeError for the disk. What was brought before stays."""
     steps = [step for model in models for step in _steps(model, settings.models_dir)]
+    if sha256:
+        steps = [replace(step, sha256=sha256.lower()) for step in steps]
     done: list[Brought] = []
     for number, step in enumerate(steps):
         left = sum(each.source.stat().st_size for each in steps[number:])
@@ -175,9 +180,9 @@ def _put(step: _Step, models_dir: Path, left: int, on_bytes: OnBytes) -> tuple[s
         found = copy(step.source, file, on_bytes) if how == "copied" else digest_file(part, hashlib.sha256(), on_bytes)
         if step.sha256 and found != step.sha256:
             message = (
-                f"file is damaged where it lies: {printable(str(step.source))}: sha256 {found}, expected {step.sha256}"
+                f"file is not what it should be: {printable(str(step.source))}: sha256 {found}, expected {step.sha256}"
             )
-            raise DownloadError(message, hint="fetch it again, with the tool that it belongs to")
+            raise DownloadError(message, hint="it is damaged, or another file: fetch it again")
         part.replace(step.target)
     return found, how
 

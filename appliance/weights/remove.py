@@ -13,7 +13,15 @@ from appliance.errors import ConfigError, VolumeError, printable
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import is_held, refusal
-from appliance.weights.stores import StoredModel, find_stored, is_in_cache, list_store, other_stores, volume_store
+from appliance.weights.stores import (
+    StoredModel,
+    find_stored,
+    is_in_cache,
+    lies_below,
+    list_store,
+    other_stores,
+    volume_store,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,9 @@ def _own_files(model: StoredModel) -> list[Path]:
 
 def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
     _refuse_served(name, files)
+    if not all(lies_below(path, models_dir) for path in files):
+        message = f"model is in a folder that a link on the volume leads to: {printable(name)}"
+        raise ConfigError(message, hint=f"remove the link, or the file where it is: {printable(str(files[0]))}")
     freed = sum(map(_freed, files))
     for path in files:
         path.unlink()

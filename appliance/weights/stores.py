@@ -32,6 +32,7 @@ __all__ = [
     "find_stored",
     "is_in_cache",
     "is_named",
+    "lies_below",
     "list_store",
     "other_stores",
     "read_elsewhere",
@@ -367,6 +368,11 @@ def is_in_cache(model: StoredModel) -> bool:
     """Whether it lies in the layout of huggingface_hub's cache."""
     folder = model.store.folder
     return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def lies_below(path: Path, folder: Path) -> bool:
+    """Whether no link on its way leads out; what the last one leads to does not matter."""
+    return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder))
 
 
 def why_damaged(path: Path) -> str | None:

@@ -17,7 +17,7 @@ from appliance.volume import add_model, drop_unfinished, open_volume
 from appliance.weights.bring import bring, sources_of
 from appliance.weights.disk_view import view
 from appliance.weights.remove import remove
-from appliance.weights.stores import StoredModel, find_stored, list_store, other_stores, volume_store
+from appliance.weights.stores import StoredModel, find_stored, lies_below, list_store, other_stores, volume_store
 from appliance.weights.transfer import Meter, size
 from appliance.weights.verify import Checked, set_aside, verify
 
@@ -64,10 +64,13 @@ def _remove(request: Request) -> int:
 def _import(request: Request) -> int:
     settings = request.settings
     models = sources_of(request.name or "", settings)
+    if request.sha256 and sum(len(model.files) + bool(model.projector) for model in models) != 1:
+        message = "--sha256 is of one file, and there are several"
+        raise UsageError(message, hint="import them one by one, or without it: each sha256 is shown")
     meter = Meter("importing", sum(model.bytes for model in models))
     with _writing(settings):
         try:
-            done = bring(models, settings, meter)
+            done = bring(models, settings, meter, request.sha256)
         finally:
             meter.end()
     rows = [
@@ -141,7 +144,7 @@ def _said(checked: Checked) -> str:
 
 def _aside(checked: Checked, request: Request) -> bool:
     """Whether it was set aside: what is in another tool's folder, or not there at all, stays as it is."""
-    if not checked.file.is_relative_to(request.settings.models_dir) or not checked.file.exists():
+    if not lies_below(checked.file, request.settings.models_dir) or not checked.file.exists():
         return False
     aside = set_aside(checked)
     print(f"{printable(checked.file.name)}: set aside as {printable(str(aside))}", file=sys.stderr)

@@ -186,9 +186,9 @@ def test_a_folder_of_very_many_files_is_looked_at_for_a_bounded_time(models: Pat
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(60_000 if folder == models else 20_000):
             os.mknod(folder / f"f{number:05}")
-    began = time.monotonic()
+    began = time.process_time()
     list_models(models)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_start_without_such_folders_imports_nothing_for_them(models: Path) -> None:

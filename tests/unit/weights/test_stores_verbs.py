@@ -268,6 +268,22 @@ def test_nothing_is_removed_from_another_tools_folder(run: Run, tmp_path: Path) 
     assert f"model is in Ollama's folder {tmp_path}/ollama, where nothing is removed: qwen3:4b" in said.err
 
 
+def test_nothing_is_changed_where_a_link_leads_out_of_the_volume(
+    run: Run, models: Path, tmp_path: Path, weights: bytes
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/m.gguf").write_bytes(weights[: len(weights) // 2])
+    (models / "org").symlink_to(tmp_path / "out")
+    (models / "linked.gguf").symlink_to(tmp_path / "out/m.gguf")
+    said = run("rm", "org/m.gguf")
+    assert said.code == 10
+    assert "model is in a folder that a link on the volume leads to: org/m.gguf" in said.err
+    assert run("verify", "org/m.gguf", "--repair").code == 32
+    assert run("rm", "linked.gguf").code == 0
+    assert names_in(models) == set()
+    assert (tmp_path / "out/m.gguf").exists()
+
+
 @pytest.mark.parametrize("name", ["../x.gguf", "/etc/hostname", "models--org--m", "..", "a\0b", "x" * 5000, "blobs"])
 def test_what_is_no_name_of_a_model_is_refused(run: Run, models: Path, name: str) -> None:
     put_cached(models, "org/m", "m.gguf", b"GGUF")
@@ -435,6 +451,19 @@ def test_a_damaged_blob_is_not_brought(run: Run, models: Path, tmp_path: Path, w
     assert said.code == 32
     assert f"sha256 {sha256(weights[:-1] + b'1')}, expected {sha256(weights)}" in said.err
     assert names_in(models) == set()
+
+
+def test_a_sha256_that_was_given_counts(run: Run, models: Path, tmp_path: Path, weights: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(weights)
+    said = run("import", str(tmp_path / "m.gguf"), "--sha256", "0" * 64)
+    assert said.code == 32
+    assert f"sha256 {sha256(weights)}, expected {'0' * 64}" in said.err
+    assert names_in(models) == set()
+    assert run("import", str(tmp_path / "m.gguf"), "--sha256", sha256(weights).upper()).code == 0
+    (tmp_path / "two").mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "two" / name).write_bytes(weights)
+    assert run("import", str(tmp_path / "two"), "--sha256", sha256(weights)).code == 2
 
 
 def test_another_file_of_that_name_is_kept(run: Run, models: Path, tmp_path: Path, weights: bytes) -> None:
