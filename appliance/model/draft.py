@@ -33,7 +33,7 @@ class Vocabulary:
 def read_draft(request: str, target: Model, models_dir: Path, source: str) -> Model:
     """The model that drafts for `target`. Raises ConfigError when it cannot be found or speaks other tokens, and
     ModelUnreadableError as for any model."""
-    path = resolve_model(request, None, models_dir)
+    path = resolve_model(request, models_dir)
     gguf = read_whole(path)
     if why := why_different(read_vocabulary(read_whole(target.path)), read_vocabulary(gguf)):
         message = f"draft model does not speak the tokens of {target.path.name}: {path.name} ({source}): {why}"

@@ -1,4 +1,4 @@
-"""Which model to serve: the one asked for, else the image's, else the only one on the volume.
+"""Which model of the volume to serve: the one asked for, else the only one.
 
 A model is a GGUF file, or a folder with config.json and safetensors files. One image serves one of the two.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
+from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.model.facts import Format
 from appliance.model.parts import PART, plain_name
 
@@ -47,7 +47,7 @@ def is_folder_model(path: Path) -> bool:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The multimodal projector that lies beside a GGUF model: `mmproj*.gguf`, the one whose name is most like it.
+    """The multimodal projector that lies beside a GGUF model, `mmproj` in its name: the one whose name is most like it.
 
     Where several models share a folder it has to name the model's family, or any of them would get another's.
     """
@@ -55,65 +55,62 @@ def find_projector(model: Path) -> Path | None:
         names = [path.name for path in model.parent.glob("*.gguf")]
     except OSError:
         return None
-    found = [name for name in names if _is_projector(name)]
+    found = [name for name in names if is_projector(name)]
     if sum(map(_is_served, names)) > 1:
         found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
     near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
     return model.parent / near[0] if near else None
 
 
-def resolve_model(request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
-    """As `find_model`; raises ConfigError also where that finds nothing."""
-    found = find_model(request, recipe_file, models_dir, serves=serves)
-    if found is not None:
-        return found
+def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
+    """The file or folder to serve; what nobody named is of the format that this image `serves`.
+
+    Raises ConfigError when nothing says which, ModelUnreadableError when it cannot be one.
+    """
     if request:
-        raise _no_such_model(request, models_dir)
-    models = _of_format(models_dir, serves)
-    if recipe_file:
-        message = f"the model of this image's recipe is not on the volume: {models_dir / recipe_file}{_listing(models)}"
-        raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
+        return _requested(request, models_dir)
+    if path := only_model(models_dir, serves=serves):
+        return path
     message = f"no model was named and none is on the volume: {models_dir}"
     raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
 
 
-def find_model(
-    request: str | None, recipe_file: str | None, models_dir: Path, *, serves: Format = "gguf"
-) -> Path | None:
-    """The file or folder to serve; what nobody named is of the format that this image `serves`. None where no such
-    model is on the volume.
-
-    Raises ConfigError when several could be meant, ModelUnreadableError when the one that is meant cannot be served.
-    """
-    if request:
-        found = _requested(request, models_dir)
-    elif recipe_file:
-        found = models_dir / recipe_file if _is_there(models_dir / recipe_file) else None
-    else:
-        found = _only_one(_of_format(models_dir, serves), models_dir)
-    return None if found is None else _checked(found)
-
-
-def _of_format(models_dir: Path, serves: Format) -> tuple[Path, ...]:
-    return tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
-
-
-def _only_one(models: tuple[Path, ...], models_dir: Path) -> Path | None:
-    if len(models) < 2:
-        return models[0] if models else None
-    message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
-    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
-
-
-def _requested(request: str, models_dir: Path) -> Path | None:
+def find_model(request: str, models_dir: Path) -> Path | None:
+    """What it names on the volume, or elsewhere as a path; None for what is not there, or not whole. Raises ConfigError
+    where that could be several, and as `resolve_model` for what cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
         if _is_there(path):
-            return path
-    whole = [model.path for model in _in_cache(request, models_dir) if not model.problem]
-    if whole:
-        return _one_of(whole, request)
-    wanted, models = request.casefold(), list_models(models_dir)
-    return _one_of([path for path in models if wanted in _names(path)], request)
+            return _checked(path)
+    found = [model.path for model in _in_cache(request, models_dir) if not model.problem]
+    wanted = request.casefold()
+    found = found or [path for path in list_models(models_dir) if wanted in _names(path)]
+    if len(found) > 1:
+        message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
+        raise ConfigError(message, hint="give the path of the one that is meant")
+    return _checked(found[0]) if found else None
+
+
+def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
+    """None where the volume has none of this format. Raises ConfigError where it has several."""
+    models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
+    if len(models) > 1:
+        message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
+        raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
+    return _checked(models[0]) if models else None
+
+
+def _requested(request: str, models_dir: Path) -> Path:
+    if path := find_model(request, models_dir):
+        return path
+    if partly := _in_cache(request, models_dir):
+        message = f"model on the volume is not whole: {printable(f'{partly[0].name}: {partly[0].problem}')}"
+        raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(partly[0].repo)}")
+    models = list_models(models_dir)
+    if Path(request).is_absolute():
+        message = f"model cannot be opened: {request}: no such file{_listing(models)}"
+        raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
+    message = f"no model of that name is on the volume: {request}{_listing(models)}"
+    raise ConfigError(message, hint=_near_miss(request, models, models_dir))
 
 
 def _names(path: Path) -> tuple[str, ...]:
@@ -134,25 +131,6 @@ def _has_repos(models_dir: Path) -> bool:
         return any(models_dir.glob("models--*"))
     except OSError:
         return False
-
-
-def _one_of(found: Sequence[Path], request: str) -> Path | None:
-    if len(found) < 2:
-        return found[0] if found else None
-    message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
-    raise ConfigError(message, hint="give the path of the one that is meant")
-
-
-def _no_such_model(request: str, models_dir: Path) -> FatalError:
-    if partly := _in_cache(request, models_dir):
-        message = f"model on the volume is not whole: {printable(f'{partly[0].name}: {partly[0].problem}')}"
-        return ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(partly[0].repo)}")
-    models = list_models(models_dir)
-    if Path(request).is_absolute():
-        message = f"model cannot be opened: {request}: no such file{_listing(models)}"
-        return ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
-    message = f"no model of that name is on the volume: {request}{_listing(models)}"
-    return ConfigError(message, hint=_near_miss(request, models, models_dir))
 
 
 def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
@@ -230,16 +208,16 @@ def _is_folder(path: Path) -> bool:
 def _is_served(name: str) -> bool:
     part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
-    return name.lower().endswith(".gguf") and not _is_projector(name) and not is_later_part
+    return name.lower().endswith(".gguf") and not is_projector(name) and not is_later_part
 
 
-def _is_projector(name: str) -> bool:
-    return name.lower().startswith("mmproj")
+def is_projector(name: str) -> bool:
+    return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
 def _family(projector: str) -> str:
     """`gemma` of mmproj-gemma-3-12b-F16.gguf; nothing of mmproj-F16.gguf."""
-    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").removeprefix("mmproj"))
+    words = re.findall(r"[a-z]+|\d+", projector.casefold().removesuffix(".gguf").replace("mmproj", ""))
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 

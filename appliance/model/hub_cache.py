@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.model.find import ENTRIES_LIMIT, unreadable
+from appliance.model.find import ENTRIES_LIMIT, is_projector, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
 from appliance.values import dataclass
 
@@ -134,7 +134,7 @@ def _of_snapshot(folder: Path, snapshot: Path, budget: Iterator[int]) -> Iterato
         yield CachedModel(repo=repo, file="", path=snapshot, problem=_why_folder_unusable(names, cache))
     for name, path in names.items():
         part = PART.search(name)
-        if not name.lower().endswith(".gguf") or path.name.lower().startswith("mmproj"):
+        if not name.lower().endswith(".gguf") or is_projector(path.name):
             continue
         if not part:
             yield CachedModel(repo=repo, file=name, path=path, problem=why_unusable(path, cache))

@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.model import Model, digest, find_model, read_draft, read_model
+from appliance.model import Format, Model, digest, find_model, only_model, read_draft, read_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
@@ -123,12 +123,26 @@ def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
     """The one that was asked for, else the image's own, else the only one there is of the engine's format: on the
     volume, else in mounted folders of other tools."""
     file, serves = image.recipe.file if image.recipe else None, engine.model_format
-    path = find_model(settings.model, file, settings.models_dir, serves=serves)
+    path = _on_volume(settings, file, serves)
     if path is not None:
         return read_model(path, serves=serves)
-    from appliance.weights.stores import read_elsewhere  # here: a start from the volume must not pay for it
+    # here: a start from the volume must not pay for it
+    from appliance.weights.stores import find_elsewhere, read_elsewhere, read_stored
 
-    return read_elsewhere(settings, file, serves)
+    if settings.model or not file:
+        return read_elsewhere(settings, serves)
+    if stored := find_elsewhere(file, settings, serves):
+        return read_stored(stored, serves)
+    message = f"the model of this image's recipe is not on the volume: {settings.models_dir / file}"
+    raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
+
+
+def _on_volume(settings: Settings, file: str | None, serves: Format) -> Path | None:
+    if settings.model:
+        return find_model(settings.model, settings.models_dir)
+    if file:
+        return settings.models_dir / file if (settings.models_dir / file).exists() else None
+    return only_model(settings.models_dir, serves=serves)
 
 
 def read_draft_model(settings: Settings, model: Model) -> Model | None:
@@ -137,7 +151,7 @@ def read_draft_model(settings: Settings, model: Model) -> Model | None:
     if settings.draft_model is None or settings.speculation not in (*SPECULATION_GOALS, "draft"):
         return None
     request = settings.draft_model
-    if find_model(request, None, settings.models_dir) is None:
+    if find_model(request, settings.models_dir) is None:
         from appliance.weights.stores import find_elsewhere  # here: a start from the volume must not pay for it
 
         stored = find_elsewhere(request, settings, "gguf")

@@ -41,6 +41,7 @@ __all__ = [
     "refuse_artifact",
     "volume_store",
     "why_damaged",
+    "with_stores",
 ]
 
 Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder"]
@@ -294,19 +295,19 @@ def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> S
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(found[0].name)}")
 
 
-def read_elsewhere(settings: Settings, recipe_file: str | None, serves: Format) -> Model:
+def read_elsewhere(settings: Settings, serves: Format) -> Model:
     """The model of a start where the volume has none of that name. Raises as `resolve_model` does, with what is in
     mounted folders."""
     if settings.model:
         refuse_artifact(settings.model)
-    found = find_elsewhere(settings.model or recipe_file, settings, serves)
+    found = find_elsewhere(settings.model, settings, serves)
     if found is not None:
         return read_stored(found, serves)
     try:
-        resolve_model(settings.model, recipe_file, settings.models_dir, serves=serves)
+        path = resolve_model(settings.model, settings.models_dir, serves=serves)
     except FatalError as error:
-        raise _with_stores(error, settings) from error
-    raise AssertionError
+        raise with_stores(error, settings) from error
+    return read_model(path, serves=serves)  # it came meanwhile
 
 
 def read_stored(stored: StoredModel, serves: Format) -> Model:
@@ -329,7 +330,8 @@ def refuse_artifact(reference: str) -> None:
     raise ConfigError(message, hint=hint)
 
 
-def _with_stores(error: FatalError, settings: Settings) -> FatalError:
+def with_stores(error: FatalError, settings: Settings) -> FatalError:
+    """What says that the volume lacks a model, with what mounted folders have."""
     stores = other_stores(settings)
     partly = [model for model in find_stored(settings.model, stores) if model.problem] if settings.model else []
     if partly:

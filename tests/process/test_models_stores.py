@@ -16,7 +16,7 @@ import pytest
 
 from tests.mounts import tmpfs
 from tests.process.stages.boot import ROOT, Home
-from tests.unit.weights.cache_files import put_cached, put_ollama
+from tests.unit.weights.cache_files import let_others_in, put_cached, put_ollama
 
 
 @pytest.fixture
@@ -176,8 +176,7 @@ def test_another_user_of_group_0_reads_what_was_imported(home: Home, tmp_path: P
     assert home.command("models", "import", str(source)).returncode == 0
     imported = home.data / "models/m.gguf"
     code = f"import os; os.setgid(0); os.setuid(12345); print(len(open({str(imported)!r}, 'rb').read()))"
-    for folder in (home.data, *home.data.parents[:4]):
-        folder.chmod(0o755)
+    let_others_in(home.data)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(len(weights)), done.stderr
     assert f"sha256 {hashlib.sha256(weights).hexdigest()}" in home.command("models", "verify").stdout

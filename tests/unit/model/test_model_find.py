@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.model import digest, list_models, plain_name, resolve_model
+from appliance.model import digest, find_model, list_models, plain_name, resolve_model
 from appliance.model.digest import SAMPLE_BYTES, SAMPLES
 from appliance.model.find import find_projector
 
@@ -26,9 +26,9 @@ def put(models: Path, *names: str) -> None:
         (models / name).write_bytes(b"x")
 
 
-def refusal(kind: type[FatalError], request: str | None, models: Path, recipe: str | None = None) -> tuple[str, str]:
+def refusal(kind: type[FatalError], request: str | None, models: Path) -> tuple[str, str]:
     with pytest.raises(kind) as caught:
-        resolve_model(request, recipe, models)
+        resolve_model(request, models)
     assert caught.value.hint
     return caught.value.message, caught.value.hint
 
@@ -43,21 +43,22 @@ def test_lists_what_could_be_served(models: Path) -> None:
 
 def test_the_only_model_is_served(models: Path) -> None:
     put(models, "one.gguf")
-    assert resolve_model(None, None, models) == models / "one.gguf"
-    assert resolve_model("", None, models) == models / "one.gguf"
+    assert resolve_model(None, models) == models / "one.gguf"
+    assert resolve_model("", models) == models / "one.gguf"
 
 
-def test_a_request_beats_the_recipe_and_the_recipe_the_only_one(models: Path) -> None:
+def test_what_is_not_here_is_found_nowhere(models: Path) -> None:
     put(models, "one.gguf", "org/two.gguf")
-    assert resolve_model("two", "one.gguf", models) == models / "org/two.gguf"
-    assert resolve_model(None, "org/two.gguf", models) == models / "org/two.gguf"
+    assert find_model("two", models) == models / "org/two.gguf"
+    assert find_model("three", models) is None
+    assert find_model(str(models / "three.gguf"), models) is None
 
 
 @pytest.mark.parametrize("request_text", ["Two-Q4", "two-q4.gguf", "org/two-Q4.gguf"])
 def test_a_request_is_a_stem_a_name_or_a_path(models: Path, request_text: str) -> None:
     put(models, "one.gguf", "org/two-Q4.gguf")
-    assert resolve_model(request_text, None, models) == models / "org/two-Q4.gguf"
-    assert resolve_model(str(models / "org/two-Q4.gguf"), None, models) == models / "org/two-Q4.gguf"
+    assert resolve_model(request_text, models) == models / "org/two-Q4.gguf"
+    assert resolve_model(str(models / "org/two-Q4.gguf"), models) == models / "org/two-Q4.gguf"
 
 
 def test_nothing_there(models: Path) -> None:
@@ -98,11 +99,6 @@ def test_a_name_that_cannot_be_a_file(models: Path, name: str) -> None:
     assert "no model of that name" in refusal(ConfigError, name, models)[0]
 
 
-def test_a_recipe_that_was_not_fetched(models: Path) -> None:
-    message, _ = refusal(ConfigError, None, models, recipe="demo.gguf")
-    assert message == f"the model of this image's recipe is not on the volume: {models}/demo.gguf"
-
-
 def test_a_folder_is_refused_with_what_is_in_it(models: Path) -> None:
     put(models, "gguf/m.gguf", "hf/model.safetensors", "other/readme")
     assert (
@@ -116,17 +112,17 @@ def test_folders_of_safetensors_are_models(models: Path) -> None:
     put(models, "m.gguf", "org/Qwen2.5-7B/config.json", "org/Qwen2.5-7B/model.safetensors", "org/Qwen2.5-7B/q4.gguf")
     folder = models / "org/Qwen2.5-7B"
     assert list_models(models) == (models / "m.gguf", folder, folder / "q4.gguf")
-    assert resolve_model("org/Qwen2.5-7B", None, models) == resolve_model("qwen2.5-7b", None, models) == folder
-    assert resolve_model(None, None, models, serves="safetensors") == folder
+    assert resolve_model("org/Qwen2.5-7B", models) == resolve_model("qwen2.5-7b", models) == folder
+    assert resolve_model(None, models, serves="safetensors") == folder
     assert plain_name(folder) == "Qwen2.5-7B"
     (folder / "q4.gguf").unlink()
-    assert resolve_model(None, None, models) == models / "m.gguf"  # an image of the other engine serves the other
+    assert resolve_model(None, models) == models / "m.gguf"  # an image of the other engine serves the other
 
 
 def test_an_image_names_what_it_needs(models: Path) -> None:
     put(models, "m.gguf")
     with pytest.raises(ConfigError) as caught:
-        resolve_model(None, None, models, serves="safetensors")
+        resolve_model(None, models, serves="safetensors")
     assert "put a folder of safetensors into" in (caught.value.hint or "")
 
 
@@ -134,6 +130,9 @@ def test_the_projector_beside_a_model_is_found(models: Path) -> None:
     put(models, "a/gemma-3-12b-Q4_K_M.gguf", "a/mmproj-gemma-3-12b-F16.gguf", "a/mmproj-other.gguf", "b/m.gguf")
     assert find_projector(models / "a/gemma-3-12b-Q4_K_M.gguf") == models / "a/mmproj-gemma-3-12b-F16.gguf"
     assert find_projector(models / "b/m.gguf") is None
+    put(models, "c/gemma-4-E4B_q4_0-it.gguf", "c/gemma-4-E4B-it-mmproj.gguf", "c/other.gguf", "c/other-mmproj.gguf")
+    assert find_projector(models / "c/gemma-4-E4B_q4_0-it.gguf") == models / "c/gemma-4-E4B-it-mmproj.gguf"
+    assert not [path for path in list_models(models) if "mmproj" in path.name]
     put(models, "b/mmproj-F16.gguf")
     assert find_projector(models / "b/m.gguf") == models / "b/mmproj-F16.gguf"
 
@@ -146,7 +145,7 @@ def test_a_projector_of_another_model_is_left_alone(models: Path) -> None:
 
 def test_of_a_split_file_the_first_part_is_found(models: Path) -> None:
     put(models, "m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf")
-    assert resolve_model(None, None, models).name == "m-00001-of-00003.gguf"
+    assert resolve_model(None, models).name == "m-00001-of-00003.gguf"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")

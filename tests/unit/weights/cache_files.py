@@ -29,6 +29,13 @@ def put_cached(
     return link
 
 
+def let_others_in(folder: Path) -> None:
+    """Every user may enter it; pytest's own folders are closed, and one deeper where tests run side by side."""
+    for each in (folder, *folder.parents):
+        if each.stat().st_uid == os.getuid() and not each.stat().st_mode & 0o001:
+            each.chmod(each.stat().st_mode | 0o755)
+
+
 def put_blob(store: Path, data: bytes) -> str:
     """Of Ollama's store; returns the digest."""
     digest = hashlib.sha256(data).hexdigest()

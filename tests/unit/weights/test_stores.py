@@ -26,7 +26,7 @@ from appliance.weights.stores import (
     refuse_artifact,
 )
 from tests.unit.model.gguf_files import write_model
-from tests.unit.weights.cache_files import put_blob, put_cached, put_manifest, put_ollama
+from tests.unit.weights.cache_files import let_others_in, put_blob, put_cached, put_manifest, put_ollama
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def names(store: Store) -> list[str]:
 
 def refusal(kind: type[FatalError], settings: Settings) -> tuple[str, str]:
     with pytest.raises(kind) as caught:
-        read_elsewhere(settings, None, "gguf")
+        read_elsewhere(settings, "gguf")
     return caught.value.message, caught.value.hint or ""
 
 
@@ -99,14 +99,14 @@ def test_a_model_of_ollama_is_served_by_its_name_there(tmp_path: Path, data: Pat
     store = tmp_path / "ollama"
     put_ollama(store, "library/qwen3/4b", weights)
     put_ollama(store, "library/other/latest", weights + b"x")
-    model = read_elsewhere(settings_of(data, store, model="Qwen3:4b"), None, "gguf")
+    model = read_elsewhere(settings_of(data, store, model="Qwen3:4b"), "gguf")
     assert model.called == "qwen3:4b"
     assert model.path.parent == store / "blobs"
 
 
 def test_a_models_projector_comes_with_it(tmp_path: Path, data: Path, weights: bytes) -> None:
     put_ollama(tmp_path / "ollama", "library/m/latest", weights, b"GGUF projector")
-    model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="m"), None, "gguf")
+    model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="m"), "gguf")
     assert model.projector is not None
     assert model.projector.read_bytes() == b"GGUF projector"
 
@@ -158,7 +158,7 @@ def test_the_first_folder_that_has_it_gives_it(tmp_path: Path, data: Path) -> No
 def test_the_only_model_in_mounted_folders_is_served_without_a_name(tmp_path: Path, data: Path, weights: bytes) -> None:
     put_ollama(tmp_path / "ollama", "library/qwen3/4b", weights)
     put_manifest(tmp_path / "ollama", "library/cloud/latest", [])
-    assert read_elsewhere(settings_of(data, tmp_path / "ollama"), None, "gguf").called == "qwen3:4b"
+    assert read_elsewhere(settings_of(data, tmp_path / "ollama"), "gguf").called == "qwen3:4b"
     put_ollama(tmp_path / "ollama", "library/qwen3/8b", weights + b"x")
     message, hint = refusal(ConfigError, settings_of(data, tmp_path / "ollama"))
     assert "2 in mounted folders\n  qwen3:4b (Ollama)\n  qwen3:8b (Ollama)" in message
@@ -179,7 +179,9 @@ def test_a_file_of_the_images_recipe_is_found_in_a_folder_of_its_repository(
     tmp_path: Path, data: Path, weights: bytes
 ) -> None:
     link = put_cached(tmp_path / "baked", "org/m", "Q4/m-Q4_K_M.gguf", weights)
-    assert read_elsewhere(settings_of(data, tmp_path / "baked"), "Q4/m-Q4_K_M.gguf", "gguf").path == link
+    found = find_elsewhere("Q4/m-Q4_K_M.gguf", settings_of(data, tmp_path / "baked"), "gguf")
+    assert found is not None
+    assert found.path == link
 
 
 def test_a_near_miss_in_a_mounted_folder_is_named(tmp_path: Path, data: Path) -> None:
@@ -221,8 +223,7 @@ def stranger(tmp_path: Path) -> Iterator[None]:
     """Another user, who may enter the test's folders."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
     os.seteuid(12345)
     yield
     os.seteuid(0)
@@ -293,7 +294,7 @@ def test_weights_in_a_read_only_mount_beside_a_writable_volume(tmp_path: Path, d
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="qwen3:4b"), None, "gguf")
+        model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="qwen3:4b"), "gguf")
         assert model.file_bytes == len(weights)
     finally:
         subprocess.run(["umount", str(tmp_path / "ollama")], check=True)
