@@ -76,17 +76,18 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
-    """What it names on the volume, or elsewhere as a path; None for what is not there, or not whole. Raises ConfigError
-    where that could be several, and as `resolve_model` for what cannot be a model."""
+    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, and for a
+    repository of which several quantizations are there. Raises ConfigError where a name could be several, and as
+    `resolve_model` for what cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
         if _is_there(path):
             return _checked(path)
-    found = [model.path for model in _in_cache(request, models_dir) if not model.problem]
+    if cached := [model for model in _in_cache(request, models_dir) if not model.problem]:
+        return cached[0].path if len(cached) == 1 else None
     wanted = request.casefold()
-    found = found or [path for path in list_models(models_dir) if wanted in _names(path)]
+    found = [path for path in list_models(models_dir) if wanted in _names(path)]
     if len(found) > 1:
-        message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
-        raise ConfigError(message, hint="give the path of the one that is meant")
+        raise _several(request, found)
     return _checked(found[0]) if found else None
 
 
@@ -102,15 +103,23 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
 def _requested(request: str, models_dir: Path) -> Path:
     if path := find_model(request, models_dir):
         return path
-    if partly := _in_cache(request, models_dir):
-        message = f"model on the volume is not whole: {printable(f'{partly[0].name}: {partly[0].problem}')}"
-        raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(partly[0].repo)}")
+    if cached := _in_cache(request, models_dir):
+        first = cached[0]
+        if not first.problem:
+            raise _several(request, [model.path for model in cached])
+        message = f"model on the volume is not whole: {printable(f'{first.name}: {first.problem}')}"
+        raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(first.repo)}")
     models = list_models(models_dir)
     if Path(request).is_absolute():
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
         raise ModelUnreadableError(message, hint=_near_miss(Path(request).name, models, models_dir))
     message = f"no model of that name is on the volume: {request}{_listing(models)}"
     raise ConfigError(message, hint=_near_miss(request, models, models_dir))
+
+
+def _several(request: str, found: Sequence[Path]) -> ConfigError:
+    message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
+    return ConfigError(message, hint="give the path of the one that is meant")
 
 
 def _names(path: Path) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ def test_several_quantizations_ask_which(models: Path) -> None:
     second = put_cached(models, "org/m", "m-Q8_0.gguf", b"GGUF8")
     said = refusal(ConfigError, "org/m", models)
     assert f"means 2 files on the volume\n  {first}\n  {second}" in said
+    assert find_model("org/m", models) is None  # another stage may choose
     assert resolve_model("org/m:Q8_0", models) == second
 
 
