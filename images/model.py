@@ -1,4 +1,4 @@
-"""A cell with a recipe: the same image, and one more layer that names the weights it serves."""
+"""A cell with a recipe: the same image, and one more layer that says which weights it may serve."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from appliance.image_facts import Recipe as RecipeFacts
-from appliance.image_facts import dump_facts, parse_image_facts
+from appliance.image_facts import Recipe, dump_facts, dump_recipe, parse_image_facts
 from images import docker, render
 from images.build import ARCHIVES, BUILD_ID_LABEL, RECIPE_LABEL, explain_failure, manifest_digest, refuse_store
 from images.errors import BuildError
 from images.matrix import Cell
-from images.recipe import MODELS, Recipe, Weights
+from images.recipe import MODELS
 
 DOCKERFILE = MODELS / "Dockerfile"
-FILE_LABEL = f"{RECIPE_LABEL}.file"
 TITLE_LABEL = "org.opencontainers.image.title"
 
 
@@ -23,7 +21,6 @@ TITLE_LABEL = "org.opencontainers.image.title"
 class ModelImage:
     tag: str
     cell: str
-    file: str
     digest: str  # of the image's manifest
 
 
@@ -36,9 +33,7 @@ def tag_of(name: str, cell_id: str) -> str:
     return f"{alias_of(name)}:{cell_id}"
 
 
-def build(
-    root: Path, cell: Cell, recipe: Recipe, weights: Weights, engine: docker.Engine, *, image: str, epoch_s: int
-) -> ModelImage:
+def build(root: Path, cell: Cell, recipe: Recipe, engine: docker.Engine, *, image: str, epoch_s: int) -> ModelImage:
     """On the cell's image that the engine has under the name `image`. BuildError when there is none."""
     found = engine.image(image)
     if found is None:
@@ -48,11 +43,12 @@ def build(
     tag = tag_of(recipe.name, cell.id)
     archive = root / ARCHIVES / f"{recipe.name}-{cell.id}.oci.tar"
     archive.parent.mkdir(parents=True, exist_ok=True)
-    text = facts(root, cell, recipe, weights, build_id=found.labels[BUILD_ID_LABEL])
+    text = facts(root, cell, recipe, build_id=found.labels[BUILD_ID_LABEL])
     try:
         with tempfile.TemporaryDirectory(prefix="model-", dir=archive.parent) as context:
             (Path(context) / "image_facts.json").write_text(text, "utf-8")
-            labels = {RECIPE_LABEL: recipe.name, FILE_LABEL: weights.file, TITLE_LABEL: tag}
+            (Path(context) / "recipe.json").write_text(dump_recipe(recipe), "utf-8")
+            labels = {RECIPE_LABEL: recipe.name, TITLE_LABEL: tag}
             finished = docker.stream(model_argv(image, tag, labels, archive, context, epoch_s=epoch_s), cwd=root)
         if finished.code != 0:
             raise explain_failure(cell, finished.lines)
@@ -60,15 +56,14 @@ def build(
         engine.load(archive)
     finally:
         archive.unlink(missing_ok=True)
-    return ModelImage(tag=tag, cell=cell.id, file=weights.file, digest=digest)
+    return ModelImage(tag=tag, cell=cell.id, digest=digest)
 
 
-def facts(root: Path, cell: Cell, recipe: Recipe, weights: Weights, *, build_id: str) -> str:
+def facts(root: Path, cell: Cell, recipe: Recipe, *, build_id: str) -> str:
     """The cell's own, build id included: the engine is the same, and so are its caches and profiles."""
     rendered = (root / cell.folder / "image_facts.json").read_text("utf-8")
     known = parse_image_facts(rendered.replace(render.BUILD_ID_MARK, build_id))
-    served = RecipeFacts(name=recipe.name, file=weights.file, sha256=weights.sha256)
-    return dump_facts(replace(known, recipe=served))
+    return dump_facts(replace(known, recipe=recipe.name))
 
 
 def model_argv(

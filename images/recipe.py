@@ -1,21 +1,40 @@
-"""Which weights a named image serves: the files of images/models, and the choice among them by memory."""
+"""The files of images/models: which weights a model image may serve, each fact cited. Images carry it as recipe.json.
+
+A file has `models`, with what all quantizations of one model share, and `rungs`, one quantization each, with its files.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from appliance.image_facts import Recipe, RecipeFile, Rung, Tier, WeightsFormat, is_projector
 from images import rows
-from images.errors import MatrixError, UsageError
-from images.rows import Row
+from images.errors import MatrixError, UsageError, near_miss
+from images.rows import Names, Row, Text
 
 MODELS = Path("images/models")
-# The rest is for the KV cache, compute buffers and everything else on that machine. A rule of thumb for the choice of a
-# file: whether it fits is decided at every start, with the machine's own figures.
+HUB = "https://huggingface.co"
+# The rest is for the KV cache, compute buffers and everything else on that machine. A rule of thumb for the choice of
+# weights where no machine was looked at; every start of an image chooses with the machine's own figures.
 WEIGHTS_SHARE = 0.75
 MIB = 2**20
+HINT = "see images/models/demo.yaml"
+_TIERS: tuple[Tier, ...] = ("compact", "balanced", "quality")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.(?:gguf|safetensors)$")
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+Repo = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._][A-Za-z0-9._-]*$")]
+# No step upwards and nothing hidden: it becomes a place on a volume.
+FilePath = Annotated[str, Field(pattern=r"^(?:[A-Za-z0-9][A-Za-z0-9._-]*/)*[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$")]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Wheel(Row):
@@ -25,66 +44,247 @@ class Wheel(Row):
     member: str
 
 
-class Weights(Row):
-    """One file, by its hash, and where it can be had."""
+class Citation(Row):
+    """A public file in which facts were read."""
 
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.gguf$")]
+    repo: Repo
+    path: Text
+    commit: Commit
+    read: date
+
+    def __str__(self) -> str:
+        return f"{self.repo} {self.path} at {self.commit}, read {self.read}"
+
+
+class FileRow(Row):
+    path: FilePath
     bytes: Annotated[int, Field(gt=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
+
+
+class ShapeRow(Row):
+    """In the words of llama.cpp's GGUF keys, without the architecture's prefix; of the text model alone."""
+
+    architecture: Name
+    vocabulary: Annotated[int, Field(gt=0)]
+    is_tied: bool  # the output matrix is the token embedding
+    metadata: dict[str, Any]
+    source: Names
+
+
+class ModelRow(Row):
+    """What the quantizations of one model share."""
+
+    parameters_b: Positive  # 10⁹
+    active_b: Positive  # for one token
+    shape: ShapeRow | None = None
+
+
+class LossRow(Row):
+    """What a quantization costs, as somebody published it."""
+
+    said: Text
+    source: Names
+
+
+class RungRow(Row):
+    """One quantization of one model. `source` has sizes and hashes; what a wheel carries was here and has none."""
+
+    name: Name
+    model: Name
+    tier: Tier
+    format: WeightsFormat
+    quantization: Text
+    repo: Repo | None = None
+    revision: Commit | None = None
+    url: Annotated[str, Field(pattern=r"^https://[^\s/]+/\S+$")] | None = None
     wheel: Wheel | None = None
-    # By revision, so that the address means the same bytes for ever.
-    url: Annotated[str, Field(pattern=r"^https://\S+/[0-9a-f]{40}/\S+\.gguf$")] | None = None
-    source: str | None = None  # of size and hash, where the file has not been here
+    files: Annotated[tuple[FileRow, ...], Field(min_length=1)]
+    loss: LossRow | None = None
+    source: tuple[Text, ...] = ()
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
-        if (self.wheel is None) == (self.url is None):
-            message = f"{self.file} comes from a wheel or from a url"
-            raise ValueError(message)
-        if self.url and not self.source:
-            message = f"{self.file} has a size and a hash without a source"
+        message = ""
+        if sum(each is not None for each in (self.repo, self.url, self.wheel)) != 1:
+            message = f"{self.name} comes from a repo, from a url or from a wheel"
+        elif (self.repo is None) != (self.revision is None):
+            message = f"{self.name}: a repo has a revision, so that its files are the same for ever, and nothing else"
+        elif not self.repo and len(self.files) != 1:
+            message = f"{self.name}: a url or a wheel gives one file and not {len(self.files)}"
+        elif not self.source and not self.wheel:
+            message = f"{self.name} has sizes and hashes without a source"
+        if message:
             raise ValueError(message)
         return self
-
-
-class Recipe(Row):
-    """One file of images/models."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]+(?:[._-][a-z0-9]+)*$")]
-    license: str
-    default: str  # the file that is served where no budget is named
-    weights: Annotated[tuple[Weights, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _default_is_listed(self) -> Self:
-        if self.default not in {each.file for each in self.weights}:
-            message = f"default is none of its weights: {self.default}"
+    def _has_files_in_order(self) -> Self:
+        paths = [file.path for file in self.files]
+        projectors = [path for path in paths if is_projector(path)]
+        weights = [path for path in paths if path not in projectors]
+        parts = [(int(part[1]), int(part[2])) for path in weights if (part := _PART.search(path))]
+        count = len(weights) if self.format == "gguf" else len(parts)  # beside shards lie tokenizer and config
+        is_split = bool(parts) or count > 1
+        message = ""
+        if len(projectors) > 1 or projectors not in ([], paths[-1:]) or not weights:
+            message = f"{self.name}: one projector at most, behind the weights: {', '.join(paths)}"
+        elif is_split and parts != [(at + 1, count) for at in range(count)]:
+            message = f"{self.name}: its parts are not 1 to {count}, in order: {', '.join(weights)}"
+        if message:
             raise ValueError(message)
         return self
 
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
 
-def load(root: Path, name: str) -> Recipe:
+
+class RecipeRow(Row):
+    """One file of images/models."""
+
+    name: Name
+    license: Text
+    default: Text  # the rung that is served where nothing else decides
+    chat: dict[str, Any] = Field(default_factory=dict)
+    reasoning: Text | None = None
+    tools: Text | None = None
+    speculation: Text | None = None
+    projector: Text | None = None
+    models: Annotated[dict[Name, ModelRow], Field(min_length=1)]
+    rungs: Annotated[tuple[RungRow, ...], Field(min_length=1)]
+    sources: dict[Name, Citation] = Field(default_factory=dict)
+
+    @property
+    def default_rung(self) -> RungRow:
+        return self.rung(self.default)
+
+    def rung(self, name: str) -> RungRow:
+        return next(rung for rung in self.rungs if rung.name == name)
+
+
+def names(root: Path) -> tuple[str, ...]:
+    return tuple(sorted(file.stem for file in (root / MODELS).glob("*.yaml")))
+
+
+def load(root: Path, name: str) -> RecipeRow:
     """Raises MatrixError for a name that is not there and for a file that is not a recipe."""
-    path, hint = MODELS / f"{name}.yaml", "see images/models/demo.yaml"
-    if not (root / path).exists():
-        known = ", ".join(sorted(file.stem for file in (root / MODELS).glob("*.yaml")))
+    known = names(root)
+    if name not in known:
         message = f"no such recipe: {name}"
-        raise MatrixError(message, hint=f"there are {known}")
-    return rows.check(rows.load(path, root=root, hint=hint), Recipe, name=path, hint=hint)
+        raise MatrixError(message, hint=near_miss(name, known) or f"there are {', '.join(known)}")
+    path = MODELS / f"{name}.yaml"
+    row = rows.check(rows.load(path, root=root, hint=HINT), RecipeRow, name=path, hint=HINT)
+    _refuse_untrue_name(row, name)
+    rows.refuse_twice("rung", (rung.name for rung in row.rungs), name=path)
+    _refuse_unknown(path, "default", row.default, [rung.name for rung in row.rungs])
+    for at, rung in enumerate(row.rungs):
+        _refuse_unknown(path, f"rungs.{at}.model", rung.model, row.models)
+    _refuse_idle_models(path, row)
+    _refuse_upside_down(path, row)
+    rows.refuse_uncited(_cited(row), row.sources, name=path)
+    return row
 
 
-def choose(recipe: Recipe, memory_mib: int | None) -> Weights:
-    """The largest file that leaves a quarter of the memory free, or the default. UsageError when even the least does
-    not.
+def as_recipe(row: RecipeRow) -> Recipe:
+    """What a model image carries."""
+    return Recipe(
+        name=row.name,
+        license=row.license,
+        rungs=tuple(_as_rung(row, rung) for rung in row.rungs),
+        default=row.default,
+        chat=row.chat,
+        reasoning=row.reasoning,
+        tools=row.tools,
+        speculation=row.speculation,
+        projector=row.projector,
+    )
+
+
+def find_rung(row: RecipeRow, name: str) -> RungRow:
+    """By its name or the only beginning of one, in the default's format first. UsageError otherwise, with the names
+    that may be meant.
+    """
+    named = as_recipe(row).find(name)
+    found = tuple(rung for rung in named if rung.format == row.default_rung.format) or named
+    if len(found) == 1:
+        return row.rung(found[0].name)
+    known = [rung.name for rung in found or as_recipe(row).rungs]
+    message = f"{row.name} has {len(found) or 'no'} {'rungs' if found else 'rung'} of that name: {name}"
+    near = None if found else near_miss(name, known)
+    raise UsageError(message, hint=near or f"there are {', '.join(known)}")
+
+
+def choose(row: RecipeRow, memory_mib: int | None) -> RungRow:
+    """The largest GGUF rung that leaves a quarter of the memory free, or the default. UsageError when even the least
+    does not.
     """
     if memory_mib is None:
-        return next(each for each in recipe.weights if each.file == recipe.default)
-    fitting = [each for each in recipe.weights if each.bytes <= WEIGHTS_SHARE * memory_mib * MIB]
+        return row.default_rung
+    ladder = [rung for rung in row.rungs if rung.format == row.default_rung.format]
+    fitting = [rung for rung in ladder if rung.bytes <= WEIGHTS_SHARE * memory_mib * MIB]
     if not fitting:
-        least = min(recipe.weights, key=lambda each: each.bytes)
-        message = f"no weights of {recipe.name} fit into {memory_mib} MiB"
+        least = min(ladder, key=lambda each: each.bytes)
+        message = f"no weights of {row.name} fit into {memory_mib} MiB"
         needed_mib = int(least.bytes / WEIGHTS_SHARE / MIB) + 1
         raise UsageError(
-            message, hint=f"the smallest, {least.file}, takes {needed_mib} MiB with what it needs beside it"
+            message, hint=f"the smallest, {least.name}, takes {needed_mib} MiB with what it needs beside it"
         )
     return max(fitting, key=lambda each: each.bytes)
+
+
+def _as_rung(row: RecipeRow, rung: RungRow) -> Rung:
+    model = row.models[rung.model]
+    shape = model.shape
+    return Rung(
+        name=rung.name,
+        tier=rung.tier,
+        format=rung.format,
+        repo=rung.repo,
+        revision=rung.revision,
+        url=rung.url,
+        files=tuple(RecipeFile(path=file.path, bytes=file.bytes, sha256=file.sha256) for file in rung.files),
+        parameters_b=model.parameters_b,
+        active_b=model.active_b,
+        loss=rung.loss.said if rung.loss else None,
+        loss_source=_in_words(row, rung.loss.source) if rung.loss else None,
+        shape={**shape.model_dump(exclude={"source"}), "quantization": rung.quantization} if shape else None,
+        source=_in_words(row, rung.source) or f"wheel of images/locks/{rung.wheel and rung.wheel.lock}.txt",
+    )
+
+
+def _in_words(row: RecipeRow, sources: Sequence[str]) -> str:
+    return "; ".join(str(row.sources[source]) for source in sources)
+
+
+def _cited(row: RecipeRow) -> list[str]:
+    cited = [source for rung in row.rungs for source in (*rung.source, *(rung.loss.source if rung.loss else ()))]
+    return cited + [source for model in row.models.values() if model.shape for source in model.shape.source]
+
+
+def _refuse_untrue_name(row: RecipeRow, name: str) -> None:
+    if row.name != name:
+        message = f"{MODELS / name}.yaml: name: it is not the file's: {row.name}"
+        raise MatrixError(message, hint=f"name: {name}")
+
+
+def _refuse_unknown(path: Path, field: str, value: str, known: Sequence[str] | dict[str, ModelRow]) -> None:
+    if value not in known:
+        message = f"{path}: {field}: none of {', '.join(known)}: {value}"
+        raise MatrixError(message, hint=near_miss(value, known) or HINT)
+
+
+def _refuse_idle_models(path: Path, row: RecipeRow) -> None:
+    for name in row.models.keys() - {rung.model for rung in row.rungs}:
+        message = f"{path}: models: no rung is of the model: {name}"
+        raise MatrixError(message, hint="take it out, or add its rungs")
+
+
+def _refuse_upside_down(path: Path, row: RecipeRow) -> None:
+    """A better tier of the same model and format is never the smaller one."""
+    for rung in row.rungs:
+        for other in row.rungs:
+            same = (rung.model, rung.format) == (other.model, other.format)
+            if same and _TIERS.index(rung.tier) > _TIERS.index(other.tier) and rung.bytes < other.bytes:
+                message = f"{path}: {rung.name} is of tier {rung.tier} and smaller than {other.name}: {other.tier}"
+                raise MatrixError(message, hint="compact is the smallest, quality the largest of one model")

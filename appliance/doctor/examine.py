@@ -20,7 +20,15 @@ from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
-from appliance.serve.inputs import install_of, load_engine, load_facts, load_model, read_draft_model
+from appliance.serve.inputs import (
+    Contents,
+    install_of,
+    load_engine,
+    load_facts,
+    load_model,
+    load_recipe,
+    read_draft_model,
+)
 from appliance.settings import Settings
 from appliance.volume import open_volume
 
@@ -48,6 +56,7 @@ class Subject:
     """The image on this machine. `kernels` are those that a start would serve with, or what it would end with."""
 
     settings: Settings
+    environment: Mapping[str, str]
     hardware: Hardware
     image: ImageFacts
     facts: EngineFacts
@@ -59,6 +68,14 @@ class Subject:
     @property
     def variant(self) -> str | None:
         return self.kernels.variant if isinstance(self.kernels, Kernels) else None
+
+    def load_model(self) -> Model:
+        """That a start would serve. Raises ModelAwayError where it would be fetched first."""
+        recipe = load_recipe(self.settings, self.image)
+        contents = Contents(
+            settings=self.settings, image=self.image, facts=self.facts, engine=self.engine, recipe=recipe
+        )
+        return load_model(contents, self.environment)
 
     def inputs(self, model: Model, draft: Model | None = None) -> Inputs:
         """Where no kernels are left, those that the engine would take by itself: what else is wrong is told as well."""
@@ -87,13 +104,13 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     checks.append(passed("image", f"{image.cell}, build {image.build_id}"))
     best = None
     try:
-        subject = _subject(settings, image, facts, load_engine(image), hardware)
+        subject = _subject(settings, environment, image, facts, load_engine(image), hardware)
     except FatalError as error:
         checks += [*_machine_checks(settings, hardware, image, None), failed("engine", error)]
     else:
         checks += _machine_checks(settings, hardware, image, subject)
         checks.append(engine_check(subject.engine, subject.install, image, subject.variant))
-        for check, found in model_checks(settings, image, subject.engine, subject.inputs):
+        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.inputs):
             checks.append(check)
             best = found or best
         if with_kernels:
@@ -101,7 +118,14 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best)
 
 
-def _subject(settings: Settings, image: ImageFacts, facts: EngineFacts, engine: Engine, hardware: Hardware) -> Subject:
+def _subject(
+    settings: Settings,
+    environment: Mapping[str, str],
+    image: ImageFacts,
+    facts: EngineFacts,
+    engine: Engine,
+    hardware: Hardware,
+) -> Subject:
     install = install_of(settings, image, facts, hardware)
     ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
     kernels: Kernels | FatalError
@@ -111,6 +135,7 @@ def _subject(settings: Settings, image: ImageFacts, facts: EngineFacts, engine: 
         kernels = error
     return Subject(
         settings=settings,
+        environment=environment,
         hardware=hardware,
         image=image,
         facts=facts,
@@ -139,7 +164,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
     try:
-        model = load_model(settings, image, subject.engine)
+        model = subject.load_model()
         draft = read_draft_model(settings, model)
     except FatalError as error:
         yield warned(

@@ -12,12 +12,11 @@ from contextlib import closing, suppress
 from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Engine, Inputs, Install
-from appliance.errors import ConfigError, EngineLibraryError, FatalError
+from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelAwayError
 from appliance.image_facts import ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
-from appliance.serve.inputs import load_model
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
 
@@ -90,16 +89,19 @@ def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_varian
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: Engine, inputs: Callable[[Model], Inputs]
+    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], inputs: Callable[[Model], Inputs]
 ) -> Iterator[tuple[Check, Plan | None]]:
-    """Whether there is one, can be read and fits; the plan for it where there is one. `inputs` are a start's."""
-    recipe = image.recipe.file if image.recipe else None
+    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `inputs` are a
+    start's."""
     try:
-        if not settings.model and not recipe and not _has_models(settings, engine):
+        if not settings.model and not image.recipe and not _has_models(settings, engine):
             remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return
-        model = load_model(settings, image, engine)
+        model = load()
+    except ModelAwayError as error:
+        yield warned("model", error.message, error.hint or ""), None
+        return
     except FatalError as error:
         yield failed("model", error), None
         return

@@ -6,6 +6,7 @@ The body has the four keys that OpenAI's errors have and no more, so the source 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 RETRY_SOON_S = 2
 RETRY_LATER_S = 10
+RETRY_MOST_S = 600
 
 
 class ApiError(Exception):
@@ -117,8 +119,15 @@ def not_ready(progress: Progress) -> ApiError:
     if progress.phase is Phase.FAILED:
         # No Retry-After: nothing is under way that would make waiting worth it.
         return ApiError(503, "engine_died", progress.sentence(), kind="service_unavailable")
-    wait_s = RETRY_LATER_S if progress.phase is Phase.TUNING else RETRY_SOON_S
-    return ApiError(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=(_retry(wait_s),))
+    headers = (_retry(_wait_s(progress)),)
+    return ApiError(503, "model_loading", progress.sentence(), kind="service_unavailable", headers=headers)
+
+
+def _wait_s(progress: Progress) -> int:
+    """When it is worth asking again: a client that is told an hour may as well ask every ten minutes."""
+    if progress.seconds_left is not None:
+        return math.ceil(min(max(progress.seconds_left, RETRY_SOON_S), RETRY_MOST_S))
+    return RETRY_LATER_S if progress.phase in (Phase.TUNING, Phase.FETCHING) else RETRY_SOON_S
 
 
 def _retry(seconds: int) -> tuple[bytes, bytes]:

@@ -17,17 +17,16 @@ from appliance.errors import ConfigError
 from appliance.gateway.api_error import ApiError, internal_error
 from appliance.gateway.auth import Keys, RequireKey
 from appliance.gateway.backend import Backend
-from appliance.gateway.by_model import AllModels, ByModel, Endpoint, overall_progress
+from appliance.gateway.by_model import ByModel, overall_progress
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
+from appliance.gateway.models import Endpoint, list_routes
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-MODELS = "/v1/models"  # of an engine: its list of models
 
 
 class App:
@@ -60,9 +59,14 @@ def create_app(
         progress=progress,
         engine_restarts=_engine_restarts(backends),
     )
-    routes = _engine_routes(backends, reading, max_body_mib * 2**20, tell_every_s) | _health_routes(reading, progress)
+    lists = list_routes(backends, reading)
+    routes = {
+        **_engine_routes(backends, reading, max_body_mib * 2**20, tell_every_s),
+        **{route.path: (("GET",), route.all) for route in lists},
+        **_health_routes(reading, progress),
+    }
     rest = _Rest(metrics, backends)
-    door: ASGIApp = _Door(routes, rest)
+    door: ASGIApp = _Door(routes, {f"{route.path}/": route.one for route in lists}, rest)
     if keys is not None:
         door = RequireKey(door, keys)
     return App(Measured(door, metrics, frozenset({*routes, *rest.paths})), backends, traffics)
@@ -94,7 +98,6 @@ def _engine_routes(
                 traffic=backend.traffic,
                 progress=backend.progress,
                 max_body_bytes=max_body_bytes,
-                stand_in=backend.models if route.upstream == MODELS else None,
                 tell_every_s=tell_every_s,
             )
             by_path.setdefault(route.path, {})[backend.name] = endpoint
@@ -103,18 +106,20 @@ def _engine_routes(
         route, endpoints = first[path], by_path[path]
         if len(backends) == 1:
             return next(iter(endpoints.values()))
-        if route.upstream == MODELS:
-            return AllModels(backends)
-        return ByModel(endpoints, dialect=route.dialect, reading=reading, max_body_bytes=max_body_bytes)
+        return ByModel(endpoints, backends, dialect=route.dialect, reading=reading, max_body_bytes=max_body_bytes)
 
     return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
 
 
 class _Door:
-    """Paths that are known here go to their endpoint, all others to the rest of the gateway."""
+    """Paths that are known here go to their endpoint, GETs below one of the `prefixes` to that one's, all others to
+    the rest of the gateway."""
 
-    def __init__(self, routes: Mapping[str, tuple[tuple[str, ...], Endpoint]], rest: _Rest) -> None:
+    def __init__(
+        self, routes: Mapping[str, tuple[tuple[str, ...], Endpoint]], prefixes: Mapping[str, Endpoint], rest: _Rest
+    ) -> None:
         self._routes = routes
+        self._prefixes = prefixes
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +144,7 @@ class _Door:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = self._routes.get(scope["path"])
         if known is None:
-            await (await self._rest.loaded())(scope, receive, send)
+            await (self._below(scope) or await self._rest.loaded())(scope, receive, send)
             return
         methods, endpoint = known
         allowed = _with_head(methods)
@@ -147,6 +152,11 @@ class _Door:
             detail = f"method not allowed: {scope['method']} {scope['path'][:200]}"
             raise ApiError(405, "method_not_allowed", detail, headers=((b"allow", ", ".join(allowed).encode()),))
         await endpoint(scope, receive, send)
+
+    def _below(self, scope: Scope) -> Endpoint | None:
+        if scope["method"] not in ("GET", "HEAD"):
+            return None
+        return next((one for prefix, one in self._prefixes.items() if scope["path"].startswith(prefix)), None)
 
 
 def _with_head(methods: Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.engine_route import EngineRoute
+from appliance.gateway.models import ListedModel
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Progress
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 class Backend:
     """Its engine's routes and socket, the requests for it, and what is shown of it.
 
-    `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `models` is the list of models while
-    the engine does not give its own. `dropped_headers` of a request, lower case, are kept from the engine.
+    `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `listed` is what the list of models
+    tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
+    the engine.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
@@ -33,7 +35,7 @@ class Backend:
         progress: Callable[[], Progress],
         documents: Mapping[str, Document],
         actions: Mapping[str, Action] | None = None,
-        models: Document | None = None,
+        listed: Callable[[], ListedModel] | None = None,
         engine_restarts: Callable[[], int] | None = None,
         dropped_headers: frozenset[bytes] = frozenset(),
     ) -> None:
@@ -42,7 +44,7 @@ class Backend:
         self.progress = progress
         self.documents = documents
         self.actions = actions or {}
-        self.models = models
+        self.listed = listed or (lambda: ListedModel(id=name, phase=progress().phase))
         self.engine_restarts = engine_restarts
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)

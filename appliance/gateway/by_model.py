@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.engine_route import Dialect
@@ -11,13 +11,12 @@ from appliance.gateway import api_error
 from appliance.gateway.api_error import ApiError
 from appliance.gateway.backend import Backend
 from appliance.gateway.forward import ClientLeft, ResponseWriter, declared_length, read_body, unless_over
+from appliance.gateway.models import Endpoint, find
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Progress
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
-
-Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]
 
 
 class ByModel:
@@ -30,12 +29,14 @@ class ByModel:
     def __init__(
         self,
         endpoints: Mapping[str, Endpoint],
+        backends: Sequence[Backend],
         *,
         dialect: Dialect,
         reading: Traffic,
         max_body_bytes: int,
     ) -> None:
         self._endpoints = endpoints
+        self._backends = [backend for backend in backends if backend.name in endpoints]
         self._dialect = dialect
         self._reading = reading
         self._max_body_bytes = max_body_bytes
@@ -57,21 +58,10 @@ class ByModel:
         name = model_named_in(body)
         if name is None:
             raise api_error.no_model(self._endpoints)
-        if name not in self._endpoints:
+        backend = find(name, self._backends)
+        if backend is None:
             raise api_error.unknown_model(name, self._endpoints)
-        return self._endpoints[name]
-
-
-class AllModels:
-    """The ASGI application of the list of models."""
-
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        self._backends = backends
-
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        lists = [backend.models() for backend in self._backends if backend.models is not None]
-        data = [model for found in lists for model in found["data"]]
-        await ResponseWriter(send, "openai").document({"object": "list", "data": data})
+        return self._endpoints[backend.name]
 
 
 def model_named_in(body: bytes) -> str | None:

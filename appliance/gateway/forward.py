@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.engine_route import Dialect, EngineRoute
@@ -18,7 +18,7 @@ from appliance.gateway.api_error import ApiError
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
-from appliance.progress import Phase, Progress
+from appliance.progress import Progress
 from appliance.race import first_of
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ WHOLE_REPLY_BYTES = 8 * 2**20
 
 class ClientLeft(Exception):  # noqa: N818 - not an error: nobody is there any more to be told one
     """The client closed its connection before the answer was whole."""
-
-
-Answer = tuple[Sequence[tuple[bytes, bytes]], bytes]
-"""Headers and body of one that had status 200."""
 
 
 class ResponseWriter:
@@ -62,13 +58,8 @@ class ResponseWriter:
             await self._start(200, headers.OF_A_STREAM, is_events=True)
         await self.write(f": {' '.join(text.split())}\n\n".encode())
 
-    async def repeat(self, answer: Answer) -> None:
-        """What was said before; the server itself leaves the body out of a reply to HEAD."""
-        await self._start(200, answer[0], is_events=False)
-        await self.finish(answer[1])
-
     async def document(self, document: dict[str, Any], status: int = 200) -> None:
-        """An answer of our own."""
+        """An answer of our own; the server itself leaves the body out of a reply to HEAD."""
         body = json.dumps(document, separators=(",", ":")).encode()
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(status, head, is_events=False)
@@ -102,26 +93,19 @@ class EngineEndpoint:
         traffic: Traffic,
         progress: Callable[[], Progress],
         max_body_bytes: int,
-        stand_in: Callable[[], dict[str, Any]] | None = None,
         tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
-        """`stand_in` answers in the engine's place while it does not serve yet, or no more."""
         self._route = route
-        self._stand_in = stand_in
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
         self._max_body_bytes = max_body_bytes
         self._tell_every_s = tell_every_s
-        # Of a route that is no work: a client that only looks is answered while the engine is away.
-        self._last_answer: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ResponseWriter(send, self._route.dialect)
         try:
-            # Without an answer to repeat, and nothing to stand in for it, it takes the engine to give one, as for work.
-            is_work = self._route.is_work or (self._last_answer is None and self._stand_in is None)
-            with self._traffic.admitted(is_work=is_work) as must_end:
+            with self._traffic.admitted() as must_end:
                 try:
                     await self._exchange(scope, receive, reply, must_end)
                 except ApiError as error:
@@ -135,8 +119,6 @@ class EngineEndpoint:
     async def _exchange(
         self, scope: Scope, receive: Receive, reply: ResponseWriter, must_end: asyncio.Future[None]
     ) -> None:
-        if await self._has_stood_in(reply):
-            return
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)
@@ -144,25 +126,11 @@ class EngineEndpoint:
         body = await unless_over(reading, must_end=must_end)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
-    async def _has_stood_in(self, reply: ResponseWriter) -> bool:
-        """Whether the request was answered without the engine, which does not answer now."""
-        now = self._progress()
-        if self._stand_in is None or now.is_ready or now.phase in (Phase.STOPPING, Phase.FAILED):
-            return False
-        if not now.is_held or self._last_answer is None:
-            await reply.document(self._stand_in())
-        else:
-            await reply.repeat(self._last_answer)
-        return True
-
     async def _serve(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)  # it was otherwise when the body began to come
         if progress.is_held:
-            if self._last_answer is not None:
-                await reply.repeat(self._last_answer)
-                return
             is_stream = self._route.can_stream and hold.asks_for_stream(body)
             tell = reply.comment if is_stream else None
             await hold.until_back(self._progress, self._traffic, tell, every_s=self._tell_every_s)
@@ -171,20 +139,15 @@ class EngineEndpoint:
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                whole = await relay(response, reply)
-                if whole is not None and not self._route.is_work and response.status == 200:
-                    self._last_answer = headers.to_client(response.headers), whole
+                await relay(response, reply)
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except BrokenError as error:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter) -> bytes | None:
-    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
-
-    Returns the body where it was read whole.
-    """
+async def relay(response: Response, reply: ResponseWriter) -> None:
+    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read."""
     if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
         raise api_error.of_engine(response.status, await response.read())
@@ -193,13 +156,12 @@ async def relay(response: Response, reply: ResponseWriter) -> bytes | None:
         body = await response.read()
         await reply.start(response)
         await reply.finish(body)
-        return body
+        return
     if not reply.is_started:
         await reply.start(response)
     async for chunk in response.chunks():
         await reply.write(chunk)
     await reply.finish()
-    return None
 
 
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:

@@ -6,13 +6,15 @@ Keys and their defaults are those of llama.cpp's `llama_model_base::load_hparams
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from appliance.model.gguf import Gguf, Tensor
+from appliance.model.ggml_types import FILE_TYPES
+from appliance.model.gguf import TEMPLATE, Gguf, Tensor
 from appliance.model.keys import Keys
 from appliance.model.parts import plain_name
 from appliance.model.stack import (
@@ -30,6 +32,10 @@ LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
 _POOLING_NONE = 0
 _MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
+
+# What a chat template calls where the model was trained for it: the list of tools, and a text before the answer.
+CALLS_TOOLS = re.compile(r"\btools\b")
+REASONS = re.compile(r"enable_thinking|reasoning_content|reasoning_effort|</?think>|\bthinking\b")
 
 CacheKind = Literal["attention", "unsupported"]
 Format = Literal["gguf", "safetensors"]
@@ -92,6 +98,15 @@ class Model:
     recurrent_channels: int = 0  # that their convolution runs over
     expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
     called: str | None = None  # where the file's name says nothing: a blob of another tool's folder
+    parameters: int = 0  # elements of all tensors; 0: unknown
+    file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
+    calls_tools: bool = False  # by its chat template
+    reasons: bool = False  # before it answers, by its chat template
+
+    @property
+    def label(self) -> str:
+        """Its quantization as people call it."""
+        return self.file_type or self.quantization
 
     @property
     def title(self) -> str:
@@ -144,7 +159,7 @@ def parse_facts(gguf: Gguf) -> Model:
         experts_used=_experts_used(keys, layers, experts),
         expert_bytes=sum(weights.expert_bytes),
         output_is_tied=_is_tied(gguf.tensors),
-        has_chat_template="tokenizer.chat_template" in gguf.metadata,
+        has_chat_template=TEMPLATE in gguf.metadata,
         is_embedding_model=_is_embedding_model(keys),
         cache_kind="attention" if reason is None else "unsupported",
         cache_reason=reason,
@@ -155,7 +170,22 @@ def parse_facts(gguf: Gguf) -> Model:
         recurrent_length=keys.number("ssm.inner_size", default=0),
         recurrent_channels=_channels(keys),
         expert_length=keys.number("expert_feed_forward_length", default=0) if experts else 0,
+        parameters=sum(math.prod(tensor.shape) for tensor in gguf.tensors),
+        file_type=_file_type(gguf),
+        calls_tools=_template_has(gguf, CALLS_TOOLS),
+        reasons=_template_has(gguf, REASONS),
     )
+
+
+def _file_type(gguf: Gguf) -> str | None:
+    number = gguf.metadata.get("general.file_type")
+    return FILE_TYPES.get(number) if isinstance(number, int) else None
+
+
+def _template_has(gguf: Gguf, words: re.Pattern[str]) -> bool:
+    """In the template or in one of the named ones beside it (`tokenizer.chat_template.tool_use`)."""
+    texts = (value for key, value in gguf.metadata.items() if key.startswith(TEMPLATE))
+    return any(words.search(text) for text in texts if isinstance(text, str))
 
 
 def _refuse_other_kinds(keys: Keys) -> None:

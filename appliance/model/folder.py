@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
 from appliance.model.config import Config, describe_quantization
-from appliance.model.facts import EXPERTS_LIMIT, LAYERS_LIMIT, Model
+from appliance.model.facts import CALLS_TOOLS, EXPERTS_LIMIT, LAYERS_LIMIT, REASONS, Model
+from appliance.model.gguf import TEMPLATE_KEPT_BYTES
 from appliance.model.safetensors import Stored, read_json, read_shards
 from appliance.model.stack import Layer, LayerKind, Weights
 
@@ -19,6 +22,7 @@ _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of which an element is a parameter; packed ones hold several
 
 
 def read_folder(folder: Path) -> Model:
@@ -34,6 +38,7 @@ def read_folder(folder: Path) -> Model:
     experts = config.number("experts", default=0, high=EXPERTS_LIMIT)
     stack = _stack(config, weights, trunk, drafts) if reason is None else ()
     by_type = _bytes_by_type(tensors)
+    template = _chat_template(folder)
     return Model(
         path=folder,
         parts=tuple(shard.path for shard in shards),
@@ -59,13 +64,16 @@ def read_folder(folder: Path) -> Model:
         experts_used=config.number("experts_used", default=0, high=experts) if experts else 0,
         expert_bytes=sum(weights.expert_bytes),
         output_is_tied=not any("lm_head." in tensor.name for tensor in tensors),
-        has_chat_template=_has_chat_template(folder),
+        has_chat_template=template is not None,
         is_embedding_model=(folder / "modules.json").exists(),
         cache_kind="attention" if reason is None else "unsupported",
         cache_reason=reason,
         stack=stack,
         embedding_bytes=weights.embedding_bytes,
         output_bytes=weights.output_bytes,
+        parameters=_parameters(tensors),
+        calls_tools=bool(template and CALLS_TOOLS.search(template)),
+        reasons=bool(template and REASONS.search(template)),
     )
 
 
@@ -154,16 +162,28 @@ def _bytes_by_type(tensors: Iterable[Stored]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
+def _parameters(tensors: Iterable[Stored]) -> int:
+    """0 where weights are packed: their shapes do not tell."""
+    found = list(tensors)
+    if not all(tensor.dtype in _PLAIN_TYPES for tensor in found):
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in found)
+
+
 def _quantization_beside(folder: Path) -> str | None:
     """NVIDIA's ModelOpt writes it into a file of its own."""
     path = folder / "hf_quant_config.json"
     return describe_quantization(read_json(path)) if path.exists() else None
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if any((folder / name).exists() for name in _TEMPLATES):
-        return True
+def _chat_template(folder: Path) -> str | None:
+    """Its text, or of several all as JSON. A model without a readable one is still a model, and has none."""
     try:
-        return "chat_template" in read_json(folder / "tokenizer_config.json")
-    except ModelUnreadableError:  # a model without a readable one is still a model, and has no template
-        return False
+        found = next((folder / name for name in _TEMPLATES if (folder / name).is_file()), None)
+        if found is not None:
+            with found.open("rb") as file:
+                return file.read(TEMPLATE_KEPT_BYTES).decode("utf-8", "replace")
+        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    except (ModelUnreadableError, OSError):
+        return None
+    return template if isinstance(template, str | None) else json.dumps(template)

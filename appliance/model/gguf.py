@@ -23,7 +23,9 @@ HEADER_LIMIT_BYTES = 64 * 1024 * 1024
 KEYS_LIMIT = 8192
 KEY_LIMIT_BYTES = 1024
 TENSORS_LIMIT = 65536
-TEXT_KEPT_BYTES = 512  # a longer text, such as a chat template, is kept as its length
+TEXT_KEPT_BYTES = 512  # a longer text is kept as its length
+TEMPLATE = "tokenizer.chat_template"
+TEMPLATE_KEPT_BYTES = 256 * 1024  # what it calls tells what the model can do; the longest there are have 30 KiB
 ARRAY_KEPT = 1024  # llama.cpp allows 512 layers, and only arrays over layers are of use
 ARRAYS_KEPT = 65536  # entries of all kept arrays together
 _NAME_LIMIT_BYTES = 63  # GGML_MAX_NAME - 1
@@ -293,7 +295,7 @@ def _read_value(reader: _Reader, key: str, budget: int) -> Value:
 
 def _read_text(reader: _Reader, key: str) -> str | Skipped:
     length = reader.text_length(f"the text of {key}")
-    if length > TEXT_KEPT_BYTES:
+    if length > (TEMPLATE_KEPT_BYTES if key.startswith(TEMPLATE) else TEXT_KEPT_BYTES):
         reader.skip(length, f"the text of {key}")
         return Skipped(count=length)
     return _printable(reader.take(length, f"the text of {key}"))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
-from appliance.image_facts import EngineFacts, ImageFacts, parse_engine_facts, parse_image_facts
-from appliance.model import Format, Model, digest, find_model, only_model, read_draft, read_model
+from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
+from appliance.model import Model, digest, find_model, read_draft, read_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
 from appliance.serve.checks import check_supported, usable_gpus
-from appliance.settings import ENGINE_SETTINGS, Settings
+from appliance.serve.which import Located, Which, which_model
+from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
 from appliance.values import dataclass
 
 OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
@@ -29,6 +31,7 @@ class StartInputs:
     inputs: Inputs
     key: Key
     warnings: tuple[str, ...] = ()  # of what this image leaves unused
+    names: tuple[str, ...] = ()  # that mean the model in the API, beside its file's
 
     @property
     def settings(self) -> Settings:
@@ -48,31 +51,103 @@ class StartInputs:
         return replace(self, inputs=replace(self.inputs, hardware=hardware))
 
 
-def read_inputs(settings: Settings, environment: Mapping[str, str]) -> StartInputs:
-    """Looks at everything and refuses what cannot work. Writes nothing and starts nothing."""
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What the image holds: known before any model is looked at."""
+
+    settings: Settings
+    image: ImageFacts
+    facts: EngineFacts
+    engine: Engine
+    recipe: Recipe | None = None
+
+    def which_model(self, environment: Mapping[str, str]) -> Which:
+        """Raises ConfigError (10) where nothing says which."""
+        hub = cache(lambda: hub_settings(self.settings, environment))
+        return which_model(self.settings, self.recipe, self.engine.model_format, hub)
+
+
+def read_contents(settings: Settings) -> Contents:
+    """Raises ConfigError (10) for a damaged image, and for a setting that means nothing to its engine."""
     image, facts = load_facts(settings)
     engine = load_engine(image)
     check_settings(settings, engine)
-    model = load_model(settings, image, engine)
+    recipe = load_recipe(settings, image)
+    return Contents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the image finds, and may use of it."""
+
+    hardware: Hardware
+    install: Install
+    kernels: Kernels
+    warnings: tuple[str, ...]
+
+
+def look_at_machine(contents: Contents, environment: Mapping[str, str]) -> Machine:
+    """Raises what says that this image cannot run here (20 to 23)."""
+    settings, image = contents.settings, contents.image
     hardware = probe(settings.data_dir, environment)
     warnings = check_supported(settings, image, hardware)
-    install = install_of(settings, image, facts, hardware)
+    install = install_of(settings, image, contents.facts, hardware)
+    ruled_out = contents.engine.ruled_out(install.cache_dir, image, hardware.cpu)
+    kernels = contents.engine.choose_kernels(settings, contents.facts, hardware.cpu, ruled_out)
+    return Machine(hardware=hardware, install=install, kernels=kernels, warnings=warnings)
+
+
+def read_inputs(settings: Settings, environment: Mapping[str, str], *, located: Located | None = None) -> StartInputs:
+    """Looks at everything and refuses what cannot work. Writes nothing, starts nothing and fetches nothing.
+
+    `located` where the model was chosen already. Raises ConfigError (10) for a model that would have to be fetched.
+    """
+    contents = read_contents(settings)
+    machine = cache(partial(look_at_machine, contents, environment))
+    return with_model(contents, located or locate(contents, environment, machine), machine)
+
+
+def with_model(contents: Contents, located: Located, look: Callable[[], Machine]) -> StartInputs:
+    """The model is read before the machine is looked at: what is wrong with it is the more likely mistake."""
+    model = read_located(located, contents.engine)
+    machine = look()
+    inputs = inputs_of(contents, machine, model)
+    return StartInputs(
+        engine=contents.engine,
+        install=machine.install,
+        inputs=inputs,
+        key=_key_of(inputs),
+        warnings=machine.warnings,
+        names=located.names,
+    )
+
+
+def inputs_of(contents: Contents, machine: Machine, model: Model) -> Inputs:
+    settings = contents.settings
     if settings.engine_dir is None:
         sources = {**settings.sources, "engine_dir": "image"}
-        settings = replace(settings, engine_dir=install.engine_dir, sources=sources)
+        settings = replace(settings, engine_dir=machine.install.engine_dir, sources=sources)
     if settings.alias is None and model.called:
         settings = replace(settings, alias=model.called, sources={**settings.sources, "alias": "name in its folder"})
-    ruled_out = engine.ruled_out(install.cache_dir, image, hardware.cpu)
-    inputs = Inputs(
+    return Inputs(
         settings=settings,
-        image=image,
-        facts=facts,
-        hardware=hardware,
+        image=contents.image,
+        facts=contents.facts,
+        hardware=machine.hardware,
         model=model,
-        kernels=engine.choose_kernels(settings, facts, hardware.cpu, ruled_out),
+        kernels=machine.kernels,
         draft=read_draft_model(settings, model),
     )
-    return StartInputs(engine=engine, install=install, inputs=inputs, key=_key_of(inputs), warnings=warnings)
+
+
+def locate(contents: Contents, environment: Mapping[str, str], look: Callable[[], Machine]) -> Located:
+    """On the volume. Raises ModelAwayError (10) where a start would fetch something first."""
+    found = contents.which_model(environment)
+    if isinstance(found, Located):
+        return found
+    from appliance.serve.candidates import locate_chosen  # here: a start whose model is named and here never needs it
+
+    return locate_chosen(contents, found, environment, look)
 
 
 def _key_of(inputs: Inputs) -> Key:
@@ -119,30 +194,26 @@ def check_settings(settings: Settings, engine: Engine) -> None:
             raise ConfigError(message, hint=f"take it out; {engine.name} takes {', '.join(sorted(engine.settings))}")
 
 
-def load_model(settings: Settings, image: ImageFacts, engine: Engine) -> Model:
-    """The one that was asked for, else the image's own, else the only one there is of the engine's format: on the
-    volume, else in mounted folders of other tools."""
-    file, serves = image.recipe.file if image.recipe else None, engine.model_format
-    path = _on_volume(settings, file, serves)
-    if path is not None:
-        return read_model(path, serves=serves)
-    # here: a start from the volume must not pay for it
-    from appliance.weights.stores import find_elsewhere, read_elsewhere, read_stored
-
-    if settings.model or not file:
-        return read_elsewhere(settings, serves)
-    if stored := find_elsewhere(file, settings, serves):
-        return read_stored(stored, serves)
-    message = f"the model of this image's recipe is not on the volume: {settings.models_dir / file}"
-    raise ConfigError(message, hint="fetch it there, or name another with APPLIANCE_MODEL")
+def load_model(contents: Contents, environment: Mapping[str, str]) -> Model:
+    """The one that a start would serve, where it is here."""
+    located = locate(contents, environment, cache(partial(look_at_machine, contents, environment)))
+    return read_located(located, contents.engine)
 
 
-def _on_volume(settings: Settings, file: str | None, serves: Format) -> Path | None:
-    if settings.model:
-        return find_model(settings.model, settings.models_dir)
-    if file:
-        return settings.models_dir / file if (settings.models_dir / file).exists() else None
-    return only_model(settings.models_dir, serves=serves)
+def read_located(located: Located, engine: Engine) -> Model:
+    model = read_model(located.path, serves=engine.model_format)
+    return replace(model, called=located.called, projector=located.projector) if located.called else model
+
+
+def load_recipe(settings: Settings, image: ImageFacts) -> Recipe | None:
+    """None where this is no model image. Raises ConfigError when the recipe is missing or damaged."""
+    if image.recipe is None:
+        return None
+    try:
+        return parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"recipe of this image cannot be read: {settings.facts_dir / 'recipe.json'}: {error}"
+        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
 
 
 def read_draft_model(settings: Settings, model: Model) -> Model | None:

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING
 
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
-from appliance.serve.status import documents_of, measure_now, models_of
+from appliance.serve.status import documents_of, listed_of, measure_now
 from appliance.settings import Settings
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
     from appliance.gateway.backend import Backend
     from appliance.gateway.server import Gateway
+    from appliance.serve.awaited import AwaitedModel
 
 
 @asynccontextmanager
-async def open_gateway(settings: Settings, report: Report, *models: ServedModel) -> AsyncIterator[Gateway]:
+async def open_gateway(
+    settings: Settings, report: Report, *models: ServedModel | AwaitedModel
+) -> AsyncIterator[Gateway]:
     """Listens at once: clients are told what a start is doing. Drains before an engine is stopped. Its backends are
     those of the models, in their order. `settings` say where, and with which key."""
     key = _key(settings, report)
@@ -30,7 +33,7 @@ async def open_gateway(settings: Settings, report: Report, *models: ServedModel)
     from appliance.gateway.auth import Keys
     from appliance.gateway.server import Gateway
 
-    app = create_app([_backend(served) for served in models], keys=Keys(frozenset({key})) if key else None)
+    app = create_app([_backend(model) for model in models], keys=Keys(frozenset({key})) if key else None)
     gateway = await Gateway.open(app, settings.host, settings.port)
     report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
     address = settings.address_path
@@ -43,7 +46,28 @@ async def open_gateway(settings: Settings, report: Report, *models: ServedModel)
             await asyncio.shield(gateway.drain(settings.drain_s))
 
 
-def _backend(served: ServedModel) -> Backend:
+def _backend(model: ServedModel | AwaitedModel) -> Backend:
+    return _backend_of(model) if isinstance(model, ServedModel) else _backend_of_awaited(model)
+
+
+def _backend_of_awaited(awaited: AwaitedModel) -> Backend:
+    from appliance.gateway.backend import Backend  # here: as below, for the engine's start
+
+    engine = awaited.contents.engine
+    return Backend(
+        name=awaited.name,
+        socket_path=awaited.socket_path,
+        routes=engine.routes,
+        dropped_headers=engine.dropped_headers,
+        progress=lambda: awaited.report.progress,
+        documents=awaited.documents(),
+        actions={"tuning": awaited.measure_now},
+        listed=awaited.listed,
+        engine_restarts=lambda: awaited.restarts,
+    )
+
+
+def _backend_of(served: ServedModel) -> Backend:
     from appliance.gateway.backend import Backend  # here: above, it would delay the engine's start
 
     engine = served.start.engine
@@ -55,7 +79,7 @@ def _backend(served: ServedModel) -> Backend:
         progress=lambda: served.report.progress,
         documents=documents_of(served),
         actions={"tuning": partial(measure_now, served)},
-        models=partial(models_of, served),
+        listed=partial(listed_of, served),
         engine_restarts=lambda: served.host.restarts,
     )
 

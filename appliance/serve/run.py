@@ -11,7 +11,7 @@ from appliance.serve.gpus import cross_check_gpus
 from appliance.serve.kernels import prove_kernels
 from appliance.serve.listen import open_gateway
 from appliance.serve.load import launch, wait_loaded
-from appliance.serve.served_model import ServedModel, open_model
+from appliance.serve.served_model import ServedModel, open_model, open_or_await
 from appliance.serve.stop import stoppable
 from appliance.serve.supervise import serve_until_failure
 from appliance.settings import Settings
@@ -19,16 +19,29 @@ from appliance.supervisor import become_subreaper
 
 if TYPE_CHECKING:
     from appliance.gateway.backend import Backend
+    from appliance.serve.awaited import AwaitedModel
 
 
 async def serve(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
     become_subreaper()
-    served = open_model(settings, environment, report)
-    start_from_profile(served)  # the engine loads while the gateway is imported
-    async with stoppable(report, served), open_gateway(settings, report, served) as gateway:
-        await serve_model(served, gateway.backends[0])
+    model = open_or_await(settings, environment, report)
+    if isinstance(model, ServedModel):
+        start_from_profile(model)  # the engine loads while the gateway is imported
+    async with stoppable(report, model), open_gateway(settings, report, model) as gateway:
+        await serve_model(await weights_of(model), gateway.backends[0])
     return 0
+
+
+async def weights_of(model: ServedModel | AwaitedModel) -> ServedModel:
+    """Fetched first where they are not here; the gateway tells how far that is."""
+    if isinstance(model, ServedModel):
+        return model
+    from appliance.serve.fetch import fetch_model  # here: a start whose model is here never needs it
+
+    served = await fetch_model(model)
+    start_from_profile(served)  # the same weights may have been measured here before
+    return served
 
 
 async def serve_model(served: ServedModel, backend: Backend) -> None:

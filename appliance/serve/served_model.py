@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
 from appliance.engines.engine import Inputs, Space
+from appliance.errors import ModelAwayError
 from appliance.model import plain_name
 from appliance.plan import Allocated, Plan
 from appliance.probe import Hardware
@@ -20,12 +22,22 @@ from appliance.serve.checks import usable_gpus
 from appliance.serve.engine_host import EngineHost
 from appliance.serve.engine_log import EngineLogs
 from appliance.serve.gpus import check_gpus
-from appliance.serve.inputs import StartInputs, load_facts, read_inputs
+from appliance.serve.inputs import (
+    StartInputs,
+    load_facts,
+    locate,
+    look_at_machine,
+    read_contents,
+    read_inputs,
+    with_model,
+)
+from appliance.serve.which import Located
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
     from appliance.probe.watch import Watch
+    from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
 
 
@@ -42,9 +54,7 @@ class ServedModel:
         *,
         number: int = 0,
     ) -> None:
-        # Short: 107 bytes is all that a socket has.
-        name = f"appliance-{os.getpid()}{f'-{number}' if number else ''}"
-        first, second, self.trial_socket = (start.settings.runtime_dir / f"{name}{end}.sock" for end in ("", "b", "m"))
+        first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
         self.start = start
         self.space = start.space()  # of all plans, built once for these inputs
         self.environment = environment
@@ -85,6 +95,11 @@ class ServedModel:
         return self.settings.alias or plain_name(self.inputs.model.path)
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names that mean it."""
+        return (plain_name(self.inputs.model.path), *self.start.names)
+
+    @property
     def space_of_profile(self) -> Space:
         """With the KV cache types that the profile has found harmless."""
         return self.start.space(self.profile.kv_checks) if self.profile and self.profile.kv_checks else self.space
@@ -104,11 +119,46 @@ class ServedModel:
         return self.start.engine.command(plan, self.start.install, socket_path)
 
 
+def socket_paths(runtime_dir: Path, number: int) -> tuple[Path, Path, Path]:
+    """Two for the engine that serves, which take turns, and one for the engine that is measured."""
+    # Short: 107 bytes is all that a socket has.
+    name = f"appliance-{os.getpid()}{f'-{number}' if number else ''}"
+    first, second, third = (runtime_dir / f"{name}{end}.sock" for end in ("", "b", "m"))
+    return first, second, third
+
+
 def open_model(settings: Settings, environment: Mapping[str, str], report: Report, *, number: int = 0) -> ServedModel:
-    """Looks at everything, and refuses what cannot work."""
+    """Looks at everything, and refuses what cannot work; also a model that is not here."""
     image, _ = load_facts(settings)
     open_volume(settings.data_dir, image.build_id)
-    start = read_inputs(settings, environment)
+    return _checked(read_inputs(settings, environment), environment, report, number)
+
+
+def open_or_await(
+    settings: Settings, environment: Mapping[str, str], report: Report, *, number: int = 0
+) -> ServedModel | AwaitedModel:
+    """Looks at everything, and refuses what cannot work. Where the model is not here, all but that."""
+    contents = read_contents(settings)
+    open_volume(settings.data_dir, contents.image.build_id)
+    machine = cache(partial(look_at_machine, contents, environment))
+    try:
+        located = locate(contents, environment, machine)
+    except ModelAwayError:
+        from appliance.serve.awaited import AwaitedModel  # here: a start whose model is here never needs it
+
+        found = contents.which_model(environment)
+        if isinstance(found, Located):  # it came meanwhile
+            return open_model(settings, environment, report, number=number)
+        return AwaitedModel(contents, machine(), found, environment, report, number=number)
+    return _checked(with_model(contents, located, machine), environment, report, number)
+
+
+def _checked(start: StartInputs, environment: Mapping[str, str], report: Report, number: int) -> ServedModel:
     check_gpus(start, report)
-    store = ProfileStore(settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
+    return serve_inputs(start, environment, report, number=number)
+
+
+def serve_inputs(start: StartInputs, environment: Mapping[str, str], report: Report, *, number: int = 0) -> ServedModel:
+    """Of a machine whose GPUs were checked."""
+    store = ProfileStore(start.settings.profiles_dir, lambda words: report.warning("profile_set_aside", words))
     return ServedModel(start, environment, store, report, number=number)

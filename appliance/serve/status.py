@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.errors import VolumeError
@@ -15,6 +15,9 @@ from appliance.profile import Profile, speeds_of
 from appliance.progress import Phase
 from appliance.serve.served_model import ServedModel
 from appliance.tune.speeds import predicted_speeds
+
+if TYPE_CHECKING:
+    from appliance.gateway.models import ListedModel
 
 _TUNING_WORDS = {
     "waiting": "measuring begins when nobody asks",
@@ -87,10 +90,29 @@ def _tuning(served: ServedModel) -> dict[str, Any]:
     return {"state": state, "message": _tuning_words(served, state), "measurements": measured}
 
 
-def models_of(served: ServedModel) -> dict[str, Any]:
-    """OpenAI's list, until the engine gives its own: the model is known before it is loaded."""
-    model = {"id": served.name, "object": "model", "created": served.began_s, "owned_by": "appliance"}
-    return {"object": "list", "data": [{**model, "state": str(served.report.progress.phase)}]}
+def listed_of(served: ServedModel) -> ListedModel:
+    """For the list of models: the model is known before it is loaded."""
+    from appliance.gateway.models import ListedModel  # here: above, the gateway would delay the engine's start
+
+    model, plan, name = served.inputs.model, served.host.plan, served.name
+    return ListedModel(
+        id=name,
+        phase=served.report.progress.phase,
+        aliases=tuple(alias for alias in served.aliases if alias != name),
+        created_s=served.began_s,
+        context=plan.context if plan else None,
+        native_context=model.native_context,
+        calls_tools=model.calls_tools,
+        reasons=model.reasons,
+        is_embedding=model.is_embedding_model,
+        format=model.format,
+        architecture=model.architecture,
+        quantization=model.label,
+        size_bytes=model.file_bytes,
+        parameters=model.parameters or None,
+        vocabulary=model.vocabulary,
+        embedding_length=model.embedding_length,
+    )
 
 
 def measure_now(served: ServedModel) -> tuple[int, dict[str, Any]]:

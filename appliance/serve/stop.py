@@ -6,15 +6,18 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.progress import Phase
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
 
+if TYPE_CHECKING:
+    from appliance.serve.awaited import AwaitedModel
+
 
 @asynccontextmanager
-async def stoppable(report: Report, *models: ServedModel) -> AsyncIterator[asyncio.Event]:
+async def stoppable(report: Report, *models: ServedModel | AwaitedModel) -> AsyncIterator[asyncio.Event]:
     """SIGTERM and SIGINT stop whatever is going on; every engine is gone when this ends, however it ends. The event
     is set once a signal asked for the end."""
     asked = asyncio.Event()
@@ -32,7 +35,7 @@ async def stoppable(report: Report, *models: ServedModel) -> AsyncIterator[async
             raise
     finally:
         watcher.cancel()
-        stops = await asyncio.gather(*(_stop(served) for served in models), return_exceptions=True)
+        stops = await asyncio.gather(*(_stop(model) for model in models), return_exceptions=True)
         failures = [failure for failure in stops if failure is not None]
         for failure in failures:  # only now: each engine had its time to end
             report.error("not_stopped", f"an engine may be left: {type(failure).__name__}: {failure}")
@@ -42,8 +45,11 @@ async def stoppable(report: Report, *models: ServedModel) -> AsyncIterator[async
             report.info("stopped", "the engine is gone")
 
 
-async def _stop(served: ServedModel) -> None:
-    served.report.phase(Phase.STOPPING)
+async def _stop(model: ServedModel | AwaitedModel) -> None:
+    model.report.phase(Phase.STOPPING)
+    served = model if isinstance(model, ServedModel) else model.served
+    if served is None:
+        return
     try:
         served.guard.give_up()
     finally:

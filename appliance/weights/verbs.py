@@ -7,10 +7,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
-from appliance.image_facts import parse_image_facts
+from appliance.image_facts import parse_recipe
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import add_model, drop_unfinished, open_volume
@@ -124,12 +125,12 @@ def _wanted(request: Request) -> Sequence[StoredModel]:
 
 
 def _known(settings: Settings) -> dict[str, str]:
-    """The sha256 of the image's own model, by the name of its file."""
+    """The sha256 of the files of the image's recipe, by their names."""
     try:
-        recipe = parse_image_facts((settings.facts_dir / "image_facts.json").read_text(encoding="utf-8")).recipe
+        recipe = parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # not in an image: nothing is known
-    return {recipe.file: recipe.sha256} if recipe else {}
+        return {}  # no model image: nothing is known
+    return {Path(file.path).name: file.sha256 for rung in recipe.rungs for file in rung.files}
 
 
 def _said(checked: Checked) -> str:

@@ -91,8 +91,8 @@ def test_the_alias_is_the_model_image_of_the_chosen_cell(made: ModelImage) -> No
 
 def _build() -> ModelImage:
     cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
-    demo = recipe.load(ROOT, "demo")
-    return model.build(ROOT, cell, demo, recipe.choose(demo, None), docker.Engine(), image=IMAGE, epoch_s=EPOCH_S)
+    demo = recipe.as_recipe(recipe.load(ROOT, "demo"))
+    return model.build(ROOT, cell, demo, docker.Engine(), image=IMAGE, epoch_s=EPOCH_S)
 
 
 @contextmanager

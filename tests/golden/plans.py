@@ -37,7 +37,7 @@ class Case:
 
 CASES = (
     Case(machine="cpu-16g", model="llama-3.1-8b", quantization="Q4_K_M"),
-    Case(machine="cpu-16g", model="qwen3-30b-a3b", quantization="Q3_K_M"),
+    Case(machine="cpu-16g", model="qwen3-30b-a3b", quantization="Q2_K"),
     Case(machine="cpu-limit-8g", model="qwen3-8b", quantization="Q4_K_M"),
     Case(machine="laptop-5060", model="qwen3-30b-a3b", quantization="Q3_K_M"),
     Case(machine="laptop-5060", model="llama-3.1-8b", quantization="Q5_K_M"),

@@ -99,15 +99,22 @@ def test_the_list_of_models_is_there_before_the_model_is(home: Home) -> None:
         status, listed = serving.ask("GET", "/v1/models", key=home.key)
         assert (status, listed["object"]) == (200, "list")
         (model,) = listed["data"]
-        assert {**model, "created": 0} == {
-            "id": "mine", "object": "model", "created": 0, "owned_by": "appliance", "state": model["state"],
-        }  # fmt: skip
+        assert (model["id"], model["object"], model["owned_by"]) == ("mine", "model", "appliance")
         assert model["state"] in ("starting", "loading")
+        assert "loaded_context_length" not in model
+        assert model["max_context_length"] == model["meta"]["n_ctx_train"] > 0
         assert serving.ask("GET", "/models", key=home.key)[0] == 200
         assert serving.ask("GET", "/v1/models")[0] == 401
         assert serving.chat()[0] == 503
         serving.wait_ready()
-        assert [model["id"] for model in serving.ask("GET", "/v1/models", key=home.key)[1]["data"]] == ["mine"]
+        (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+        context = serving.document("status")["context"]
+        assert (model["id"], model["state"]) == ("mine", "ready")
+        assert model["context_length"] == model["max_model_len"] == model["meta"]["n_ctx"] == context
+        for name in ("mine", *model["aliases"]):
+            status, one = serving.ask("GET", f"/v1/models/{name}", key=home.key)
+            assert (status, one) == (200, model)
+        assert serving.ask("GET", "/v1/models/other", key=home.key)[1]["error"]["code"] == "model_not_found"
 
 
 def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) -> None:

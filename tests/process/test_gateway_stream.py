@@ -46,7 +46,8 @@ def test_the_sdk_chats(stage: Stage) -> None:
     with stage.openai() as client:
         reply = client.chat.completions.create(model="demo", messages=MESSAGES)
         assert reply.choices[0].message.content == "one two three"
-        assert [model.id for model in client.models.list()] == ["demo"]
+        assert [model.id for model in client.models.list()] == ["small"]
+        assert client.models.retrieve("small").id == "small"
         assert client.embeddings.create(model="demo", input="a", encoding_format="float").data[0].embedding == [0, 1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,15 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from tests.shapes.shape import Shape
-from tests.shapes.tensors import tensors
+from appliance.model.quantize import tensor_type
+from appliance.model.shape import Shape
+from appliance.model.tensors import tensors
 
 ALIGNMENT = 32
 _PIECE_BYTES = 256 * 1024  # random bytes that are repeated: weights need not differ, only be finite
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantization:
-    """Which type a matrix gets, after the rules of llama.cpp's src/llama-quant.cpp; its exceptions are left out."""
-
-    base: Type
-    better: Type  # of attn_v and half of ffn_down
-    output: Type
-    experts: Type | None = None
-
-
-QUANTIZATIONS = {
-    "F16": Quantization(base=Type.F16, better=Type.F16, output=Type.F16),
-    "BF16": Quantization(base=Type.BF16, better=Type.BF16, output=Type.BF16),
-    "Q8_0": Quantization(base=Type.Q8_0, better=Type.Q8_0, output=Type.Q8_0),
-    "Q6_K": Quantization(base=Type.Q6_K, better=Type.Q6_K, output=Type.Q6_K),
-    "Q5_K_M": Quantization(base=Type.Q5_K, better=Type.Q6_K, output=Type.Q6_K),
-    "Q4_K_M": Quantization(base=Type.Q4_K, better=Type.Q6_K, output=Type.Q6_K),
-    "Q4_0": Quantization(base=Type.Q4_0, better=Type.Q4_0, output=Type.Q6_K),
-    "Q3_K_M": Quantization(base=Type.Q3_K, better=Type.Q4_K, output=Type.Q6_K),
-    "Q2_K": Quantization(base=Type.Q2_K, better=Type.Q3_K, output=Type.Q6_K),
-    "MXFP4": Quantization(base=Type.Q8_0, better=Type.Q8_0, output=Type.Q8_0, experts=Type.MXFP4),
-}
-# What a row that is no multiple of 256 is given instead (tensor_type_fallback).
-_FALLBACKS = {
-    Type.Q2_K: Type.Q4_0,
-    Type.Q3_K: Type.Q4_0,
-    Type.Q4_K: Type.Q5_0,
-    Type.Q5_K: Type.Q5_1,
-    Type.Q6_K: Type.Q8_0,
-}
+QUANTIZATIONS = ("F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "MXFP4")
 # Where in a block its f16 scales are (ggml-common.h), and the scale by which random bytes have a deviation of 0.02.
 _SCALES = {
     Type.Q4_0: ((0,), 0.0043),
@@ -61,18 +32,6 @@ _SCALES = {
     Type.Q5_K: ((0, 2), 0.000045),
     Type.Q6_K: ((208,), 0.000015),
 }
-_KEPT_F32 = (
-    "norm",
-    "ffn_gate_inp",
-    "ssm_conv1d",
-    "ssm_a",
-    "ssm_d",
-    "ssm_dt",
-    "shortconv.conv",
-    "attn_sinks",
-    ".bias",
-    "lerp",
-)
 
 
 def write_gguf(
@@ -82,8 +41,7 @@ def write_gguf(
 
     With data it has a tokenizer of bytes, so that the engine answers; without, only the size of its vocabulary.
     """
-    kinds = QUANTIZATIONS[quantization]
-    entries = [(name, size, _type(name, size, shape, kinds)) for name, size in tensors(shape)]
+    entries = [(name, size, Type[tensor_type(name, size, shape, quantization).name]) for name, size in tensors(shape)]
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(shape.name)
     for key, value in shape.metadata.items():
@@ -153,33 +111,6 @@ def _blocks(kind: Type, random: np.random.Generator) -> bytes:
     for offset in offsets:
         blocks[:, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), dtype=np.uint8)
     return blocks.tobytes()
-
-
-def _type(name: str, size: tuple[int, ...], shape: Shape, kinds: Quantization) -> Type:
-    if len(size) == 1 or any(part in name for part in _KEPT_F32):
-        return Type.F32
-    if name == "output.weight" or (name == "token_embd.weight" and shape.is_tied):
-        wanted = kinds.output
-    elif kinds.experts and "_exps" in name:
-        wanted = kinds.experts
-    elif "attn_v." in name or ("ffn_down" in name and _has_more_bits(name, shape.trunk)):
-        wanted = kinds.better
-    else:
-        wanted = kinds.base
-    return _fitting(wanted, size[0])
-
-
-def _fitting(kind: Type, row: int) -> Type:
-    if row % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-        return kind
-    smaller = _FALLBACKS.get(kind, Type.F16)
-    return smaller if row % gguf.GGML_QUANT_SIZES[smaller][0] == 0 else Type.F16
-
-
-def _has_more_bits(name: str, layers: int) -> bool:
-    """`use_more_bits`: the first and the last eighth of the layers, and every third between them."""
-    layer = int(name.split(".")[1])
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -6,31 +6,33 @@ from appliance.engine_route import Dialect, EngineRoute
 
 
 def _post(
-    path: str, *, bare: bool = False, dialect: Dialect = "openai", can_stream: bool = False
+    path: str, *, also: tuple[str, ...] = (), dialect: Dialect = "openai", can_stream: bool = False
 ) -> tuple[EngineRoute, ...]:
-    """`path`, and with `bare` also the same without /v1 for clients whose base URL lacks it."""
-    spellings = (path, path.removeprefix("/v1")) if bare else (path,)
+    """`path`, and the same with another beginning in place of /v1."""
+    spellings = (path, *(beginning + path.removeprefix("/v1") for beginning in also))
     return tuple(
         EngineRoute(path=spelling, upstream=path, dialect=dialect, can_stream=can_stream) for spelling in spellings
     )
 
 
+_BARE = ("",)  # for clients whose base URL lacks it
+_LM_STUDIO = ("", "/api/v0")  # and for those of LM Studio's own API
+
+
 # llama-server's own /completions and /embeddings are older forms with other replies than OpenAI's, so every bare path
-# is asked for under /v1. There is no /v1/models/{id}: the engine has none.
+# is asked for under /v1. The list of models is the gateway's own.
 ROUTES: tuple[EngineRoute, ...] = (
-    *_post("/v1/chat/completions", bare=True, can_stream=True),
-    *_post("/v1/completions", bare=True, can_stream=True),
-    *_post("/v1/responses", bare=True, can_stream=True),
-    *_post("/v1/embeddings", bare=True),
-    EngineRoute(path="/v1/models", upstream="/v1/models", methods=("GET",), is_work=False),
-    EngineRoute(path="/models", upstream="/v1/models", methods=("GET",), is_work=False),
+    *_post("/v1/chat/completions", also=_LM_STUDIO, can_stream=True),
+    *_post("/v1/completions", also=_LM_STUDIO, can_stream=True),
+    *_post("/v1/responses", also=_BARE, can_stream=True),
+    *_post("/v1/embeddings", also=_LM_STUDIO),
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic"),
-    *_post("/v1/chat/completions/input_tokens", bare=True),
-    *_post("/v1/responses/input_tokens", bare=True),
-    *_post("/v1/rerank", bare=True),
-    *_post("/v1/reranking", bare=True),
-    *_post("/v1/audio/transcriptions", bare=True),
+    *_post("/v1/chat/completions/input_tokens", also=_BARE),
+    *_post("/v1/responses/input_tokens", also=_BARE),
+    *_post("/v1/rerank", also=_BARE),
+    *_post("/v1/reranking", also=_BARE),
+    *_post("/v1/audio/transcriptions", also=_BARE),
     *_post("/tokenize"),
     *_post("/detokenize"),
     *_post("/apply-template"),

@@ -22,7 +22,7 @@ def test_what_is_never_asked_of_the_engine(word: str) -> None:
 
 def test_bare_paths_mean_their_v1_namesakes() -> None:
     upstream = {route.path: route.upstream for route in ROUTES}
-    for path in ("/completions", "/embeddings", "/models", "/responses", "/rerank"):
+    for path in ("/completions", "/embeddings", "/responses", "/rerank"):
         assert upstream[path] == upstream[f"/v1{path}"] == f"/v1{path}"
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-import yaml
 
-from appliance.image_facts import parse_image_facts
+from appliance.image_facts import Rung, dump_recipe, parse_image_facts, parse_recipe
 from images import __main__ as command
 from images import fetch, model, recipe
 from images.errors import BuildError, MatrixError, UsageError
 from images.matrix import Cell
-from images.recipe import Recipe, Weights
+from images.recipe import FileRow, RecipeRow, RungRow
 
 BYTES = b"GGUF" + bytes(1000)
 SHA256 = hashlib.sha256(BYTES).hexdigest()
@@ -41,33 +41,78 @@ def test_every_recipe_is_sound_and_names_itself(project: Path) -> None:
     assert [recipe.load(project, name).name for name in names] == names
 
 
+def test_what_an_image_carries_is_what_was_read(project: Path) -> None:
+    for name in recipe.names(project):
+        carried = recipe.as_recipe(recipe.load(project, name))
+        assert parse_recipe(dump_recipe(carried)) == carried
+        assert carried.default_rung.weights
+
+
 def test_weights_that_were_never_here_have_an_address_by_revision_and_a_source(project: Path) -> None:
-    for weights in recipe.load(project, "qwen").weights:
-        assert weights.url
-        assert weights.url.endswith(f"/{weights.file}")
-        assert weights.source
+    for rung in recipe.as_recipe(recipe.load(project, "qwen")).rungs:
+        assert rung.repo
+        assert re.fullmatch("[0-9a-f]{40}", str(rung.revision))
+        assert re.search(r"\S+/\S+ \S+ at [0-9a-f]{40}, read 20\d\d-\d\d-\d\d", rung.source)
+
+
+def test_a_rung_is_found_by_the_only_beginning_of_its_name(project: Path) -> None:
+    row = recipe.load(project, "qwen")
+    assert recipe.find_rung(row, "14b").name == "14b-q4_k_m"
+    assert recipe.find_rung(row, "14b-a").name == "14b-awq"
+    assert recipe.find_rung(row, "4b-q4_k_m").name == "4b-q4_k_m"
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "file"),
+    ("name", "message", "hint"),
     [
-        (None, "Qwen3-4B-Q4_K_M.gguf"),
-        (2400, "Qwen3-1.7B-Q8_0.gguf"),
-        (8192, "Qwen3-8B-Q4_K_M.gguf"),
-        (16 * 1024, "Qwen3-14B-Q4_K_M.gguf"),
-        (24 * 1024, "Qwen3-30B-A3B-Q4_K_M.gguf"),
-        (80 * 1024, "Qwen3-32B-Q4_K_M.gguf"),
+        ("8b-q", "qwen has 2 rungs of that name: 8b-q", "there are 8b-q4_k_m, 8b-q6_k"),
+        ("4b-q4_k_n", "qwen has no rung of that name: 4b-q4_k_n", "perhaps you meant 4b-q4_k_m"),
     ],
 )
-def test_the_largest_weights_that_leave_a_quarter(project: Path, memory_mib: int | None, file: str) -> None:
-    assert recipe.choose(recipe.load(project, "qwen"), memory_mib).file == file
+def test_a_rung_that_nobody_can_tell(project: Path, name: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        recipe.find_rung(recipe.load(project, "qwen"), name)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"default": "135m-q4_1"', '"default": "135m"', "Recipe cannot be"),
+        ('"schema": 1', '"schema": 2', "recipe have another schema"),
+        ('"tier": "balanced"', '"tier": "best"', "Invalid enum value 'best'"),
+        ('"bytes"', '"byte"', "missing required field `bytes`"),
+        ('"path": "SmolLM2', '"path": "mmproj-SmolLM2', r"Recipe.rungs\[0\] cannot be"),
+        ("{", "[", "recipe are not JSON"),
+    ],
+)
+def test_a_damaged_recipe_is_refused(project: Path, old: str, new: str, message: str) -> None:
+    text = dump_recipe(recipe.as_recipe(recipe.load(project, "demo")))
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        parse_recipe(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "name"),
+    [
+        (None, "4b-q4_k_m"),
+        (2400, "1.7b-q8_0"),
+        (8192, "8b-q4_k_m"),
+        (16 * 1024, "14b-q4_k_m"),
+        (24 * 1024, "3.6-35b-a3b-ud-iq4_xs"),
+        (80 * 1024, "30b-a3b-2507-q8_0"),
+    ],
+)
+def test_the_largest_weights_that_leave_a_quarter(project: Path, memory_mib: int | None, name: str) -> None:
+    assert recipe.choose(recipe.load(project, "qwen"), memory_mib).name == name
 
 
 def test_too_little_memory_is_exit_2_and_says_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["fetch", "qwen", "--memory-mib", "1024", "--dry-run"]) == 2
+    assert command.main(["fetch", "qwen", "--memory-mib", "512", "--dry-run"]) == 2
     said = capsys.readouterr().err
-    assert "no weights of qwen fit into 1024 MiB" in said
-    assert "Qwen3-1.7B-Q8_0.gguf, takes 2333 MiB" in said
+    assert "no weights of qwen fit into 512 MiB" in said
+    assert "3.5-0.8b-q4_k_m, takes 678 MiB" in said
 
 
 def test_a_budget_without_a_model_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,40 +122,103 @@ def test_a_budget_without_a_model_is_exit_2(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_recipe_is_exit_10_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["build", "--only", "llama-cpu", "--model", "quen"]) == 10
-    assert "no such recipe: quen\nhint: there are demo, qwen" in capsys.readouterr().err
+    assert "no such recipe: quen\nhint: perhaps you meant qwen" in capsys.readouterr().err
+
+
+RECIPE = f"""
+name: x
+license: MIT
+default: 1b-q4_0
+models:
+  1b: {{parameters_b: 1.0, active_b: 1.0}}
+rungs:
+  - name: 1b-q4_0
+    model: 1b
+    tier: balanced
+    format: gguf
+    quantization: Q4_0
+    repo: org/x-GGUF
+    revision: {"a" * 40}
+    files:
+      - {{path: x-q4_0.gguf, bytes: 10, sha256: {SHA256}}}
+    source: [here]
+sources:
+  here: {{repo: org/public, path: a.json, commit: {"b" * 40}, read: 2026-11-22}}
+"""
+FILE = f"{{path: x-q4_0.gguf, bytes: 10, sha256: {SHA256}}}"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("old", "new", "message", "hint"),
     [
-        ({"default": "other.gguf"}, "default is none of its weights: other.gguf"),
-        ({"weights": []}, "at least 1 item"),
-        ({"name": "Qwen 3"}, "should match pattern"),
-        ({"weihgts": []}, "images/models/x.yaml: unknown key: weihgts"),
-        ({"url": "https://host/x/resolve/main/w.gguf"}, "should match pattern"),
-        ({"source": None}, "has a size and a hash without a source"),
-        ({"url": None}, "comes from a wheel or from a url"),
-        ({"sha256": "abc"}, "should match pattern"),
-        ({"file": "../w.gguf"}, "should match pattern"),
+        ("default: 1b-q4_0", "default: 1b-q4", "x.yaml: default: none of 1b-q4_0: 1b-q4", "perhaps you meant 1b-q4_0"),
+        ("name: x", "name: y", "name: it is not the file's: y", "name: x"),
+        ("name: x", "name: Qwen 3", "name: String should match pattern", ""),
+        (
+            "tier: balanced",
+            "tier: best",
+            "rungs.0.tier: Input should be 'quality', 'balanced' or 'compact': 'best'",
+            "",
+        ),
+        ("    tier:", "    teir:", "unknown key: rungs.0.teir", "perhaps you meant tier"),
+        ("model: 1b", "model: 1bb", "rungs.0.model: none of 1b: 1bb", "perhaps you meant 1b"),
+        ("  1b: {", "  3b: {parameters_b: 3, active_b: 3}\n  1b: {", "no rung is of the model: 3b", "take it out"),
+        ("    source: [here]", "", "has sizes and hashes without a source", ""),
+        ("source: [here]", "source: [her]", "cites a source that is not there: her", "perhaps you meant here"),
+        ("revision: ", "# ", "a repo has a revision", ""),
+        ("repo: org/x-GGUF", "url: https://host/x.gguf", "a repo has a revision", ""),
+        ("repo: org/x-GGUF", "# none", "comes from a repo, from a url or from a wheel", ""),
+        (SHA256, "abc", "rungs.0.files.0.sha256: String should match pattern", ""),
+        ("x-q4_0.gguf", "../x.gguf", "rungs.0.files.0.path: String should match pattern", ""),
+        ("x-q4_0.gguf", "a/.x.gguf", "rungs.0.files.0.path: String should match pattern", ""),
+        ("x-q4_0.gguf", "mmproj-x.gguf", "one projector at most, behind the weights", ""),
+        ("x-q4_0.gguf", "x-00002-of-00002.gguf", "its parts are not 1 to 1", ""),
+        (f"- {FILE}", f"- {FILE}\n      - {FILE}", "its parts are not 1 to 2", ""),
+        ("bytes: 10", "bytes: 0", "rungs.0.files.0.bytes: Input should be greater than 0", ""),
+        ("active_b: 1.0", "active_b: -1", "models.1b.active_b: Input should be greater than 0", ""),
+        ("models:", "models: []\nmodels:", "key is there twice: models", ""),
     ],
 )
-def test_a_file_that_is_no_recipe_is_exit_10(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    weights = {"file": "w.gguf", "bytes": 1, "sha256": SHA256, "url": f"https://host/{'0' * 40}/w.gguf", "source": "s"}
-    of_weights = {key: value for key, value in change.items() if key in weights}
-    data = {"name": "x", "license": "MIT", "default": "w.gguf", "weights": [{**weights, **of_weights}]}
-    data |= {key: value for key, value in change.items() if key not in weights}
-    (tmp_path / recipe.MODELS).mkdir(parents=True)
-    (tmp_path / recipe.MODELS / "x.yaml").write_text(yaml.safe_dump(data))
+def test_a_file_that_is_no_recipe_is_exit_10(tmp_path: Path, old: str, new: str, message: str, hint: str) -> None:
+    assert old in RECIPE
     with pytest.raises(MatrixError) as caught:
-        recipe.load(tmp_path, "x")
+        load_text(tmp_path, RECIPE.replace(old, new, 1))
     assert message in caught.value.message
+    assert "images/models/x.yaml" in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_better_tier_is_never_the_smaller_one(tmp_path: Path) -> None:
+    row = RECIPE.partition("rungs:\n")[2].partition("sources:")[0]
+    better = row.replace("1b-q4_0", "1b-q3").replace("balanced", "quality").replace("bytes: 10", "bytes: 9")
+    with pytest.raises(MatrixError, match="1b-q3 is of tier quality and smaller than 1b-q4_0: balanced"):
+        load_text(tmp_path, RECIPE.replace("sources:", f"{better}sources:"))
+
+
+def test_parts_and_projector_are_told_apart(tmp_path: Path) -> None:
+    files = [
+        f"{{path: {name}, bytes: 10, sha256: {SHA256}}}"
+        for name in ("x-00001-of-00002.gguf", "x-00002-of-00002.gguf", "mmproj-x.gguf")
+    ]
+    row = load_text(tmp_path, RECIPE.replace(f"- {FILE}", "\n      ".join(f"- {file}" for file in files)))
+    rung: Rung = recipe.as_recipe(row).default_rung
+    assert [file.path for file in rung.weights] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
+    assert rung.projector
+    assert (rung.projector.path, rung.bytes) == ("mmproj-x.gguf", 30)
+
+
+def load_text(root: Path, text: str) -> RecipeRow:
+    (root / recipe.MODELS).mkdir(parents=True)
+    (root / recipe.MODELS / "x.yaml").write_text(text)
+    return recipe.load(root, "x")
 
 
 def test_weights_are_fetched_once_and_whole(tmp_path: Path, host: str) -> None:
-    weights = from_host(f"{host}/whole")
-    assert fetch.fetch(tmp_path, weights, tmp_path / "m", ca_bundle=None).read_bytes() == BYTES
+    rung = from_host(f"{host}/whole")
+    (found,) = fetch.fetch(tmp_path, rung, tmp_path / "m", ca_bundle=None)
+    assert found.read_bytes() == BYTES
     asked = Host.asked
-    fetch.fetch(tmp_path, weights, tmp_path / "m", ca_bundle=None)
+    fetch.fetch(tmp_path, rung, tmp_path / "m", ca_bundle=None)
     assert Host.asked == asked
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["w.gguf"]
 
@@ -127,12 +235,9 @@ def test_what_is_not_whole_is_not_kept(tmp_path: Path, host: str, path: str, mes
 
 
 def test_a_model_image_has_its_cells_facts_and_the_recipe(project: Path, cell: Cell) -> None:
-    demo = recipe.load(project, "demo")
-    facts = parse_image_facts(model.facts(project, cell, demo, demo.weights[0], build_id="b" * 32))
-    assert (facts.build_id, facts.cell) == ("b" * 32, "llama-cpu")
-    assert facts.recipe
-    assert (facts.recipe.name, facts.recipe.file) == ("demo", demo.default)
-    assert facts.recipe.sha256 == demo.weights[0].sha256
+    demo = recipe.as_recipe(recipe.load(project, "demo"))
+    facts = parse_image_facts(model.facts(project, cell, demo, build_id="b" * 32))
+    assert (facts.build_id, facts.cell, facts.recipe) == ("b" * 32, "llama-cpu", "demo")
 
 
 def test_select_names_the_alias(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,14 +252,10 @@ def test_an_alias_of_no_recipe_is_exit_10(capsys: pytest.CaptureFixture[str]) ->
     assert "no such recipe: nothing" in capsys.readouterr().err
 
 
-def from_host(url: str) -> Weights:
+def from_host(url: str) -> RungRow:
     """A local host speaks no TLS, which a recipe's file may not leave out."""
-    return Weights.model_construct(file="w.gguf", bytes=len(BYTES), sha256=SHA256, wheel=None, url=url, source="s")
-
-
-def test_recipes_take_no_choice_of_weights_for_granted() -> None:
-    with pytest.raises(UsageError):
-        recipe.choose(Recipe.model_construct(name="x", weights=(from_host(""),), default="w.gguf", license="MIT"), 0)
+    file = FileRow(path="w.gguf", bytes=len(BYTES), sha256=SHA256)
+    return RungRow.model_construct(name="w", url=url, files=(file,), wheel=None)
 
 
 class Host(BaseHTTPRequestHandler):

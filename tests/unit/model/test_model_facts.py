@@ -164,3 +164,31 @@ def test_the_largest_type_names_the_quantization(tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType.Q4_K
     model = facts(tmp_path, tensors=[*LLAMA_TENSORS, ("blk.0.ffn_down.weight", (256, 512), kind)])
     assert model.quantization == "Q4_K"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls_tools", "reasons"),
+    [
+        ("{{ messages }}", False, False),
+        ("{%- if tools %}{{ tools | tojson }}{% endif %}" + " " * 30_000, True, False),
+        ("{% if enable_thinking is false %}<think></think>{% endif %}", False, True),
+        ("{{ reasoning_effort }} {% for tool in tools %}", True, True),
+        ("my_tools, rethinking", False, False),
+    ],
+)
+def test_what_the_chat_template_calls(tmp_path: Path, template: str, *, calls_tools: bool, reasons: bool) -> None:
+    model = facts(tmp_path, tokenizer__chat_template=template)
+    assert (model.calls_tools, model.reasons) == (calls_tools, reasons)
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    model = facts(tmp_path, tokenizer__chat_template="{{ x }}", tokenizer__chat_template__tool_use="{{ tools }}")
+    assert model.calls_tools
+
+
+def test_parameters_and_the_quantization_of_the_whole_file(tmp_path: Path) -> None:
+    model = facts(tmp_path, general__file_type=15)
+    assert model.parameters == 64 * 100 + 64 * 64 + 64 * 128 + 64 * 100
+    assert (model.file_type, model.label) == ("Q4_K_M", "Q4_K_M")
+    unknown = facts(tmp_path, general__file_type=999)
+    assert (unknown.file_type, unknown.label) == (None, unknown.quantization)

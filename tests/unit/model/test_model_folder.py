@@ -257,3 +257,13 @@ def test_a_projector_beside_the_model_is_found(tmp_path: Path) -> None:
     assert read_model(model).projector is None
     write_model(beside)
     assert read_model(model).projector is None  # a language model of that name
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_what_its_chat_template_calls(tmp_path: Path, file: str) -> None:
+    folder = write_folder(tmp_path / "m")
+    assert (read_folder(folder).calls_tools, read_folder(folder).reasons) == (False, False)
+    template = "{{ tools }} <think>"
+    text = template if file.endswith(".jinja") else json.dumps({"chat_template": [{"name": "x", "template": template}]})
+    (folder / file).write_text(text)
+    assert (read_folder(folder).calls_tools, read_folder(folder).reasons) == (True, True)

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from appliance.__main__ import main
-from appliance.image_facts import Recipe, dump_facts
+from appliance.image_facts import Recipe, RecipeFile, Rung, dump_recipe
 from appliance.values import dataclass
 from appliance.volume import hold_files
 from appliance.weights import transfer
 from appliance.weights.transfer import Meter, size
-from tests.builders import IMAGE
 from tests.mounts import tmpfs
 from tests.unit.model.gguf_files import write_model
 from tests.unit.weights.cache_files import OTHER_COMMIT, put_cached, put_ollama
@@ -349,8 +348,13 @@ def test_of_a_plain_file_the_recipe_knows_the_hash_or_the_header_has_to_do(
     said = run("verify")
     assert (said.code, "can be read, sha256" in said.out) == (0, True)
     (tmp_path / "facts").mkdir()
-    image = {"recipe": Recipe(name="r", file="m.gguf", sha256=sha256(weights))}
-    (tmp_path / "facts/image_facts.json").write_text(dump_facts(type(IMAGE)(**{**vars(IMAGE), **image})))
+    file = RecipeFile(path="m.gguf", bytes=len(weights), sha256=sha256(weights))
+    nothing: dict[str, Any] = dict.fromkeys(("repo", "revision", "url", "loss", "loss_source", "shape"))
+    sizes: dict[str, Any] = {"parameters_b": 1.0, "active_b": 1.0}
+    rung = Rung(name="m", tier="balanced", format="gguf", files=(file,), source="here", **nothing, **sizes)
+    words: dict[str, Any] = dict.fromkeys(("reasoning", "tools", "speculation", "projector"))
+    recipe = Recipe(name="r", license="MIT", rungs=(rung,), default="m", chat={}, **words)
+    (tmp_path / "facts/recipe.json").write_text(dump_recipe(recipe))
     assert "m.gguf: sound" in run("verify", "m").out
     (models / "m.gguf").write_bytes(weights[:-8] + b"\0" * 7 + b"1")
     assert "its hash is" in run("verify", "m").out

@@ -240,5 +240,5 @@ def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: st
 
 def test_a_type_of_the_cache_that_carries_less_than_any_mode_would_serve_is_left_out() -> None:
     here = space(with_host(MACHINES["cpu-16g"], 6000), shape("qwen3-8b"))
-    assert (here.best.kv_type, here.best.context) == ("q8_0", 6656)  # f16 carries 3,584
-    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 6656)}
+    assert (here.best.kv_type, here.best.context) == ("q8_0", 6912)  # f16 carries 3,584
+    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 6912)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.shapes.shape import Shape
+from appliance.model.shape import Shape
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
+_PATTERN = "attention.sliding_window_pattern"
 _ALTUPS, _ALTUP_WIDTH, _LAUREL_RANK = 4, 256, 64  # n_altup, n_embd_altup, laurel_rank of llama-hparams.h
 
 
@@ -254,6 +255,37 @@ def _gemma3n(shape: Shape, layer: int) -> Tensors:
     yield "laurel_r.weight", (_LAUREL_RANK, width)
 
 
+def _gemma4(shape: Shape, layer: int) -> Tensors:
+    """Global layers have longer heads; where the KV heads are given by layer, they have fewer and no V of their own."""
+    width, heads = shape.get("embedding_length"), shape.get("attention.head_count")
+    kv_heads, is_sliding = shape.of_layer("attention.head_count_kv", layer), shape.metadata[_PATTERN][layer]
+    length = shape.get("attention.key_length_swa" if is_sliding else "attention.key_length")
+    yield from _norms(shape, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    yield "attn_q.weight", (width, heads * length)
+    yield "attn_k.weight", (width, kv_heads * length)
+    if is_sliding or not isinstance(shape.metadata["attention.head_count_kv"], list):
+        yield "attn_v.weight", (width, kv_heads * length)
+    yield "attn_output.weight", (heads * length, width)
+    yield "attn_q_norm.weight", (length,)
+    yield "attn_k_norm.weight", (length,)
+    yield "layer_output_scale.weight", (1,)
+    yield from _dense(shape, layer)
+    if shape.get("expert_count"):
+        yield from _experts(shape)
+        yield from _norms(shape, "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+    if inputs := shape.get("embedding_length_per_layer_input"):
+        yield "inp_gate.weight", (width, inputs)
+        yield "proj.weight", (inputs, width)
+        yield from _norms(shape, "post_norm")
+
+
+def _beside_gemma4(shape: Shape) -> Tensors:
+    if inputs := shape.get("embedding_length_per_layer_input"):
+        yield "per_layer_token_embd.weight", (inputs * shape.layers, shape.vocabulary)
+        yield "per_layer_model_proj.weight", (shape.get("embedding_length"), inputs * shape.layers)
+        yield "per_layer_proj_norm.weight", (inputs,)
+
+
 def _beside_gemma3n(shape: Shape) -> Tensors:
     width, inputs = shape.get("embedding_length"), _ALTUP_WIDTH * shape.layers
     yield "altup_proj.weight", (width, width, _ALTUPS - 1)
@@ -339,6 +371,7 @@ BLOCKS: dict[str, Callable[[Shape, int], Tensors]] = {
     "gemma2": _plain,
     "gemma3": _plain,
     "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite_hybrid,
     "jamba": _jamba,
@@ -356,4 +389,8 @@ BLOCKS: dict[str, Callable[[Shape, int], Tensors]] = {
     "rwkv7": _rwkv7,
     "smallthinker": _plain,
 }
-BESIDE: dict[str, Callable[[Shape], Tensors]] = {"gemma3n": _beside_gemma3n, "rwkv7": _beside_rwkv7}
+BESIDE: dict[str, Callable[[Shape], Tensors]] = {
+    "gemma3n": _beside_gemma3n,
+    "gemma4": _beside_gemma4,
+    "rwkv7": _beside_rwkv7,
+}

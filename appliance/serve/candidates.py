@@ -1,0 +1,170 @@
+"""What could be served, and what is chosen of it: rungs of a recipe, each with what the engine's planner says of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from appliance.errors import DownloadError, FatalError, ModelAwayError, ModelDoesNotFitError, VolumeError
+from appliance.image_facts import Recipe, Rung
+from appliance.model import Model, read_model
+from appliance.model.described import describe_model
+from appliance.serve.forecast import forecast
+from appliance.serve.inputs import Contents, Machine, inputs_of
+from appliance.serve.kept_choice import KeptChoice
+from appliance.serve.which import FromHub, FromRecipe, Located, names_of
+from appliance.settings import HubSettings, Settings, hub_settings
+from appliance.values import dataclass
+from appliance.weights.cache import RepoFolder
+from appliance.weights.choose import Candidate, Choice, Forecast, Tier, Wants, choose, usual_context
+from appliance.weights.room import SPARED_BYTES, bytes_missing
+from appliance.weights.rungs import of_rung
+from appliance.weights.wanted import Wanted
+
+_GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """One candidate, and how it becomes a model. `wanted` None: it has no address; `path` None: it is not here."""
+
+    candidate: Candidate
+    model: Model | None  # None: nothing tells its layers before it is here
+    wanted: Wanted | None
+    path: Path | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def located(self) -> Located | None:
+        return Located(path=self.path, names=self.names) if self.path else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """All that was offered, in order, and the choice."""
+
+    offered: tuple[Offered, ...]
+    choice: Choice
+
+    @property
+    def pick(self) -> Offered:
+        """Raises what says why nothing can be served: 31, 32 or 50."""
+        row = self.choice.chosen
+        if row is None:
+            raise _nothing(self.choice)
+        return next(each for each in self.offered if each.candidate is row.candidate)
+
+
+def choose_rung(contents: Contents, found: FromRecipe, environment: Mapping[str, str], machine: Machine) -> Chosen:
+    hub = hub_settings(contents.settings, environment)
+    offered = tuple(_offered(contents, found, rung, hub) for rung in found.rungs)
+    default = f"{found.recipe.name}:{found.recipe.default}"
+    return choose_offered(contents, machine, hub, offered, default=default)
+
+
+def choose_offered(
+    contents: Contents, machine: Machine, hub: HubSettings, offered: tuple[Offered, ...], *, default: str = ""
+) -> Chosen:
+    settings = contents.settings
+    native = max((each.model.native_context for each in offered if each.model), default=2**31)
+    wanted = settings.ctx_size or usual_context(settings.mode, native)
+    forecasts = {each.candidate.name: _forecast(contents, machine, each, wanted) for each in offered}
+    volume = machine.hardware.volume
+    free = None if volume.free_mib is None else max(0, volume.free_mib * _MIB - SPARED_BYTES)
+    tiers: Mapping[str, Tier | None] = {"quality": "quality", "balanced": "balanced", "compact": "compact"}
+    wants = Wants(context=wanted, free_bytes=free, is_offline=hub.offline, tier=tiers.get(settings.tier))
+    choice = choose([each.candidate for each in offered], forecasts, wants, default=default)
+    return Chosen(offered=offered, choice=choice)
+
+
+def locate_chosen(
+    contents: Contents, found: FromRecipe | FromHub, environment: Mapping[str, str], look: Callable[[], Machine]
+) -> Located:
+    """What is chosen where that is here. Raises ModelAwayError (10) where it would be fetched first."""
+    if isinstance(found, FromHub) or not found.here:
+        raise ModelAwayError(found.name)
+    machine = look()
+    if located := kept_choice(contents, found, machine).load():
+        return located
+    pick = choose_rung(contents, found, environment, machine).pick
+    if pick.located is None:
+        what = f"{pick.candidate.name}, {pick.candidate.bytes / 1e9:,.1f} GB"
+        raise ModelAwayError(what)
+    return pick.located
+
+
+def kept_choice(contents: Contents, found: FromRecipe, machine: Machine) -> KeptChoice:
+    """Of an earlier start on this volume."""
+    here = {names_of(found.recipe, rung)[-1]: (rung, path) for rung, path in found.here}
+    return KeptChoice(
+        folder=contents.settings.data_dir / "cache" / contents.image.build_id,
+        settings=contents.settings,
+        hardware=machine.hardware,
+        here={name: Located(path=path, names=names_of(found.recipe, rung)) for name, (rung, path) in here.items()},
+    )
+
+
+def _offered(contents: Contents, found: FromRecipe, rung: Rung, hub: HubSettings) -> Offered:
+    recipe, settings = found.recipe, contents.settings
+    path = next((path for each, path in found.here if each is rung), None)
+    names = names_of(recipe, rung)
+    has_address = bool(rung.repo or rung.url)
+    wanted = of_rung(rung, hub, names[-1]) if has_address else None
+    candidate = Candidate(
+        name=names[-1],
+        tier=rung.tier,
+        quantization=str((rung.shape or {}).get("quantization", "")),
+        parameters_b=rung.parameters_b,
+        active_b=rung.active_b,
+        bytes=rung.bytes,
+        missing_bytes=0 if path else _missing(rung, wanted, settings),
+        generation=_generation(rung, recipe),
+    )
+    model = _model(rung, path, candidate.name, contents)
+    return Offered(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
+
+
+def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
+    """At least one byte, since it is not here whole. Without an address nothing can be fetched."""
+    if wanted is None:
+        return rung.bytes
+    return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
+
+
+def _model(rung: Rung, path: Path | None, name: str, contents: Contents) -> Model | None:
+    if path is not None:
+        return read_model(path, serves=contents.engine.model_format)
+    if rung.shape is None or rung.format != "gguf":
+        return None
+    weights = sum(file.bytes for file in rung.weights)
+    return describe_model(name, rung.shape, Path(rung.weights[0].path), file_bytes=weights)
+
+
+def _generation(rung: Rung, recipe: Recipe) -> float:
+    """By the oldest of the recipe: names without a number are of the whole number below."""
+    known = {each.name: found for each in recipe.rungs if (found := _GENERATION.match(each.name))}
+    if not known:
+        return 1.0
+    oldest = math.floor(min(float(found[1]) for found in known.values()))
+    return float(known[rung.name][1]) / oldest if rung.name in known and oldest else 1.0
+
+
+def _forecast(contents: Contents, machine: Machine, each: Offered, wanted: int) -> Forecast | str:
+    if each.model is None:
+        return ""
+    return forecast(contents.engine, inputs_of(contents, machine, each.model), wanted)
+
+
+def _nothing(choice: Choice) -> FatalError:
+    lines = "".join(f"\n  {row.candidate.name}: {row.verdict}: {row.reason}" for row in choice.rows)
+    verdicts = {row.verdict for row in choice.rows}
+    hint = "`appliance plan --files` shows all; take a smaller one with --model, or fewer tokens with --ctx-size"
+    if "no room" in verdicts:
+        return VolumeError(f"none of the models has room on the volume{lines}", hint=f"free some space; {hint}")
+    if "offline" in verdicts:
+        message = f"none of the models is on the volume, and nothing is fetched offline{lines}"
+        return DownloadError(message, hint="`appliance models pull` fetches one where there is a network")
+    return ModelDoesNotFitError(f"none of the models can be served here{lines}", hint=hint)

@@ -1,0 +1,51 @@
+"""What a model would be on this machine, told by the engine's planner before its weights are here."""
+
+from __future__ import annotations
+
+from appliance.engines.engine import Engine, Inputs
+from appliance.errors import FatalError
+from appliance.plan import Costs, Placement, Plan
+from appliance.weights.choose import Forecast
+
+
+def forecast(engine: Engine, inputs: Inputs, wanted_context: int) -> Forecast | str:
+    """Or why it cannot be served, in words."""
+    try:
+        space = engine.space(inputs)
+        plan = space.predicted
+        depth = min(wanted_context, plan.context) / 2
+        return _of(plan, space.costs(plan), depth)
+    except FatalError as error:
+        return error.message
+
+
+def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
+    decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * depth / 1000
+    prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + costs.copy_ms / costs.batch
+    prefill_ms += costs.prefill_depth_us * depth / 1000
+    return Forecast(
+        where=_where(plan.placement),
+        context=plan.context,
+        is_on_gpus=bool(plan.placement.shares) and not _on_the_host(plan.placement),
+        decode_tokens_per_s=1000 / decode_ms if decode_ms else None,
+        prefill_tokens_per_s=1000 / prefill_ms if prefill_ms else None,
+    )
+
+
+def _where(placement: Placement) -> str:
+    """As in "all on the GPU", "12 layers on the CPU", "experts of 40 layers on the CPU"."""
+    if not placement.shares:
+        return "CPU"
+    gpus = len(placement.shares)
+    return _on_the_host(placement) or ("all on the GPU" if gpus == 1 else f"all on {gpus} GPUs")
+
+
+def _on_the_host(placement: Placement) -> str:
+    layers, experts = placement.cpu_layers, placement.cpu_expert_layers
+    parts = [f"{_counted(layers)} on the CPU"] if layers else []
+    parts += [f"experts of {_counted(experts)} on the CPU"] if experts else []
+    return ", ".join(parts)
+
+
+def _counted(layers: int) -> str:
+    return f"{layers} layer{'s' * (layers > 1)}"

@@ -1,0 +1,187 @@
+"""Which model a start serves: a path where it is here, else what it is chosen from."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError, FatalError
+from appliance.image_facts import Recipe, Rung
+from appliance.model import Format, find_model, only_model, resolve_model
+from appliance.settings import HubSettings, Settings
+from appliance.values import dataclass
+
+if TYPE_CHECKING:
+    from appliance.weights.reference import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """Weights that are here. `names` mean them in the API, beside the file's own."""
+
+    path: Path
+    names: tuple[str, ...] = ()
+    called: str | None = None  # by the tool whose blob it is; its projector is then a blob, too
+    projector: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromRecipe:
+    """Rungs of the image's recipe, of which one is chosen; never none."""
+
+    recipe: Recipe
+    rungs: tuple[Rung, ...]
+    here: tuple[tuple[Rung, Path], ...]  # those of them that are here, with the file that the engine is given
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHub:
+    """A repository or an address of which nothing is here."""
+
+    reference: Reference
+
+    @property
+    def name(self) -> str:
+        return self.reference.text
+
+
+Which = Located | FromRecipe | FromHub
+
+
+def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: Callable[[], HubSettings]) -> Which:
+    """What was asked for, else what the recipe has, else the only model on the volume.
+
+    Raises ConfigError (10) where nothing says which, ModelUnreadableError (30) where it cannot be one. Asks no network.
+    """
+    request, models_dir = settings.model, settings.models_dir
+    if not request and recipe is None:
+        if path := only_model(models_dir, serves=serves):
+            return Located(path=path)
+        return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
+    if request and (path := find_model(request, models_dir)):
+        return Located(path=path)
+    if recipe and (not request or request.partition(":")[0].casefold() == recipe.name.casefold()):
+        return _of_recipe(recipe, (request or "").partition(":")[2], models_dir, serves, hub)
+    return _of_hub(request or "", settings, serves, hub, recipe)
+
+
+def _of_recipe(
+    recipe: Recipe, wanted: str, models_dir: Path, serves: Format, hub: Callable[[], HubSettings]
+) -> Located | FromRecipe:
+    ladder = [rung for rung in recipe.rungs if rung.format == serves]
+    rungs = rungs_called(wanted, ladder, recipe.name)
+    here = tuple((rung, path) for rung in rungs if (path := path_of(rung, models_dir, hub)))
+    if len(rungs) == 1 and here:
+        return Located(path=here[0][1], names=names_of(recipe, rungs[0]))
+    there = [rung for rung, _ in here]
+    possible = tuple(rung for rung in rungs if rung in there or rung.repo or rung.url)
+    if not possible:
+        path = models_dir / rungs[0].files[0].path
+        message = f"the model of this image's recipe is not on the volume: {path}"
+        raise ConfigError(message, hint="put it there, or name another with APPLIANCE_MODEL; its recipe has no address")
+    return FromRecipe(recipe=recipe, rungs=possible, here=here)
+
+
+def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung, ...]:
+    """All where nothing is wanted; else the one of that name, else those whose names begin so. Raises ConfigError."""
+    found = [rung for rung in ladder if _plain(rung.name) == _plain(wanted)]
+    found = found or [rung for rung in ladder if _plain(rung.name).startswith(_plain(wanted))]
+    if found:
+        return tuple(found)
+    near = difflib.get_close_matches(wanted.casefold(), [rung.name for rung in ladder], 1)
+    message = f"recipe {recipe} has no such model for this engine: {wanted or 'none at all'}"
+    known = ", ".join(f"{recipe}:{rung.name}" for rung in ladder) or "the image of another engine"
+    raise ConfigError(message, hint=f"perhaps you meant {recipe}:{near[0]}" if near else f"there are {known}")
+
+
+def _plain(name: str) -> str:
+    """Dots count: 3.5-9b is another model than 35b."""
+    return re.sub(r"[^a-z0-9.]", "", name.casefold())
+
+
+def names_of(recipe: Recipe, rung: Rung) -> tuple[str, ...]:
+    return recipe.name, f"{recipe.name}:{rung.name}"
+
+
+def path_of(rung: Rung, models_dir: Path, hub: Callable[[], HubSettings]) -> Path | None:
+    """What the engine is given of a rung that is here whole: put there by hand, or in a cache of the hub."""
+    by_hand = [models_dir / file.path for file in rung.weights]
+    sizes = [_size(path) for path in by_hand]
+    has_address = bool(rung.repo or rung.url)
+    # Of another size it is whatever was put there; only where there is no address for the right one it is taken.
+    if sizes == [file.bytes for file in rung.weights] or not (has_address or None in sizes):
+        return by_hand[0] if rung.format == "gguf" else by_hand[0].parent
+    if not has_address:
+        return None
+    # here: a start whose weights were put there by hand never needs it
+    from appliance.weights.cache import find
+    from appliance.weights.rungs import of_rung
+
+    settings = hub()
+    found = find(of_rung(rung, settings), (models_dir, *settings.read_only_roots))
+    return (found[0].parent if rung.format == "safetensors" else found[0]) if found else None
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _of_hub(
+    request: str, settings: Settings, serves: Format, hub: Callable[[], HubSettings], recipe: Recipe | None
+) -> Located | FromHub:
+    # here: a start whose model is a file of the volume never needs it
+    from appliance.weights.reference import looks_remote, parse_reference
+
+    if found_elsewhere := _elsewhere(request, settings, serves):
+        return found_elsewhere
+    is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
+    if is_file or not looks_remote(request):
+        return Located(path=_refused(request, settings, serves, recipe))
+    from appliance.weights.cache import lookup  # here: as above, it costs a start that fetches nothing
+
+    found_hub = hub()
+    reference = parse_reference(request, found_hub.endpoint)
+    roots = (settings.models_dir, *found_hub.read_only_roots)
+    is_folder = serves == "safetensors"
+    if found := lookup(reference, roots, is_folder=is_folder):
+        return Located(path=found[0].parent if is_folder else found[0], names=(request,))
+    return FromHub(reference=reference)
+
+
+def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:
+    """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
+    # here: a start from the volume must not pay for it
+    from appliance.weights.stores import find_elsewhere, refuse_artifact
+
+    found = find_elsewhere(request or None, settings, serves)
+    if found is None:
+        refuse_artifact(request)
+        return None
+    called = found.name if found.store.tool == "Ollama" else None
+    projector = found.projector if called else None
+    return Located(path=found.path, names=(found.name,), called=called, projector=projector)
+
+
+def _refused(request: str, settings: Settings, serves: Format, recipe: Recipe | None) -> Path:
+    """Raises ConfigError (10): it is no name of the volume; perhaps one of the recipe was meant."""
+    try:
+        return resolve_model(request or None, settings.models_dir, serves=serves)
+    except FatalError as error:
+        # here: only a start that fails costs it
+        from appliance.weights.stores import with_stores
+
+        told = with_stores(error, settings)
+        near = difflib.get_close_matches(request.partition(":")[0], [recipe.name] if recipe else [], 1)
+        if near and recipe:
+            told.hint = f"perhaps you meant {recipe.name}"
+        raise told from error

@@ -1,0 +1,136 @@
+"""What a user calls a model: `org/repo`, `org/repo:Q4_K_M`, `org/repo@revision`, `org/repo/file.gguf`, or a URL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+from appliance.errors import ConfigError
+from appliance.values import dataclass
+
+HUB_HOSTS = ("huggingface.co", "hf.co", "www.huggingface.co")
+_FORMS = "as in org/repo, org/repo:Q4_K_M, org/repo@revision, org/repo/file.gguf or https://host/file.gguf"
+_PREFIXES = ("hf://", "hf.co/", "huggingface.co/")
+# huggingface_hub's own rule, utils/_validators.py: no "--" and no "..", which folder names are made of.
+_WORD = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
+_QUANT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]{0,127}")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_OCI = frozenset({"oci", "docker"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A repository of the hub with what of it is meant, or `url` alone."""
+
+    text: str  # as it was given
+    repo: str | None = None
+    revision: str | None = None
+    quant: str | None = None
+    path: str | None = None
+    url: str | None = None
+
+
+def looks_remote(text: str) -> bool:
+    """Whether it can be more than a name on the volume; cheap, and without a judgement whether it is there."""
+    return bool(_SCHEME.match(text)) or (text.count("/") >= 1 and not text.startswith(("/", "./", "../", "~")))
+
+
+def parse_reference(text: str, endpoint: str = "") -> Reference:
+    """Raises ConfigError that says which forms there are. A web address of the hub means the repository."""
+    scheme = _SCHEME.match(text)
+    if scheme and scheme[1].lower() in _OCI:
+        message = f"OCI artifacts are not fetched: {text}"
+        raise ConfigError(message, hint="give the model's repository at the hub, or the URL of its file")
+    if scheme and scheme[1].lower() in ("http", "https"):
+        return _of_url(text, endpoint)
+    short = text
+    for prefix in _PREFIXES:
+        short = short.removeprefix(prefix)
+    if _SCHEME.match(short):
+        raise _refusal(text, f"the scheme {short.partition('://')[0]} is unknown")
+    return _of_repo(text, short)
+
+
+def _of_url(text: str, endpoint: str) -> Reference:
+    address = _split(text)
+    hosts = (*HUB_HOSTS, urlsplit(endpoint).netloc)
+    parts = [part for part in address.path.split("/") if part]
+    if address.netloc in hosts and len(parts) == 2:
+        return _of_repo(text, "/".join(parts))
+    if address.netloc in hosts and len(parts) > 4 and parts[2] in ("resolve", "blob"):
+        path = unquote("/".join(parts[4:]))
+        return _of_repo(text, f"{parts[0]}/{parts[1]}/{path}@{unquote(parts[3])}")
+    if address.netloc in hosts and len(parts) > 3 and parts[2] == "tree":
+        return _of_repo(text, f"{parts[0]}/{parts[1]}@{unquote('/'.join(parts[3:]))}")
+    if not file_name(text):
+        raise _refusal(text, "its path names no file")
+    return Reference(text=text, url=text)
+
+
+def _split(text: str) -> _Address:
+    try:
+        address = urlsplit(text)
+        address.port  # noqa: B018 - which is checked when it is read
+    except ValueError as error:
+        raise _refusal(text, str(error).lower()) from error
+    if not address.hostname:
+        raise _refusal(text, "it names no host")
+    if address.username or address.password:
+        bare = text.replace(address.netloc.rpartition("@")[0] + "@", "…@", 1)
+        raise _refusal(bare, "a password in a URL ends in logs")
+    return _Address(netloc=address.netloc, path=address.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Address:
+    netloc: str
+    path: str
+
+
+def file_name(url: str) -> str:
+    """Last part of its path, unquoted; empty where that could not be a file's name."""
+    name = unquote(urlsplit(url).path.rpartition("/")[2])
+    return "" if name in (".", "..") or "/" in name or not name.isprintable() else name
+
+
+def _of_repo(text: str, short: str) -> Reference:
+    short, at, revision = short.partition("@")
+    if at and ":" in revision:  # org/repo@revision:quant as well as org/repo:quant@revision
+        revision, _, quant = revision.partition(":")
+        short = f"{short}:{quant}"
+    short, colon, quant = short.partition(":")
+    org, _, rest = short.partition("/")
+    name, slash, path = rest.partition("/")
+    problem = _problem(org, name, path if slash else None, quant if colon else None, revision if at else None)
+    if problem:
+        raise _refusal(text, problem)
+    return Reference(text=text, repo=f"{org}/{name}", revision=revision or None, quant=quant or None, path=path or None)
+
+
+def _problem(org: str, name: str, path: str | None, quant: str | None, revision: str | None) -> str | None:
+    if not _WORD.fullmatch(org) or not _WORD.fullmatch(name):
+        return "it is not org/repo"
+    if path is not None and (not is_safe_path(path) or not path.lower().endswith(".gguf")):
+        return f"'{path}' is not the path of a GGUF file"
+    if quant is not None and not _QUANT.fullmatch(quant):
+        return f"'{quant}' is not a quantization"
+    if path and quant:
+        return "it names a file and a quantization"
+    if revision is not None and not _REVISION.fullmatch(revision):
+        return f"'{revision}' is not a revision"
+    return None
+
+
+def is_safe_path(path: str) -> bool:
+    """Relative, below where it is put, and printable: listings come from elsewhere."""
+    parts = PurePosixPath(path).parts
+    plain = "/".join(parts) == path and path.isprintable() and "\\" not in path
+    return plain and bool(parts) and not path.startswith("/") and not {".", ".."} & set(parts)
+
+
+def _refusal(text: str, problem: str) -> ConfigError:
+    shown = text if text.isprintable() else repr(text)
+    message = f"reference to a model is not understood: {shown:.200}: {problem}"
+    return ConfigError(message, hint=_FORMS)

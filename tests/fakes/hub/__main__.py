@@ -1,0 +1,227 @@
+"""The protocol of a model hub, as much as the real client speaks, from two addresses: the hub's and its CDN's.
+
+Prints {"endpoint", "cdn"} and serves until its input ends. Each request is a line of --log: what was asked, whether a
+token came with it, and how many bytes of a body were sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from tests.fakes.hub.repos import HubFile, names, read_repo
+
+CHUNK = 64 * 1024
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fake hub")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--cut-after", type=int, help="bytes of each body, then the connection is dropped")
+    parser.add_argument("--cuts", type=int, default=10**9, help="so many bodies are cut, the rest is whole")
+    parser.add_argument("--bytes-per-s", type=float, help="pace of bodies")
+    parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
+    parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
+    parser.add_argument("--retry-after", help="beside each failure")
+    parser.add_argument("--gated", action="store_true", help="files answer 403 without a good token")
+    parser.add_argument("--private", action="store_true", help="listings answer 401 without a good token")
+    parser.add_argument("--token", default="hf_good", help="the good one")
+    parser.add_argument("--no-ranges", action="store_true", help="always the whole file")
+    parser.add_argument("--chunked", action="store_true", help="no Content-Length")
+    parser.add_argument("--no-redirect", action="store_true", help="the hub sends the bytes itself")
+    parser.add_argument("--redirects", type=int, default=0, help="so many more of the hub to itself; -1 for ever")
+    parser.add_argument("--flip-byte", type=int, help="the byte at this place of every body is another one")
+    parser.add_argument("--listed-size", type=int, default=0, help="added to every size of a listing")
+    parser.add_argument("--listed-sha256", help="of every file of a listing")
+    parser.add_argument("--no-linked-headers", action="store_true", help="a mirror that tells no X-Linked-…")
+    parser.add_argument("--page", action="store_true", help="every file is a proxy's page of HTML")
+    return parser
+
+
+class Hub:
+    def __init__(self, knobs: argparse.Namespace) -> None:
+        self.knobs = knobs
+        self.cdn = ""
+        self.cuts = knobs.cuts
+        self.fails: dict[str, list[int]] = {}
+        for word in knobs.fail:
+            what, _, rest = word.partition("=")
+            status, _, times = rest.partition("*")
+            self.fails[what] = [int(status), int(times or 1)]
+
+    def log(self, request: web.Request, status: int, sent: int = 0) -> None:
+        row = {
+            "host": "cdn" if self.cdn == f"http://{request.host}" else "hub",
+            "method": request.method,
+            "path": request.path,
+            "range": request.headers.get("Range"),
+            "authorization": request.headers.get("Authorization"),
+            "status": status,
+            "sent": sent,
+            "at": time.time(),
+        }
+        if self.knobs.log:
+            with self.knobs.log.open("a") as file:
+                print(json.dumps(row), file=file)
+
+    def refused(self, request: web.Request, what: str) -> web.Response | None:
+        status, left = self.fails.get(what, [0, 0])
+        if not left:
+            return None
+        self.fails[what][1] = left - 1
+        self.log(request, status)
+        headers = {"Retry-After": self.knobs.retry_after} if self.knobs.retry_after else {}
+        return web.Response(status=status, headers=headers)
+
+    def error(self, request: web.Request, status: int, code: str, message: str) -> web.Response:
+        self.log(request, status)
+        return web.json_response(
+            {"error": message}, status=status, headers={"X-Error-Code": code, "X-Error-Message": message}
+        )
+
+    def is_known(self, request: web.Request) -> bool:
+        return request.headers.get("Authorization") == f"Bearer {self.knobs.token}"
+
+    async def search(self, request: web.Request) -> web.Response:
+        author, text = request.query.get("author", ""), request.query.get("search", "").lower()
+        known = (name for name in names(self.knobs.folder) if text in name.lower())
+        found = [name for name in known if not author or name.startswith(f"{author}/")]
+        self.log(request, 200)
+        return web.json_response([{"_id": "1", "id": name, "modelId": name} for name in found])
+
+    async def info(self, request: web.Request) -> web.Response:
+        if refused := self.refused(request, "list"):
+            return refused
+        name = f"{request.match_info['org']}/{request.match_info['name']}"
+        repo = read_repo(self.knobs.folder, name)
+        if repo is None or (self.knobs.private and not self.is_known(request)):
+            return self.error(request, 401 if repo else 404, "RepoNotFound", "Repository not found")
+        revision = request.match_info.get("revision", "main")
+        if revision not in ("main", repo.commit):
+            return self.error(request, 404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        changes: dict[str, Any] = {"size": self.knobs.listed_size}
+        if self.knobs.listed_sha256:
+            changes["sha256"] = self.knobs.listed_sha256
+        self.log(request, 200)
+        return web.json_response(repo.tree() if "/tree/" in request.path else repo.document(changes))
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        """/ORG/NAME/resolve/REVISION/PATH: headers that tell of the file, and a redirect to the CDN."""
+        if refused := self.refused(request, "file"):
+            return refused
+        repo = read_repo(self.knobs.folder, f"{request.match_info['org']}/{request.match_info['name']}")
+        file = repo.file(request.match_info["path"]) if repo else None
+        if repo is None or file is None:
+            return self.error(request, 404, "EntryNotFound", "Entry not found")
+        if self.knobs.gated and not self.is_known(request):
+            return self.error(request, 403, "GatedRepo", "Access to model is restricted")
+        headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{file.etag}"', "Accept-Ranges": "bytes"}
+        if file.is_lfs and not self.knobs.no_linked_headers:
+            headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{file.etag}"'}
+        step = int(request.query.get("step", "0"))
+        if self.knobs.redirects < 0 or step < self.knobs.redirects:
+            self.log(request, 302)
+            return web.Response(status=302, headers=headers | {"Location": f"{request.path}?step={step + 1}"})
+        if file.is_lfs and not self.knobs.no_redirect:
+            self.log(request, 302)
+            place = f"{self.cdn}/blob/{file.data_path.relative_to(self.knobs.folder)}?signature=secret-{time.time()}"
+            return web.Response(status=302, headers=headers | {"Location": place})
+        return await self.send(request, file, headers)
+
+    async def blob(self, request: web.Request) -> web.StreamResponse:
+        if refused := self.refused(request, "cdn"):
+            return refused
+        org, name, path = request.match_info["path"].split("/", 2)
+        repo = read_repo(self.knobs.folder, f"{org}/{name}")
+        file = repo.file(path) if repo else None
+        if file is None:
+            return self.error(request, 404, "EntryNotFound", "Entry not found")
+        return await self.send(request, file, {"ETag": f'"{file.sha256[:32]}"', "Accept-Ranges": "bytes"})
+
+    async def send(self, request: web.Request, file: HubFile, headers: dict[str, str]) -> web.StreamResponse:
+        if self.knobs.page:
+            self.log(request, 200)
+            return web.Response(text="<html>log in to this network</html>", content_type="text/html")
+        data = bytearray(file.data_path.read_bytes())
+        if self.knobs.flip_byte is not None and self.knobs.flip_byte < len(data):
+            data[self.knobs.flip_byte] ^= 0xFF
+        begin, end, status = 0, len(data), 200
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        is_other = request.headers.get("If-Range") not in (None, headers["ETag"])
+        if asked and not self.knobs.no_ranges and not is_other:
+            begin = int(asked[1])
+            end = min(int(asked[2]) + 1, end) if asked[2] else end
+            if begin >= len(data):
+                self.log(request, 416)
+                return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
+            status = 206
+            headers = headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+        reply = web.StreamResponse(status=status, headers=headers)
+        if self.knobs.chunked:
+            reply.enable_chunked_encoding()
+        else:
+            reply.content_length = end - begin
+        await reply.prepare(request)
+        sent = 0
+        try:
+            if request.method == "GET":
+                sent = await self.body(request, reply, bytes(data[begin:end]))
+        finally:
+            self.log(request, status, sent)
+        return reply
+
+    async def body(self, request: web.Request, reply: web.StreamResponse, data: bytes) -> int:
+        """How many bytes went out."""
+        limit: int | None = self.knobs.cut_after if self.knobs.cut_after is not None and self.cuts > 0 else None
+        sent, began = 0, time.monotonic()
+        for place in range(0, len(data), CHUNK):
+            chunk = data[place : place + CHUNK]
+            if limit is not None and sent + len(chunk) >= limit < len(data):
+                await reply.write(chunk[: limit - sent])
+                self.cuts -= 1
+                sent = limit
+                assert request.transport
+                await asyncio.sleep(0.02)  # what was written gets out before the end
+                request.transport.close()
+                return sent
+            if self.knobs.stall_after is not None and sent >= self.knobs.stall_after:
+                await asyncio.sleep(3600)
+            await reply.write(chunk)
+            sent += len(chunk)
+            if self.knobs.bytes_per_s:
+                await asyncio.sleep(max(0.0, sent / self.knobs.bytes_per_s - (time.monotonic() - began)))
+        return sent
+
+
+async def main() -> None:
+    hub = Hub(arguments().parse_args())
+    app = web.Application()
+    app.router.add_get("/api/models", hub.search)
+    app.router.add_get("/api/models/{org}/{name}", hub.info)
+    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", hub.info)
+    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", hub.info)
+    app.router.add_get("/blob/{path:.+}", hub.blob)
+    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", hub.file)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    for _ in range(2):
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+    ports = [address[1] for address in runner.addresses]
+    hub.cdn = f"http://127.0.0.1:{ports[1]}"
+    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": hub.cdn}), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await runner.cleanup()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
