@@ -82,7 +82,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("probe", _probe, "show what this container may use"),
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
         ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
-        ("models", _models, "list, add, remove, verify or import models on the volume"),
+        ("models", _models, "list, fetch, update, add, remove, verify or import models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
         ("version", _version, "print versions"),
@@ -148,12 +148,16 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_models(verb: argparse.ArgumentParser) -> None:
-    actions = ("list", "add", "rm", "remove", "verify", "import")
+    actions = ("list", "pull", "update", "add", "rm", "remove", "verify", "import")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
-    words = "as the list shows it; with add the name that it gets; with import a path, or a name in another folder"
+    words = (
+        "as the list shows it; with pull and update org/repo, org/repo:Q4_K_M or a URL; with add the name that it gets; "
+        "with import a path, or a name in another folder"
+    )
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
-    verb.add_argument("--sha256", metavar="HEX", help="with add and import: refuse anything else, keep what has it")
+    verb.add_argument("--sha256", metavar="HEX", help="with add, import, and pull of a URL: refuse anything else")
     verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
+    verb.add_argument("--dry-run", action="store_true", help="with update: only say what is newer")
     _add_json(verb)
 
 
@@ -351,7 +355,9 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
     return 0
 
 
-def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
+def _models(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    if options.action == "update" or (options.action == "pull" and options.file):
+        return _pull(options, settings, environment)
     from appliance.weights.verbs import Request, run
 
     request = Request(
@@ -362,6 +368,34 @@ def _models(options: argparse.Namespace, settings: Settings, _: Mapping[str, str
         repairs=options.repair,
     )
     return run(options.action, request)
+
+
+def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.settings import hub_settings
+    from appliance.volume import open_volume
+    from appliance.weights.pull import Place, pull, update
+
+    hub = hub_settings(settings, environment)
+    place = Place(models_dir=settings.models_dir, hub=hub, is_folder=_serves_folders(settings))
+    open_volume(settings.data_dir)
+    if options.action == "pull":
+        pulled = [pull(options.file, place, options.sha256)]
+    else:
+        pulled = list(update(options.file, place, is_dry=options.dry_run))
+    if options.json:
+        print(json.dumps([each.document() for each in pulled], indent=1))
+    else:
+        print("\n".join(each.describe() for each in pulled) or f"no repositories in {settings.models_dir}")
+    return next((each.exit_code for each in pulled if each.exit_code), 0)
+
+
+def _serves_folders(settings: Settings) -> bool:
+    """Outside of an image, where no facts say it, models are GGUF files."""
+    from appliance.serve.inputs import load_engine, load_facts
+
+    if not (settings.facts_dir / "image_facts.json").exists():
+        return False
+    return load_engine(load_facts(settings)[0]).model_format == "safetensors"
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:

@@ -281,6 +281,9 @@ class HubSettings:
     offline: bool = False
     read_only_roots: tuple[Path, ...] = ()  # hub caches that are read and never written
     patience_s: float = 120.0  # without a byte, over all attempts, before a download has failed
+    # At most so much by one request. The hub sends no more than 50 GB by a plain one (huggingface_hub 2.4.0,
+    # constants.py, MAX_HTTP_DOWNLOAD_SIZE), and its signed addresses last an hour.
+    piece_bytes: int = 8 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +340,7 @@ def resolve_settings(
 
 
 def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """By the tools' own variables, ours, and the tools' defaults; sources in weights/README.md."""
+    """By the tools' own variables, ours, and the tools' defaults; sources in weights/stores.md."""
     named = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("OLLAMA_MODELS", ""))
     folders = [Path(environment[name]) / below for name, below in named if environment.get(name, "").startswith("/")]
     homes = [Path(home) for home in (environment.get("HOME", ""), "/root") if home.startswith("/")]

@@ -10,12 +10,13 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from appliance.errors import ConfigError
 from appliance.values import dataclass
 from appliance.weights.quants import folder_files, gguf_sets, pick, projector_of
-from appliance.weights.reference import Reference, is_safe_path
-from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
+from appliance.weights.reference import Reference, file_name, is_safe_path
+from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo, folder_of_url
 
 # Another user of group 0 must be able to go on, and to remove: folders hand their group on.
 FOLDER_MODE = 0o2775
@@ -121,7 +122,7 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
         return False
     if len(name) == _UNKNOWN_NAMES and file.sha256 and name != file.sha256:
         return False  # the branch moved under a reference that stayed
-    if not os.access(path, os.R_OK):
+    if not os.access(path, os.R_OK, effective_ids=True):
         on_unreadable(path, PermissionError(13, "Permission denied"))
         return False
     return True
@@ -139,7 +140,7 @@ def lookup(
     `is_folder`: a folder of safetensors is wanted, not a GGUF file. A quantization that several files bear is refused.
     """
     if reference.repo is None:
-        return None
+        return _lookup_url(reference.url or "", roots, on_unreadable)
     for root in roots:
         folder = RepoFolder(root=root, name=folder_of_repo(reference.repo))
         for snapshot in _newest_first(folder, reference.revision, on_unreadable):
@@ -147,6 +148,16 @@ def lookup(
             found = folder_files(names) if is_folder else _gguf_set(names, reference)
             if found and all(_is_readable(snapshot / name, on_unreadable) for name in found):
                 return tuple(snapshot / name for name in found)
+    return None
+
+
+def _lookup_url(url: str, roots: Sequence[Path], on_unreadable: OnUnreadable) -> tuple[Path, ...] | None:
+    """The file that came last from there."""
+    for root in roots:
+        folder = RepoFolder(root=root, name=folder_of_url(url, urlsplit(url).hostname or ""))
+        path = folder.snapshot(read_ref(folder, "main") or "none") / file_name(url)
+        if path.exists() and _is_readable(path, on_unreadable):
+            return (path,)
     return None
 
 
@@ -217,7 +228,7 @@ def _files(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_readable(path: Path, on_unreadable: OnUnreadable) -> bool:
-    if os.access(path, os.R_OK):
+    if os.access(path, os.R_OK, effective_ids=True):
         return True
     on_unreadable(path, PermissionError(13, "Permission denied"))
     return False

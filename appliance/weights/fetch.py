@@ -20,7 +20,7 @@ from appliance.settings import HubSettings
 from appliance.volume import refusal
 from appliance.weights.cache import RepoFolder, find, is_whole, link_snapshot
 from appliance.weights.locks import locked
-from appliance.weights.meter import FetchProgress, Meter
+from appliance.weights.meter import FetchProgress, Meter, as_size
 from appliance.weights.partial import Partial
 from appliance.weights.ranges import Answer, RangeRefused, open_range, open_session
 from appliance.weights.retry import Patience, Transient, patiently
@@ -69,7 +69,7 @@ async def _fetch(
 ) -> tuple[Path, ...]:
     folder.make()
     if freed := drop_orphans(folder, wanted.files):
-        on_note(f"removed partial files of downloads that ended: {freed / 1e6:,.0f} MB")
+        on_note(f"removed partial files of downloads that ended: {as_size(freed)}")
     missing = [file for file in wanted.files if not is_whole(folder.blob(file.key), file)]
     if missing and hub.offline:
         raise offline_error(wanted.name, missing)
@@ -85,7 +85,9 @@ async def _fetch(
 def offline_error(name: str, missing: list[WantedFile] | None = None) -> DownloadError:
     words = f": missing are {', '.join(file.path for file in missing[:8])}" if missing else ""
     message = f"model is not on the volume, and nothing is fetched offline: {name}{words}"
-    return DownloadError(message, hint="`appliance models pull` fetches it where there is a network; --offline off")
+    return DownloadError(
+        message, hint="`appliance models pull` fetches it where there is a network, with --offline off"
+    )
 
 
 class _Download:
@@ -153,22 +155,24 @@ class _Download:
         while partial.hashed < partial.size:
             self._meter.waits(f"the check of what is there of {file.path}", partial.size)
             await self._step(partial.hash_step)
-        if file.bytes is not None and partial.size == file.bytes:
-            return
         patience = Patience(self._hub.patience_s)
         self._meter.begin(file.path, partial.size)
-        await patiently(
-            lambda: self._receive(partial, file, patience),
-            patience,
-            file.path,
-            lambda words: self._meter.waits(f"an answer: {words}"),
-        )
+        is_whole = partial.size == file.bytes
+        while not is_whole:
+            is_whole = await patiently(
+                lambda: self._receive(partial, file, patience),
+                patience,
+                file.path,
+                lambda words: self._meter.waits(f"an answer: {words}"),
+            )
 
-    async def _receive(self, partial: Partial, file: WantedFile, patience: Patience) -> None:
-        """The rest of it, or Transient with what came kept."""
+    async def _receive(self, partial: Partial, file: WantedFile, patience: Patience) -> bool:
+        """The next piece of it: whether that was the last. Or Transient, with what came kept."""
         furthest = partial.size
+        end = furthest + self._hub.piece_bytes
+        is_last = file.bytes is None or end >= file.bytes
         try:
-            async with open_range(self._session, file, partial.size, self._hub) as answer:
+            async with open_range(self._session, file, partial.size, self._hub, end=None if is_last else end) as answer:
                 await self._align(partial, answer)
                 while chunk := await answer.content.readany():
                     if file.bytes is not None and partial.size + len(chunk) > file.bytes:
@@ -179,9 +183,11 @@ class _Download:
         except RangeRefused:
             await self._step(partial.restart)
             raise
-        if answer.total is not None and partial.size < answer.total:
+        expected = answer.total if is_last or answer.begin != furthest else end
+        if expected is not None and partial.size < expected:
             message = f"the connection ended at byte {partial.size:,}"
             raise Transient(message)
+        return file.bytes in (None, partial.size)
 
     async def _align(self, partial: Partial, answer: Answer) -> None:
         """A server without ranges sends all of it, from the beginning."""
@@ -203,9 +209,9 @@ class _Download:
         await self._step(partial.undo)
         message = (
             f"volume became full while {file.path} was fetched: {self._folder.root}: "
-            f"{written / 1e6:,.0f} MB of it had come and were removed again"
+            f"{as_size(written)} of it had come and were removed again"
         )
-        kept = f"; {partial.began / 1e6:,.0f} MB of an earlier run are kept" if partial.began else ""
+        kept = f"; {as_size(partial.began)} of an earlier run are kept" if partial.began else ""
         return VolumeError(message + kept, hint="free some space, then run the same again; `appliance models list`")
 
     async def _step(self, call: Callable[[], T]) -> T:

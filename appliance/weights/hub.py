@@ -1,9 +1,11 @@
-"""From a reference to the files that it means. The network is asked for a listing; a rung of a recipe needs none."""
+"""From a reference to the files that it means. The network is asked for a listing."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -13,6 +15,7 @@ from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.detached import detached
 from appliance.weights.fetch import ignore, offline_error
+from appliance.weights.meter import as_size
 from appliance.weights.quants import GgufSet, folder_files, gguf_sets, pick, projector_of
 from appliance.weights.ranges import open_range, open_session
 from appliance.weights.reference import Reference, file_name, parse_reference
@@ -60,39 +63,52 @@ async def offers(
     reference: Reference, hub: HubSettings, *, is_folder: bool = False, on_wait: Callable[[str], None] = ignore
 ) -> tuple[Offer, ...]:
     """All models that the repository of `reference` holds, of one format, at one commit; never none."""
+    everything = await list_repo(reference, hub, on_wait)
+    paths = [file.path for file in everything.files]
+    if is_folder:
+        found = [("safetensors", folder_files(paths))]
+    else:
+        projector = projector_of(paths)
+        more = (projector,) if projector else ()
+        found = [(each.label, (*each.paths, *more)) for each in gguf_sets(paths) if not each.missing]
+    offered = tuple(Offer(label=label, wanted=only(everything, names)) for label, names in found if names)
+    return offered or _refuse(reference, paths, "a folder of safetensors" if is_folder else "a whole GGUF model")
+
+
+async def list_repo(reference: Reference, hub: HubSettings, on_wait: Callable[[str], None] = ignore) -> Wanted:
+    """All files of a repository, at the commit that its revision is now."""
     # here, since it costs 0.2 s of a start and only a reference to the hub needs it
-    from appliance.weights.listing import Listing, list_files
+    from appliance.weights.listing import list_files
 
     repo = reference.repo or ""
 
-    async def ask() -> Listing:
-        return await detached(lambda: list_files(repo, reference.revision, hub))
-
-    listing = await patiently(ask, Patience(hub.patience_s), repo, on_wait)
-    files = {
-        file.path: WantedFile(
-            path=file.path,
-            bytes=file.bytes,
-            sha256=file.sha256,
-            git_sha1=file.git_sha1,
-            url=url_of(hub.endpoint, repo, listing.commit, file.path),
+    async def ask() -> Wanted:
+        listing = await detached(lambda: list_files(repo, reference.revision, hub))
+        files = tuple(
+            WantedFile(
+                path=file.path,
+                bytes=file.bytes,
+                sha256=file.sha256,
+                git_sha1=file.git_sha1,
+                url=url_of(hub.endpoint, repo, listing.commit, file.path),
+            )
+            for file in listing.files
         )
-        for file in listing.files
-    }
+        ref = reference.revision or "main"
+        return Wanted(
+            repo=repo, revision=listing.commit, folder=folder_of_repo(repo), files=files, name=reference.text, ref=ref
+        )
 
-    def offer(label: str, paths: tuple[str, ...]) -> Offer:
-        return Offer(label=label, wanted=_of_repo(reference, listing.commit, [files[path] for path in paths]))
-
-    if is_folder:
-        paths = folder_files(listing.paths)
-        return (offer("safetensors", paths),) if paths else _refuse(reference, listing.paths, "a folder of safetensors")
-    projector = projector_of(listing.paths)
-    sets = [each for each in gguf_sets(listing.paths) if not each.missing]
-    found = tuple(offer(each.label, (*each.paths, *((projector,) if projector else ()))) for each in sets)
-    return found or _refuse(reference, listing.paths, "a whole GGUF model")
+    return await patiently(ask, Patience(hub.patience_s), repo, on_wait)
 
 
-def _refuse(reference: Reference, paths: tuple[str, ...], what: str) -> tuple[Offer, ...]:
+def only(wanted: Wanted, paths: Sequence[str]) -> Wanted:
+    """Of all its files these, in this order."""
+    by_path = {file.path: file for file in wanted.files}
+    return replace(wanted, files=tuple(by_path[path] for path in paths))
+
+
+def _refuse(reference: Reference, paths: Sequence[str], what: str) -> tuple[Offer, ...]:
     has_other = any(path.endswith((".gguf", ".safetensors")) for path in paths)
     words = "; it holds weights of another format" if has_other else f"; it holds {len(paths)} files, no weights"
     message = f"repository holds nothing that this image serves, which is {what}: {reference.repo}{words}"
@@ -111,7 +127,7 @@ def _chosen(reference: Reference, offered: tuple[Offer, ...]) -> Wanted:
 
 
 def _size(wanted: Wanted) -> str:
-    return f"{wanted.bytes / 1e9:,.1f} GB" if wanted.bytes is not None else ""
+    return as_size(wanted.bytes) if wanted.bytes is not None else ""
 
 
 def _with_path(reference: Reference, path: str, offered: tuple[Offer, ...]) -> Wanted:
@@ -125,24 +141,15 @@ def _with_path(reference: Reference, path: str, offered: tuple[Offer, ...]) -> W
     raise ConfigError(message, hint=hint)
 
 
-def _of_repo(reference: Reference, commit: str, files: list[WantedFile]) -> Wanted:
-    repo = reference.repo or ""
-    return Wanted(
-        repo=repo,
-        revision=commit,
-        folder=folder_of_repo(repo),
-        files=tuple(files),
-        name=reference.text,
-        ref=reference.revision or "main",
-    )
-
-
 def url_of(endpoint: str, repo: str, revision: str, path: str) -> str:
     return f"{endpoint}/{repo}/resolve/{quote(revision, safe='')}/{quote(path)}"
 
 
 async def _of_url(url: str, sha256: str | None, hub: HubSettings, on_wait: Callable[[str], None]) -> Wanted:
     """Asks for one byte, which tells size and validator. Both and the address make up for a commit."""
+    if sha256 is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+        message = f"not a sha256: '{sha256}' (flag --sha256)"
+        raise ConfigError(message, hint="64 digits from 0 to f, as `sha256sum FILE` prints")
     asked = WantedFile(path=file_name(url), bytes=None, sha256=sha256.lower() if sha256 else None, url=url)
 
     async def ask() -> tuple[int | None, str | None]:

@@ -7,6 +7,7 @@ download begins at zero after a kill (2.4.0, file_download.py, _download_to_tmp_
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from typing import NoReturn
 
@@ -19,11 +20,14 @@ from huggingface_hub.utils._http import default_client_factory
 from appliance.errors import ConfigError, DownloadError
 from appliance.settings import HubSettings
 from appliance.values import dataclass
-from appliance.weights.ranges import refusal_hint, tls_context
+from appliance.weights.ranges import is_untrusted, refusal_hint, tls_context, untrusted
 from appliance.weights.reference import is_safe_path
 from appliance.weights.retry import PASSING, Transient, parse_retry_after
 
 TIMEOUT_S = 20.0
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SIZE_LIMIT = 2**50
 _SIMILAR = 200  # names that the hub is asked for to find a near miss
 
 
@@ -64,9 +68,11 @@ def list_files(repo: str, revision: str | None, hub: HubSettings) -> Listing:
             message, hint="HF_HUB_OFFLINE is set: take it away, or name a model of the volume"
         ) from error
     except httpx2.TransportError as error:
+        if is_untrusted(error):
+            raise untrusted(repo, hub.endpoint, error) from error
         message = f"{hub.endpoint} cannot be reached: {str(error).lower()}"
         raise Transient(message) from error
-    if not info.sha:
+    if not info.sha or not _COMMIT.fullmatch(info.sha):
         message = f"{hub.endpoint} does not tell the commit of {repo}"
         raise DownloadError(message, hint="it does not speak the hub's protocol: check HF_ENDPOINT")
     files = tuple(_listed(each) for each in info.siblings or () if is_safe_path(each.rfilename))
@@ -87,13 +93,12 @@ def _client() -> httpx2.Client:
 
 
 def _listed(sibling: RepoSibling) -> ListedFile:
-    """Of a file in LFS or Xet `blob_id` is the pointer's."""
-    return ListedFile(
-        path=sibling.rfilename,
-        bytes=sibling.size,
-        sha256=sibling.lfs.sha256 if sibling.lfs else None,
-        git_sha1=None if sibling.lfs else sibling.blob_id,
-    )
+    """Of a file in LFS or Xet `blob_id` is the pointer's. Hashes become file names: what is none is refused."""
+    sha256, git_sha1 = (sibling.lfs.sha256, None) if sibling.lfs else (None, sibling.blob_id)
+    if not _HASH.fullmatch(sha256 or git_sha1 or "") or not 0 <= (sibling.size or 0) < _SIZE_LIMIT:
+        message = f"listing of the hub is not understood: {sibling.rfilename}: hash {sha256 or git_sha1!r:.80}"
+        raise DownloadError(message, hint="check HF_ENDPOINT: a mirror may not tell hashes, which are needed")
+    return ListedFile(path=sibling.rfilename, bytes=sibling.size, sha256=sha256, git_sha1=git_sha1)
 
 
 def _refuse(error: HfHubHTTPError, repo: str, revision: str | None, hub: HubSettings, api: HfApi) -> NoReturn:

@@ -24,15 +24,19 @@ class FetchProgress:
     waiting_for: str | None = None
 
     def describe(self) -> str:
-        """One line: `model.gguf: 1.2 of 5.0 GB, 48 MB/s, 80 s left`."""
-        of = f" of {self.bytes_total / 1e9:,.2f}" if self.bytes_total is not None else ""
-        words = [f"{self.bytes_done / 1e9:,.2f}{of} GB"]
+        """One line: `model.gguf: 1.20 GB of 5.03 GB, 48.0 MB/s, 80 s left`."""
+        of = f" of {as_size(self.bytes_total)}" if self.bytes_total is not None else ""
+        words = [f"{as_size(self.bytes_done)}{of}"]
         if self.waiting_for:
             words.append(f"waiting for {self.waiting_for}")
         elif self.bytes_per_s is not None:
             words.append(f"{self.bytes_per_s / 1e6:,.1f} MB/s")
             words += [f"{self.seconds_left:,.0f} s left"] if self.seconds_left is not None else []
         return f"{self.file}: {', '.join(words)}"
+
+
+def as_size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 class Meter:

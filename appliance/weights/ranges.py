@@ -6,6 +6,7 @@ host must not get the token, and the address expires, so each attempt begins at 
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import time
@@ -15,6 +16,7 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import certifi
+from yarl import URL
 
 from appliance.errors import DownloadError
 from appliance.settings import HubSettings
@@ -72,14 +74,22 @@ async def open_range(
     try:
         async with _followed(session, file, _headers(file, begin, end), hub) as reply:
             yield _answer(reply, file)
-    except aiohttp.ClientConnectorCertificateError as error:
-        host = urlsplit(file.url).hostname
-        message = f"download failed: {file.path}: the certificate of {host} is not trusted: {error.certificate_error}"
-        raise DownloadError(
-            message, hint="behind an intercepting proxy name its certificates: SSL_CERT_FILE"
-        ) from error
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        if is_untrusted(error):
+            raise untrusted(file.path, file.url, error) from error
         raise Transient(_in_words(error, file.url)) from error
+
+
+def is_untrusted(error: BaseException | None) -> bool:
+    """Whether a certificate was refused, which does not pass by itself."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def untrusted(what: str, address: str, error: Exception) -> DownloadError:
+    message = f"download failed: {what}: the certificate of {urlsplit(address).hostname} is not trusted: {error}"
+    return DownloadError(message, hint="behind an intercepting proxy name its certificates: SSL_CERT_FILE")
 
 
 def _headers(file: WantedFile, begin: int, end: int | None) -> dict[str, str]:
@@ -98,7 +108,7 @@ async def _followed(
     address = file.url
     for _ in range(REDIRECTS + 1):
         own = {**headers, **_authorization(address, hub)}
-        async with session.get(address, headers=own, allow_redirects=False) as reply:
+        async with session.get(_as_sent(address), headers=own, allow_redirects=False) as reply:
             _check_is_same(reply, file)
             if reply.status not in _MOVED:
                 _check_status(reply, file, is_hub=origin(address) == origin(hub.endpoint))
@@ -107,6 +117,11 @@ async def _followed(
             address = _next(address, reply, file)
     message = f"download failed: {file.path}: more than {REDIRECTS} redirects, the last to {_bare(address)}"
     raise DownloadError(message, hint="check the address, and HF_ENDPOINT where it is set")
+
+
+def _as_sent(address: str) -> URL:
+    """A signed address as it is: quoted otherwise, it would be another one."""
+    return URL(address, encoded=bool(re.fullmatch(r"[\x21-\x7e]+", address)))
 
 
 def _authorization(address: str, hub: HubSettings) -> dict[str, str]:
@@ -206,5 +221,11 @@ def _in_words(error: Exception, url: str) -> str:
     if isinstance(error, TimeoutError):
         return f"{host} is silent"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"{host} cannot be reached: {(error.os_error.strerror or str(error.os_error)).lower()}"
+        return f"{host} cannot be reached: {_cause(error.os_error)}"
     return f"the connection to {host} broke"
+
+
+def _cause(error: OSError) -> str:
+    """The kernel's words: asyncio puts addresses into its own. A name that is not found has a negative number."""
+    is_kernels = error.errno is not None and error.errno > 0
+    return (os.strerror(error.errno or 0) if is_kernels else error.strerror or str(error)).lower()

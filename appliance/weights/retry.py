@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
@@ -67,7 +69,7 @@ async def patiently(
             return await ask()
         except Transient as failure:
             wait = patience.wait_s(failure, what)
-            on_wait(f"{failure.words}; asking again in {wait:,.0f} s")
+            on_wait(f"{failure.words}; asking again in {math.ceil(wait):,} s")
             await asyncio.sleep(wait)
 
 
@@ -75,10 +77,10 @@ def parse_retry_after(value: str | None, now: float) -> float | None:
     """Seconds, of either form that HTTP has: `120` or a date."""
     if not value:
         return None
-    if value.strip().isdigit():
+    if re.fullmatch(r" *[0-9]{1,9} *", value):
         return float(value)
     try:
-        date = parsedate_to_datetime(value)
-    except ValueError:
+        seconds: float = parsedate_to_datetime(value).timestamp() - now
+    except (ValueError, OverflowError):
         return None
-    return max(0.0, date.timestamp() - now)
+    return max(0.0, seconds)

@@ -12,6 +12,7 @@ from pathlib import Path
 from appliance.errors import VolumeError
 from appliance.weights.cache import RepoFolder, is_whole
 from appliance.weights.locks import if_free
+from appliance.weights.meter import as_size
 from appliance.weights.wanted import WantedFile
 
 # Beside weights the volume keeps profiles, caches and a key: a start that fills it to the last block ends with 50.
@@ -43,8 +44,8 @@ def check_room(files: Sequence[WantedFile], folder: RepoFolder, what: str) -> No
     free = status.f_bavail * status.f_frsize
     if missing and missing + SPARED_BYTES > free:
         message = (
-            f"volume has no room for {what}: {folder.root}: {free / 1e6:,.0f} MB are free, "
-            f"{(missing + SPARED_BYTES) / 1e6:,.0f} MB are needed"
+            f"volume has no room for {what}: {folder.root}: {as_size(free)} are free, "
+            f"{as_size(missing + SPARED_BYTES)} are needed"
         )
         hint = "remove models that are not served (`appliance models list`, `models remove`), or take a smaller one"
         raise VolumeError(message, hint=hint)

@@ -14,6 +14,7 @@ from appliance.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 # Where things are inside the container is the image's business; compose itself maps the volume and the port.
+HUB_VARIABLES = ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN")
 INSIDE = {"data_dir", "engine_dir", "facts_dir", "runtime_dir", "host", "port"}
 
 
@@ -29,8 +30,9 @@ def test_every_setting_is_passed_through_and_empty_without_a_value(service: dict
     wanted = {variable: f"${{{variable}:-}}" for variable in variables} | {
         "APPLIANCE_DRAIN_S": "${APPLIANCE_DRAIN_S:-30}"
     }
+    wanted |= {variable: f"${{{variable}:-}}" for variable in HUB_VARIABLES}
     assert service["environment"] == wanted
-    assert list(service["environment"]) == variables  # in the order in which --help shows them
+    assert list(service["environment"]) == [*variables, *HUB_VARIABLES]  # in the order in which --help shows them
 
 
 def test_it_is_hardened(service: dict[str, Any]) -> None:

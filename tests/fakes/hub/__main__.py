@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from aiohttp import web
 
 from tests.fakes.hub.repos import HubFile, names, read_repo
 
-CHUNK = 64 * 1024
+CHUNK = 256 * 1024
+SIGNATURE = "a%2Bb%7Ec%3D%22d%22~e+f"  # which a client must hand on to the letter
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -31,6 +34,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--bytes-per-s", type=float, help="pace of bodies")
     parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
     parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
+    parser.add_argument("--hang", action="append", default=[], help="list or file: never answered")
     parser.add_argument("--retry-after", help="beside each failure")
     parser.add_argument("--gated", action="store_true", help="files answer 403 without a good token")
     parser.add_argument("--private", action="store_true", help="listings answer 401 without a good token")
@@ -99,6 +103,8 @@ class Hub:
         return web.json_response([{"_id": "1", "id": name, "modelId": name} for name in found])
 
     async def info(self, request: web.Request) -> web.Response:
+        if "list" in self.knobs.hang:
+            await asyncio.sleep(3600)
         if refused := self.refused(request, "list"):
             return refused
         name = f"{request.match_info['org']}/{request.match_info['name']}"
@@ -116,6 +122,8 @@ class Hub:
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """/ORG/NAME/resolve/REVISION/PATH: headers that tell of the file, and a redirect to the CDN."""
+        if "file" in self.knobs.hang:
+            await asyncio.sleep(3600)
         if refused := self.refused(request, "file"):
             return refused
         repo = read_repo(self.knobs.folder, f"{request.match_info['org']}/{request.match_info['name']}")
@@ -133,13 +141,15 @@ class Hub:
             return web.Response(status=302, headers=headers | {"Location": f"{request.path}?step={step + 1}"})
         if file.is_lfs and not self.knobs.no_redirect:
             self.log(request, 302)
-            place = f"{self.cdn}/blob/{file.data_path.relative_to(self.knobs.folder)}?signature=secret-{time.time()}"
+            place = f"{self.cdn}/blob/{file.data_path.relative_to(self.knobs.folder)}?signature={SIGNATURE}"
             return web.Response(status=302, headers=headers | {"Location": place})
         return await self.send(request, file, headers)
 
     async def blob(self, request: web.Request) -> web.StreamResponse:
         if refused := self.refused(request, "cdn"):
             return refused
+        if request.query_string and not request.raw_path.endswith(f"?signature={SIGNATURE}"):
+            return self.error(request, 403, "", "The signature is of another address")
         org, name, path = request.match_info["path"].split("/", 2)
         repo = read_repo(self.knobs.folder, f"{org}/{name}")
         file = repo.file(path) if repo else None
@@ -151,20 +161,17 @@ class Hub:
         if self.knobs.page:
             self.log(request, 200)
             return web.Response(text="<html>log in to this network</html>", content_type="text/html")
-        data = bytearray(file.data_path.read_bytes())
-        if self.knobs.flip_byte is not None and self.knobs.flip_byte < len(data):
-            data[self.knobs.flip_byte] ^= 0xFF
-        begin, end, status = 0, len(data), 200
+        begin, end, status = 0, file.size, 200
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
         is_other = request.headers.get("If-Range") not in (None, headers["ETag"])
         if asked and not self.knobs.no_ranges and not is_other:
             begin = int(asked[1])
             end = min(int(asked[2]) + 1, end) if asked[2] else end
-            if begin >= len(data):
+            if begin >= file.size:
                 self.log(request, 416)
-                return web.Response(status=416, headers={"Content-Range": f"bytes */{len(data)}"})
+                return web.Response(status=416, headers={"Content-Range": f"bytes */{file.size}"})
             status = 206
-            headers = headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
+            headers = headers | {"Content-Range": f"bytes {begin}-{end - 1}/{file.size}"}
         reply = web.StreamResponse(status=status, headers=headers)
         if self.knobs.chunked:
             reply.enable_chunked_encoding()
@@ -174,18 +181,18 @@ class Hub:
         sent = 0
         try:
             if request.method == "GET":
-                sent = await self.body(request, reply, bytes(data[begin:end]))
+                sent = await self.body(request, reply, file, begin, end)
         finally:
             self.log(request, status, sent)
         return reply
 
-    async def body(self, request: web.Request, reply: web.StreamResponse, data: bytes) -> int:
+    async def body(self, request: web.Request, reply: web.StreamResponse, file: HubFile, begin: int, end: int) -> int:
         """How many bytes went out."""
         limit: int | None = self.knobs.cut_after if self.knobs.cut_after is not None and self.cuts > 0 else None
         sent, began = 0, time.monotonic()
-        for place in range(0, len(data), CHUNK):
-            chunk = data[place : place + CHUNK]
-            if limit is not None and sent + len(chunk) >= limit < len(data):
+        for place in range(begin, end, CHUNK):
+            chunk = self.read(file, place, min(CHUNK, end - place))
+            if limit is not None and sent + len(chunk) >= limit < end - begin:
                 await reply.write(chunk[: limit - sent])
                 self.cuts -= 1
                 sent = limit
@@ -201,24 +208,53 @@ class Hub:
                 await asyncio.sleep(max(0.0, sent / self.knobs.bytes_per_s - (time.monotonic() - began)))
         return sent
 
+    def read(self, file: HubFile, place: int, size: int) -> bytes:
+        with file.data_path.open("rb", buffering=0) as source:
+            data = bytearray(os.pread(source.fileno(), size, place))
+        flipped = -1 if self.knobs.flip_byte is None else self.knobs.flip_byte - place
+        if 0 <= flipped < len(data):
+            data[flipped] ^= 0xFF
+        return bytes(data)
+
+
+class Switch:
+    """The hub that is there now: a test's knobs take the place of the last one's, in a program that runs already."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+
+    async def turn(self, request: web.Request) -> web.Response:
+        hub = Hub(arguments().parse_args(await request.json()))
+        hub.cdn = self.hub.cdn
+        self.hub = hub
+        return web.Response(status=204)
+
+    def to(self, name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            reply: web.StreamResponse = await getattr(self.hub, name)(request)
+            return reply
+
+        return handle
+
 
 async def main() -> None:
-    hub = Hub(arguments().parse_args())
+    switch = Switch(Hub(arguments().parse_args()))
     app = web.Application()
-    app.router.add_get("/api/models", hub.search)
-    app.router.add_get("/api/models/{org}/{name}", hub.info)
-    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", hub.info)
-    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", hub.info)
-    app.router.add_get("/blob/{path:.+}", hub.blob)
-    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", hub.file)
-    runner = web.AppRunner(app, access_log=None)
+    app.router.add_put("/.knobs", switch.turn)
+    app.router.add_get("/api/models", switch.to("search"))
+    app.router.add_get("/api/models/{org}/{name}", switch.to("info"))
+    app.router.add_get("/api/models/{org}/{name}/revision/{revision}", switch.to("info"))
+    app.router.add_get("/api/models/{org}/{name}/tree/{revision}", switch.to("info"))
+    app.router.add_get("/blob/{path:.+}", switch.to("blob"))
+    app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", switch.to("file"))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     for _ in range(2):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
     ports = [address[1] for address in runner.addresses]
-    hub.cdn = f"http://127.0.0.1:{ports[1]}"
-    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": hub.cdn}), flush=True)
+    switch.hub.cdn = f"http://127.0.0.1:{ports[1]}"
+    print(json.dumps({"endpoint": f"http://127.0.0.1:{ports[0]}", "cdn": switch.hub.cdn}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await runner.cleanup()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 import struct
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +45,29 @@ class RunningHub:
         return {"HF_ENDPOINT": self.endpoint, **given}
 
 
+@cache
+def _program() -> dict[str, str]:
+    """One for all tests of a worker, since its start takes longer than most of them; it ends when its input does."""
+    argv = [sys.executable, "-m", "tests.fakes.hub", "/nowhere"]
+    program = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert program.stdout
+    line = program.stdout.readline()
+    assert line, "the fake hub did not start"
+    atexit.register(program.communicate)
+    addresses: dict[str, str] = json.loads(line)
+    return addresses
+
+
 @contextmanager
 def running_hub(folder: Path, *knobs: str) -> Iterator[RunningHub]:
-    """Serves `folder`; what is under it may change meanwhile."""
+    """Serves `folder`; what is under it may change meanwhile. One at a time."""
     log = folder.parent / f"{folder.name}.log"
-    argv = [sys.executable, "-m", "tests.fakes.hub", str(folder), "--log", str(log), *knobs]
-    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
-        try:
-            assert program.stdout
-            line = program.stdout.readline()
-            assert line, "the fake hub did not start"
-            yield RunningHub(**json.loads(line), folder=folder, log=log)
-        finally:
-            program.kill()
+    log.unlink(missing_ok=True)
+    addresses = _program()
+    body = json.dumps([str(folder), "--log", str(log), *knobs]).encode()
+    request = urllib.request.Request(f"{addresses['endpoint']}/.knobs", data=body, method="PUT")
+    urllib.request.urlopen(request).close()
+    yield RunningHub(**addresses, folder=folder, log=log)
 
 
 def gguf_bytes(size: int, seed: int = 1) -> bytes:

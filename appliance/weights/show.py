@@ -1,0 +1,68 @@
+"""Progress of a download for people: a bar on a terminal, lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from appliance.weights.meter import FetchProgress
+
+LINE_EVERY_S = 10.0
+
+
+class Lines:
+    """A line at the beginning of each file, whenever what is waited for changes, and each ten seconds."""
+
+    def __init__(self, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._now = now
+        self._told: tuple[str, str | None] | None = None
+        self._at = 0.0
+
+    def __call__(self, progress: FetchProgress) -> None:
+        news = (progress.file, progress.waiting_for)
+        if news != self._told or self._now() - self._at >= LINE_EVERY_S:
+            self._told, self._at = news, self._now()
+            self._say(progress.describe())
+
+
+@contextmanager
+def shown(stream: TextIO | None = None) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
+    """What to call with progress, and with a line of text."""
+    to = stream or sys.stderr
+
+    def say(words: str) -> None:
+        print(words, file=to, flush=True)
+
+    if not to.isatty():
+        yield Lines(say), say
+        return
+    with _bar(to) as pair:
+        yield pair
+
+
+@contextmanager
+def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
+    # here, since it costs 60 ms of a start and only a terminal needs it
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    console = Console(file=to, highlight=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    with Progress(*columns, TextColumn("{task.fields[words]}", markup=False), console=console) as bar:
+        task = bar.add_task("", total=None, words="")
+
+        def on_progress(progress: FetchProgress) -> None:
+            words = progress.describe().partition(", ")[2]
+            bar.update(
+                task,
+                description=progress.file,
+                completed=progress.bytes_done,
+                total=progress.bytes_total,
+                words=words,
+            )
+
+        yield on_progress, lambda words: console.print(words, markup=False)
