@@ -151,7 +151,7 @@ def _add_models(verb: argparse.ArgumentParser) -> None:
     actions = ("list", "pull", "update", "add", "rm", "remove", "verify", "import")
     verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
     words = (
-        "as the list shows it; with pull and update org/repo, org/repo:Q4_K_M or a URL; with add the name that it gets; "
+        "as the list shows it; with pull and update org/repo, org/repo:Q4_K_M or a URL; with add the name to be; "
         "with import a path, or a name in another folder"
     )
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
