@@ -118,6 +118,10 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
     _add_model(verb)
     verb.add_argument("--explain", action="store_true", help="every value with its reason and its source (default)")
     verb.add_argument("--dry-run", action="store_true", help="print the engine's command line and nothing else")
+    words = (
+        "what could be served of a recipe or a repository: size, place, context, speed, verdict; * is chosen, + here"
+    )
+    verb.add_argument("--files", action="store_true", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
@@ -175,6 +179,7 @@ _OTHER_FLAGS = (
         "--json",
         "--explain",
         "--dry-run",
+        "--files",
         "--sha256",
         "--repair",
         "--bin",
@@ -224,17 +229,29 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     from appliance.plan import as_document, explain, explain_settings
     from appliance.serve.preview import preview
 
+    if options.files:
+        return _plan_files(options, settings, environment)
     found = preview(settings, environment)
     start, chosen, profile, standing = found.start, found.plan, found.profile, found.standing
     argv = start.engine.command(chosen, start.install, settings.runtime_dir / "appliance.sock").argv
     if options.json:
-        of = {"profile": profile.key.id if profile else None, "standing": standing.as_document() if standing else None}
+        of: dict[str, Any] = {
+            "profile": profile.key.id if profile else None,
+            "standing": standing.as_document() if standing else None,
+        }
+        if found.fetches:
+            of["fetches"] = {"model": found.fetches.candidate.name, "bytes": found.fetches.candidate.missing_bytes}
         print(json.dumps({"plan": as_document(chosen), **of, "argv": argv}, indent=1))
     elif options.dry_run:
         import shlex
 
         print(shlex.join(argv))
     else:
+        if found.fetches:
+            candidate = found.fetches.candidate
+            print(
+                f"not on the volume: a start fetches {candidate.name} first, {candidate.missing_bytes / 1e9:,.2f} GB\n"
+            )
         print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explain(chosen))}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")
@@ -251,6 +268,15 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
                 f"the prediction was off by {profile.prediction_error:+.1%}"
             )
     return 0
+
+
+def _plan_files(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+    from appliance.serve.preview import preview_files
+    from appliance.weights.table import as_document, as_text
+
+    found = preview_files(settings, environment)
+    print(json.dumps(as_document(found.choice), indent=1) if options.json else as_text(found.choice))
+    return found.exit_code
 
 
 def _indented(text: str) -> str:

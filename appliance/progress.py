@@ -44,7 +44,6 @@ class Progress:
     message: str = ""
     since: float = field(default_factory=time.monotonic)
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the phase, for documents: how far it is
-    seconds_left: float | None = None  # as far as anybody can tell
 
     @property
     def is_ready(self) -> bool:
@@ -53,6 +52,11 @@ class Progress:
     @property
     def is_held(self) -> bool:
         return self.phase is Phase.HELD
+
+    @property
+    def seconds_left(self) -> float | None:
+        """As far as anybody can tell."""
+        return self.facts.get("seconds_left")
 
     def sentence(self) -> str:
         """What is being done: "the model is being loaded: weights"."""

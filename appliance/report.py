@@ -34,10 +34,10 @@ class Report:
     def error(self, event: str, message: str, **facts: Any) -> None:  # noqa: ANN401
         self._say("error", event, message, facts)
 
-    def phase(self, phase: Phase, message: str = "", *, seconds_left: float | None = None, **facts: Any) -> None:  # noqa: ANN401
+    def phase(self, phase: Phase, message: str = "", **facts: Any) -> None:  # noqa: ANN401
         """Kept for clients; `since` stays while the phase does."""
         since = self.progress.since if phase is self.progress.phase else time.monotonic()
-        self.progress = Progress(phase=phase, message=message, since=since, facts=facts, seconds_left=seconds_left)
+        self.progress = Progress(phase=phase, message=message, since=since, facts=facts)
 
     def _say(self, level: str, event: str, message: str, facts: dict[str, Any]) -> None:
         if self._is_text:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import DownloadError, FatalError, ModelAwayError, ModelDoesNotFitError, VolumeError
 from appliance.image_facts import Recipe, Rung
-from appliance.model import Model, read_model
+from appliance.model import Model, plain_name, read_model
 from appliance.model.described import describe_model
+from appliance.probe import Speeds
 from appliance.serve.forecast import forecast
 from appliance.serve.inputs import Contents, Machine, inputs_of
 from appliance.serve.kept_choice import KeptChoice
@@ -25,6 +27,8 @@ from appliance.weights.wanted import Wanted
 
 _GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
 _MIB = 2**20
+CORE_GB_S = 7.0  # two threads decode a model of 98 MB at 116 tok/s, which is 0.8 of a stream: measured
+DESKTOP_GB_S = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,11 @@ class Chosen:
     choice: Choice
 
     @property
+    def exit_code(self) -> int:
+        """Of a start that would serve this."""
+        return 0 if self.choice.chosen else _nothing(self.choice).exit_code
+
+    @property
     def pick(self) -> Offered:
         """Raises what says why nothing can be served: 31, 32 or 50."""
         row = self.choice.chosen
@@ -63,6 +72,23 @@ def choose_rung(contents: Contents, found: FromRecipe, environment: Mapping[str,
     offered = tuple(_offered(contents, found, rung, hub) for rung in found.rungs)
     default = f"{found.recipe.name}:{found.recipe.default}"
     return choose_offered(contents, machine, hub, offered, default=default)
+
+
+def choose_located(contents: Contents, found: Located, environment: Mapping[str, str], machine: Machine) -> Chosen:
+    """Of one that is here: whether it fits, and how it would be."""
+    model = read_model(found.path, serves=contents.engine.model_format)
+    all_b = model.parameters / 1e9
+    candidate = Candidate(
+        name=found.names[-1] if found.names else plain_name(found.path),
+        tier="balanced",
+        quantization=model.label,
+        parameters_b=all_b,
+        active_b=all_b,
+        bytes=model.file_bytes,
+        missing_bytes=0,
+    )
+    offered = Offered(candidate=candidate, model=model, wanted=None, path=found.path, names=found.names)
+    return choose_offered(contents, machine, hub_settings(contents.settings, environment), (offered,))
 
 
 def choose_offered(
@@ -123,7 +149,7 @@ def _offered(contents: Contents, found: FromRecipe, rung: Rung, hub: HubSettings
         missing_bytes=0 if path else _missing(rung, wanted, settings),
         generation=_generation(rung, recipe),
     )
-    model = _model(rung, path, candidate.name, contents)
+    model = _model(rung, path, candidate.name, contents, wanted)
     return Offered(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
 
 
@@ -134,13 +160,19 @@ def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
     return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
 
 
-def _model(rung: Rung, path: Path | None, name: str, contents: Contents) -> Model | None:
+def _model(rung: Rung, path: Path | None, name: str, contents: Contents, wanted: Wanted | None) -> Model | None:
     if path is not None:
         return read_model(path, serves=contents.engine.model_format)
-    if rung.shape is None or rung.format != "gguf":
+    if rung.shape is None or rung.format != "gguf" or wanted is None:
         return None
     weights = sum(file.bytes for file in rung.weights)
-    return describe_model(name, rung.shape, Path(rung.weights[0].path), file_bytes=weights)
+    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights)
+
+
+def path_to_be(wanted: Wanted, settings: Settings) -> Path:
+    """Of the first file, once it is fetched."""
+    folder = RepoFolder(root=settings.models_dir, name=wanted.folder)
+    return folder.snapshot(wanted.revision) / wanted.files[0].path
 
 
 def _generation(rung: Rung, recipe: Recipe) -> float:
@@ -155,7 +187,18 @@ def _generation(rung: Rung, recipe: Recipe) -> float:
 def _forecast(contents: Contents, machine: Machine, each: Offered, wanted: int) -> Forecast | str:
     if each.model is None:
         return ""
-    return forecast(contents.engine, inputs_of(contents, machine, each.model), wanted)
+    return forecast(contents.engine, inputs_of(contents, _with_memory_speed(machine), each.model), wanted)
+
+
+def _with_memory_speed(machine: Machine) -> Machine:
+    """Where it was not measured, no more than its cores can read: the planner's assumption is of a desktop."""
+    hardware = machine.hardware
+    measured = hardware.speeds.dram_gb_s if hardware.speeds else None
+    most = CORE_GB_S * hardware.cpu.cores
+    if measured is not None or most >= DESKTOP_GB_S:
+        return machine
+    gpus = hardware.speeds.gpus if hardware.speeds else ()
+    return replace(machine, hardware=replace(hardware, speeds=Speeds(dram_gb_s=most, gpus=gpus)))
 
 
 def _nothing(choice: Choice) -> FatalError:

@@ -113,7 +113,7 @@ class _Tell:
             "seconds_left": round(progress.seconds_left) if progress.seconds_left is not None else None,
             "waiting_for": progress.waiting_for,
         }
-        self._report.phase(Phase.FETCHING, progress.describe(), seconds_left=progress.seconds_left, **facts)
+        self._report.phase(Phase.FETCHING, progress.describe(), **facts)
         share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 0.0
         if self._now() - self._said_at >= SAY_EVERY_S or share - self._said_share >= SAY_EVERY_SHARE:
             self._said_at, self._said_share = self._now(), share

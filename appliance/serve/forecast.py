@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from appliance.engines.engine import Engine, Inputs
 from appliance.errors import FatalError
 from appliance.plan import Costs, Placement, Plan
@@ -16,7 +18,7 @@ def forecast(engine: Engine, inputs: Inputs, wanted_context: int) -> Forecast | 
         depth = min(wanted_context, plan.context) / 2
         return _of(plan, space.costs(plan), depth)
     except FatalError as error:
-        return error.message
+        return _short(error.message)
 
 
 def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
@@ -30,6 +32,12 @@ def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
         decode_tokens_per_s=1000 / decode_ms if decode_ms else None,
         prefill_tokens_per_s=1000 / prefill_ms if prefill_ms else None,
     )
+
+
+def _short(message: str) -> str:
+    """Of "model does not fit: q.gguf needs 9 MiB (8 weights), and 5 MiB are usable (…)" what a table has room for."""
+    found = re.sub(r" \([^()]*\)", "", message)
+    return re.sub(r"^model does not fit: \S+ needs", "needs", found)
 
 
 def _where(placement: Placement) -> str:

@@ -15,7 +15,7 @@ from appliance.model import Model, read_model
 from appliance.model.described import requantized
 from appliance.model.gguf import read_gguf
 from appliance.model.parts import read_whole
-from appliance.serve.candidates import Chosen, Offered, choose_offered
+from appliance.serve.candidates import Chosen, Offered, choose_offered, path_to_be
 from appliance.serve.inputs import Contents, Machine
 from appliance.serve.which import FromHub
 from appliance.settings import HubSettings, hub_settings
@@ -40,6 +40,10 @@ async def choose_from_hub(
     hub = hub_settings(contents.settings, environment)
     listed = await _listed(contents, found, hub, on_wait)
     models = await _models(contents, listed, hub)
+    for each in listed:
+        if each.label in models:
+            path = path_to_be(each.wanted, contents.settings)
+            models[each.label] = replace(models[each.label], path=path, parts=(path,))
     offered = tuple(_offered(found, each, models.get(each.label)) for each in listed)
     return choose_offered(contents, machine, hub, offered, default=offered[0].candidate.name)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -70,8 +71,9 @@ def make_folders(folder: Path, *, below: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)  # another container may have been faster
-        path.chmod(FOLDER_MODE)
+        with suppress(FileExistsError):  # another container was faster, and it may be another user's
+            path.mkdir()
+            path.chmod(FOLDER_MODE)
 
 
 def is_whole(blob: Path, file: WantedFile) -> bool:

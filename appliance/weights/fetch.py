@@ -183,8 +183,8 @@ class _Download:
         except RangeRefused:
             await self._step(partial.restart)
             raise
-        expected = answer.total if is_last or answer.begin != furthest else end
-        if expected is not None and partial.size < expected:
+        goal = end if not is_last and answer.begin == furthest else file.bytes or answer.total
+        if goal is not None and partial.size < goal:
             message = f"the connection ended at byte {partial.size:,}"
             raise Transient(message)
         return file.bytes in (None, partial.size)

@@ -44,9 +44,7 @@ def if_free(path: Path) -> Iterator[bool]:
 
 
 def _take(path: Path) -> int | None:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-    with suppress(PermissionError):  # another user made it, with this mode
-        os.fchmod(handle, FILE_MODE)
+    handle = _open(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -55,4 +53,16 @@ def _take(path: Path) -> int | None:
     except OSError:
         os.close(handle)
         raise
+    return handle
+
+
+def _open(path: Path) -> int:
+    """Reading is enough for a lock: older clients of other users made theirs for themselves alone."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | flags, FILE_MODE)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags)
+    with suppress(PermissionError):  # another user made it, with this mode
+        os.fchmod(handle, FILE_MODE)
     return handle

@@ -180,7 +180,8 @@ def _check_status(reply: aiohttp.ClientResponse, file: WantedFile, *, is_hub: bo
         words = f"{host} has no such range"
         raise RangeRefused(words)
     message = f"download failed: {file.path}: {host} answers {status}"
-    raise DownloadError(message, hint=refusal_hint(status, _repo_of(file.url)))
+    is_gated = reply.headers.get("X-Error-Code") == "GatedRepo"  # 401 without a token, 403 with one
+    raise DownloadError(message, hint=refusal_hint(403 if is_gated else status, _repo_of(file.url)))
 
 
 def refusal_hint(status: int, page: str) -> str:

@@ -53,7 +53,7 @@ def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable
     console = Console(file=to, highlight=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, TextColumn("{task.fields[words]}", markup=False), console=console) as bar:
-        task = bar.add_task("", total=None, words="")
+        task = bar.add_task("asking the hub", total=None, words="")
 
         def on_progress(progress: FetchProgress) -> None:
             words = progress.describe().partition(", ")[2]

@@ -27,9 +27,10 @@ class Case:
     hint: str
     knobs: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    token: str = ""
 
     def __str__(self) -> str:
-        return " ".join((self.text, *self.knobs, *self.flags))
+        return " ".join((self.text, *self.knobs, *self.flags, self.token))
 
 
 @pytest.fixture
@@ -42,14 +43,15 @@ def shelf(tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-def refusal(hub: RunningHub, data: Path, text: str, *knobs: str) -> FatalError:
+def refusal(hub: RunningHub, data: Path, text: str, token: str, *knobs: str) -> FatalError:
     """Of `models pull TEXT`, without a process for each; `knobs` are settings as name=value, and sha256=."""
     flags = {name: value for name, _, value in (knob.partition("=") for knob in knobs)}
     sha256 = flags.pop("sha256", None)
-    settings = resolve_settings(flags, hub.environment())
+    environment = hub.environment(HF_TOKEN=token)
+    settings = resolve_settings(flags, environment)
     (data / "models").mkdir(parents=True)
     with pytest.raises(FatalError) as caught:
-        pull(text, Place(models_dir=data / "models", hub=hub_settings(settings, hub.environment())), sha256)
+        pull(text, Place(models_dir=data / "models", hub=hub_settings(settings, environment)), sha256)
     return caught.value
 
 
@@ -72,10 +74,11 @@ SHOULD = [
     Case(
         REPO,
         32,
-        f"download failed: {NAME}: 127.0.0.1 answers 403",
+        f"download failed: {NAME}: 127.0.0.1 answers 401",
         "it is gated: accept its terms at http://127.0.0.1:\\d+/org/Tiny-GGUF, then set HF_TOKEN",
         knobs=("--gated",),
     ),
+    Case(REPO, 32, "answers 403", "it is gated", knobs=("--gated",), token="hf_other"),
     Case(REPO, 10, "no such repository at .*, or a private one, without a token", "meant", knobs=("--private",)),
     Case(REPO, 32, "may not be read: org/Tiny-GGUF: .* answers 403", "it is gated", knobs=("--fail", "list=403*1")),
     Case(REPO, 32, "cannot be listed: org/Tiny-GGUF: .* answers 418", "try again", knobs=("--fail", "list=418*1")),
@@ -97,7 +100,7 @@ SHOULD = [
 @pytest.mark.parametrize("case", SHOULD, ids=str)
 def test_a_refusal_says_what_and_what_to_do(tmp_path: Path, shelf: Path, case: Case) -> None:
     with running_hub(shelf, *case.knobs) as hub:
-        error = refusal(hub, tmp_path / "data", case.text, *case.flags)
+        error = refusal(hub, tmp_path / "data", case.text, case.token, *case.flags)
     assert error.exit_code == case.code
     assert re.search(case.message, error.message)
     assert re.search(case.hint, str(error.hint))

@@ -88,6 +88,17 @@ async def test_a_connection_that_is_cut_at_every_megabyte(volume: Volume, shelf:
     assert any("broke" in words for words in volume.waited_for)
 
 
+async def test_a_body_that_is_short_and_says_nothing_of_it(volume: Volume, shelf: Path) -> None:
+    with running_hub(shelf, "--chunked", "--short", "1000") as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with refused(f"the connection ended at byte {len(DATA) - 1000:,}, after \\d+ attempts"):
+            await volume.fetch(wanted, hub.settings(patience_s=1.0))
+    with running_hub(shelf) as hub:
+        (path,) = await volume.pull(hub)
+        assert hub.bytes_sent == 1000
+    assert path.read_bytes() == DATA
+
+
 async def test_a_large_file_comes_in_pieces(volume: Volume, shelf: Path) -> None:
     """No request asks for more than a piece; what the hub's CDN would not send at once it sends in several."""
     with running_hub(shelf, "--cut-after", str(3 * MIB // 2), "--cuts", "1") as hub:

@@ -100,6 +100,9 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/serve/checks", "appliance/serve/idle_policy", "appliance/serve/status",
               "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
               "appliance/profile/at_start", "appliance/probe/conditions",
+              "appliance/weights/choose", "appliance/weights/table", "appliance/serve/forecast",
+              "appliance/gateway/models", "appliance/model/described", "appliance/model/quantize",
+              "appliance/model/tensors", "appliance/model/shape",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
 ONLY_IN = {
     "subprocess": ("images/docker.py", "appliance/supervisor/", "appliance/run.py"),

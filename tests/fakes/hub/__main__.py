@@ -41,6 +41,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--token", default="hf_good", help="the good one")
     parser.add_argument("--no-ranges", action="store_true", help="always the whole file")
     parser.add_argument("--chunked", action="store_true", help="no Content-Length")
+    parser.add_argument(
+        "--short", type=int, default=0, help="bytes that every body lacks, and nobody says so: --chunked"
+    )
     parser.add_argument("--no-redirect", action="store_true", help="the hub sends the bytes itself")
     parser.add_argument("--redirects", type=int, default=0, help="so many more of the hub to itself; -1 for ever")
     parser.add_argument("--flip-byte", type=int, help="the byte at this place of every body is another one")
@@ -131,7 +134,8 @@ class Hub:
         if repo is None or file is None:
             return self.error(request, 404, "EntryNotFound", "Entry not found")
         if self.knobs.gated and not self.is_known(request):
-            return self.error(request, 403, "GatedRepo", "Access to model is restricted")
+            status = 403 if "Authorization" in request.headers else 401
+            return self.error(request, status, "GatedRepo", "Access to model is restricted")
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{file.etag}"', "Accept-Ranges": "bytes"}
         if file.is_lfs and not self.knobs.no_linked_headers:
             headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{file.etag}"'}
@@ -190,6 +194,7 @@ class Hub:
         """How many bytes went out."""
         limit: int | None = self.knobs.cut_after if self.knobs.cut_after is not None and self.cuts > 0 else None
         sent, began = 0, time.monotonic()
+        end = max(begin, end - self.knobs.short)
         for place in range(begin, end, CHUNK):
             chunk = self.read(file, place, min(CHUNK, end - place))
             if limit is not None and sent + len(chunk) >= limit < end - begin:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.weights.cache import RepoFolder, find, link_snapshot, lookup, make_folders
+from appliance.weights.locks import if_free, locked
 from appliance.weights.reference import parse_reference
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
 
@@ -131,6 +132,20 @@ def test_folders_hand_their_group_on_whatever_the_umask_is(tmp_path: Path) -> No
     assert [oct(path.stat().st_mode & 0o7777) for path in (tmp_path / "a", tmp_path / "a/b/c")] == ["0o2775"] * 2
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_a_lock_of_another_user_can_be_waited_for(tmp_path: Path) -> None:
+    """Older clients made theirs with the umask: 0644."""
+    path = tmp_path / "key.lock"
+    path.touch(0o644)
+    parents = [each for each in tmp_path.parents if "pytest-of-" in str(each)]
+    with another_user(*parents, tmp_path):
+        async with locked(path, lambda: None):
+            with if_free(path) as is_free:
+                assert not is_free
+        with if_free(path) as is_free:
+            assert is_free
+
+
 @contextmanager
 def another_user(*folders: Path) -> Iterator[None]:
     for folder in folders:
@@ -149,8 +164,8 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
     path = folder.snapshot(COMMIT) / "a.gguf"
     named: list[tuple[Path, str | None]] = []
     parents = [each for each in tmp_path.parents if "pytest-of-" in str(each)]
-    for locked in (path.resolve(), folder.blobs):
-        locked.chmod(0o600)
+    for closed in (path.resolve(), folder.blobs):
+        closed.chmod(0o600)
         with another_user(*parents, tmp_path):
             assert find(wanted, [tmp_path], lambda path, error: named.append((path, error.strerror))) is None
     folder.blobs.chmod(0o755)

@@ -1,0 +1,376 @@
+"""A start on an empty volume: weights chosen, fetched from a hub behind an open gateway, and served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.image_facts import Recipe, RecipeFile, Rung, Tier, dump_facts, dump_recipe
+from tests.builders import IMAGE
+from tests.fakes.hub.repos import read_repo
+from tests.fakes.hub.running import RunningHub, running_hub
+from tests.process.stages.boot import Home, eventually
+from tests.shapes import SMALL, Shape, write_gguf
+
+REPO = "org/Tiny-GGUF"
+SHAPE = SMALL["gqa"].changed(context_length=32768)
+LARGER = SHAPE.changed(block_count=SHAPE.layers * 4)
+# Quantizations of two models, as a recipe has them.
+FILES: Sequence[tuple[str, Tier, str, Shape]] = (
+    ("small-q8_0", "quality", "Q8_0", SHAPE),
+    ("large-q4_0", "balanced", "Q4_0", LARGER),
+    ("large-q8_0", "quality", "Q8_0", LARGER),
+)
+BEST = "Tiny-large-q4_0.gguf"  # on a CPU
+SLOW = "--bytes-per-s=700000"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the hub serves; about 1 MB a file."""
+    folder = tmp_path_factory.mktemp("hub") / "files"
+    (folder / REPO).mkdir(parents=True)
+    for name, _, quantization, shape in FILES:
+        write_gguf(folder / REPO / f"Tiny-{name}.gguf", shape, quantization=quantization, with_data=True)
+    return folder
+
+
+def rung(folder: Path, name: str, tier: Tier, quantization: str, shape: Shape) -> Rung:
+    repo = read_repo(folder, REPO)
+    assert repo
+    data = (folder / REPO / f"Tiny-{name}.gguf").read_bytes()
+    file = RecipeFile(path=f"Tiny-{name}.gguf", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    row = {
+        "architecture": shape.architecture, "vocabulary": shape.vocabulary, "is_tied": shape.is_tied,
+        "metadata": dict(shape.metadata), "quantization": quantization,
+    }  # fmt: skip
+    size = 8.0 if name.startswith("large") else 1.0
+    return Rung(
+        name=name, tier=tier, format="gguf", repo=REPO, revision=repo.commit, url=None, files=(file,),
+        parameters_b=size, active_b=size, loss=None, loss_source=None, shape=row, source="a test",
+    )  # fmt: skip
+
+
+def recipe(folder: Path) -> Recipe:
+    rungs = tuple(rung(folder, *row) for row in FILES)
+    return Recipe(
+        name="tiny", license="none", rungs=rungs, default="small-q8_0", chat={}, reasoning=None, tools=None,
+        speculation=None, projector=None,
+    )  # fmt: skip
+
+
+@contextmanager
+def empty_home(folder: Path, weights: Path, *knobs: str) -> Iterator[tuple[Home, RunningHub]]:
+    """An image with the recipe, a volume without a model, and a hub."""
+    home = Home.make(folder / "home")
+    (home.data / "models/small.gguf").unlink()
+    (home.folder / "facts/image_facts.json").write_text(dump_facts(replace(IMAGE, recipe="tiny")))
+    (home.folder / "facts/recipe.json").write_text(dump_recipe(recipe(weights)))
+    (weights.parent / f"{weights.name}.log").unlink(missing_ok=True)  # of the test before
+    with running_hub(weights, *knobs) as hub:
+        home.variables = hub.environment()
+        yield home, hub
+
+
+def cached(home: Home, suffix: str = "") -> list[Path]:
+    return sorted((home.data / f"models/models--{REPO.replace('/', '--')}").glob(f"blobs/*{suffix}"))
+
+
+def error_of(home: Home, **settings: str) -> tuple[int, str]:
+    with home.serving(**settings) as serving:
+        return serving.wait_exit(), serving.text
+
+
+def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights, SLOW) as (home, hub):
+        with home.serving() as serving:
+            serving.event("fetch")
+            assert serving.ask("GET", "/health/live")[0] == 200
+            ready = eventually(lambda: fetching(serving.ask("GET", "/health/ready")), what=lambda: serving.text)
+            assert ready["phase"] == "fetching"
+            assert ready["file"] == BEST
+            assert 0 < ready["bytes_done"] < ready["bytes_total"]
+            assert ready["bytes_per_s"] > 0
+            assert ready["seconds_left"] >= 0
+            assert BEST in ready["message"]
+            (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+            assert (model["id"], model["state"]) == ("Tiny-large-q4_0", "fetching")
+            assert {"tiny", "tiny:large-q4_0"} <= set(model["aliases"])
+            assert model["context_length"] == 32768
+            assert serving.document("status")["fetch"]["bytes_total"] == ready["bytes_total"]
+            assert serving.document("plan") == {}
+            assert serving.document("hardware")["cpu"]
+            status, refused = serving.chat()
+            assert (status, refused["error"]["code"]) == (503, "model_loading")
+            assert serving.ask("POST", "/appliance/v1/tuning", {}, key=home.key)[0] == 503
+            serving.wait_ready()
+            assert serving.chat()[0] == 200
+            (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+            assert (model["id"], model["state"], model["context_length"]) == ("Tiny-large-q4_0", "ready", 32768)
+            assert {"tiny", "tiny:large-q4_0"} <= set(model["aliases"])
+            assert serving.document("status")["phase"] == "ready"
+            chosen, said = serving.event("model_chosen"), serving.names()
+            assert chosen["model"] == "tiny:large-q4_0"
+            assert "of 3" in chosen["message"]
+            assert said.index("model_chosen") < said.index("fetch") < said.index("fetched") < said.index("engine_start")
+            assert said.count("fetching") >= 5
+            serving.terminate()
+        assert [path.stat().st_size for path in cached(home)] == [(weights / REPO / BEST).stat().st_size]
+        asked = len(hub.requests())
+        with home.serving() as serving:
+            serving.wait_ready()
+            assert not {"model_chosen", "fetch", "fetching"} & set(serving.names())
+            assert serving.chat()[0] == 200
+        assert len(hub.requests()) == asked
+
+
+def fetching(answer: tuple[int, Any]) -> Any:
+    """The document of a download that has a rate by now."""
+    status, document = answer
+    assert status in (0, 503), document
+    return document if document and document.get("bytes_per_s") and document.get("bytes_done") else None
+
+
+def test_clients_are_told_when_to_come_back(tmp_path: Path, weights: Path) -> None:
+    import http.client  # here: no other test looks at headers, and costs of a start are none of this one's
+
+    with empty_home(tmp_path, weights, "--bytes-per-s=50000") as (home, _), home.serving() as serving:
+        serving.event("fetch")
+        eventually(lambda: fetching(serving.ask("GET", "/health/ready")), what=lambda: serving.text)
+        connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=20)
+        connection.request("POST", "/v1/chat/completions", b"{}", {"Authorization": f"Bearer {home.key}"})
+        reply = connection.getresponse()
+        left = serving.ask("GET", "/health/ready")[1]["seconds_left"]
+        assert reply.status == 503
+        assert abs(int(reply.headers["retry-after"]) - left) <= max(3, 0.5 * left)
+        connection.close()
+
+
+def test_a_stop_ends_within_two_seconds_and_nothing_that_came_is_lost(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights, SLOW) as (home, hub):
+        with home.serving() as serving:
+            eventually(lambda: cached(home, ".incomplete"), what=lambda: serving.text)
+            eventually(lambda: cached(home, ".incomplete")[0].stat().st_size > 200_000)
+            assert serving.terminate() < 2.0
+        kept = cached(home, ".incomplete")[0].stat().st_size
+        whole = (weights / REPO / BEST).stat().st_size
+        with home.serving() as serving:
+            serving.wait_ready()
+            assert serving.chat()[0] == 200
+        assert hub.bytes_sent < 2 * whole - kept // 2
+
+
+def test_a_kill_costs_no_byte(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights, SLOW) as (home, hub):
+        with home.serving() as serving:
+            eventually(lambda: cached(home, ".incomplete") and cached(home, ".incomplete")[0].stat().st_size > 300_000)
+            os.kill(serving.process.pid, signal.SIGKILL)
+            serving.wait_exit()
+        with home.serving() as serving:
+            serving.wait_ready()
+        whole = (weights / REPO / BEST).stat().st_size
+        ranges = [row["range"] for row in hub.requests(host="cdn") if row["range"]]
+        assert any(not text.startswith("bytes=0-") for text in ranges)
+        assert hub.bytes_sent < 1.7 * whole
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        (("--gated",), "403"),
+        (("--flip-byte=1000",), "expected sha256"),
+        (("--page",), "another file answers at this address"),
+    ],
+)
+def test_a_download_that_fails_ends_the_start_with_32(
+    tmp_path: Path, weights: Path, knobs: tuple[str, ...], words: str
+) -> None:
+    with empty_home(tmp_path, weights, *knobs) as (home, _):
+        code, text = error_of(home)
+        assert code == 32, text
+        assert words in text
+        assert "hint:" in text
+        assert list((home.data / "models").glob("*/snapshots/*/*.gguf")) == []
+
+
+def test_nothing_is_fetched_offline(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        code, text = error_of(home, offline="on")
+        assert (code, hub.requests()) == (32, []), text
+        assert "nothing is fetched offline" in text
+        code, text = error_of(home, offline="on", model=f"{REPO}:Q8_0")
+        assert (code, hub.requests()) == (32, []), text
+
+
+@pytest.mark.parametrize(
+    ("settings", "served"),
+    [
+        ({"tier": "balanced"}, "Tiny-large-q4_0"),
+        ({"model": "tiny:small"}, "Tiny-small-q8_0"),
+        ({"model": "TINY:Large-Q4_0"}, "Tiny-large-q4_0"),
+        ({"model": f"{REPO}:Q4_0"}, "Tiny-large-q4_0"),
+        ({"model": f"{REPO}/Tiny-small-q8_0.gguf"}, "Tiny-small-q8_0"),
+    ],
+)
+def test_what_is_asked_for_is_fetched(tmp_path: Path, weights: Path, settings: dict[str, str], served: str) -> None:
+    with empty_home(tmp_path, weights) as (home, _), home.serving(**settings) as serving:
+        serving.wait_ready()
+        (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+        assert model["id"] == served
+        assert settings.get("model", "tiny") in (*model["aliases"], settings.get("model"))
+
+
+def test_a_file_that_is_here_and_good_enough_is_taken_and_the_better_one_named(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        put(home, weights, "Tiny-large-q8_0.gguf")
+        with home.serving() as serving:
+            serving.wait_ready()
+            assert serving.ask("GET", "/v1/models", key=home.key)[1]["data"][0]["id"] == "Tiny-large-q8_0"
+        assert hub.requests() == []
+
+
+def test_a_file_that_is_here_and_much_smaller_gives_way(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        put(home, weights, "Tiny-small-q8_0.gguf")
+        with home.serving() as serving:
+            serving.wait_ready()
+            assert serving.ask("GET", "/v1/models", key=home.key)[1]["data"][0]["id"] == "Tiny-large-q4_0"
+
+
+def put(home: Home, weights: Path, name: str) -> None:
+    """By hand, as it is."""
+    (home.data / "models" / name).write_bytes((weights / REPO / name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        ("tiny:huge", 10, "there are tiny:small-q8_0, tiny:large-q4_0, tiny:large-q8_0"),
+        ("tiny:large-q9_0", 10, "perhaps you meant tiny:large-q"),
+        ("tinny", 10, "perhaps you meant tiny"),
+        (f"{REPO}:Q2_K", 10, "Q2_K"),
+        ("org/Nothing-GGUF", 10, "no such repository"),
+        ("oci://registry/x:y", 10, "OCI artifacts are not fetched"),
+    ],
+)
+def test_what_is_not_there_is_told_with_near_misses(
+    tmp_path: Path, weights: Path, model: str, code: int, words: str
+) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        found, text = error_of(home, model=model)
+        assert found == code, text
+        assert words in text
+
+
+def test_other_verbs_fetch_nothing(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        done = home.command("tune")
+        assert done.returncode == 10
+        assert "the model is not on the volume: tiny" in done.stderr
+        assert "appliance models pull" in done.stderr
+        found = home.command("doctor", "--json")
+        assert "the model is not on the volume: tiny" in found.stdout
+        assert hub.requests() == []
+
+
+def test_plan_shows_the_files_and_fetches_none(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        put(home, weights, "Tiny-small-q8_0.gguf")
+        done = home.command("plan", "--files")
+        assert done.returncode == 0, done.stderr
+        head, *lines = done.stdout.splitlines()
+        assert head.split() == [
+            "model",
+            "size",
+            "where",
+            "it",
+            "would",
+            "lie",
+            "context",
+            "decode",
+            "prefill",
+            "tier",
+            "verdict",
+        ]
+        assert [line.split()[:2] for line in lines] == [
+            ["+", "tiny:small-q8_0"], ["*", "tiny:large-q4_0"], ["tiny:large-q8_0", "0.0"],
+        ]  # fmt: skip
+        document = json.loads(home.command("plan", "--files", "--json").stdout)
+        assert document["chosen"] == "tiny:large-q4_0"
+        assert [row["missing_bytes"] == 0 for row in document["files"]] == [True, False, False]
+        only = json.loads(home.command("plan", "--files", "--json", "tiny:small").stdout)
+        assert [(row["model"], row["verdict"]) for row in only["files"]] == [("tiny:small-q8_0", "chosen")]
+        assert hub.requests() == []
+        of_repo = json.loads(home.command("plan", "--files", "--json", REPO).stdout)
+        assert {row["model"] for row in of_repo["files"]} == {f"{REPO}:Q4_0", f"{REPO}:Q8_0"}
+        assert len(of_repo["files"]) == 3
+        whole = sum(path.stat().st_size for path in (weights / REPO).iterdir())
+        assert 0 < hub.bytes_sent < whole / 2
+        assert list((home.data / "models").glob("models--*/snapshots")) == []
+
+
+def test_plan_of_a_model_that_is_not_here(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        done = home.command("plan")
+        assert done.returncode == 0, done.stderr
+        assert "not on the volume: a start fetches tiny:large-q4_0 first" in done.stdout
+        assert "a prediction" in done.stdout
+        assert hub.requests() == []
+        document = json.loads(home.command("plan", "--json", f"{REPO}:Q4_0").stdout)
+        assert document["fetches"]["bytes"] == (weights / REPO / BEST).stat().st_size
+        assert document["plan"]["context"] == 32768
+        assert document["plan"]["model_path"].endswith(f"/{BEST}")
+
+
+def test_plan_where_nothing_can_be_served_ends_as_a_start_would(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        done = home.command("plan", "--files", "--offline", "on")
+        assert (done.returncode, done.stdout.count("offline: not on the volume")) == (32, 3)
+
+
+@pytest.mark.parametrize("has_recipe", [True, False])
+def test_a_start_whose_model_is_here_imports_nothing_that_fetches(
+    tmp_path: Path, weights: Path, *, has_recipe: bool
+) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        put(home, weights, "Tiny-small-q8_0.gguf")
+        if not has_recipe:
+            (home.folder / "facts/image_facts.json").write_text(dump_facts(IMAGE))
+        home.variables = {**home.variables, "PYTHONPROFILEIMPORTTIME": "1"}
+        model = {"model": "tiny:small"} if has_recipe else {}
+        with home.serving(**model) as serving:
+            serving.wait_ready()
+            imported = {line.rpartition("|")[2].strip() for line in serving.text.splitlines() if "|" in line}
+        assert "appliance.serve.run" in imported
+        assert not [name for name in imported if name.startswith(("appliance.weights", "huggingface_hub", "aiohttp"))]
+
+
+def test_a_second_start_of_fetched_weights_imports_no_client(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        with home.serving() as serving:
+            serving.wait_ready()
+            serving.terminate()
+        home.variables = {**home.variables, "PYTHONPROFILEIMPORTTIME": "1"}
+        began = time.monotonic()
+        with home.serving() as serving:
+            serving.wait_ready()
+            imported = {line.rpartition("|")[2].strip() for line in serving.text.splitlines() if "|" in line}
+        assert time.monotonic() - began < 30
+        slow = (
+            "huggingface_hub",
+            "aiohttp",
+            "appliance.weights.fetch",
+            "appliance.weights.hub",
+            "appliance.serve.from_hub",
+        )
+        assert not [name for name in imported if name.startswith(slow)]
