@@ -92,7 +92,7 @@ def test_doctor_looks_at_mounted_folders(home: Home, store: Path) -> None:
     [
         ("oci://ghcr.io/org/m", 10, "models in registries of containers (OCI artifacts) are not read yet"),
         ("qwen3:4c", 10, "perhaps you meant qwen3:4b"),
-        ("org/m", 10, "in mounted folders:\n  qwen3:4b (Ollama)"),
+        ("something else", 10, "in mounted folders:\n  qwen3:4b (Ollama)"),
     ],
 )
 def test_what_is_not_there_ends_with_what_is(home: Home, store: Path, model: str, code: int, words: str) -> None:
