@@ -309,7 +309,7 @@ def resolve_settings(
 
 
 def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """By the tools' own variables, ours, and the tools' defaults; sources in weights/README.md."""
+    """By the tools' own variables, ours, and the tools' defaults; sources in weights/stores.md."""
     named = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("OLLAMA_MODELS", ""))
     folders = [Path(environment[name]) / below for name, below in named if environment.get(name, "").startswith("/")]
     homes = [Path(home) for home in (environment.get("HOME", ""), "/root") if home.startswith("/")]

@@ -1,6 +1,6 @@
 """Models where they lie: on the volume, and in mounted folders of other tools, which are read and never written.
 
-Folders of Hugging Face, Ollama and LM Studio are told apart by what is in them; README.md has the sources. This is the
+Folders of Hugging Face, Ollama and LM Studio are told apart by what is in them; stores.md has the sources. This is the
 only module here that reads models.
 """
 
