@@ -36,9 +36,8 @@ class Request:
 def run(action: str, request: Request) -> int:
     """The exit code. Raises UsageError for an action that lacks its name."""
     if request.name is None and action not in _WITHOUT_NAME:
-        example = "qwen3:4b" if action == "import" else "model.gguf"
-        message = f"models {action} needs a {'path or a name' if action == 'import' else 'file name'}"
-        raise UsageError(message, hint=f"as in `appliance models {action} {example}`")
+        message = f"models {action} needs a name"
+        raise UsageError(message, hint=f"as in `appliance models {action} {_EXAMPLES.get(action, 'model.gguf')}`")
     return ACTIONS[action](request)
 
 
@@ -182,4 +181,5 @@ ACTIONS: Mapping[str, Callable[[Request], int]] = {
     "verify": _verify,
     "import": _import,
 }
+_EXAMPLES = {"import": "qwen3:4b", "pull": "org/repo:Q4_K_M"}
 _WITHOUT_NAME = frozenset({"list", "verify"})
