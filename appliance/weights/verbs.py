@@ -36,7 +36,7 @@ class Request:
 def run(action: str, request: Request) -> int:
     """The exit code. Raises UsageError for an action that lacks its name."""
     if request.name is None and action not in _WITHOUT_NAME:
-        message = f"models {action} needs a name"
+        message = f"models {action} needs a {'path or a name' if action == 'import' else 'file name'}"
         raise UsageError(message, hint=f"as in `appliance models {action} {_EXAMPLES.get(action, 'model.gguf')}`")
     return ACTIONS[action](request)
 
