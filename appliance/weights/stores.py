@@ -322,7 +322,7 @@ def refuse_artifact(reference: str) -> None:
     """Raises ConfigError for what names an artifact of a registry."""
     if not _ARTIFACT.match(reference) or reference.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
         return
-    message = f"models in registries of containers (OCI artifacts) are not read yet: {printable(reference)}"
+    message = f"OCI artifacts are not fetched: {printable(reference)}"
     hint = (
         "name the same model on Hugging Face, as in org/repository:Q4_K_M, or give the https address of its file, "
         "or pull it with the tool that made it, mount its folder, and see `appliance models list`"

@@ -209,7 +209,7 @@ def test_without_mounted_folders_the_words_are_those_of_the_volume(data: Path) -
 )
 def test_artifacts_of_registries_are_refused_by_name(data: Path, reference: str) -> None:
     message, hint = refusal(ConfigError, settings_of(data, model=reference))
-    assert message == f"models in registries of containers (OCI artifacts) are not read yet: {reference}"
+    assert message == f"OCI artifacts are not fetched: {reference}"
     assert "org/repository:Q4_K_M" in hint
 
 

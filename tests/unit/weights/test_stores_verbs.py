@@ -482,7 +482,7 @@ def test_another_file_of_that_name_is_kept(run: Run, models: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("request_text", "code", "words"),
     [
-        ("oci://ghcr.io/org/m:q4", 10, "models in registries of containers (OCI artifacts) are not read yet"),
+        ("oci://ghcr.io/org/m:q4", 10, "OCI artifacts are not fetched"),
         ("nothing", 10, "no such file, and no such model in mounted folders: nothing"),
         ("/etc/hostname", 30, "no model is there: /etc/hostname"),
         ("a\0b", 10, "no such file"),
