@@ -48,10 +48,10 @@ Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder
 _IMAGE = Path("/opt/models")
 _LISTED = 20
 _HUB_HOSTS = ("hf.co", "huggingface.co")
-# `oci://…`, `docker://…`, and addresses of registries: a host has a dot or a port, or is this machine.
-_ARTIFACT = re.compile(
-    r"(?:oci|docker|oci-archive|containers-storage)://|(?:localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-f:]+\])(?::\d+)?/", re.I
-)
+# `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a port, this machine.
+_SCHEME = r"(?:oci|docker|oci-archive|containers-storage)://"
+_HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)*\.[a-z]{2,})(?::\d+)?|[\d.]+:\d+|\[[\da-f:]+\](?::\d+)?"
+_ARTIFACT = re.compile(rf"{_SCHEME}|(?:{_HOST})/", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +320,8 @@ def read_stored(stored: StoredModel, serves: Format) -> Model:
 
 def refuse_artifact(reference: str) -> None:
     """Raises ConfigError for what names an artifact of a registry."""
-    if not _ARTIFACT.match(reference) or reference.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
+    is_file = reference.lower().endswith(".gguf") and "://" not in reference  # of a folder that has a dot in its name
+    if is_file or not _ARTIFACT.match(reference) or reference.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
         return
     message = f"OCI artifacts are not fetched: {printable(reference)}"
     hint = (

@@ -205,7 +205,14 @@ def test_without_mounted_folders_the_words_are_those_of_the_volume(data: Path) -
 
 @pytest.mark.parametrize(
     "reference",
-    ["oci://ghcr.io/org/m:q4", "docker://ai/smollm2", "ghcr.io/org/m:latest", "localhost:5000/m", "docker.io/ai/m"],
+    [
+        "oci://ghcr.io/org/m:q4",
+        "docker://ai/smollm2",
+        "ghcr.io/org/m:latest",
+        "localhost:5000/m",
+        "docker.io/ai/m",
+        "10.0.0.1:5000/m",
+    ],
 )
 def test_artifacts_of_registries_are_refused_by_name(data: Path, reference: str) -> None:
     message, hint = refusal(ConfigError, settings_of(data, model=reference))
@@ -213,7 +220,10 @@ def test_artifacts_of_registries_are_refused_by_name(data: Path, reference: str)
     assert "org/repository:Q4_K_M" in hint
 
 
-@pytest.mark.parametrize("reference", ["org/m:Q4_K_M", "m", "qwen3:4b", "hf.co/org/m", "org/m-1.5/a.b.gguf", "a.gguf"])
+@pytest.mark.parametrize(
+    "reference",
+    ["org/m:Q4_K_M", "m", "qwen3:4b", "hf.co/org/m", "org/m-1.5/a.b.gguf", "a.gguf", "my.models/a.gguf", "Qwen2.5/m"],
+)
 def test_other_names_are_no_artifacts(reference: str) -> None:
     refuse_artifact(reference)
 
