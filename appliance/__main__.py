@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
-from appliance.errors import FatalError, UsageError
+from appliance.errors import FatalError, UsageError, printable
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         ("probe", _probe, "show what this container may use"),
         ("doctor", _doctor, "check everything that a start depends on, and say what to do"),
         ("profiles", _profiles, "list, show, compare, move, pin or forget profiles: results of tuning"),
-        ("models", _models, "list, fetch, update, add or remove models on the volume"),
+        ("models", _models, "list, fetch, update, add, remove, verify or import models on the volume"),
         ("key", _key, "print the API key"),
         ("health", _health, "ask the running appliance whether it is ready; 0 if so"),
         ("version", _version, "print versions"),
@@ -152,11 +152,15 @@ def _add_profiles(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_models(verb: argparse.ArgumentParser) -> None:
-    actions = ("list", "pull", "update", "add", "remove")
-    verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list")
-    words = "name on the volume, as in model.gguf; with pull and update org/repo, org/repo:Q4_K_M or a URL"
+    actions = ("list", "pull", "update", "add", "rm", "remove", "verify", "import")
+    verb.add_argument("action", nargs="?", choices=actions, default="list", help="default: list; rm is remove")
+    words = (
+        "as the list shows it; with pull and update org/repo, org/repo:Q4_K_M or a URL; with add the name to be; "
+        "with import a path, or a name in another folder"
+    )
     verb.add_argument("file", nargs="?", metavar="NAME", help=words)
-    verb.add_argument("--sha256", metavar="HEX", help="with add, and pull of a URL: refuse anything else")
+    verb.add_argument("--sha256", metavar="HEX", help="with add, import, and pull of a URL: refuse anything else")
+    verb.add_argument("--repair", action="store_true", help="with verify: set damaged files aside")
     verb.add_argument("--dry-run", action="store_true", help="with update: only say what is newer")
     _add_json(verb)
 
@@ -177,6 +181,7 @@ _OTHER_FLAGS = (
         "--dry-run",
         "--files",
         "--sha256",
+        "--repair",
         "--bin",
         "--out",
         "--kv-pairs",
@@ -377,22 +382,18 @@ def _profiles(options: argparse.Namespace, settings: Settings, environment: Mapp
 
 
 def _models(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.model import list_models
-    from appliance.volume import remove_model
-
-    if options.action == "list":
-        names = [str(path.relative_to(settings.models_dir)) for path in list_models(settings.models_dir)]
-        print(json.dumps(names) if options.json else "\n".join(names) or f"no models in {settings.models_dir}")
-        return 0
     if options.action == "update" or (options.action == "pull" and options.file):
         return _pull(options, settings, environment)
-    if not options.file:
-        message = f"models {options.action} needs a file name"
-        raise UsageError(message, hint=f"as in `appliance models {options.action} model.gguf`")
-    if options.action == "add":
-        return _put_model(options, settings)
-    print(remove_model(settings.models_dir, options.file))  # also on a full volume: it is what helps there
-    return 0
+    from appliance.weights.verbs import Request, run
+
+    request = Request(
+        settings=settings,
+        name=options.file,
+        sha256=options.sha256,
+        as_json=options.json,
+        repairs=options.repair,
+    )
+    return run(options.action, request)
 
 
 def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
@@ -421,22 +422,6 @@ def _serves_folders(settings: Settings) -> bool:
     if not (settings.facts_dir / "image_facts.json").exists():
         return False
     return load_engine(load_facts(settings)[0]).model_format == "safetensors"
-
-
-def _put_model(options: argparse.Namespace, settings: Settings) -> int:
-    import signal
-
-    from appliance.volume import add_model, drop_unfinished, open_volume
-
-    # By default SIGTERM, which is how Docker stops a container, would leave the unfinished file on the volume.
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        drop_unfinished(settings.models_dir)  # first: they may be what fills the volume
-        open_volume(settings.data_dir)
-        print(add_model(settings.models_dir, options.file, sys.stdin.buffer, options.sha256))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 0
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:
@@ -498,9 +483,14 @@ def _show(error: FatalError) -> None:
     """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
     for line in error.log[-40:]:
         print(f"  | {line}", file=sys.stderr)
-    print(f"error: {error.message}", file=sys.stderr)
+    print(f"error: {_safe(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"\nhint: {error.hint}", file=sys.stderr)
+        print(f"\nhint: {_safe(error.hint)}", file=sys.stderr)
+
+
+def _safe(text: str) -> str:
+    """Control sequences out of a file's name or another's answer, as words."""
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ Each is raised with what failed, with which value and where that came from; `hin
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """For a terminal: a name may hold newlines and control sequences, which are shown as \\n and \\x1b."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class FatalError(Exception):
     """Ends the program with `exit_code`; the message has no final period and the value stands after the colon.
 

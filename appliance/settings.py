@@ -20,6 +20,10 @@ from appliance.errors import ConfigError
 from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
+_MOUNTED = tuple(Path("/mnt") / name for name in ("ollama", "huggingface", "lmstudio", "models"))
+_OWN = (".cache/huggingface/hub", ".ollama/models", ".lmstudio/models", ".cache/lm-studio/models")
+# What an image carries, and Ollama's installed as a service.
+_SYSTEM = (Path("/opt/models"), Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama/models"))
 FILE_NAME = "appliance.yaml"
 # Context lengths are multiples of it: a page of an engine's cache, or several. Less is rounded up, and every figure
 # would be short by one.
@@ -107,6 +111,21 @@ def _workload(value: str) -> str:
     return value
 
 
+def parse_folders(value: str) -> tuple[Path, ...]:
+    """Absolute paths with commas; `none` is no folder."""
+    words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
+    for word in words:
+        if not word.startswith("/"):
+            message = f"holds a path that does not begin with /: '{word}'" if word else "holds an empty path"
+            raise ValueError(message)
+    return tuple(Path(word) for word in words)
+
+
+def _folders(value: str) -> str:
+    parse_folders(value)
+    return value
+
+
 def _setting(parse: Callable[[str], Any], default: Any, help_text: str, metavar: str) -> Any:  # noqa: ANN401
     return field(default=default, metadata={"parse": parse, "help": help_text, "metavar": metavar})
 
@@ -127,6 +146,13 @@ class Settings:
 
     model: str | None = _setting(_text, None, "model to serve: a file name on the volume, or a path", "MODEL")
     data_dir: Path = _setting(Path, Path("/data"), "the volume", "DIR")
+    model_dirs: str | None = _setting(
+        _folders,
+        None,
+        "mounted folders of other tools to read models from, with commas, or none "
+        "(default: /mnt/ollama, /mnt/huggingface, /mnt/lmstudio, /mnt/models and the tools' own, where they are there)",
+        "LIST",
+    )
     host: str = _setting(_text, "0.0.0.0", "address to listen on inside the container", "ADDRESS")  # noqa: S104
     port: int = _setting(_integer(1, 65535), 11435, "port to listen on", "PORT")
     auth: bool = _setting(_switch, True, "ask for the API key", "on|off")
@@ -228,6 +254,7 @@ class Settings:
     facts_dir: Path = _setting(Path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
     runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)  # for `model_dirs`; most are not there
 
     def is_set(self, name: str) -> bool:
         """Whether somebody gave this value."""
@@ -314,7 +341,17 @@ def resolve_settings(
     for name, text, source in (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags):
         values[name] = _parsed(name, text, source)
         sources[name] = source
-    return Settings(**values, sources=MappingProxyType(sources))
+    usual = _usual_model_dirs(environment)
+    return Settings(**values, sources=MappingProxyType(sources), usual_model_dirs=usual)
+
+
+def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """By the tools' own variables, ours, and the tools' defaults; sources in weights/stores.md."""
+    named = (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("OLLAMA_MODELS", ""))
+    folders = [Path(environment[name]) / below for name, below in named if environment.get(name, "").startswith("/")]
+    homes = [Path(home) for home in (environment.get("HOME", ""), "/root") if home.startswith("/")]
+    folders += [*_MOUNTED, *(home / own for home in homes for own in _OWN), *_SYSTEM]
+    return tuple(dict.fromkeys(folders))
 
 
 def load_settings(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
@@ -356,13 +393,21 @@ def hub_settings(settings: Settings, environment: Mapping[str, str]) -> HubSetti
 
 def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ...]:
     """Hub caches that are there; one that was asked for has to be."""
-    if settings.hf_cache and not settings.hf_cache.is_dir():
+    if settings.hf_cache and not _is_folder(settings.hf_cache):
         message = f"setting hf_cache is no folder: '{settings.hf_cache}' ({settings.sources.get('hf_cache', '')})"
         raise ConfigError(message, hint="mount it, as in `-v ~/.cache/huggingface/hub:/hub:ro --hf-cache /hub`")
     named = [Path(text) for name in ("HF_HUB_CACHE",) if (text := environment.get(name))]
     named += [Path(text) / "hub" for name in ("HF_HOME",) if (text := environment.get(name))]
     wanted = (settings.hf_cache, *_ROOTS) if settings.hf_cache else (*named, *_ROOTS)
-    return tuple(dict.fromkeys(path for path in wanted if path != settings.models_dir and path.is_dir()))
+    return tuple(dict.fromkeys(path for path in wanted if path != settings.models_dir and _is_folder(path)))
+
+
+def _is_folder(path: Path) -> bool:
+    """No for what may not be looked at, as another user's home: nothing could be read there either."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 _Row = tuple[str, str, str]  # name, text, source

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -137,7 +137,7 @@ def add_model(models_dir: Path, name: str, source: IO[bytes], sha256: str | None
     try:
         if sha256 and path.is_file() and _sha256(path) == sha256.lower():
             return f"{name}: is there already, sha256 {sha256.lower()}"
-        with _part(path) as file:
+        with part_of(path) as file:
             size, found = _copy(source, file)
             _check(name, Path(file.name), size, found, sha256)
             Path(file.name).replace(path)
@@ -158,8 +158,37 @@ def drop_unfinished(models_dir: Path) -> None:
                 os.close(handle)
 
 
+def hold_files(paths: Sequence[Path]) -> tuple[int, ...]:
+    """Open files with a shared lock each, which says in every container that they are served. The lock ends with the
+    process; a disk that has no locks goes without."""
+    held = []
+    for path in paths:
+        with suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            held.append(handle)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return tuple(held)
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody serves it, writes it, or waits for it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk that has no locks
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
 @contextmanager
-def _part(path: Path) -> Iterator[IO[bytes]]:
+def part_of(path: Path) -> Iterator[IO[bytes]]:
     """A new file beside `path`, locked; gone at the end unless it was renamed."""
     file = _open_part(path)
     try:
@@ -209,18 +238,6 @@ def _check(name: str, part: Path, size: int, found: str, sha256: str | None) -> 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def remove_model(models_dir: Path, name: str) -> str:
-    path = _inside(models_dir, name)
-    try:
-        path.unlink()
-    except FileNotFoundError as error:
-        message = f"no such model on the volume: {name}"
-        raise ConfigError(message, hint="`appliance models list` shows what is there") from error
-    except OSError as error:
-        raise refusal(models_dir, error) from error
-    return f"{name}: removed"
 
 
 def _inside(models_dir: Path, name: str) -> Path:

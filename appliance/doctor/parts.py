@@ -94,7 +94,7 @@ def model_checks(
     """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `inputs` are a
     start's."""
     try:
-        if not settings.model and not image.recipe and not list_models(settings.models_dir):
+        if not settings.model and not image.recipe and not _has_models(settings, engine):
             remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return
@@ -114,8 +114,17 @@ def model_checks(
     yield passed("model fits", f"{best.context:,} tokens; {explain_memory(best)}"), best
 
 
+def _has_models(settings: Settings, engine: Engine) -> bool:
+    """On the volume, or in a mounted folder of another tool. Raises ConfigError where several are there."""
+    if list_models(settings.models_dir):
+        return True
+    from appliance.weights.stores import find_elsewhere  # here: only an empty volume costs it
+
+    return find_elsewhere(None, settings, engine.model_format) is not None
+
+
 def _shown(model: Model) -> str:
-    return f"{model.path.name}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
+    return f"{model.title}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
 
 
 def _answers(settings: Settings) -> bool:

@@ -9,7 +9,7 @@ from appliance.errors import ModelUnreadableError
 from appliance.model.digest import ModelDigest, digest
 from appliance.model.draft import read_draft
 from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
-from appliance.model.find import find_model, find_projector, is_folder_model, list_models, resolve_model
+from appliance.model.find import find_model, find_projector, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
 from appliance.model.gguf import read_gguf
 from appliance.model.parts import plain_name, read_whole
@@ -26,6 +26,7 @@ __all__ = [
     "digest",
     "find_model",
     "list_models",
+    "only_model",
     "plain_name",
     "read_draft",
     "read_model",

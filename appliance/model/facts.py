@@ -16,6 +16,7 @@ from typing import Literal
 from appliance.model.ggml_types import FILE_TYPES
 from appliance.model.gguf import TEMPLATE, Gguf, Tensor
 from appliance.model.keys import Keys
+from appliance.model.parts import plain_name
 from appliance.model.stack import (
     LOOKED_UP,
     Layer,
@@ -107,6 +108,7 @@ class Model:
     recurrent_channels: int = 0  # that their convolution runs over
     rope_scaling: RopeScaling | None = None
     expert_length: int = 0  # rows of a routed expert's matrices; 0: none, or as long as `feed_forward_length`
+    called: str | None = None  # where the file's name says nothing: a blob of another tool's folder
     parameters: int = 0  # elements of all tensors; 0: unknown
     file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
     calls_tools: bool = False  # by its chat template
@@ -123,6 +125,13 @@ class Model:
         scaling = self.rope_scaling
         reached = int(scaling.factor * scaling.original) if scaling and scaling.original else 0
         return max(self.native_context, reached)
+
+    @property
+    def title(self) -> str:
+        """For messages: the file's name, unless that is a hash."""
+        if self.called:
+            return self.called
+        return plain_name(self.path) if self.path.parent.name == "snapshots" else self.path.name
 
 
 def parse_facts(gguf: Gguf) -> Model:

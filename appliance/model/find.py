@@ -10,28 +10,36 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.model.facts import Format
-from appliance.model.parts import PART
+from appliance.model.parts import PART, plain_name
+
+if TYPE_CHECKING:
+    from appliance.model.hub_cache import CachedModel
 
 DEPTH = 2  # models/organisation/repository/file.gguf
+ENTRIES_LIMIT = 50_000  # more is no folder of models, and a start must not wait for it
 _LISTED = 20
 _TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-f16.gguf, which name nobody
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
 
 
-def list_models(models_dir: Path) -> tuple[Path, ...]:
-    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors.
+def list_models(models_dir: Path, budget: Iterator[int] | None = None, *, with_repos: bool = True) -> tuple[Path, ...]:
+    """Every model, sorted: *.gguf files, of a split one the first part, without projectors; folders of safetensors;
+    and, `with_repos`, what is whole in folders of huggingface_hub's cache, each path of a repository once.
 
-    Hidden folders (unfinished downloads) and `lost+found` are passed over. Raises ModelUnreadableError for a folder
-    that cannot be read; a `models_dir` that is not there holds nothing.
+    Hidden folders (unfinished downloads) and `lost+found` are passed over; no more than ENTRIES_LIMIT files and folders
+    are looked at, or as many as `budget` has left. Raises ModelUnreadableError for a folder that cannot be read; a
+    `models_dir` that is not there holds nothing.
     """
     if not _is_there(models_dir):
         return ()
-    return tuple(sorted(path for path in _walk(models_dir, DEPTH) if is_folder_model(path) or _is_served(path.name)))
+    found = _walk(models_dir, DEPTH, budget or iter(range(ENTRIES_LIMIT)), with_repos=with_repos)
+    return tuple(sorted(path for path in found if is_folder_model(path) or _is_served(path.name)))
 
 
 def is_folder_model(path: Path) -> bool:
@@ -47,7 +55,7 @@ def find_projector(model: Path) -> Path | None:
         names = [path.name for path in model.parent.glob("*.gguf")]
     except OSError:
         return None
-    found = [name for name in names if _is_projector(name)]
+    found = [name for name in names if is_projector(name)]
     if sum(map(_is_served, names)) > 1:
         found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
     near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
@@ -61,33 +69,46 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
     """
     if request:
         return _requested(request, models_dir)
-    models = tuple(path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors"))
-    if len(models) == 1:
-        return _checked(models[0])
-    if not models:
-        message = f"no model was named and none is on the volume: {models_dir}"
-        raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
-    message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
-    raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {models[0].stem}")
+    if path := only_model(models_dir, serves=serves):
+        return path
+    message = f"no model was named and none is on the volume: {models_dir}"
+    raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
-    """What it names on the volume, or elsewhere as a path. Raises ConfigError where that could be several, and as
+    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, and for a
+    repository of which several quantizations are there. Raises ConfigError where a name could be several, and as
     `resolve_model` for what cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
         if _is_there(path):
             return _checked(path)
+    if cached := [model for model in _in_cache(request, models_dir) if not model.problem]:
+        return cached[0].path if len(cached) == 1 else None
     wanted = request.casefold()
-    found = [path for path in list_models(models_dir) if wanted in (path.name.casefold(), path.stem.casefold())]
+    found = [path for path in list_models(models_dir) if wanted in _names(path)]
     if len(found) > 1:
-        message = f"model name {request} means {len(found)} files on the volume{_listing(tuple(found))}"
-        raise ConfigError(message, hint="give the path of the one that is meant")
+        raise _several(request, found)
     return _checked(found[0]) if found else None
+
+
+def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
+    """None where the volume has none of this format. Raises ConfigError where it has several."""
+    models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
+    if len(models) > 1:
+        message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
+        raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
+    return _checked(models[0]) if models else None
 
 
 def _requested(request: str, models_dir: Path) -> Path:
     if path := find_model(request, models_dir):
         return path
+    if cached := _in_cache(request, models_dir):
+        first = cached[0]
+        if not first.problem:
+            raise _several(request, [model.path for model in cached])
+        message = f"model on the volume is not whole: {printable(f'{first.name}: {first.problem}')}"
+        raise ModelUnreadableError(message, hint=f"fetch it again: appliance models pull {printable(first.repo)}")
     models = list_models(models_dir)
     if Path(request).is_absolute():
         message = f"model cannot be opened: {request}: no such file{_listing(models)}"
@@ -96,17 +117,42 @@ def _requested(request: str, models_dir: Path) -> Path:
     raise ConfigError(message, hint=_near_miss(request, models, models_dir))
 
 
+def _several(request: str, found: Sequence[Path]) -> ConfigError:
+    message = f"model name {request} means {len(found)} files on the volume{_listing(found)}"
+    return ConfigError(message, hint="give the path of the one that is meant")
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return path.name.casefold(), path.stem.casefold(), plain_name(path).casefold()
+
+
+def _in_cache(request: str, models_dir: Path) -> tuple[CachedModel, ...]:
+    """By the name of a repository, whole or not."""
+    if Path(request).is_absolute() or not _has_repos(models_dir):
+        return ()
+    from appliance.model.hub_cache import find_cached  # here: a start without such folders never needs it
+
+    return find_cached(request, models_dir)
+
+
+def _has_repos(models_dir: Path) -> bool:
+    try:
+        return any(models_dir.glob("models--*"))
+    except OSError:
+        return False
+
+
 def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
     names = {name.casefold(): name for path in models for name in (path.name, path.stem)}
     near = difflib.get_close_matches(request.casefold(), names, n=1)
     if near:
-        return f"perhaps you meant {names[near[0]]}"
+        return f"perhaps you meant {printable(names[near[0]])}"
     return f"put the file into {models_dir}, or name one that is there"
 
 
 def _checked(path: Path) -> Path:
     if _is_folder(path) and not is_folder_model(path):
-        message = f"model is a folder: {path}"
+        message = f"model is a folder: {printable(str(path))}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path
 
@@ -114,27 +160,40 @@ def _checked(path: Path) -> Path:
 def _folder_hint(folder: Path) -> str:
     inside = list_models(folder)
     if inside:
-        return f"name the file itself, for instance {inside[0]}"
+        return f"name the file itself, for instance {printable(str(inside[0]))}"
     if any(folder.glob("*.safetensors")):
         return "its config.json is missing: fetch the whole folder of the model"
     return "give the path of a GGUF file, or of a folder with config.json and safetensors files"
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        message = f"folder of models cannot be read: {folder}: {(error.strerror or str(error)).lower()}"
-        hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
-        raise ModelUnreadableError(message, hint=hint) from error
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name == "lost+found":
+def _walk(folder: Path, depth: int, budget: Iterator[int], *, with_repos: bool) -> Iterator[Path]:
+    for path in _entries(folder, budget):
+        if path.name.startswith("models--") and depth == DEPTH:
+            if with_repos:
+                from appliance.model.hub_cache import list_cached  # here: a start without such folders never needs it
+
+                yield from (model.path for model in list_cached(path, budget=budget) if not model.problem)
             continue
-        path = Path(entry.path)
-        if not _is_folder(path) or is_folder_model(path):
+        is_folder = _is_folder(path)
+        if not is_folder or is_folder_model(path):
             yield path
-        if _is_folder(path) and depth:
-            yield from _walk(path, depth - 1)
+        if is_folder and depth:
+            yield from _walk(path, depth - 1, budget, with_repos=with_repos)
+
+
+def _entries(folder: Path, budget: Iterator[int]) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for _, entry in zip(budget, entries, strict=False)]
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    return [folder / name for name in sorted(names) if not name.startswith(".") and name != "lost+found"]
+
+
+def unreadable(folder: Path, error: OSError) -> ModelUnreadableError:
+    message = f"folder of models cannot be read: {printable(str(folder))}: {(error.strerror or str(error)).lower()}"
+    hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
+    return ModelUnreadableError(message, hint=hint)
 
 
 def _is_there(path: Path) -> bool:
@@ -158,10 +217,10 @@ def _is_folder(path: Path) -> bool:
 def _is_served(name: str) -> bool:
     part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
-    return name.lower().endswith(".gguf") and not _is_projector(name) and not is_later_part
+    return name.lower().endswith(".gguf") and not is_projector(name) and not is_later_part
 
 
-def _is_projector(name: str) -> bool:
+def is_projector(name: str) -> bool:
     return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
@@ -171,8 +230,8 @@ def _family(projector: str) -> str:
     return words[0] if len(words) > 1 and words[0] not in _TYPES else ""
 
 
-def _listing(models: tuple[Path, ...]) -> str:
+def _listing(models: Sequence[Path]) -> str:
     """The names below each other; empty without any."""
-    lines = [f"\n  {path}" for path in models[:_LISTED]]
+    lines = [f"\n  {printable(str(path))}" for path in models[:_LISTED]]
     more = len(models) - _LISTED
     return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")

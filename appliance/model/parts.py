@@ -62,6 +62,8 @@ def plain_name(path: Path) -> str:
     """The name without `.gguf` and without what says which part it is: what the model is called in the API."""
     if PART.search(path.name):
         return PART.sub("", path.name)
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+        return path.parents[1].name.rpartition("--")[2]  # the folder's own name is a commit
     return path.stem if path.suffix.lower() == ".gguf" else path.name  # a folder's dots are its own: Qwen2.5-7B
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
-from appliance.model import Model, digest, read_draft, read_model
+from appliance.model import Model, digest, find_model, read_draft, read_model
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
@@ -109,7 +109,7 @@ def read_inputs(settings: Settings, environment: Mapping[str, str], *, located: 
 
 def with_model(contents: Contents, located: Located, look: Callable[[], Machine]) -> StartInputs:
     """The model is read before the machine is looked at: what is wrong with it is the more likely mistake."""
-    model = read_model(located.path, serves=contents.engine.model_format)
+    model = read_located(located, contents.engine)
     machine = look()
     inputs = inputs_of(contents, machine, model)
     return StartInputs(
@@ -127,6 +127,8 @@ def inputs_of(contents: Contents, machine: Machine, model: Model) -> Inputs:
     if settings.engine_dir is None:
         sources = {**settings.sources, "engine_dir": "image"}
         settings = replace(settings, engine_dir=machine.install.engine_dir, sources=sources)
+    if settings.alias is None and model.called:
+        settings = replace(settings, alias=model.called, sources={**settings.sources, "alias": "name in its folder"})
     return Inputs(
         settings=settings,
         image=contents.image,
@@ -195,7 +197,12 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 def load_model(contents: Contents, environment: Mapping[str, str]) -> Model:
     """The one that a start would serve, where it is here."""
     located = locate(contents, environment, cache(partial(look_at_machine, contents, environment)))
-    return read_model(located.path, serves=contents.engine.model_format)
+    return read_located(located, contents.engine)
+
+
+def read_located(located: Located, engine: Engine) -> Model:
+    model = read_model(located.path, serves=engine.model_format)
+    return replace(model, called=located.called, projector=located.projector) if located.called else model
 
 
 def load_recipe(settings: Settings, image: ImageFacts) -> Recipe | None:
@@ -214,7 +221,13 @@ def read_draft_model(settings: Settings, model: Model) -> Model | None:
     tuning."""
     if settings.draft_model is None or settings.speculation not in (*SPECULATION_GOALS, "draft"):
         return None
-    return read_draft(settings.draft_model, model, settings.models_dir, settings.sources["draft_model"])
+    request = settings.draft_model
+    if find_model(request, settings.models_dir) is None:
+        from appliance.weights.stores import find_elsewhere  # here: a start from the volume must not pay for it
+
+        stored = find_elsewhere(request, settings, "gguf")
+        request = str(stored.path) if stored else request
+    return read_draft(request, model, settings.models_dir, settings.sources["draft_model"])
 
 
 def install_of(settings: Settings, image: ImageFacts, facts: EngineFacts, hardware: Hardware) -> Install:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 from appliance.engines.engine import Space
 from appliance.errors import CpuBackendError, CpuUnsupportedError, FatalError, ModelDoesNotFitError
@@ -26,7 +25,7 @@ def launch(served: ServedModel, plan: Plan) -> None:
     for choice in plan.choices:
         if choice.is_refusal:
             served.report.warning("not_as_asked", f"{choice.name} is {choice.value}: {choice.reason}")
-    served.report.phase(Phase.LOADING, Path(plan.model_path).name)
+    served.report.phase(Phase.LOADING, served.inputs.model.title)
     served.report.info("engine_start", f"starting the engine: {explain_memory(plan)}", context=plan.context)
     served.host.launch(plan)
 

@@ -33,7 +33,7 @@ from appliance.serve.inputs import (
 )
 from appliance.serve.which import Located
 from appliance.settings import Settings
-from appliance.volume import open_volume
+from appliance.volume import hold_files, open_volume
 
 if TYPE_CHECKING:
     from appliance.probe.watch import Watch
@@ -71,6 +71,7 @@ class ServedModel:
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves
+        self.held = hold_files(self.inputs.model.parts)  # `models rm` leaves them alone
 
     @property
     def settings(self) -> Settings:

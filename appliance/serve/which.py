@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung
-from appliance.model import Format, find_model, resolve_model
+from appliance.model import Format, find_model, only_model, resolve_model
 from appliance.settings import HubSettings, Settings
 from appliance.values import dataclass
 
@@ -24,6 +24,8 @@ class Located:
 
     path: Path
     names: tuple[str, ...] = ()
+    called: str | None = None  # by the tool whose blob it is; its projector is then a blob, too
+    projector: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,9 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
     """
     request, models_dir = settings.model, settings.models_dir
     if not request and recipe is None:
-        return Located(path=resolve_model(None, models_dir, serves=serves))
+        if path := only_model(models_dir, serves=serves):
+            return Located(path=path)
+        return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
     if request and (path := find_model(request, models_dir)):
         return Located(path=path)
     if recipe and (not request or request.partition(":")[0].casefold() == recipe.name.casefold()):
@@ -139,6 +143,8 @@ def _of_hub(
     # here: a start whose model is a file of the volume never needs it
     from appliance.weights.reference import looks_remote, parse_reference
 
+    if found_elsewhere := _elsewhere(request, settings, serves):
+        return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
     if is_file or not looks_remote(request):
         return Located(path=_refused(request, settings, serves, recipe))
@@ -153,12 +159,30 @@ def _of_hub(
     return FromHub(reference=reference)
 
 
+def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:
+    """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
+    # here: a start from the volume must not pay for it
+    from appliance.weights.stores import find_elsewhere, refuse_artifact
+
+    found = find_elsewhere(request or None, settings, serves)
+    if found is None:
+        refuse_artifact(request)
+        return None
+    called = found.name if found.store.tool == "Ollama" else None
+    projector = found.projector if called else None
+    return Located(path=found.path, names=(found.name,), called=called, projector=projector)
+
+
 def _refused(request: str, settings: Settings, serves: Format, recipe: Recipe | None) -> Path:
     """Raises ConfigError (10): it is no name of the volume; perhaps one of the recipe was meant."""
     try:
-        return resolve_model(request, settings.models_dir, serves=serves)
-    except ConfigError as error:
+        return resolve_model(request or None, settings.models_dir, serves=serves)
+    except FatalError as error:
+        # here: only a start that fails costs it
+        from appliance.weights.stores import with_stores
+
+        told = with_stores(error, settings)
         near = difflib.get_close_matches(request.partition(":")[0], [recipe.name] if recipe else [], 1)
         if near and recipe:
-            error.hint = f"perhaps you meant {recipe.name}"
-        raise
+            told.hint = f"perhaps you meant {recipe.name}"
+        raise told from error

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "profile": {"probe", "model", "settings", "plan", "engines", "tune"},
     "supervisor": set(),
     "gateway": set(),
-    "weights": {"volume", "settings"},
+    "weights": {"volume", "model", "settings"},
     "serve": {
         "volume",
         "weights",
@@ -68,9 +68,9 @@ MAY_IMPORT = {
         "supervisor",
         "gateway",
     },
-    "doctor": {"volume", "probe", "model", "settings", "plan", "engines", "serve"},
+    "doctor": {"volume", "weights", "probe", "model", "settings", "plan", "engines", "serve"},
     "host": set(),
-}
+}  # fmt: skip
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
 STRICT_LEAVES = {
@@ -183,6 +183,18 @@ def test_environment_and_io_stay_in_their_rooms() -> None:
                     "write_bytes",
                     "print",
                 }, f"{name}:{node.lineno} calls {called}"
+
+
+def test_weights_are_read_as_models_in_one_place() -> None:
+    """What is fetched and kept is bytes with names."""
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        if name_of(path).startswith("appliance/weights/") and path.name != "stores.py"
+        for module, node in imports(tree_of(path))
+        if module.startswith("appliance.model")
+    ]
+    assert found == []
 
 
 def test_every_room_has_its_rule() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
-from appliance.volume import add_model, drop_unfinished, open_volume, read_key, read_or_make_key, remove_model
+from appliance.volume import add_model, drop_unfinished, open_volume, read_key, read_or_make_key
 from tests.mounts import tmpfs
 
 ROOT = Path(__file__).parents[3]
@@ -348,20 +348,5 @@ def test_a_model_that_is_larger_than_the_disk_is_said_and_leaves_nothing(small_d
 def test_hostile_names_are_refused(volume: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="not a file name for a model"):
         add_model(volume / "models", name, io.BytesIO(b"x"), None)
-    with pytest.raises(ConfigError, match="not a file name for a model"):
-        remove_model(volume / "models", name)
     assert list((volume / "models").iterdir()) == []
     assert not (volume / "x.gguf").exists()
-
-
-def test_a_model_is_removed_and_a_missing_one_is_said(volume: Path) -> None:
-    add_model(volume / "models", "a.gguf", io.BytesIO(GGUF), None)
-    assert remove_model(volume / "models", "a.gguf") == "a.gguf: removed"
-    with pytest.raises(ConfigError, match=r"no such model on the volume: a\.gguf"):
-        remove_model(volume / "models", "a.gguf")
-
-
-def test_a_folder_with_a_models_name_is_not_removed(volume: Path) -> None:
-    (volume / "models/a.gguf").mkdir()
-    with pytest.raises(VolumeError, match="volume cannot be written"):
-        remove_model(volume / "models", "a.gguf")

@@ -206,7 +206,7 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
-        f"model does not fit: {inputs.model.path.name} needs {sizes}, "
+        f"model does not fit: {inputs.model.title} needs {sizes}, "
         f"and {inputs.usable_mib:,.0f} MiB are usable ({reasons.limit(inputs.hardware)}){gpus}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""

@@ -1,0 +1,186 @@
+"""`appliance models ACTION`: each action prints what it did, and raises FatalError for what it could not do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
+from appliance.image_facts import parse_recipe
+from appliance.settings import Settings
+from appliance.values import dataclass
+from appliance.volume import add_model, drop_unfinished, open_volume
+from appliance.weights.bring import bring, sources_of
+from appliance.weights.disk_view import view
+from appliance.weights.remove import remove
+from appliance.weights.stores import StoredModel, find_stored, lies_below, list_store, other_stores, volume_store
+from appliance.weights.transfer import Meter, size
+from appliance.weights.verify import Checked, set_aside, verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What stands on the command line."""
+
+    settings: Settings
+    name: str | None
+    sha256: str | None = None
+    as_json: bool = False
+    repairs: bool = False
+
+
+def run(action: str, request: Request) -> int:
+    """The exit code. Raises UsageError for an action that lacks its name."""
+    if request.name is None and action not in _WITHOUT_NAME:
+        message = f"models {action} needs a {'path or a name' if action == 'import' else 'file name'}"
+        raise UsageError(message, hint=f"as in `appliance models {action} {_EXAMPLES.get(action, 'model.gguf')}`")
+    return ACTIONS[action](request)
+
+
+def _list(request: Request) -> int:
+    found = view(request.settings)
+    print(json.dumps(found.as_document(), indent=1) if request.as_json else found.as_text())
+    return 0
+
+
+def _add(request: Request) -> int:
+    with _writing(request.settings):
+        print(add_model(request.settings.models_dir, request.name or "", sys.stdin.buffer, request.sha256))
+    return 0
+
+
+def _remove(request: Request) -> int:
+    removed = remove(request.name or "", request.settings)  # also on a full volume: it is what helps there
+    row = {"removed": removed.name, "files": list(map(str, removed.files)), "freed_bytes": removed.freed_bytes}
+    _tell(request, row, f"{printable(removed.name)}: removed, {size(removed.freed_bytes)} freed")
+    return 0
+
+
+def _import(request: Request) -> int:
+    settings = request.settings
+    models = sources_of(request.name or "", settings)
+    if request.sha256 and sum(len(model.files) + bool(model.projector) for model in models) != 1:
+        message = "--sha256 is of one file, and there are several"
+        raise UsageError(message, hint="import them one by one, or without it: each sha256 is shown")
+    meter = Meter("importing", sum(model.bytes for model in models))
+    with _writing(settings):
+        try:
+            done = bring(models, settings, meter, request.sha256)
+        finally:
+            meter.end()
+    rows = [
+        {"name": one.name, "file": str(one.file), "bytes": one.bytes, "sha256": one.sha256, "how": one.how}
+        for one in done
+    ]
+    lines = [
+        f"{printable(one.name)}: {one.how}, {one.bytes:,} bytes, sha256 {one.sha256} ({printable(one.file.name)})"
+        for one in done
+    ]
+    _tell(request, rows, "\n".join(lines))
+    return 0
+
+
+def _verify(request: Request) -> int:
+    models = _wanted(request)
+    meter = Meter("verifying", sum(model.bytes for model in models))
+    known, found = _known(request.settings), []
+    for model in models:
+        for checked in verify(model, known, meter):
+            meter.end()
+            found.append(checked)
+            if not request.as_json:
+                print(_said(checked), flush=True)
+    damaged = [checked for checked in found if checked.state == "damaged"]
+    aside = [_aside(checked, request) for checked in damaged] if request.repairs else []
+    if request.as_json:
+        print(json.dumps([checked.as_document() for checked in found], indent=1))
+    elif not found:
+        print(f"no models in {request.settings.models_dir}")
+    if damaged:
+        raise _damage(damaged, len(found), any(aside))
+    return 0
+
+
+def _wanted(request: Request) -> Sequence[StoredModel]:
+    """Of another tool's folder only what is named: reading all of it could take hours."""
+    volume = volume_store(request.settings.models_dir)
+    if request.name is None:
+        listing = list_store(volume)
+        if listing.problem and not listing.models:
+            raise ModelUnreadableError(listing.problem)
+        if listing.problem:
+            print(f"warning: {listing.problem}", file=sys.stderr)
+        return listing.models
+    found = find_stored(request.name, [volume, *other_stores(request.settings)])
+    if not found:
+        message = f"no such model: {printable(request.name)}"
+        raise ConfigError(message, hint="`appliance models list` shows what is there")
+    return found
+
+
+def _known(settings: Settings) -> dict[str, str]:
+    """The sha256 of the files of the image's recipe, by their names."""
+    try:
+        recipe = parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # no model image: nothing is known
+    return {Path(file.path).name: file.sha256 for rung in recipe.rungs for file in rung.files}
+
+
+def _said(checked: Checked) -> str:
+    found = f", sha256 {checked.found}" if checked.found else ""
+    words = {
+        "sound": f"sound{found}",
+        "unknown": f"can be read{found}; nothing says what it should be",
+        "damaged": f"damaged: {checked.reason}",
+    }
+    return printable(f"{checked.model}: {checked.file.name}: {words[checked.state]}")
+
+
+def _aside(checked: Checked, request: Request) -> bool:
+    """Whether it was set aside: what is in another tool's folder, or not there at all, stays as it is."""
+    if not lies_below(checked.file, request.settings.models_dir) or not checked.file.exists():
+        return False
+    aside = set_aside(checked)
+    print(f"{printable(checked.file.name)}: set aside as {printable(str(aside))}", file=sys.stderr)
+    return True
+
+
+def _damage(damaged: Sequence[Checked], count: int, is_aside: bool) -> DownloadError:
+    first = damaged[0]
+    message = f"{len(damaged)} of {count} files are damaged: {printable(f'{first.model}: {first.reason}')}"
+    again = f"fetch it again: `appliance models pull {printable(first.model)}`, or add the file again"
+    return DownloadError(message, hint=again if is_aside else f"`models verify --repair` sets it aside; then {again}")
+
+
+@contextmanager
+def _writing(settings: Settings) -> Iterator[None]:
+    # By default SIGTERM, which is how Docker stops a container, would leave the unfinished file on the volume.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        drop_unfinished(settings.models_dir)  # first: they may be what fills the volume
+        open_volume(settings.data_dir)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _tell(request: Request, document: Any, text: str) -> None:  # noqa: ANN401 - JSON
+    print(json.dumps(document) if request.as_json else text)
+
+
+ACTIONS: Mapping[str, Callable[[Request], int]] = {
+    "list": _list,
+    "add": _add,
+    "rm": _remove,
+    "remove": _remove,
+    "verify": _verify,
+    "import": _import,
+}
+_EXAMPLES = {"import": "qwen3:4b", "pull": "org/repo:Q4_K_M"}
+_WITHOUT_NAME = frozenset({"list", "verify"})
