@@ -7,8 +7,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host.bench.figures import Row
@@ -16,6 +18,9 @@ from appliance.host.bench.measure import Doing, Workload
 from appliance.host.endpoint import Endpoint, choose_model, given_endpoint, query_models
 from appliance.settings import process_environment
 from appliance.values import dataclass
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _TABLE_WIDTH = 120
 DESCRIPTION = "Measure prefill, decode, time to first token and inter-token latency of an OpenAI endpoint."
@@ -136,7 +141,6 @@ def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: flo
     """What was measured is kept when something ends it in the middle."""
     # At the start of `--help` none of it is wanted, and it costs 0.3 s.
     from rich.console import Console
-    from rich.status import Status
 
     from appliance.host.bench.client import connect
     from appliance.host.bench.measure import measure
@@ -145,9 +149,9 @@ def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: flo
     rows: list[Row] = []
 
     async def main() -> None:
-        with Status("warming up", console=err) as status:
+        with _shown(err) as show:
             async with connect(endpoint, model, timeout_s) as client:
-                async for row in measure(client, workload, lambda doing: status.update(_words(doing))):
+                async for row in measure(client, workload, lambda doing: show(_words(doing))):
                     rows.append(row)
                     if not err.is_terminal:
                         err.print(f"{len(rows)} of {workload.rows} rows", markup=False)
@@ -159,6 +163,16 @@ def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: flo
     except KeyboardInterrupt:
         return _Measured(rows=tuple(rows), was_stopped=True)
     return _Measured(rows=tuple(rows))
+
+
+@contextmanager
+def _shown(err: Console) -> Iterator[Callable[[str], None]]:
+    """One line that changes; nothing where it could not change."""
+    if not err.is_terminal:
+        yield lambda _: None
+        return
+    with err.status("warming up") as status:
+        yield lambda words: status.update(words)
 
 
 def _words(doing: Doing) -> str:
