@@ -80,6 +80,17 @@ def given_endpoint(url: str, key_file: str | None, environment: Mapping[str, str
     return Endpoint(base=base)
 
 
+def local_endpoint(name: str | None) -> Endpoint:
+    """Of the appliance that runs on this machine. ConfigError where there is none, or a choice."""
+    try:
+        # docker-py costs 0.2 s, which a start with a URL need not wait for.
+        from appliance.host.running import running_endpoint
+    except ModuleNotFoundError as error:
+        message = f"no URL was given, and asking Docker needs a Python package: {error.name}"
+        raise ConfigError(message, hint="pip install docker, or give the URL") from error
+    return running_endpoint(name)
+
+
 def query_models(endpoint: Endpoint) -> tuple[ServedModel, ...]:
     """What the endpoint lists; empty where it has no such route. ConfigError where it cannot be used."""
     status, body = _get(endpoint, "/models")

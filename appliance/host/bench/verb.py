@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host.bench.figures import Row
 from appliance.host.bench.measure import Doing, Workload
-from appliance.host.endpoint import Endpoint, choose_model, given_endpoint, query_models
+from appliance.host.endpoint import Endpoint, choose_model, given_endpoint, local_endpoint, query_models
 from appliance.settings import process_environment
 from appliance.values import dataclass
 
@@ -131,10 +131,7 @@ def run(options: argparse.Namespace) -> int:
 def _endpoint(options: argparse.Namespace) -> Endpoint:
     if options.url:
         return given_endpoint(options.url, options.key_file, process_environment())
-    # docker-py costs 0.2 s, which a start with a URL need not wait for.
-    from appliance.host.running import running_endpoint
-
-    return running_endpoint(options.name)
+    return local_endpoint(options.name)
 
 
 def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: float) -> _Measured:

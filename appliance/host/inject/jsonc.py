@@ -64,15 +64,15 @@ def drop(text: str, place: Place) -> str:
         return text
     member = parent.members[index]
     end = member.node.end
-    comma = _SPACE.match(text, end)
-    if comma and text.startswith(",", comma.end()):
-        text = _replaced(text, comma.end(), comma.end() + 1, "")
-    elif index:
-        before = text.rindex(",", parent.members[index - 1].node.end, member.start)
-        text = _replaced(text, before, before + 1, "")
-        member_start, end = member.start - 1, end - 1
-        return _cut(text, member_start, end)
-    return _cut(text, member.start, end)
+    comma = _skip(text, end)
+    if text.startswith(",", comma):
+        return _cut(_replaced(text, comma, comma + 1, ""), member.start, end)
+    if not index:
+        return _cut(text, member.start, end)
+    before = _skip(text, parent.members[index - 1].node.end)  # of the last one the comma before it goes as well
+    if "\n" not in text[before:end]:
+        return _replaced(text, before, end, "")
+    return _cut(_replaced(text, before, before + 1, ""), member.start - 1, end - 1)
 
 
 def _cut(text: str, start: int, end: int) -> str:
@@ -107,16 +107,13 @@ def _with_member(text: str, parent: _Node, key: str, value: object) -> str:
         return _replaced(text, last.node.end, last.node.end, f", {json.dumps(key)}: {json.dumps(value)}")
     indent = _indent_at(text, last.start)
     row = f"\n{indent}{json.dumps(key)}: {_dump(value, indent)}"
-    space = _SPACE.match(text, last.node.end)
-    has_comma = space is not None and text.startswith(",", space.end())
-    if space is not None and has_comma:
-        rest = _LINE_REST.match(text, space.end() + 1)
-        at = rest.end() if rest else space.end() + 1
-        return _replaced(text, at, at, row + ",")
-    rest = _LINE_REST.match(text, last.node.end)
-    at = rest.end() if rest else last.node.end
-    at = at if text.startswith("\n", at) else last.node.end
-    return _replaced(_replaced(text, at, at, row), last.node.end, last.node.end, ",")
+    comma = _skip(text, last.node.end)
+    if text.startswith(",", comma):
+        behind = _line_rest(text, comma + 1)
+        return _replaced(text, behind, behind, row + ",")
+    behind = _line_rest(text, last.node.end)
+    behind = behind if text.startswith("\n", behind) else last.node.end
+    return _replaced(_replaced(text, behind, behind, row), last.node.end, last.node.end, ",")
 
 
 def _replaced(text: str, start: int, end: int, new: str) -> str:
@@ -195,6 +192,12 @@ def _after_comma(text: str, at: int, closing: str) -> int:
     if not text.startswith(closing, at):
         _fail(text, at, f"a comma or a {closing} is missing")
     return at
+
+
+def _line_rest(text: str, at: int) -> int:
+    """Behind the comments that follow on the same line."""
+    found = _LINE_REST.match(text, at)
+    return found.end() if found else at
 
 
 def _skip(text: str, at: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from appliance.errors import ConfigError, UsageError
-from appliance.host.endpoint import Endpoint, ServedModel, choose_model, given_endpoint, query_models
+from appliance.host.endpoint import Endpoint, ServedModel, choose_model, given_endpoint, local_endpoint, query_models
 from appliance.host.inject.injection import (
     KEY_FILE,
     Injection,
@@ -147,10 +147,7 @@ def _endpoint(options: argparse.Namespace, environment: Mapping[str, str]) -> tu
         if options.model:
             return endpoint, _known_model(endpoint, options.model)
     else:
-        # docker-py costs 0.2 s, which a start with a URL need not wait for.
-        from appliance.host.running import running_endpoint
-
-        endpoint = running_endpoint(options.name)
+        endpoint = local_endpoint(options.name)
     return endpoint, choose_model(endpoint, options.model, query_models(endpoint))
 
 
