@@ -44,8 +44,12 @@ class ServedModel:
 
 def parse_url(text: str) -> str:
     """The base of an endpoint's routes, from what people copy: with or without /v1, or a whole route. UsageError."""
-    parts = urlsplit(text.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(text.strip())
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, half an IPv6 address
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
         message = f"not the URL of an endpoint: {text}"
         raise UsageError(message, hint="as in http://127.0.0.1:11435/v1")
     if parts.username or parts.password:
@@ -60,13 +64,18 @@ def parse_url(text: str) -> str:
 def read_key_file(path: Path) -> str:
     """ConfigError for a file that cannot be read, is empty, or is not one line."""
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         message = f"the key file cannot be read: {path}: {error}"
         raise ConfigError(message, hint="--key-file takes a file that holds the key and nothing else") from error
-    if not key or len(key.split()) != 1 or not key.isascii():
-        what = "is empty" if not key else "holds more than one key"
-        message = f"the key file {what}: {path}"
+    return _key_in(text, f"the key file {path}")
+
+
+def _key_in(text: str, source: str) -> str:
+    key = text.strip()
+    if not key or len(key.split()) != 1 or not key.isascii() or not key.isprintable():
+        what = "is empty" if not key else "holds something else than one key"
+        message = f"{source} {what}"
         raise ConfigError(message, hint="`docker exec NAME appliance key` prints the key of an appliance")
     return key
 
@@ -76,7 +85,8 @@ def given_endpoint(url: str, key_file: str | None, environment: Mapping[str, str
     if key_file:
         return Endpoint(base=base, key=read_key_file(Path(key_file)), key_source=f"from {key_file}")
     if environment.get(KEY_VARIABLE):
-        return Endpoint(base=base, key=environment[KEY_VARIABLE], key_source=f"from the variable {KEY_VARIABLE}")
+        source = f"the variable {KEY_VARIABLE}"
+        return Endpoint(base=base, key=_key_in(environment[KEY_VARIABLE], source), key_source=f"from {source}")
     return Endpoint(base=base)
 
 

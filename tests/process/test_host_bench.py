@@ -220,7 +220,7 @@ def test_a_key_that_is_refused_says_where_it_was_from(tmp_path: Path) -> None:
             ((), {}, "key: none was given"),
             (("--key-file", f"{tmp_path}/wrong"), {}, f"key: from {tmp_path}/wrong"),
             ((), {"OPENAI_API_KEY": "sk-wrong"}, "key: from the variable OPENAI_API_KEY"),
-            (("--key-file", f"{tmp_path}/empty"), {}, f"the key file is empty: {tmp_path}/empty"),
+            (("--key-file", f"{tmp_path}/empty"), {}, f"the key file {tmp_path}/empty is empty"),
         ):
             code, _, err = ended(url, *SHORT, *words, **variables)
             assert code == 10
@@ -312,6 +312,13 @@ def test_it_draws(tmp_path: Path, kind: str) -> None:
         code, _, err = ended(url, *SHORT, "--plot", str(picture))
     assert code == 0, err
     assert picture.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[kind])
+
+
+def test_without_matplotlib_it_says_so_before_it_measures(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    code, _, err = ended("http://127.0.0.1:1", "--plot", str(tmp_path / "p.png"), PYTHONPATH=str(tmp_path))
+    assert code == 10
+    assert "pip install matplotlib" in err
 
 
 def test_ctrl_c_shows_what_was_measured() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from asyncio import TaskGroup
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 from appliance.host.bench.client import Client
@@ -108,9 +109,9 @@ async def _row(
         while waiting and (is_first or time.perf_counter() < until) and not any(sample.too_long for sample in samples):
             is_first = False
             samples.append(_checked(await client.ask(waiting.pop(), workload.tokens), doing.prompt))
-            tell(_after(doing, len(samples), of))
+            tell(replace(doing, done=len(samples), of=of))
 
-    tell(_after(doing, 0, of))
+    tell(replace(doing, of=of))
     try:
         async with TaskGroup() as group:
             for _ in range(doing.concurrency):
@@ -123,10 +124,6 @@ async def _row(
         if too_long
         else row_of(doing.prompt, doing.concurrency, samples)
     )
-
-
-def _after(doing: Doing, done: int, of: int) -> Doing:
-    return Doing(row=doing.row, rows=doing.rows, prompt=doing.prompt, concurrency=doing.concurrency, done=done, of=of)
 
 
 def _checked(sample: Sample, tokens: int) -> Sample:

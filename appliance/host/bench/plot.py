@@ -41,6 +41,7 @@ def plot(title: str, rows: Sequence[Row], path: Path) -> None:
                 axes.plot(*zip(*drawn, strict=True), marker="o", label=f"{concurrency} at once")
         axes.set(xscale="log", xlabel="prompt tokens", ylabel=unit)
         axes.set_title(f"{name}, median")
+        axes.margins(y=0.1)
         axes.set_ylim(bottom=0)
         sizes = sorted({row.prompt for row in rows})
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])

@@ -38,7 +38,10 @@ def test_an_address_is_taken_as_people_copy_it(given: str, base: str) -> None:
     assert parse_url(given) == base
 
 
-@pytest.mark.parametrize("given", ["localhost:8000", "ftp://x/v1", "http://", "", "http://x/v1?key=1"])
+@pytest.mark.parametrize(
+    "given",
+    ["localhost:8000", "ftp://x/v1", "http://", "", "http://x/v1?key=1", "http://x:99999", "http://[::1", "http://x:0"],
+)
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(UsageError, match="not the URL of an endpoint"):
         parse_url(given)
@@ -67,12 +70,20 @@ def test_a_key_is_of_the_file_then_of_the_variable(tmp_path: Path) -> None:
     assert given_endpoint(BASE, None, {}).headers == {}
 
 
-@pytest.mark.parametrize(("text", "what"), [("", "is empty"), (" \n", "is empty"), ("a b", "holds more than one key")])
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("", "is empty"), (" \n", "is empty"), ("a b", "something else than one"), ("ä", "something else than one")],
+)
 def test_a_key_file_without_one_key_is_refused(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
         read_key_file(path)
+
+
+def test_a_variable_is_held_to_the_same() -> None:
+    with pytest.raises(ConfigError, match="the variable OPENAI_API_KEY holds something else"):
+        given_endpoint(BASE, None, {"OPENAI_API_KEY": "sk-1\nX-Other: 1"})
 
 
 def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
