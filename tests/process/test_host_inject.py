@@ -43,6 +43,7 @@ class Home:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self.url = url
+        self.key = KEY
         for name in FILES.values():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
 
@@ -59,7 +60,7 @@ class Home:
     def environment(self) -> dict[str, str]:
         dropped = ("XDG_CONFIG_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
-        return {**kept, "HOME": str(self.folder), "OPENAI_API_KEY": KEY}
+        return {**kept, "HOME": str(self.folder), "OPENAI_API_KEY": self.key}
 
     def argv(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "appliance.host.inject", *words]
@@ -156,6 +157,34 @@ def test_another_model_takes_the_place_of_the_first(home: Home, tool: str) -> No
     assert tool == "open-webui" or ("gemma-3" in text and "qwen" not in text)
     assert home.undo(tool)[0] == 0
     assert home.snapshot() == before
+
+
+def test_a_key_that_is_asked_for_no_longer_goes(home: Home) -> None:
+    home.write("continue")
+    before = home.snapshot()
+    home.inject("continue", "--yes")
+    secrets = home.folder / ".continue/.env"
+    assert secrets.exists()
+    with endpoint("--model", "qwen") as url:
+        home.url, home.key = url, ""
+        code, _, err = home.inject("continue", "--yes")
+    assert code == 0, err
+    assert not secrets.exists()
+    assert "apiKey" not in home.file("continue").read_text()
+    assert home.undo("continue")[0] == 0
+    assert home.snapshot() == before
+
+
+def test_an_entry_of_the_model_before_is_not_left_behind(home: Home) -> None:
+    """That of the new model is there already, by the user's own hand; that of the old one is still ours."""
+    path = home.write("continue")
+    home.inject("continue", "--yes")
+    text = path.read_text()
+    entry = text[text.index('  - name: "Appliance') : text.index("# end")]
+    path.write_text(text.replace("# end", f"{entry.replace('qwen', 'gemma')}# end"))
+    code, _, err = home.inject("continue", "--yes", "--model", "gemma")
+    assert code == 0, err
+    assert path.read_text() == text.replace("qwen", "gemma")
 
 
 EDITS = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from appliance.errors import ConfigError, FatalError, UsageError
@@ -67,36 +69,39 @@ def plan_injection(tool: Tool, places: Places, target: Target, file: Path | None
     is_new = not first.existed if first else not path.exists()
     _check_folder(tool, path, may_create)
     edits = tool.edits(path, target, is_new) if tool.edits else ()
-    pairs = [_planned(edit, old) for edit in edits]
+    planned = [_planned(edit, old.file(edit.path) if old else None) for edit in edits]
+    # Files that this endpoint needs no longer, as the one for a key where none is asked for now.
+    left = [file for file in old.files if file.path not in {new.path for _, new in planned}] if old else []
     is_own_key = tool.needs_key_file and target.key_file == places.own / KEY_FILE
     record = Record(
         schema=SCHEMA,
         tool=tool.name,
         key_file=str(target.key_file) if is_own_key else None,
-        files=tuple(file for _, file in pairs),
+        files=tuple(file for _, file in planned),
     )
-    changes = tuple(change for change, _ in pairs)
-    new = [(change, each) for change, each in pairs if each.backup and not (old and old.file(change.before.named))]
+    changes = (*(change for change, _ in planned), *(change for file in left if (change := revert(file))))
+    new = [(change, file) for change, file in planned if file.backup and not (old and old.file(change.before.named))]
     return Injection(
         tool=tool.name,
         changes=changes,
         record=record,
         is_known=old is not None,
-        secrets=secrets_in(changes, record),
+        secrets=secrets_in(changes, (*record.files, *left)),
         key=target.key if is_own_key else None,
-        backups=tuple(_backup(change, each) for change, each in new),
+        backups=tuple(_backup(change, file) for change, file in new),
+        stale_backups=tuple(Path(file.backup) for file in left if file.backup),
     )
 
 
-def secrets_in(changes: Sequence[Change], record: Record) -> tuple[str, ...]:
+def secrets_in(changes: Sequence[Change], files: Sequence[InjectedFile]) -> tuple[str, ...]:
     """Keys that stand, stood or will stand where a key stands: the user's own among them."""
-    found: list[str] = []
+    found = set()
     for change in changes:
-        file = record.file(change.before.named)
+        file = next(each for each in files if each.path == str(change.before.named))
         for data in (change.before.data, change.after):
-            document = FORMATS[file.format].load((data or b"").decode()) if file else {}
-            found += [str(look(document, each.place)) for each in file.values if each.is_secret] if file else []
-    return tuple({each for each in found if each != str(MISSING)})
+            document = FORMATS[file.format].load((data or b"").decode())
+            found |= {look(document, each.place) for each in file.values if each.is_secret}
+    return tuple(str(each) for each in found if each is not MISSING)
 
 
 def _file_of(tool: Tool, places: Places, file: Path | None) -> Path:
@@ -120,38 +125,41 @@ def _check_folder(tool: Tool, path: Path, may_create: bool) -> None:
         raise ConfigError(message, hint="start it once, or give --create to make the folder, or --file FILE")
 
 
-def _planned(edit: FileEdit, old: Record | None) -> tuple[Change, InjectedFile]:
-    """What an earlier injection put there is taken out first: places may differ from one model to the next."""
-    before = read_before(edit.path)
-    first = old.file(edit.path) if old else None
+def _planned(edit: FileEdit, first: InjectedFile | None) -> tuple[Change, InjectedFile]:
+    """`first`: of an earlier injection, whose values are taken out before: places differ from one model to the next."""
     change = plan_change(edit)
-    if first is not None:
-        reverted = revert(first)
-        text = text_of(before) if reverted is None else (reverted.after or b"").decode()
-        after = edited(edit, text).encode()
-        # Two ways to the same settings: the one that changes nothing is taken.
-        change = change if not change.is_needed else Change(before=before, after=after, mode=change.mode)
     values = tuple(
         InjectedValue(keys=each.place.keys, item=each.place.item, sha256=hash_of(each.value), is_secret=each.is_secret)
         for each in edit.edits
     )
-    is_exact = first is None or (first.is_exact and before.data is not None and sha256(before.data) == first.sha256)
-    return change, InjectedFile(
+    if first is not None and (change.is_needed or values != first.values):
+        reverted = revert(first)
+        text = (reverted.after or b"").decode() if reverted else ""
+        change = replace(change, after=edited(edit, text).encode())
+    return change, _recorded(edit, change, values, first)
+
+
+def _recorded(
+    edit: FileEdit, change: Change, values: tuple[InjectedValue, ...], first: InjectedFile | None
+) -> InjectedFile:
+    before = change.before
+    backup = str(_free_backup(edit.path)) if before.data is not None else None
+    return InjectedFile(
         path=str(edit.path),
         format=edit.format,
         existed=first.existed if first else before.data is not None,
         mode=first.mode if first else before.mode,
-        backup=first.backup if first else _backup_name(edit.path) if before.data is not None else None,
+        backup=first.backup if first else backup,
         sha256=sha256(change.after or b""),
-        is_exact=is_exact,
+        is_exact=first is None or (first.is_exact and before.data is not None and sha256(before.data) == first.sha256),
         values=values,
     )
 
 
-def _backup_name(path: Path) -> str:
-    """One that is free: an older backup may be all that is left of something."""
-    names = (path.with_name(f"{path.name}{BACKUP}{number or ''}") for number in range(1000))
-    return str(next(name for name in names if not name.exists()))
+def _free_backup(path: Path) -> Path:
+    """An older backup may be all that is left of something, and is never written over."""
+    names = (path.with_name(f"{path.name}{BACKUP}{number or ''}") for number in count())
+    return next(name for name in names if not name.exists())
 
 
 def _backup(change: Change, file: InjectedFile) -> tuple[Path, bytes, int]:
@@ -170,7 +178,7 @@ def plan_undo(tool: Tool, places: Places) -> Injection:
         tool=tool.name,
         changes=changes,
         record=None,
-        secrets=secrets_in(changes, record),
+        secrets=secrets_in(changes, record.files),
         stale_backups=backups,
     )
 
@@ -217,8 +225,8 @@ def _take_out(draft: Draft, place: Place, base: dict[str, object]) -> None:
         return
     draft.drop(place)
     # The groups that were made for it go as well.
-    count = len(place.keys) if place.item else len(place.keys) - 1
-    for length in range(count, 0, -1):
+    outermost = len(place.keys) if place.item else len(place.keys) - 1
+    for length in range(outermost, 0, -1):
         outer = Place(keys=place.keys[:length])
         if look(draft.document, outer) in ({}, []) and look(base, outer) is MISSING:
             draft.drop(outer)
@@ -266,8 +274,8 @@ def _restore(change: Change) -> None:
 def _remember(injection: Injection, places: Places) -> None:
     if injection.record is not None:
         save_record(places, injection.record)
-        return
-    forget_record(places, injection.tool)
+    else:
+        forget_record(places, injection.tool)
     for path in injection.stale_backups:
         path.unlink(missing_ok=True)
     if not key_file_users(places):
