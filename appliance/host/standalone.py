@@ -27,6 +27,8 @@ def main(
     try:
         return run(parser.parse_args(argv))
     except FatalError as error:
+        for line in error.log:
+            print(f"  | {line}", file=sys.stderr)
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"\nhint: {error.hint}", file=sys.stderr)

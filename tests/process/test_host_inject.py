@@ -239,6 +239,8 @@ def test_what_the_user_made_of_ours_is_left_alone(home: Home, tool: str, old: st
     assert code == 10
     assert "you changed what was injected" in err
     assert f"{path}.appliance-backup" in err
+    assert any(line.startswith("  | -") and new.split()[-1] in line for line in err.splitlines()), "the difference"
+    assert "sk-users-own" not in err
     assert home.states()[tool] == "changed by you"
     assert home.snapshot() == before
     assert home.run(tool, "--forget")[0] == 0
@@ -338,6 +340,14 @@ def test_the_key_lies_in_one_file_and_goes_with_the_last_tool_that_reads_it(home
     assert key.exists()
     home.undo("claude-code")
     assert not key.exists()
+
+
+def test_a_record_of_another_tool_that_is_damaged_keeps_the_key(home: Home) -> None:
+    home.inject("opencode", "--yes")
+    home.inject("zed", "--yes")
+    (home.folder / ".config/appliance/injected/opencode.json").write_text("{")
+    assert home.undo("zed")[0] == 0
+    assert (home.folder / ".config/appliance/api_key").exists()
 
 
 def test_a_key_file_of_the_users_is_referred_to_and_not_copied(home: Home) -> None:

@@ -28,7 +28,7 @@ from appliance.host.inject.record import (
     Record,
     forget_record,
     hash_of,
-    key_file_users,
+    is_key_file_used,
     load_record,
     save_record,
     sha256,
@@ -196,7 +196,7 @@ def revert(file: InjectedFile) -> Change | None:
     base_document = Draft(before.named, file.format, (base or b"").decode()).document
     changed = [str(value.place) for value in file.values if not _is_ours_or_gone(draft, value)]
     if changed:
-        raise _conflict(file, before.data, changed)
+        raise _conflict(file, Change(before=before, after=base, mode=mode), changed)
     for value in file.values:
         _take_out(draft, value.place, base_document)
     is_empty = not file.existed and not draft.document
@@ -232,10 +232,12 @@ def _take_out(draft: Draft, place: Place, base: dict[str, object]) -> None:
             draft.drop(outer)
 
 
-def _conflict(file: InjectedFile, now: bytes, changed: Sequence[str]) -> ConfigError:
+def _conflict(file: InjectedFile, back: Change, changed: Sequence[str]) -> ConfigError:
+    """With the way back to the file as it was before, for people who go it by hand."""
+    lines = diff(back, secrets_in((back,), (file,))).splitlines()
     message = f"you changed what was injected, and it is left as it is: {file.path}: {', '.join(changed)}"
     where = f"as it was before: {file.backup}" if file.backup else "there was no such file before"
-    return ConfigError(message, hint=f"take it out by hand ({where}), then `--forget`")
+    return ConfigError(message, hint=f"take it out by hand ({where}), then `--forget`", log=tuple(lines))
 
 
 def apply(injection: Injection, places: Places) -> None:
@@ -257,6 +259,7 @@ def apply(injection: Injection, places: Places) -> None:
             _restore(change)
         for path, _, _ in injection.backups:
             path.unlink(missing_ok=True)
+        _drop_unused_key(places)
         if isinstance(error, FatalError):
             raise
         message = f"a file cannot be written: {error}"
@@ -278,7 +281,11 @@ def _remember(injection: Injection, places: Places) -> None:
         forget_record(places, injection.tool)
     for path in injection.stale_backups:
         path.unlink(missing_ok=True)
-    if not key_file_users(places):
+    _drop_unused_key(places)
+
+
+def _drop_unused_key(places: Places) -> None:
+    if not is_key_file_used(places):
         (places.own / KEY_FILE).unlink(missing_ok=True)
 
 

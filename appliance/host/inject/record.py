@@ -91,10 +91,17 @@ def forget_record(places: Places, tool: str) -> None:
     _path(places, tool).unlink(missing_ok=True)
 
 
-def key_file_users(places: Places) -> tuple[str, ...]:
-    """Tools that read the appliance's own key file."""
-    names = sorted(path.stem for path in (places.own / _FOLDER).glob("*.json"))
-    return tuple(name for name in names if (found := load_record(places, name)) and found.key_file)
+def is_key_file_used(places: Places) -> bool:
+    """Whether a tool reads the appliance's own key file. A record that cannot be read may be of one that does."""
+    return any(_may_use_key_file(places, path.stem) for path in (places.own / _FOLDER).glob("*.json"))
+
+
+def _may_use_key_file(places: Places, tool: str) -> bool:
+    try:
+        record = load_record(places, tool)
+    except ConfigError:
+        return True
+    return record is not None and record.key_file is not None
 
 
 def _path(places: Places, tool: str) -> Path:
