@@ -1,0 +1,5 @@
+"""`appliance inject`: the appliance in the settings of editors and other tools. README.md has what is written."""
+
+from appliance.host.inject.verb import DESCRIPTION, add_arguments, run
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
