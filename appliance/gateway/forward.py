@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway import api_error, headers, hold
 from appliance.gateway.api_error import ApiError
-from appliance.gateway.traffic import Traffic
+from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Phase, Progress
@@ -171,7 +171,7 @@ class EngineEndpoint:
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                whole = await relay(response, reply)
+                whole = await relay(response, reply, self._traffic.rate)
                 if whole is not None and not self._route.is_work and response.status == 200:
                     self._last_answer = headers.to_client(response.headers), whole
         except UnreachableError as error:
@@ -180,7 +180,7 @@ class EngineEndpoint:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter) -> bytes | None:
+async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> bytes | None:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
 
     Returns the body where it was read whole.
@@ -197,6 +197,8 @@ async def relay(response: Response, reply: ResponseWriter) -> bytes | None:
     if not reply.is_started:
         await reply.start(response)
     async for chunk in response.chunks():
+        if response.is_stream:
+            rate.add(chunk)
         await reply.write(chunk)
     await reply.finish()
     return None

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "gateway": set(),
     "serve": {"volume", "probe", "model", "settings", "plan", "engines", "tune", "profile", "supervisor", "gateway"},
     "doctor": {"volume", "probe", "model", "settings", "plan", "engines", "serve"},
-    "host": set(),
+    "host": {"run", "settings"},
 }
 WITHOUT_RULES = {"__init__", "__main__"}  # of which the latter may import every room
 
