@@ -25,6 +25,7 @@ LOCAL = "appliance"  # a name that nobody owns on a public registry: it is never
 PREFIX = "IMAGE_PREFIX"
 CLONE = Path(__file__).parents[2]
 MATRIX = "build_matrix.yaml"
+RECIPE = "io.appliance.recipe"
 ASK_S = 60.0
 PLATFORMS = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -69,12 +70,20 @@ def wanted(
 ) -> Wanted:
     """`named` is --image, `prefix` the variable IMAGE_PREFIX. Raises FatalError when no image is for this machine."""
     if named:
-        is_foreign = named.split(":")[0].split("/")[0] != LOCAL
-        return Wanted(reference=named, cell=None, recipe=None, can_be_pulled=is_foreign)
+        return of_running(named, {}, is_named=True)
     cell = _cell_by_program(recipe, on_cpu=on_cpu) if has_builder() else _cell_by_labels(client, here, on_cpu=on_cpu)
     name = f"{prefix or LOCAL}/{recipe}" if recipe else prefix or LOCAL
     can_be_pulled = bool(prefix) and prefix != LOCAL
     return Wanted(reference=f"{name}:{cell}", cell=cell, recipe=recipe, can_be_pulled=can_be_pulled)
+
+
+def of_running(reference: str, labels: Mapping[str, str], *, is_named: bool) -> Wanted:
+    """What a newer one of a container's image would be; one that the user names is not built."""
+    can_be_pulled = reference.split(":")[0].split("/")[0] != LOCAL
+    if is_named:
+        return Wanted(reference=reference, cell=None, recipe=None, can_be_pulled=can_be_pulled)
+    recipe, cell = labels.get(RECIPE), labels.get(CELL)
+    return Wanted(reference=reference, cell=cell, recipe=recipe, can_be_pulled=can_be_pulled)
 
 
 def has_builder() -> bool:

@@ -20,6 +20,7 @@ GRACE_S = 45
 RETRIES = 5
 LABEL = "io.appliance.host"  # on all that the host command starts; its value is the launch itself
 PREFIX = "appliance-"
+BEFORE = "-before"  # after the name: what an upgrade replaced
 DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}  # as compose: running streams get half a minute, the grace leaves the rest
 
 

@@ -122,6 +122,9 @@ def _watch(client: APIClient, found: Found, err: Console) -> int:
     err.print("Ctrl-C ends it", markup=False)
     with display_on(err) as display:
         while True:
+            if containers.by_name(client, found.name) is None:
+                err.print("it was stopped", markup=False)
+                return 0
             refuse_ended(client, found.id)
             try:
                 display.show({"message": as_line(query_status(client, found), is_terminal=err.is_terminal)})

@@ -12,7 +12,7 @@ from appliance.errors import UsageError
 from appliance.host import containers
 from appliance.host.containers import Found
 from appliance.host.daemon import connected
-from appliance.host.launch import DATA, GRACE_S
+from appliance.host.launch import BEFORE, DATA, GRACE_S
 from appliance.settings import process_environment
 
 
@@ -50,8 +50,11 @@ def stop(client: APIClient, found: Found) -> None:
         client.stop(found.id, timeout=GRACE_S)
     except NotFound:
         return
-    if found.launch:
-        containers.remove(client, found)
+    if not found.launch:
+        return
+    containers.remove(client, found)
+    if before := containers.by_name(client, found.name + BEFORE):
+        containers.remove(client, before)
 
 
 def _volume(client: APIClient, found: Found) -> str | None:
