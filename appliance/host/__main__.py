@@ -55,7 +55,7 @@ def _run(words: list[str], prog: str) -> int:
     try:
         verb = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "docker":
+        if (error.name or "").partition(".")[0] != "docker":
             raise
         message = f"`{prog} {words[0]}` talks to Docker, and the Python package for it is not installed: docker"
         raise ConfigError(message, hint="pipx install '.[host]', or pip install docker") from error

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from appliance.errors import FatalError
+from appliance.errors import EngineDiedError, FatalError
 from appliance.host import containers
 from appliance.host.daemon import connected
-from appliance.host.endpoint import Endpoint, NoAnswerError
+from appliance.host.gateway import Gateway, NoAnswerError
 from appliance.settings import process_environment
 
 PROMPT = ">>> "
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     with connected(process_environment()) as client:
         found = containers.choose(containers.all_of_ours(client), options.name)
-        endpoint = containers.endpoint(client, found)
+        gateway = containers.gateway(client, found)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print(f"{found.model or found.short_name}: {HELP}", file=sys.stderr)
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
             __import__("readline")  # editing and history of lines for input()
     system = [{"role": "system", "content": options.system}] if options.system else []
     knobs = {name: value for name in ("max_tokens", "temperature") if (value := getattr(options, name)) is not None}
-    Conversation(endpoint, system, knobs).hold(_questions(is_terminal))
+    Conversation(gateway, system, knobs).hold(_questions(is_terminal))
     return 0
 
 
@@ -60,8 +60,8 @@ def _questions(is_terminal: bool) -> Iterator[str]:
 
 
 class Conversation:
-    def __init__(self, endpoint: Endpoint, system: list[Message], knobs: dict[str, Any]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, gateway: Gateway, system: list[Message], knobs: dict[str, Any]) -> None:
+        self._gateway = gateway
         self._system = system
         self._knobs = knobs
         self._messages = list(system)
@@ -88,36 +88,37 @@ class Conversation:
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(" (ended)", end="")
-        except NoAnswerError as error:
-            self._tell(f"the answer broke off: {error}", "`appliance status` says whether it still serves")
-            return
         except FatalError as error:
+            print()
             if not sys.stdin.isatty():
                 raise
-            self._tell(error.message, error.hint)
+            print(f"error: {error.message}{f'; {error.hint}' if error.hint else ''}", file=sys.stderr)
             return
         print()
         self._messages = [*asked, {"role": "assistant", "content": "".join(words)}]
-
-    def _tell(self, message: str, hint: str | None) -> None:
-        print(f"\nerror: {message}{f'; {hint}' if hint else ''}", file=sys.stderr)
 
     def _pieces(self, messages: list[Message]) -> Iterator[str]:
         """Of the answer. What a model thinks before it is shown, and not kept."""
         body = {"model": "any", "messages": messages, "stream": True, **self._knobs}
         thinks = False
-        with self._endpoint.stream("/v1/chat/completions", body) as events:
-            for event in events:
-                for choice in event.get("choices") or ():
-                    delta = choice.get("delta") or {}
-                    if thought := delta.get("reasoning_content"):
-                        thinks = True
-                        _show_thought(thought)
-                    if text := delta.get("content"):
-                        if thinks:
-                            thinks = False
-                            _show_thought("\n\n")
-                        yield text
+        for delta in self._deltas(body):
+            if thought := delta.get("reasoning_content"):
+                thinks = True
+                _show_thought(thought)
+            if text := delta.get("content"):
+                if thinks:
+                    thinks = False
+                    _show_thought("\n\n")
+                yield text
+
+    def _deltas(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            with self._gateway.stream("/v1/chat/completions", body) as events:
+                for event in events:
+                    yield from (choice.get("delta") or {} for choice in event.get("choices") or ())
+        except NoAnswerError as error:
+            message = f"the answer broke off: {error}"
+            raise EngineDiedError(message, hint="`appliance status` says whether it still serves") from error
 
 
 def _show_thought(words: str) -> None:

@@ -12,7 +12,7 @@ from docker.api import APIClient
 from docker.errors import APIError, NotFound
 
 from appliance.errors import ConfigError, VolumeError
-from appliance.host.endpoint import Endpoint
+from appliance.host.gateway import Gateway
 from appliance.host.launch import DATA, LABEL, PORT, PREFIX, Launch, parse_label
 from appliance.values import dataclass
 
@@ -120,14 +120,14 @@ def _named(found: Sequence[Found], name: str) -> Found:
     raise ConfigError(message, hint=f"perhaps you meant '{near[0]}'" if near else known)
 
 
-def endpoint(client: APIClient, found: Found) -> Endpoint:
+def gateway(client: APIClient, found: Found) -> Gateway:
     """With the key. ConfigError where no port is published, VolumeError where the key cannot be had."""
     if found.address is None:
         words = "it does not run" if not found.is_up else f"it publishes no port {PORT}"
         message = f"{found.name} cannot be asked: {words}"
         raise ConfigError(message, hint="start it again: appliance run" if not found.is_up else "start it with -p")
     host, port = found.address
-    return Endpoint(host=host, port=port, key=key(client, found))
+    return Gateway(host=host, port=port, key=key(client, found))
 
 
 def key(client: APIClient, found: Found) -> str:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host import containers
-from appliance.host.endpoint import Endpoint, ReadyPoll
+from appliance.host.gateway import Gateway, ReadyPoll
 
 POLL_S = 0.05  # ready is shown so soon after it is
 LOOK_S = 0.5  # whether it still runs costs Docker more than a health route
@@ -24,9 +24,9 @@ class Display(Protocol):
     def show(self, document: dict[str, Any]) -> None: ...
 
 
-def until_ready(client: APIClient, container_id: str, endpoint: Endpoint, display: Display) -> None:
+def until_ready(client: APIClient, container_id: str, gateway: Gateway, display: Display) -> None:
     """Raises ContainerEndedError when it ends first, with the code and the last words of its log."""
-    poll, looked_s = ReadyPoll(endpoint), 0.0
+    poll, looked_s = ReadyPoll(gateway), 0.0
     try:
         while True:
             document = poll.ask()

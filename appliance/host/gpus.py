@@ -86,7 +86,7 @@ def request(asked: str | None, gpus: Sequence[HostGpu], by: Ways) -> GpuRequest 
     the CPU is no silent substitute."""
     if asked == "none" or (asked is None and not gpus):
         return None
-    names = tuple(word.strip() for word in (asked or "all").split(","))
+    names = tuple(word.strip() for word in ("all" if asked is None else asked).split(","))
     if not all(names):
         message = f"--gpus has an empty name: {asked!r}"
         raise UsageError(message, hint="all, none, indices or UUIDs with commas (0,1), or CDI names (nvidia.com/gpu=0)")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from appliance.host import containers
 from appliance.host.containers import Found
 from appliance.host.daemon import connected
-from appliance.host.endpoint import READY, Endpoint, NoAnswerError
+from appliance.host.gateway import READY, Gateway, NoAnswerError
 from appliance.settings import process_environment
 
 ASK_S = 0.25  # one that hangs is shown as that; all are asked at once
@@ -40,14 +40,14 @@ def _phase(found: Found) -> str:
         return found.state
     host, port = found.address
     try:
-        document = Endpoint(host=host, port=port).get(READY, timeout_s=ASK_S).document
+        document = Gateway(host=host, port=port).get(READY, timeout_s=ASK_S).document
     except NoAnswerError:
         return "no answer"
     return str(document.get("phase") or document.get("status") or "unknown")
 
 
 def _row(found: Found, phase: str) -> dict[str, object]:
-    at = Endpoint(host=found.address[0], port=found.address[1]).url if found.address else None
+    at = Gateway(host=found.address[0], port=found.address[1]).url if found.address else None
     row = {"name": found.short_name, "container": found.name, "model": found.model or None, "phase": phase}
     return {**row, "state": found.state, "endpoint": at, "created_s": found.created_s, "image": found.image,
             "cell": found.labels.get(containers.CELL), "is_ours": found.launch is not None}  # fmt: skip

@@ -16,7 +16,7 @@ from appliance.errors import ConfigError, UsageError
 from appliance.host import containers, gpus, image, ports
 from appliance.host.ask import agrees
 from appliance.host.containers import Found
-from appliance.host.endpoint import Endpoint
+from appliance.host.gateway import Gateway
 from appliance.host.image import Image
 from appliance.host.launch import DEFAULTS, PREFIX, Bind, Launch, container_name
 from appliance.host.weights import Weights, understand
@@ -51,7 +51,7 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
     request = gpus.request(_asked_gpus(options), here, gpus.ways(info, which=shutil.which))
     wish = image.wanted(
         client, named=options.image, recipe=weights.recipe, prefix=environment.get(image.PREFIX),
-        on_cpu=request is None, here=here,
+        on_cpu=options.cpu or options.gpus == "none", here=here,
     )  # fmt: skip
     chosen = _image(client, wish, options, err)
     if chosen:
@@ -115,7 +115,7 @@ def _replaced(client: APIClient, found: Sequence[Found], name: str) -> Found | N
     if other is None or (other.launch and not other.is_up):
         return other
     if other.launch:
-        at = f" at {Endpoint(host=other.address[0], port=other.address[1]).url}" if other.address else ""
+        at = f" at {Gateway(host=other.address[0], port=other.address[1]).url}" if other.address else ""
         message = f"the name is in use: {other.short_name} serves {other.model}{at}"
         raise ConfigError(message, hint=f"appliance chat {other.short_name}, or a second one: --name OTHER")
     message = f"the name is in use by a container that this command did not start: {name} ({other.words})"

@@ -18,8 +18,8 @@ from appliance.host import containers, image
 from appliance.host.ask import agrees
 from appliance.host.containers import Found
 from appliance.host.daemon import connected
-from appliance.host.endpoint import Endpoint, NoAnswerError
 from appliance.host.follow import display_on, duration, refuse_ended
+from appliance.host.gateway import Gateway, NoAnswerError
 from appliance.host.launch import GRACE_S, PORT, Launch, command_line
 from appliance.host.prepare import prepare
 from appliance.host.start import forget_profiles, start
@@ -91,10 +91,10 @@ def _serve(
 ) -> int:
     began = time.monotonic()
     try:
-        endpoint = start(client, launch, environment, err, fixed_port=options.port is not None)
+        gateway = start(client, launch, environment, err, fixed_port=options.port is not None)
         found = containers.choose(containers.all_of_ours(client), launch.name)
         err.print(f"ready after {duration(time.monotonic() - began)}", markup=False)
-        print(_report(client, found, endpoint), flush=True)
+        print(_report(client, found, gateway), flush=True)
         return 0 if options.detach else _watch(client, found, err)
     except KeyboardInterrupt:
         return _interrupted(client, launch, err)
@@ -103,12 +103,12 @@ def _serve(
         raise
 
 
-def _report(client: APIClient, found: Found, endpoint: Endpoint) -> str:
+def _report(client: APIClient, found: Found, gateway: Gateway) -> str:
     status = query_status(client, found)
     name = found.short_name
     rows = {
-        "endpoint": endpoint.url,
-        "key": endpoint.key or "none is asked for",
+        "endpoint": gateway.url,
+        "key": gateway.key or "none is asked for",
         "model": f"{status.model}, context {status.context or 0:,}, mode {status.mode}",
         "chosen": status.chosen or "",
         "speed": status.speed_words(),

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from appliance.errors import ConfigError, FatalError, GpuUnusableError
 from appliance.host import containers, ports
-from appliance.host.endpoint import Endpoint
 from appliance.host.follow import display_on, until_ready
+from appliance.host.gateway import Gateway
 from appliance.host.launch import Launch, create_options
 
 PORT_IN_USE = ("port is already allocated", "address already in use")
@@ -24,16 +24,16 @@ ATTEMPTS = 20
 
 def start(
     client: APIClient, launch: Launch, environment: Mapping[str, str], err: Console, *, fixed_port: bool
-) -> Endpoint:
+) -> Gateway:
     """Returns where it answers. Raises FatalError, with the container's own code where it ended."""
     id_ = begin(client, launch, environment, fixed_port=fixed_port)
     try:
         found = containers.by_name(client, launch.name)
         host, port = (found and found.address) or (launch.bind, launch.port)
         with display_on(err) as display:
-            until_ready(client, id_, Endpoint(host=host, port=port), display)
+            until_ready(client, id_, Gateway(host=host, port=port), display)
         ready = containers.choose(containers.all_of_ours(client), launch.name)
-        return containers.endpoint(client, ready)
+        return containers.gateway(client, ready)
     except FatalError:
         client.remove_container(id_, force=True)
         raise
@@ -41,6 +41,7 @@ def start(
 
 def begin(client: APIClient, launch: Launch, environment: Mapping[str, str], *, fixed_port: bool) -> str:
     """Its id. A port that somebody took since it was chosen is replaced by the next, unless the user named it."""
+    taken: dict[int, str] = {}
     for _ in range(ATTEMPTS):
         id_ = _create(client, launch, environment)
         try:
@@ -51,7 +52,8 @@ def begin(client: APIClient, launch: Launch, environment: Mapping[str, str], *, 
                 raise _refused(error, launch) from error
             if fixed_port:
                 raise ports.in_use(launch.bind, launch.port) from error
-            launch = replace(launch, port=ports.choose(launch.bind, None, {launch.port: launch.name}))
+            taken[launch.port] = "another program"
+            launch = replace(launch, port=ports.choose(launch.bind, None, taken))
         else:
             return id_
     raise ports.in_use(launch.bind, launch.port)

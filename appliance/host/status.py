@@ -16,7 +16,7 @@ from appliance.errors import ConfigError, FatalError
 from appliance.host import containers
 from appliance.host.containers import Found
 from appliance.host.daemon import connected
-from appliance.host.endpoint import READY, Endpoint, NoAnswerError
+from appliance.host.gateway import READY, Gateway, NoAnswerError
 from appliance.settings import process_environment
 from appliance.values import dataclass
 
@@ -83,9 +83,9 @@ def query_status(client: APIClient, found: Found) -> Status:
     """From Docker, and from the appliance where it answers."""
     state = containers.state(client, found.id)
     is_running = state["Status"] == "running"
-    endpoint = containers.endpoint(client, found) if is_running and found.address else None
-    told, health = _ask(endpoint) if endpoint else ({}, {})
-    gauges = _gauges(endpoint) if endpoint and told else {}
+    gateway = containers.gateway(client, found) if is_running and found.address else None
+    told, health = _ask(gateway) if gateway else ({}, {})
+    gauges = _gauges(gateway) if gateway and told else {}
     requests = gauges.get("appliance_requests_in_flight")
     allocated = told.get("allocated") or {}
     devices = allocated.get("devices")
@@ -98,7 +98,7 @@ def query_status(client: APIClient, found: Found) -> Status:
         phase=told.get("phase") or health.get("phase") or ("starting" if is_running else None),
         message=told.get("message") or health.get("message") or (None if is_running else found.words),
         model=told.get("model") or found.model,
-        endpoint=endpoint.url if endpoint else None,
+        endpoint=gateway.url if gateway else None,
         mode=told.get("mode"),
         context=told.get("context"),
         chosen=told.get("chosen"),
@@ -118,25 +118,25 @@ def query_status(client: APIClient, found: Found) -> Status:
     )
 
 
-def _ask(endpoint: Endpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+def _ask(gateway: Gateway) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document of the status, and of readiness where there is none: before the key is made, or while stopping."""
     try:
-        return endpoint.document("status"), {}
+        return gateway.document("status"), {}
     except NoAnswerError:
         return {}, {}
     except ConfigError:
         raise
     except FatalError as error:
         try:
-            return {}, {"message": error.message, **endpoint.get(READY).document}
+            return {}, {"message": error.message, **gateway.get(READY).document}
         except NoAnswerError:
             return {}, {"message": error.message}
 
 
-def _gauges(endpoint: Endpoint) -> dict[str, float]:
+def _gauges(gateway: Gateway) -> dict[str, float]:
     """None where it ended a moment ago: its status is known, and told."""
     try:
-        return endpoint.gauges()
+        return gateway.gauges()
     except NoAnswerError:
         return {}
 

@@ -21,8 +21,8 @@ from appliance.host.ask import agrees
 from appliance.host.compare import SpeedChange, labels_changed, plan_changed, speeds_changed
 from appliance.host.containers import Found
 from appliance.host.daemon import connected
-from appliance.host.endpoint import Endpoint, NoAnswerError
 from appliance.host.follow import display_on, refuse_ended, until_ready
+from appliance.host.gateway import Gateway, NoAnswerError
 from appliance.host.image import Image
 from appliance.host.launch import BEFORE, GRACE_S, Launch
 from appliance.host.start import start
@@ -123,13 +123,13 @@ def _upgrade(
     before = _status(client, found)
     _set_aside(client, found, err)
     try:
-        endpoint = start(client, launch, environment, err, fixed_port=True)
+        gateway = start(client, launch, environment, err, fixed_port=True)
     except (FatalError, KeyboardInterrupt):
         _restore(client, found, err)
         raise
     _keep_as_before(client, found)
     now = containers.choose(containers.all_of_ours(client), launch.name)
-    why = "--no-measure" if options.no_measure else _measured(client, now, endpoint, err)
+    why = "--no-measure" if options.no_measure else _measured(client, now, gateway, err)
     labels = labels_changed(found.labels, newer.labels)
     return Outcome(
         name=found.short_name, labels=labels, before=before, after=_status(client, now), why_not_compared=why
@@ -138,6 +138,8 @@ def _upgrade(
 
 def _set_aside(client: APIClient, found: Found, err: Console) -> None:
     err.print(f"stopping {found.short_name}: running answers get {GRACE_S} s", markup=False)
+    if left_behind := containers.by_name(client, found.name + ASIDE):  # by an upgrade that was killed
+        containers.remove(client, left_behind)
     client.stop(found.id, timeout=GRACE_S)
     client.rename(found.id, found.name + ASIDE)
 
@@ -171,7 +173,7 @@ def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
         now = containers.choose(containers.all_of_ours(client), found.name)
         host, port = now.address or ("127.0.0.1", 0)
         with display_on(err) as display:
-            until_ready(client, other.id, Endpoint(host=host, port=port), display)
+            until_ready(client, other.id, Gateway(host=host, port=port), display)
     except (FatalError, KeyboardInterrupt):
         client.rename(other.id, found.name + BEFORE)
         client.stop(other.id, timeout=GRACE_S)
@@ -188,19 +190,19 @@ def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
 def _status(client: APIClient, found: Found) -> dict[str, Any]:
     """Empty where it does not answer."""
     try:
-        return containers.endpoint(client, found).document("status")
+        return containers.gateway(client, found).document("status")
     except NoAnswerError:
         return {}
 
 
-def _measured(client: APIClient, found: Found, endpoint: Endpoint, err: Console) -> str | None:
+def _measured(client: APIClient, found: Found, gateway: Gateway, err: Console) -> str | None:
     """Waits for measuring, which begins at once. Why there is nothing to compare, None once it is measured."""
     with display_on(err) as display:
         while True:
             refuse_ended(client, found.id)
             try:
-                reply = endpoint.ask("POST", TUNING, {})
-                measurements = len(endpoint.document("tuning").get("measurements", ()))
+                reply = gateway.ask("POST", TUNING, {})
+                measurements = len(gateway.document("tuning").get("measurements", ()))
             except NoAnswerError as error:
                 display.show({"message": f"no answer: {error}"})
             else:

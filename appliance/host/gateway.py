@@ -29,7 +29,7 @@ class Reply:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class Gateway:
     """`key` is "" where none is asked for; it is in no representation."""
 
     host: str
@@ -37,7 +37,7 @@ class Endpoint:
     key: str = ""
 
     def __repr__(self) -> str:
-        return f"Endpoint({self.base})"
+        return f"Gateway({self.base})"
 
     @property
     def base(self) -> str:
@@ -102,9 +102,9 @@ class Endpoint:
 class ReadyPoll:
     """Asks for readiness again and again, on one connection while it lasts."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=ASK_S)
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._connection = http.client.HTTPConnection(gateway.host, gateway.port, timeout=ASK_S)
 
     def ask(self) -> dict[str, Any]:
         """The document; empty while nothing answers."""
@@ -147,14 +147,19 @@ def _gauges(text: str) -> dict[str, float]:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Until [DONE]; http.client takes a torn stream for one that ended."""
     for row in response:
         line = row.strip()
-        if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+        if not line.startswith(b"data:"):
             continue
+        if line.endswith(b"[DONE]"):
+            return
         document = _parsed(line.removeprefix(b"data:"))
         if "error" in document:
             raise refusal(Reply(status=200, document=document))
         yield document
+    message = "the connection closed before its end"
+    raise NoAnswerError(message)
 
 
 def refusal(reply: Reply) -> FatalError:
