@@ -97,7 +97,7 @@ def create_options(launch: Launch, here: Mapping[str, str]) -> tuple[dict[str, A
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "port_bindings": {PORT: (launch.bind, launch.port)},
-        "binds": {launch.volume: {"bind": DATA, "mode": "rw"}},
+        "binds": [f"{launch.volume}:{DATA}"],
         "mounts": [_mount(each) for each in launch.binds],
     }
     if launch.restarts:
