@@ -38,7 +38,7 @@ def understand(called: str) -> Weights:
     if called.startswith(("http://", "https://")):
         return Weights(called=called, name=_stem(called.rsplit("/", 1)[-1]), setting=called)
     path = Path(called).expanduser()
-    if path.exists():
+    if called.strip() and path.exists():
         return _of_path(called, path)
     if _looks_like_a_path(called):
         raise _missing(path)
