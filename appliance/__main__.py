@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -33,7 +34,9 @@ class _Parser(argparse.ArgumentParser):
     """Errors as UsageError, with the near miss of a misspelt flag or verb named."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"see `{self.prog} --help`")
+        known = re.findall(r"'([^']*)'", message) if "invalid choice: " in message else []
+        near = difflib.get_close_matches(known[0], known[1:], 1) if known else []
+        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         gateway = containers.gateway(client, found)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        print(f"{found.model or found.short_name}: {HELP}", file=sys.stderr)
+        print(f"{found.model.rsplit('/', 1)[-1] or found.short_name}: {HELP}", file=sys.stderr)
         if importlib.util.find_spec("readline"):
             __import__("readline")  # editing and history of lines for input()
     system = [{"role": "system", "content": options.system}] if options.system else []

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from docker.api import APIClient
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host import containers
@@ -93,9 +95,9 @@ class Live:
     """For a terminal: one line, with a bar where a total is known."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[right]}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
-        self._task: TaskID = self._progress.add_task("starting", total=None, right="")
+        columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), _Bar(bar_width=24))
+        self._progress = Progress(*columns, TextColumn("{task.fields[right]}"), console=console, transient=True)
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Live:
         self._progress.start()
@@ -106,6 +108,8 @@ class Live:
 
     def show(self, document: dict[str, Any]) -> None:
         total, done = document.get("bytes_total"), document.get("bytes_done")
+        if self._task is None:
+            self._task = self._progress.add_task("", total=None, right="")
         self._progress.update(
             self._task,
             description=sentence(document).replace("[", r"\["),
@@ -113,6 +117,11 @@ class Live:
             completed=done or 0,
             right=fetching(document),
         )
+
+
+class _Bar(BarColumn):
+    def render(self, task: Task) -> ProgressBar | Text:  # type: ignore[override]
+        return super().render(task) if task.total else Text("")
 
 
 def sentence(document: dict[str, Any]) -> str:

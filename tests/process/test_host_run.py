@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tests.process.stages.boot import free_port
-from tests.process.stages.daemon import IMAGE, RTX_4090, Host, on_host
+from tests.process.stages.daemon import IMAGE, ROOT, RTX_4090, Host, on_host
 
 CUDA = "appliance:llama-cu130-sm89"
 
@@ -419,3 +422,34 @@ def test_a_recipe_that_does_not_exist_is_said_by_the_program_that_knows() -> Non
     assert done.code == 10
     assert "qwem" in done.err
     assert "qwen" in done.err
+
+
+# Installed without a clone.
+
+
+@contextmanager
+def installed(*knobs: str) -> Iterator[Host]:
+    """The package alone, where no `build_matrix.yaml` lies beside it."""
+    with on_host(*knobs) as host:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "appliance", host.folder / "lib/appliance", ignore=ignored)
+        host.place = host.folder / "lib"
+        yield host
+
+
+@pytest.mark.parametrize(("gpus", "image"), [([], IMAGE), ([RTX_4090], CUDA)])
+def test_without_a_clone_the_image_is_chosen_by_its_labels(gpus: list[str], image: str) -> None:
+    sm = "io.appliance.sm=none" if image == IMAGE else "io.appliance.sm=89"
+    with installed("--image", image, "--label", sm, "--nvidia-runtime") as host:
+        host.gpu(*gpus or ["No devices were found"], code=0 if gpus else 6)
+        done = host.run("run", host.model(), "-d", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == image
+
+
+def test_without_a_clone_and_an_image_it_says_that_building_needs_one() -> None:
+    with installed("--image", "other:x", "--label", "io.appliance.sm=75") as host:
+        done = host.run("run", host.model(), "-d")
+    assert done.code == 10
+    assert "error: no image for this machine is here, and building one needs a clone of the project" in done.err
+    assert "in a clone: make up" in done.err

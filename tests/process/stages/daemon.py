@@ -36,6 +36,7 @@ class Host:
 
     folder: Path
     environment: dict[str, str] = field(repr=False)
+    place: Path = ROOT  # of the package
 
     @property
     def log(self) -> Path:
@@ -83,7 +84,7 @@ sys.exit({code})
         pipe = subprocess.PIPE
         with subprocess.Popen(
             argv,
-            cwd=ROOT,
+            cwd=self.place,
             env=self.environment,
             text=True,
             preexec_fn=_hear_ctrl_c,
