@@ -169,4 +169,4 @@ def refusal(reply: Reply) -> FatalError:
     if reply.status == 401:
         hint = "the key on the volume is another one than the appliance took at its start: start it again"
         return ConfigError(f"the appliance refuses its key: {words}", hint=hint)
-    return EngineNotReadyError(f"the appliance refuses: {words}", hint="`appliance logs` says more")
+    return EngineNotReadyError(f"the appliance refuses: {words}", hint="`appliance logs` or `docker logs` says more")
