@@ -36,7 +36,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = re.findall(r"'([^']*)'", message) if "invalid choice: " in message else []
         near = difflib.get_close_matches(known[0], known[1:], 1) if known else []
-        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{self.prog} --help`")
+        meant = f"perhaps you meant '{near[0]}'; " if near else ""
+        raise UsageError(message, hint=f"{meant}see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

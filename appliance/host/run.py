@@ -95,7 +95,7 @@ def _serve(
         found = containers.choose(containers.all_of_ours(client), launch.name)
         err.print(f"ready after {duration(time.monotonic() - began)}", markup=False)
         print(_report(client, found, gateway), flush=True)
-        return 0 if options.detach else _watch(client, found, err)
+        return 0 if options.detach else _watch(client, found, gateway, err)
     except KeyboardInterrupt:
         return _interrupted(client, launch, err)
     except SystemExit:  # told to end by a signal other than Ctrl-C: nobody is there to be asked
@@ -117,7 +117,7 @@ def _report(client: APIClient, found: Found, gateway: Gateway) -> str:
     return "\n".join(f"{label:<9} {value}" for label, value in rows.items() if value)
 
 
-def _watch(client: APIClient, found: Found, err: Console) -> int:
+def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> int:
     """In the foreground until Ctrl-C, or until the container ends: measuring and requests as they go."""
     err.print("Ctrl-C ends it", markup=False)
     with display_on(err) as display:
@@ -127,7 +127,10 @@ def _watch(client: APIClient, found: Found, err: Console) -> int:
                 return 0
             refuse_ended(client, found.id)
             try:
-                display.show({"message": as_line(query_status(client, found), is_terminal=err.is_terminal)})
+                status = query_status(client, found)
+                done = len(gateway.document("tuning")["measurements"]) if status.tuning == "measuring" else 0
+                words = as_line(status, is_terminal=err.is_terminal, measurements=done)
+                display.show({"message": words})
             except NoAnswerError as error:  # it says why when it has ended
                 display.show({"message": f"no answer: {error}"})
             time.sleep(WATCH_S)

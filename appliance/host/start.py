@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from docker.api import APIClient
 from docker.errors import APIError, ImageNotFound
@@ -87,17 +88,26 @@ def _refused(error: APIError, launch: Launch) -> FatalError:
 
 
 def forget_profiles(client: APIClient, launch: Launch, environment: Mapping[str, str], err: Console) -> None:
-    """Those of this model on the volume, through the image's own verbs, without a network."""
-    profiles = json.loads(_ask_image(client, launch, environment, "profiles", "list", "--json"))
-    wanted = (launch.settings.get("APPLIANCE_MODEL") or launch.model).rsplit("/", 1)[-1].removesuffix(".gguf")
-    mine = [row["id"] for row in profiles if _is_of(row, wanted)]
-    for id_ in mine:
-        _ask_image(client, launch, environment, "profiles", "forget", id_)
-    err.print(f"forgotten: {len(mine)} of {len(profiles)} profiles on volume {launch.volume}", markup=False)
+    """Those of this model on the volume, through the image's own verbs, without a network. What is pinned stays."""
+    rows = json.loads(_ask_image(client, launch, environment, "profiles", "list", "--json"))
+    mine = [row for row in rows if is_of_model(row, launch)]
+    pinned = [row["id"] for row in mine if row.get("pinned")]
+    for row in mine:
+        if row["id"] not in pinned:
+            _ask_image(client, launch, environment, "profiles", "forget", row["id"])
+    kept = f"; kept, since they are pinned: {', '.join(pinned)}" if pinned else ""
+    words = f"forgotten: {len(mine) - len(pinned)} of {len(rows)} profiles on volume {launch.volume}{kept}"
+    err.print(words, markup=False, soft_wrap=True)
 
 
-def _is_of(row: Mapping[str, object], wanted: str) -> bool:
-    return wanted.lower() in str(row.get("alias", "")).lower()
+def is_of_model(row: Mapping[str, Any], launch: Launch) -> bool:
+    """By the name that the model is served under: its alias, else its file's. Of a recipe and of a repository, whose
+    file is not known here, all files that begin with its name."""
+    name = str(row.get("model", "")).casefold()
+    alias = launch.settings.get("APPLIANCE_ALIAS")
+    wanted = (alias or launch.model.rsplit("/", 1)[-1].partition(":")[0].removesuffix(".gguf")).casefold()
+    is_file = launch.model.endswith(".gguf")
+    return name == wanted if alias or is_file else name.startswith(wanted.removesuffix("-gguf"))
 
 
 def _ask_image(client: APIClient, launch: Launch, environment: Mapping[str, str], *words: str) -> str:

@@ -183,11 +183,13 @@ def _memory(status: Status) -> str:
     return f"{vram}{status.allocated_mib - (status.vram_mib or 0):,.0f} MiB of host memory"
 
 
-def as_line(status: Status, *, is_terminal: bool) -> str:
+def as_line(status: Status, *, is_terminal: bool, measurements: int = 0) -> str:
     """For somebody who watches: into a log goes only what does not change all the time."""
     words = [status.message or status.phase or status.state]
-    if status.tuning in ("waiting", "measuring"):
-        words.append(f"measuring: {status.tuning}" if status.tuning == "waiting" else "measuring a faster plan")
+    if status.tuning == "waiting":
+        words.append("measuring begins when nobody asks")
+    elif status.tuning == "measuring":
+        words.append(f"measuring: {measurements} measurements so far")
     elif status.speed:
         words.append(status.speed)
     if is_terminal and status.tokens_per_s is not None:
