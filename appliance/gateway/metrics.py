@@ -97,7 +97,7 @@ class Metrics:
                 family.add_metric([route], buckets=histogram.buckets(), sum_value=histogram.sum_s)
             yield family
         yield GaugeMetricFamily("appliance_requests_in_flight", "Requests with the engine now", value=self._running())
-        words = "Events of streamed answers in the last 2 s: about one a token"
+        words = "Events of streamed answers in the last 3 s: about one a token"
         yield GaugeMetricFamily("appliance_stream_events_per_second", words, value=self._events_per_s())
         now = self._progress().phase
         phases = GaugeMetricFamily("appliance_phase", "1 for the phase that the appliance is in", labels=["phase"])

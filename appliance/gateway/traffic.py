@@ -6,22 +6,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from appliance.gateway import api_error
 
-RATE_S = 2.0
+RATE_S = 3.0
 
 
 class Rate:
     """Events of streamed answers: about one a token, as engines send them. Of the last `RATE_S`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
 
     def add(self, chunk: bytes) -> None:
-        self._seen.append((time.monotonic(), chunk.count(b"\n\n")))
+        self._seen.append((self._clock(), chunk.count(b"\n\n")))
         self._forget()
 
     @property
@@ -30,11 +31,11 @@ class Rate:
         self._forget()
         if not self._seen:
             return 0.0
-        seconds = max(time.monotonic() - self._seen[0][0], RATE_S / 4)
+        seconds = max(self._clock() - self._seen[0][0], RATE_S / 4)
         return sum(count for _, count in self._seen) / seconds
 
     def _forget(self) -> None:
-        oldest = time.monotonic() - RATE_S
+        oldest = self._clock() - RATE_S
         while self._seen and self._seen[0][0] < oldest:
             self._seen.popleft()
 
