@@ -109,19 +109,20 @@ class Live:
     def show(self, document: dict[str, Any]) -> None:
         total, done = document.get("bytes_total"), document.get("bytes_done")
         if self._task is None:
-            self._task = self._progress.add_task("", total=None, right="")
+            self._task = self._progress.add_task("", total=None, right="", has_bar=False)
         self._progress.update(
             self._task,
             description=sentence(document).replace("[", r"\["),
-            total=total if done is not None else None,
+            total=total,
             completed=done or 0,
+            has_bar=bool(total) and done is not None,  # of a task a total can be set and not taken away
             right=fetching(document),
         )
 
 
 class _Bar(BarColumn):
     def render(self, task: Task) -> ProgressBar | Text:  # type: ignore[override]
-        return super().render(task) if task.total else Text("")
+        return super().render(task) if task.fields["has_bar"] else Text("")
 
 
 def sentence(document: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from appliance.host.gpus import HostGpu
 from appliance.run import Finished, RunTimeout, run, run_shown
 from appliance.values import dataclass
 
-LOCAL = "appliance"  # a name that nobody owns on a public registry: it is never pulled
+LOCAL = "appliance"
 PREFIX = "IMAGE_PREFIX"
 CLONE = Path(__file__).parents[2]
 MATRIX = "build_matrix.yaml"
@@ -35,9 +35,21 @@ class Wanted:
     """An image by its name; `cell` and `recipe` say how it can be built, None for one that is named by the user."""
 
     reference: str
-    cell: str | None
-    recipe: str | None
-    can_be_pulled: bool
+    cell: str | None = None
+    recipe: str | None = None
+
+    @property
+    def can_be_pulled(self) -> bool:
+        """With a registry in its name. Nobody owns the local names on a public one: whatever is there is not ours."""
+        host, slash, _ = self.reference.partition("/")
+        return bool(slash) and ("." in host or ":" in host or host == "localhost")
+
+    @property
+    def local_name(self) -> str | None:
+        """As a build names it."""
+        if self.cell is None:
+            return None
+        return f"{LOCAL}/{self.recipe}:{self.cell}" if self.recipe else f"{LOCAL}:{self.cell}"
 
     def build_words(self) -> tuple[str, ...]:
         recipe = ("--model", self.recipe) if self.recipe else ()
@@ -59,6 +71,12 @@ def find(client: APIClient, reference: str) -> Image | None:
     return Image(reference=reference, id=found["Id"], labels=dict(found["Config"].get("Labels") or {}))
 
 
+def find_any(client: APIClient, wish: Wanted) -> Image | None:
+    """Under the name that is wanted, else under its local one."""
+    found = find(client, wish.reference)
+    return found if found or wish.local_name is None else find(client, wish.local_name)
+
+
 def wanted(
     client: APIClient,
     *,
@@ -70,20 +88,17 @@ def wanted(
 ) -> Wanted:
     """`named` is --image, `prefix` the variable IMAGE_PREFIX. Raises FatalError when no image is for this machine."""
     if named:
-        return of_running(named, {}, is_named=True)
+        return Wanted(reference=named)
     cell = _cell_by_program(recipe, on_cpu=on_cpu) if has_builder() else _cell_by_labels(client, here, on_cpu=on_cpu)
     name = f"{prefix or LOCAL}/{recipe}" if recipe else prefix or LOCAL
-    can_be_pulled = bool(prefix) and prefix != LOCAL
-    return Wanted(reference=f"{name}:{cell}", cell=cell, recipe=recipe, can_be_pulled=can_be_pulled)
+    return Wanted(reference=f"{name}:{cell}", cell=cell, recipe=recipe)
 
 
 def of_running(reference: str, labels: Mapping[str, str], *, is_named: bool) -> Wanted:
     """What a newer one of a container's image would be; one that the user names is not built."""
-    can_be_pulled = reference.split(":")[0].split("/")[0] != LOCAL
     if is_named:
-        return Wanted(reference=reference, cell=None, recipe=None, can_be_pulled=can_be_pulled)
-    recipe, cell = labels.get(RECIPE), labels.get(CELL)
-    return Wanted(reference=reference, cell=cell, recipe=recipe, can_be_pulled=can_be_pulled)
+        return Wanted(reference=reference)
+    return Wanted(reference=reference, cell=labels.get(CELL), recipe=labels.get(RECIPE))
 
 
 def has_builder() -> bool:
@@ -147,7 +162,7 @@ def _serves(labels: Mapping[str, str], sms: set[str]) -> bool:
 
 def obtain(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[str], bool]) -> Image:
     """The one that is here, else pulled, else built. `agrees` asks the user before half an hour is spent."""
-    found = find(client, wish.reference)
+    found = find_any(client, wish)
     if found is None and wish.can_be_pulled:
         found = pull(client, wish.reference, err, may_fail=wish.cell is not None and has_builder())
     if found is None and wish.cell and has_builder():
@@ -170,8 +185,7 @@ def build(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[st
         raise ConfigError(message, hint=f"build it with --yes, or by hand: {command}")
     err.print(f"building: {command}", markup=False, soft_wrap=True)
     code = run_shown((sys.executable, *wish.build_words()), folder=CLONE)
-    local = f"{LOCAL}/{wish.recipe}:{wish.cell}" if wish.recipe else f"{LOCAL}:{wish.cell}"
-    found = find(client, wish.reference) or find(client, local)
+    found = find_any(client, wish)
     if code != 0 or found is None:
         message = f"the image was not built: {command} ended with {code}"
         raise BuildFailedError(message, hint="its own words stand above")

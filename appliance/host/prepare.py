@@ -77,7 +77,7 @@ def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping
 
 def _image(client: APIClient, wish: image.Wanted, options: argparse.Namespace, err: Console) -> Image | None:
     if options.dry_run:
-        return image.find(client, wish.reference)
+        return image.find_any(client, wish)
     agreed: Callable[[str], bool] = (lambda _: True) if options.yes else agrees
     return image.obtain(client, wish, err, agrees=agreed)
 

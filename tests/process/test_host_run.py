@@ -407,6 +407,16 @@ def test_a_prefix_moves_the_names_of_images() -> None:
         assert host.created()["Image"] == "registry.example/me/appliance:llama-cpu"
 
 
+def test_under_a_prefix_that_has_none_the_local_name_is_taken_and_nothing_is_pulled_without_a_registry() -> None:
+    with on_host() as host:
+        host.environment["IMAGE_PREFIX"] = "mine"
+        done = host.run("run", host.model(), "-d", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == IMAGE
+        assert host.run("run", host.model("t.gguf"), "-d", "--image", "me/appliance:x").code == 10
+        assert host.asked("images/create") == []
+
+
 def test_a_recipe_takes_its_own_image() -> None:
     with on_host("--image", "appliance/qwen:llama-cpu") as host:
         done = host.run("run", "qwen", "-d", "--port", str(free_port()))
