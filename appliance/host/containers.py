@@ -60,7 +60,7 @@ def all_of_ours(client: APIClient) -> list[Found]:
 def by_name(client: APIClient, name: str) -> Found | None:
     """Whatever image it is of."""
     rows = client.containers(all=True, filters={"name": f"^/?{name}$"})
-    return next((_found(row) for row in rows), None)
+    return next((each for each in map(_found, rows) if each.name == name), None)  # a dot of the filter is any letter
 
 
 def _found(row: dict[str, Any]) -> Found:

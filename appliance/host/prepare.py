@@ -124,12 +124,19 @@ def _replaced(client: APIClient, found: Sequence[Found], name: str) -> Found | N
 
 def user(info: Mapping[str, Any], weights: Weights) -> str:
     """The caller's, with group 0: files that only the caller may read are read. Root of a rootless daemon is the
-    caller; the caller who is root gets compose's user, unless only root may read the weights."""
+    caller. For a caller who is root it is compose's user, or the owner of weights that others may not read."""
     if any("rootless" in option for option in info.get("SecurityOptions") or ()):
         return "0:0"
-    uid = os.getuid()
-    is_private = any(not Path(bind.source).stat().st_mode & 0o044 for bind in weights.binds)
-    return f"{uid if uid or is_private else UID}:0"
+    if uid := os.getuid():
+        return f"{uid}:0"
+    private = [found.st_uid for bind in weights.binds if not (found := Path(bind.source).stat()).st_mode & 0o004]
+    return f"{private[0] if private else UID}:0"
+
+
+def is_open_to_all(launch: Launch) -> bool:
+    """Reachable from other machines, without a key."""
+    asks = launch.settings.get(f"{VARIABLE}AUTH", "on").lower() not in containers.AUTH_OFF
+    return not asks and not (launch.bind.startswith("127.") or launch.bind == "::1")
 
 
 def _hub(environment: Mapping[str, str], weights: Weights) -> tuple[Bind, ...]:

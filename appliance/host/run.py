@@ -14,6 +14,7 @@ from types import FrameType
 from docker.api import APIClient
 from rich.console import Console
 
+from appliance.errors import ConfigError
 from appliance.host import containers, image
 from appliance.host.ask import agrees
 from appliance.host.containers import Found
@@ -21,7 +22,7 @@ from appliance.host.daemon import connected
 from appliance.host.follow import display_on, duration, refuse_ended
 from appliance.host.gateway import Gateway, NoAnswerError
 from appliance.host.launch import GRACE_S, PORT, Launch, command_line
-from appliance.host.prepare import prepare
+from appliance.host.prepare import is_open_to_all, prepare
 from appliance.host.start import forget_profiles, start
 from appliance.host.status import as_line, query_status
 from appliance.host.stop import stop
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
             forget_profiles(client, launch, environment, err)
         if prepared.replaces:
             containers.remove(client, prepared.replaces)
+        if is_open_to_all(launch):
+            err.print(f"warning: anybody who reaches {launch.bind}:{launch.port} may use it: no key is asked for")
         with _ending_by_signal():
             return _serve(client, launch, environment, err, options)
 
@@ -122,7 +125,7 @@ def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> i
     err.print("Ctrl-C ends it", markup=False)
     with display_on(err) as display:
         while True:
-            if containers.by_name(client, found.name) is None:
+            if _is_stopped(client, found):
                 err.print("it was stopped", markup=False)
                 return 0
             refuse_ended(client, found.id)
@@ -134,6 +137,15 @@ def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> i
             except NoAnswerError as error:  # it says why when it has ended
                 display.show({"message": f"no answer: {error}"})
             time.sleep(WATCH_S)
+
+
+def _is_stopped(client: APIClient, found: Found) -> bool:
+    """By somebody else, for an upgrade too: ended well, or gone."""
+    try:
+        state = containers.state(client, found.id)
+    except ConfigError:
+        return True
+    return bool(state["Status"] == "exited" and state["ExitCode"] == 0)
 
 
 def _interrupted(client: APIClient, launch: Launch, err: Console) -> int:
