@@ -55,10 +55,13 @@ def _run(words: list[str], prog: str) -> int:
     try:
         verb = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "docker":
+        package = (error.name or "").partition(".")[0]
+        if package == "appliance":
             raise
-        message = f"`{prog} {words[0]}` talks to Docker, and the Python package for it is not installed: docker"
-        raise ConfigError(message, hint="pipx install '.[host]', or pip install docker") from error
+        message = f"`{prog} {words[0]}` needs a Python package that is not installed: {package}"
+        raise ConfigError(
+            message, hint="pipx install '.[host]'; in a clone make venv, then .venv/bin/python"
+        ) from error
     parser = _Parser(prog=f"{prog} {words[0]}", description=about, epilog=EPILOG, allow_abbrev=False)
     verb.add_arguments(parser)
     code: int = verb.run(_parsed(parser, words[1:]))

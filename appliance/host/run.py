@@ -14,7 +14,7 @@ from types import FrameType
 from docker.api import APIClient
 from rich.console import Console
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, FatalError
 from appliance.host import containers, image
 from appliance.host.ask import agrees
 from appliance.host.containers import Found
@@ -136,6 +136,9 @@ def _watch(client: APIClient, found: Found, gateway: Gateway, err: Console) -> i
                 display.show({"message": words})
             except NoAnswerError as error:  # it says why when it has ended
                 display.show({"message": f"no answer: {error}"})
+            except FatalError:
+                if not _is_stopped(client, found):  # since it was looked at
+                    raise
             time.sleep(WATCH_S)
 
 

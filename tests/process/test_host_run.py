@@ -463,3 +463,64 @@ def test_without_a_clone_and_an_image_it_says_that_building_needs_one() -> None:
     assert done.code == 10
     assert "error: no image for this machine is here, and building one needs a clone of the project" in done.err
     assert "in a clone: make up" in done.err
+
+
+# Building, with a program in place of the build half.
+
+
+@contextmanager
+def clone(*knobs: str) -> Iterator[Host]:
+    with installed("--image", "other:x", *knobs) as host:
+        (host.place / "images").mkdir()
+        (host.place / "images/__init__.py").touch()
+        shutil.copy(ROOT / "tests/fakes/fake_images.py", host.place / "images/__main__.py")
+        (host.place / "build_matrix.yaml").touch()
+        yield host
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "image"),
+    [
+        (None, "build --only llama-cpu --base auto", "appliance:llama-cpu"),
+        ("qwen", "build --only llama-cpu --base auto --model qwen", "appliance/qwen:llama-cpu"),
+    ],
+)
+@pytest.mark.parametrize("prefix", [None, "mine"])
+def test_an_image_that_is_not_here_is_built(model: str | None, words: str, image: str, prefix: str | None) -> None:
+    with clone() as host:
+        if prefix:
+            host.environment["IMAGE_PREFIX"] = prefix
+        done = host.run("run", model or host.model(), "-d", "--yes", "--cpu", "--port", str(free_port()))
+        assert done.code == 0, done.err
+        assert host.created()["Image"] == image
+    assert f"building: python3 -m images {words}\n" in done.err
+    assert f"compiling {words}\n" in done.err
+    assert "compiling" not in done.out
+
+
+def test_a_build_that_fails_ends_with_60_and_its_words() -> None:
+    with clone() as host:
+        host.environment["FAKE_BUILD_CODE"] = "61"
+        done = host.run("run", host.model(), "-d", "--yes")
+    assert (done.code, done.out) == (60, "")
+    assert "compiling build" in done.err
+    assert (
+        "error: the image was not built: python3 -m images build --only llama-cpu --base auto ended with 61" in done.err
+    )
+
+
+def test_what_the_build_half_refuses_is_passed_on() -> None:
+    with clone() as host:
+        host.environment["FAKE_SELECT_ERROR"] = "no recipe qwem"
+        done = host.run("run", "qwem", "-d", "--yes")
+    assert done.code == 10
+    assert "error: no image can be chosen for this machine: no recipe qwem\n\nhint: do this" in done.err
+
+
+def test_an_upgrade_builds_what_the_clone_holds() -> None:
+    with clone() as host:
+        started = host.run("run", host.model(), "-d", "--yes", "--name", "one", "--port", str(free_port()))
+        assert started.code == 0, started.err
+        done = host.run("upgrade", "--yes")
+    assert (done.code, done.out) == (0, "one is up to date: appliance:llama-cpu\n")
+    assert "compiling build --only llama-cpu" in done.err
