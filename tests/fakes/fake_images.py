@@ -1,7 +1,7 @@
 """What `python -m images` says and does for the host command, without building anything: copied to its place.
 
-FAKE_BUILD_CODE is the exit code of `build`; with 0 the daemon has the image afterwards. FAKE_SELECT_ERROR is an error of
-`select`, in the form of the real one.
+FAKE_BUILD_CODE is the exit code of `build`; with 0 the daemon has the image afterwards. FAKE_SELECT_ERROR is an error
+of `select`, in the form of the real one.
 """
 
 from __future__ import annotations
