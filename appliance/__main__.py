@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,16 +26,26 @@ EPILOG = (
 )
 
 
+# Of appliance.host, which the container has no use for; a test holds the two together.
+HOST_VERBS = ("run", "status", "list", "chat", "logs", "stop", "upgrade")
+
+
 class _Parser(argparse.ArgumentParser):
     """Errors as UsageError, with the near miss of a misspelt flag or verb named."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"see `{self.prog} --help`")
+        known = re.findall(r"'([^']*)'", message) if "invalid choice: " in message else []
+        near = difflib.get_close_matches(known[0], known[1:], 1) if known else []
+        meant = f"perhaps you meant '{near[0]}'; " if near else ""
+        raise UsageError(message, hint=f"{meant}see `{self.prog} --help`")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in HOST_VERBS:
+        return _on_the_host(words)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        return _run(words)
     except FatalError as error:
         _show(error)
         return error.exit_code
@@ -96,7 +107,16 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         _add_settings(verb)
         if name in _ADDITIONS:
             _ADDITIONS[name](verb)
+    if not any(name in argv for name, _, _ in rows):  # only help and a misspelt verb look at them
+        _add_host_verbs(verbs)
     return parser, [*(setting.flag for setting in SETTINGS.values()), *_OTHER_FLAGS]
+
+
+def _add_host_verbs(verbs: argparse._SubParsersAction[_Parser]) -> None:
+    from appliance.host.__main__ import VERBS
+
+    for name in HOST_VERBS:
+        verbs.add_parser(name, help=f"host: {VERBS[name][1]}")
 
 
 def _add_settings(verb: argparse.ArgumentParser) -> None:
@@ -203,6 +223,12 @@ _ADDITIONS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
 }
 
 # Each verb imports what it needs when it runs: `serve` must not pay for the others, nor `health` for `serve`.
+
+
+def _on_the_host(words: Sequence[str]) -> int:
+    from appliance.host.__main__ import main as host
+
+    return host(words)
 
 
 def _serve(_: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
@@ -458,6 +484,8 @@ def _health(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) ->
 def _version(options: argparse.Namespace, settings: Settings, _: Mapping[str, str]) -> int:
     from appliance.serve.inputs import load_facts
 
+    if not (settings.facts_dir / "image_facts.json").exists():  # outside of an image, which has it
+        return _on_the_host(["version", *(["--json"] if options.json else [])])
     image, engine = load_facts(settings)
     row = {
         "appliance": __version__,

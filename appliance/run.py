@@ -6,10 +6,12 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from appliance.values import dataclass
 
@@ -46,13 +48,14 @@ def run(
     *,
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Finished:
     """Run `argv` in its own process group and without standard input; text is UTF-8, other bytes are replaced.
 
-    `environment` is the child's whole environment; None inherits ours. A non-zero exit raises nothing. Raises
-    RunTimeout, also as soon as `is_wanted` says no, and OSError when the program cannot be started. Whatever the
-    command left in its group is killed.
+    `environment` is the child's whole environment and `folder` where it works; None inherits ours. A non-zero
+    exit raises nothing. Raises RunTimeout, also as soon as `is_wanted` says no, and OSError when the program cannot be
+    started. Whatever the command left in its group is killed.
     """
     process = subprocess.Popen(
         list(argv),
@@ -60,9 +63,19 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=None if environment is None else dict(environment),
+        cwd=folder,
         start_new_session=True,
     )
     return _collected(process, _Output(process), argv, timeout_s, is_wanted)
+
+
+def run_shown(argv: Sequence[str], *, folder: Path | None = None) -> int:
+    """Run `argv` where the user sees it: on our terminal, with its Ctrl-C, and its output on standard error.
+
+    Returns the exit code, minus the signal's number when it was killed. Raises OSError when it cannot be started.
+    """
+    with subprocess.Popen(list(argv), cwd=folder, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()) as process:
+        return process.wait()
 
 
 def _collected(

@@ -56,6 +56,7 @@ def create_app(
     progress = partial(overall_progress, backends)
     metrics = Metrics(
         running=lambda: sum(traffic.running for traffic in traffics),
+        events_per_s=lambda: sum(traffic.rate.per_s for traffic in traffics),
         progress=progress,
         engine_restarts=_engine_restarts(backends),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from appliance.engine_route import Dialect, EngineRoute
 from appliance.gateway import api_error, headers, hold
 from appliance.gateway.api_error import ApiError
-from appliance.gateway.traffic import Traffic
+from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Progress
@@ -139,14 +139,14 @@ class EngineEndpoint:
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                await relay(response, reply)
+                await relay(response, reply, self._traffic.rate)
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except BrokenError as error:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter) -> None:
+async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> None:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read."""
     if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
@@ -160,6 +160,8 @@ async def relay(response: Response, reply: ResponseWriter) -> None:
     if not reply.is_started:
         await reply.start(response)
     async for chunk in response.chunks():
+        if response.is_stream:
+            rate.add(chunk)
         await reply.write(chunk)
     await reply.finish()
 

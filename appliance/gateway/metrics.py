@@ -44,10 +44,16 @@ class Histogram:
 
 class Metrics:
     def __init__(
-        self, *, running: Callable[[], int], progress: Callable[[], Progress], engine_restarts: Callable[[], int] | None
+        self,
+        *,
+        running: Callable[[], int],
+        events_per_s: Callable[[], float],
+        progress: Callable[[], Progress],
+        engine_restarts: Callable[[], int] | None,
     ) -> None:
-        """`running` are the requests that are there now."""
+        """`running` are the requests that are there now, `events_per_s` what their streams bring."""
         self._running = running
+        self._events_per_s = events_per_s
         self._progress = progress
         self._engine_restarts = engine_restarts
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -91,6 +97,8 @@ class Metrics:
                 family.add_metric([route], buckets=histogram.buckets(), sum_value=histogram.sum_s)
             yield family
         yield GaugeMetricFamily("appliance_requests_in_flight", "Requests with the engine now", value=self._running())
+        words = "Events of streamed answers in the last 3 s: about one a token"
+        yield GaugeMetricFamily("appliance_stream_events_per_second", words, value=self._events_per_s())
         now = self._progress().phase
         phases = GaugeMetricFamily("appliance_phase", "1 for the phase that the appliance is in", labels=["phase"])
         for phase in Phase:

@@ -5,14 +5,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from appliance.gateway import api_error
 
+RATE_S = 3.0
+
+
+class Rate:
+    """Events of streamed answers: about one a token, as engines send them. Of the last `RATE_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, chunk: bytes) -> None:
+        self._seen.append((self._clock(), chunk.count(b"\n\n")))
+        self._forget()
+
+    @property
+    def per_s(self) -> float:
+        """0 soon after the last one. At least a quarter of the time is divided by: few events are no speed."""
+        self._forget()
+        if not self._seen:
+            return 0.0
+        seconds = max(self._clock() - self._seen[0][0], RATE_S / 4)
+        return sum(count for _, count in self._seen) / seconds
+
+    def _forget(self) -> None:
+        oldest = self._clock() - RATE_S
+        while self._seen and self._seen[0][0] < oldest:
+            self._seen.popleft()
+
 
 class Traffic:
     def __init__(self) -> None:
+        self.rate = Rate()
         self._running: set[asyncio.Future[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()

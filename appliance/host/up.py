@@ -8,7 +8,6 @@ Progress goes to stderr, the result to stdout. Ends with the container's own exi
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import sys
 import time
@@ -24,12 +23,14 @@ from rich.console import Console
 from rich.status import Status
 
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError
+from appliance.host.containers import ALL_ADDRESSES
+from appliance.host.gateway import ANSWER_S, READY, Gateway, NoAnswerError
 
 QUESTION = "In one sentence: what is a lighthouse for?"
 INNER_PORT = "11435/tcp"
 POLL_S = 0.25
 TIMED_S = 0.02  # of an answer that took less no speed is said
-_JSON = {"Content-Type": "application/json"}
+TUNING = "/appliance/v1/tuning"
 _STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "from_profile", "tuning"})
 
 
@@ -83,7 +84,7 @@ def _follow(container: Container, err: Console) -> int | None:
             if container.status in ("exited", "dead", "restarting"):
                 return _ended(container, err)
             # Before it runs nothing is published yet.
-            ready = _get(container, "/health/ready", {}) if container.status == "running" else {}
+            ready = _document(_gateway(container), READY) if container.status == "running" else {}
             if ready.get("status") == "ready":
                 return None
             words = str(ready.get("message") or "starting")
@@ -97,7 +98,7 @@ def _follow(container: Container, err: Console) -> int | None:
 def _follow_tuning(container: Container, err: Console) -> int | None:
     """None once the best plan serves; its exit code when it ended. Raises ConfigError where nothing is measured, and
     EngineNotReadyError where measuring came to no plan."""
-    headers = {"Authorization": f"Bearer {_key(container)}"}
+    gateway = _gateway(container, _key(container))
     with Status("measuring", console=err) as status:
         said = ""
         while True:
@@ -105,11 +106,11 @@ def _follow_tuning(container: Container, err: Console) -> int | None:
             if container.status in ("exited", "dead", "restarting"):
                 return _ended(container, err)
             # Asked again each time: a container that was restarted meanwhile has forgotten it. 200 is measured.
-            answer = _request(container, "POST", "/appliance/v1/tuning", headers, "{}")
+            answer = _document(gateway, TUNING, posts=True)
             if answer.get("state") == "measured":
                 return None
             _raise_if_refused(answer, container)
-            measured = len(_get(container, "/appliance/v1/tuning", headers).get("measurements", ()))
+            measured = len(_document(gateway, TUNING).get("measurements", ()))
             words = f"measuring: {measured} measurements so far"
             status.update(words)
             if not err.is_terminal and words != said:
@@ -144,14 +145,13 @@ class _Answer:
 
 
 def _report(container: Container, question: str) -> str:
-    headers = {"Authorization": f"Bearer {_key(container)}"}
-    status = _status(container, headers)
-    answer = _ask(container, headers, question)
-    endpoint = "http://{}:{}/v1".format(*_address(container))
+    gateway = _gateway(container, _key(container))
+    status = _status(gateway, container)
+    answer = _ask(gateway, question, container)
     rows = {
         "question": question,
         "answer": f"{answer.text.strip()}  ({answer.tokens} tokens{_at(answer.tokens_per_s)})",
-        "endpoint": endpoint,
+        "endpoint": gateway.url,
         "model": f"{status['model']}, context {status['context']:,}",
         "key": f"docker exec {container.name} appliance key",
         "chosen": status["chosen"],
@@ -189,8 +189,8 @@ def _key(container: Container) -> str:
     return output.decode().strip()
 
 
-def _status(container: Container, headers: Mapping[str, str]) -> dict[str, Any]:
-    status = _get(container, "/appliance/v1/status", headers)
+def _status(gateway: Gateway, container: Container) -> dict[str, Any]:
+    status = _document(gateway, "/appliance/v1/status")
     if missing := _STATUS - status.keys():
         message = (
             f"the container does not tell its state: no {', '.join(sorted(missing))} in {json.dumps(status)[:500]}"
@@ -199,7 +199,7 @@ def _status(container: Container, headers: Mapping[str, str]) -> dict[str, Any]:
     return status
 
 
-def _ask(container: Container, headers: Mapping[str, str], question: str) -> _Answer:
+def _ask(gateway: Gateway, question: str, container: Container) -> _Answer:
     """As a stream, timed by our own clock: what a user sees, of any engine."""
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -209,31 +209,26 @@ def _ask(container: Container, headers: Mapping[str, str], question: str) -> _An
         "stream_options": {"include_usage": True},
     }
     words: list[str] = []
-    tokens, line = None, b""
+    tokens = None
     first = last = 0.0
     try:
-        connection = http.client.HTTPConnection(*_address(container), timeout=300)
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {**_JSON, **headers})
-        for row in connection.getresponse():
-            line = row.strip() or line
-            if not row.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
-            usage, choices = event.get("usage"), event["choices"]
-            tokens = int(usage["completion_tokens"]) if usage else tokens
-            if choices:
-                last = time.monotonic()
-                first = first or last  # of whatever kind: a model may begin with tokens that are no text
-            for delta in (choice.get("delta") or {} for choice in choices):
-                # A model that thinks may come to no answer within so few tokens.
-                words.append(delta.get("content") or delta.get("reasoning_content") or "")
-    except (OSError, http.client.HTTPException) as error:
-        message = f"the answer broke off after {len(words)} pieces: {type(error).__name__}: {error}"
+        with gateway.stream("/v1/chat/completions", body) as events:
+            for event in events:
+                usage, choices = event.get("usage"), event["choices"]
+                tokens = int(usage["completion_tokens"]) if usage else tokens
+                if choices:
+                    last = time.monotonic()
+                    first = first or last  # of whatever kind: a model may begin with tokens that are no text
+                for delta in (choice.get("delta") or {} for choice in choices):
+                    # A model that thinks may come to no answer within so few tokens.
+                    words.append(delta.get("content") or delta.get("reasoning_content") or "")
+    except NoAnswerError as error:
+        message = f"the answer broke off after {len(words)} pieces: {error}"
         raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`") from error
-    except (ValueError, KeyError, TypeError, AttributeError):  # an error in place of an answer, or something else
+    except (ValueError, KeyError, TypeError, AttributeError):  # something else in place of an answer
         tokens = None
     if tokens is None:
-        message = f"the answer is not what was expected: {line.decode(errors='replace').strip()[:500]}"
+        message = f"the answer is not what was expected, after {len(words)} pieces"
         raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
     seconds = last - first
     # The first token comes of the prompt's reading: n tokens are n - 1 steps. Of pieces that came at once a clock tells
@@ -242,23 +237,15 @@ def _ask(container: Container, headers: Mapping[str, str], question: str) -> _An
     return _Answer(text="".join(words), tokens=tokens, tokens_per_s=tokens_per_s)
 
 
-def _get(container: Container, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    return _request(container, "GET", path, headers, None)
-
-
-def _request(
-    container: Container, method: str, path: str, headers: Mapping[str, str], body: str | None
-) -> dict[str, Any]:
-    """JSON, or nothing while the port does not answer yet. ConfigError when no port is published."""
+def _document(gateway: Gateway, path: str, *, posts: bool = False) -> dict[str, Any]:
+    """Empty while the port does not answer yet."""
     try:
-        connection = http.client.HTTPConnection(*_address(container), timeout=300)
-        connection.request(method, path, body, {**_JSON, **headers})
-        return dict(json.loads(connection.getresponse().read()))
-    except (OSError, http.client.HTTPException, ValueError, TypeError):
+        return gateway.ask("POST" if posts else "GET", path, {} if posts else None, timeout_s=ANSWER_S).document
+    except NoAnswerError:
         return {}
 
 
-def _address(container: Container) -> tuple[str, int]:
+def _gateway(container: Container, key: str = "") -> Gateway:
     """Where the container's port is published on this machine. ConfigError when it is not."""
     published = (container.attrs["NetworkSettings"].get("Ports") or {}).get(INNER_PORT)
     if not published:
@@ -266,8 +253,8 @@ def _address(container: Container) -> tuple[str, int]:
         raise ConfigError(
             message, hint="start it with -p 127.0.0.1:11435:11435, on a network that lets ports be published"
         )
-    host = published[0]["HostIp"]
-    return ("127.0.0.1" if host in ("", "0.0.0.0", "::") else host), int(published[0]["HostPort"])  # noqa: S104
+    host = str(published[0]["HostIp"])
+    return Gateway(host="127.0.0.1" if host in ALL_ADDRESSES else host, port=int(published[0]["HostPort"]), key=key)
 
 
 if __name__ == "__main__":

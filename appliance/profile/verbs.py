@@ -68,8 +68,8 @@ def _list(context: CliContext) -> Answer:
 
 
 def _row(profile: Profile, store: ProfileStore) -> dict[str, Any]:
-    row = {"id": profile.key.id, "created": profile.created, "speed": profile.speed, "key": profile.key.parts}
-    return {**row, **store.status(profile).as_document()}
+    row = {"id": profile.key.id, "model": profile.plan.alias, "created": profile.created, "speed": profile.speed}
+    return {**row, "key": profile.key.parts, **store.status(profile).as_document()}
 
 
 def _line(profile: Profile, store: ProfileStore) -> str:

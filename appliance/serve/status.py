@@ -56,6 +56,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "speed": measured.describe() if measured else None,
         "predicted_speed": plan.speed.describe() if plan and plan.speed else None,
         "tuning": tuning_state(served),
+        "allocated": asdict(served.allocated) if served.allocated else None,
         "memory_prediction_error": profile.prediction_error if profile else None,
         "from_profile": profile is not None and served.session is None,
         "profile_holds": str(drift) if drift else None,

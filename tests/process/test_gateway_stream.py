@@ -42,6 +42,19 @@ def endless() -> Iterator[Stage]:
 # As it should be
 
 
+def test_the_metrics_tell_how_fast_streams_are_now(endless: Stage) -> None:
+    """About one event every 20 ms, less on a busy machine."""
+
+    def per_s() -> float:
+        text = endless.ask("GET", "/metrics").body.decode()
+        return float(text.partition("\nappliance_stream_events_per_second ")[2].partition("\n")[0])
+
+    assert per_s() == 0.0
+    with endless.post("/v1/chat/completions", STREAM):
+        eventually(lambda: 1.0 < per_s() < 60.0, timeout_s=20)
+    eventually(lambda: per_s() == 0.0, timeout_s=20)
+
+
 def test_the_sdk_chats(stage: Stage) -> None:
     with stage.openai() as client:
         reply = client.chat.completions.create(model="demo", messages=MESSAGES)

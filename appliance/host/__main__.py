@@ -1,0 +1,104 @@
+"""python -m appliance.host VERB: the appliance's containers on this machine. `appliance VERB` where it is installed."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+from appliance.errors import ConfigError, FatalError, UsageError
+
+# Each names its module, which is imported when the verb is called: `list` must not pay for `bench`.
+VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
+    "run": ("appliance.host.run", "start a model in a container of this machine"),
+    "status": ("appliance.host.status", "what it does now: phase, tok/s, memory, uptime"),
+    "list": ("appliance.host.listing", "every appliance on this machine"),
+    "chat": ("appliance.host.chat", "talk to it in the terminal"),
+    "logs": ("appliance.host.logs", "what it said; -f follows"),
+    "stop": ("appliance.host.stop", "end it; its volume stays"),
+    "upgrade": ("appliance.host.upgrade", "take a newer image and compare its speed; --back takes the one before"),
+    "version": ("appliance.host.version", "versions of this command, of Docker and of what runs"),
+})  # fmt: skip
+EPILOG = (
+    "Exit codes: 2 usage, 10 Docker or a choice, 20 to 23 GPU, 30 to 32 model, 43 no readiness, 50 volume, 60 build; "
+    "a container that ends at its start gives its own."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "appliance") -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words, prog)
+    except FatalError as error:
+        _show(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `appliance logs | head`
+        sys.stderr.close()
+        return 141
+
+
+def _run(words: list[str], prog: str) -> int:
+    if not words or words[0] in ("-h", "--help") or words[0] not in VERBS:
+        return _without_verb(words, prog)
+    name, about = VERBS[words[0]]
+    try:
+        verb = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package == "appliance":
+            raise
+        message = f"`{prog} {words[0]}` needs a Python package that is not installed: {package}"
+        raise ConfigError(
+            message, hint="pipx install '.[host]'; in a clone make venv, then .venv/bin/python"
+        ) from error
+    parser = _Parser(prog=f"{prog} {words[0]}", description=about, epilog=EPILOG, allow_abbrev=False)
+    verb.add_arguments(parser)
+    code: int = verb.run(_parsed(parser, words[1:]))
+    return code
+
+
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, list(parser._option_string_actions), 1)
+        message = f"unknown argument: {unknown[0]}"
+        raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"see `{parser.prog} --help`")
+    return options
+
+
+def _without_verb(words: Sequence[str], prog: str) -> int:
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {prog} VERB …\n\n{table()}\n\n`{prog} VERB --help` says more. {EPILOG}")
+        return 0
+    given = words[0] if words else ""
+    near = difflib.get_close_matches(given, list(VERBS), 1)
+    message = f"no such verb: {given}" if given else "a verb is missing"
+    raise UsageError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"known are {', '.join(VERBS)}")
+
+
+def table() -> str:
+    return "\n".join(f"  {name:<10} {about}" for name, (_, about) in VERBS.items())
+
+
+def _show(error: FatalError) -> None:
+    for line in error.log:
+        print(f"  | {line}", file=sys.stderr)
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"\nhint: {error.hint}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m appliance.host"))

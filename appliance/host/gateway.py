@@ -1,0 +1,172 @@
+"""HTTP to one appliance: its health, its documents, its answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from appliance.errors import ConfigError, EngineNotReadyError, FatalError
+from appliance.values import dataclass
+
+ASK_S = 5.0
+ANSWER_S = 600.0  # of one that is written: a long prompt on a CPU is read for minutes
+READY = "/health/ready"
+GAUGE = re.compile(r"^(\w+) ([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)$", re.MULTILINE)
+
+
+class NoAnswerError(Exception):
+    """Nothing that speaks HTTP and JSON is there, not yet or not any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    status: int
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """`key` is "" where none is asked for; it is in no representation."""
+
+    host: str
+    port: int
+    key: str = ""
+
+    def __repr__(self) -> str:
+        return f"Gateway({self.base})"
+
+    @property
+    def base(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.base}/v1"
+
+    def get(self, path: str, *, timeout_s: float = ASK_S) -> Reply:
+        """Raises NoAnswerError."""
+        return self.ask("GET", path, timeout_s=timeout_s)
+
+    def ask(self, method: str, path: str, body: object = None, *, timeout_s: float = ASK_S) -> Reply:
+        """Raises NoAnswerError."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            return _asked(connection, method, path, self._headers(), body)
+        finally:
+            connection.close()
+
+    def document(self, name: str, *, timeout_s: float = ASK_S) -> dict[str, Any]:
+        """One of /appliance/v1; raises NoAnswerError, and FatalError for a refusal."""
+        reply = self.get(f"/appliance/v1/{name}", timeout_s=timeout_s)
+        if reply.status != 200:
+            raise refusal(reply)
+        return reply.document
+
+    def gauges(self, *, timeout_s: float = ASK_S) -> dict[str, float]:
+        """Those of /metrics that have no labels. Raises NoAnswerError."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            connection.request("GET", "/metrics", headers=dict(self._headers()))
+            return _gauges(connection.getresponse().read().decode(errors="replace"))
+        except (OSError, http.client.HTTPException) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise NoAnswerError(message) from error
+        finally:
+            connection.close()
+
+    @contextmanager
+    def stream(self, path: str, body: object) -> Iterator[Iterator[dict[str, Any]]]:
+        """Events of an answer. Raises NoAnswerError, and FatalError for a refusal, at once or within the stream."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_S)
+        try:
+            connection.request("POST", path, json.dumps(body), self._headers())
+            response = connection.getresponse()
+            if response.status != 200:
+                raise refusal(Reply(status=response.status, document=_parsed(response.read())))
+            yield _events(response)
+        except (OSError, http.client.HTTPException) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise NoAnswerError(message) from error
+        finally:
+            connection.close()
+
+    def _headers(self) -> Mapping[str, str]:
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return {"Content-Type": "application/json", **key}
+
+
+class ReadyPoll:
+    """Asks for readiness again and again, on one connection while it lasts."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._connection = http.client.HTTPConnection(gateway.host, gateway.port, timeout=ASK_S)
+
+    def ask(self) -> dict[str, Any]:
+        """The document; empty while nothing answers."""
+        try:
+            return _asked(self._connection, "GET", READY, {}, None).document
+        except NoAnswerError:
+            self._connection.close()
+            return {}
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _asked(
+    connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: object
+) -> Reply:
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), dict(headers))
+        response = connection.getresponse()
+        return Reply(status=response.status, document=_parsed(response.read()))
+    except (OSError, http.client.HTTPException) as error:
+        message = f"{type(error).__name__}: {error}"
+        raise NoAnswerError(message) from error
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except ValueError as error:
+        message = f"no JSON: {body[:200]!r}"
+        raise NoAnswerError(message) from error
+    if not isinstance(document, dict):
+        message = f"no JSON object: {body[:200]!r}"
+        raise NoAnswerError(message)
+    return document
+
+
+def _gauges(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in GAUGE.findall(text)}
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Until [DONE]; http.client takes a torn stream for one that ended."""
+    for row in response:
+        line = row.strip()
+        if not line.startswith(b"data:"):
+            continue
+        if line.endswith(b"[DONE]"):
+            return
+        document = _parsed(line.removeprefix(b"data:"))
+        if "error" in document:
+            raise refusal(Reply(status=200, document=document))
+        yield document
+    message = "the connection closed before its end"
+    raise NoAnswerError(message)
+
+
+def refusal(reply: Reply) -> FatalError:
+    error = reply.document.get("error")
+    told = error if isinstance(error, dict) else {}
+    words = told.get("message") or f"HTTP {reply.status}: {json.dumps(reply.document)[:300]}"
+    if reply.status == 401:
+        hint = "the key on the volume is another one than the appliance took at its start: start it again"
+        return ConfigError(f"the appliance refuses its key: {words}", hint=hint)
+    return EngineNotReadyError(f"the appliance refuses: {words}", hint="`appliance logs` or `docker logs` says more")

@@ -1,0 +1,104 @@
+"""What the user called: a file here, a recipe, a repository of the hub, or an address."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import stat
+from pathlib import Path
+
+from appliance.errors import ModelUnreadableError, UsageError
+from appliance.host.launch import Bind
+from appliance.values import dataclass
+
+# Beside the volume: a bind inside of it would leave a folder there that belongs to root.
+TARGET = "/models"
+PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+RECIPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?([:@][\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """`setting` is what the appliance is told to serve; None leaves it to the image's recipe."""
+
+    called: str
+    name: str  # for the container
+    setting: str | None
+    recipe: str | None = None
+    binds: tuple[Bind, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        return bool(self.binds)
+
+
+def understand(called: str) -> Weights:
+    """Raises ModelUnreadableError for a file that is missing or no file, UsageError for what is none of these."""
+    if called.startswith(("http://", "https://")):
+        return Weights(called=called, name=_stem(called.rsplit("/", 1)[-1]), setting=called)
+    path = Path(called).expanduser()
+    if called.strip() and path.exists():
+        return _of_path(called, path)
+    if _looks_like_a_path(called):
+        raise _missing(path)
+    if "/" in called and REPOSITORY.fullmatch(called):
+        return Weights(called=called, name=_stem(re.sub(r"^[^/]+/|[@].*$", "", called)), setting=called)
+    if RECIPE.fullmatch(called):
+        recipe, _, rung = called.partition(":")
+        return Weights(called=called, name=called, setting=called if rung else None, recipe=recipe)
+    message = f"neither a file, a recipe, org/repo[:quant] nor an address: {called!r}"
+    raise UsageError(message, hint="as in `appliance run qwen`, `run ./model.gguf` or `run Qwen/Qwen3-8B-GGUF:Q4_K_M`")
+
+
+def _looks_like_a_path(called: str) -> bool:
+    is_file_of_a_repository = called.count("/") >= 2 and not called.startswith(("/", ".", "~"))
+    return called.startswith(("/", ".", "~")) or (called.endswith(".gguf") and not is_file_of_a_repository)
+
+
+def _of_path(called: str, path: Path) -> Weights:
+    parts = _parts(path)
+    for part in parts:
+        _refuse_unreadable(part)
+    # The content of a link, such as those of the hub's cache, under the name of the link.
+    binds = tuple(Bind(source=str(part.resolve()), target=f"{TARGET}/{part.name}") for part in parts)
+    return Weights(called=called, name=_stem(path.resolve().name if path.name in ("", ".", "..") else path.name),
+                   setting=binds[0].target, binds=binds)  # fmt: skip
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    """All files of a model that is split, first to last."""
+    found = PART.search(path.name)
+    if not found or path.is_dir():
+        return (path,)
+    count = int(found[1])
+    names = [PART.sub(f"-{number:05d}-of-{count:05d}.gguf", path.name) for number in range(1, count + 1)]
+    return tuple(path.with_name(name) for name in names)
+
+
+def _refuse_unreadable(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            path.open("rb").close()
+        elif not stat.S_ISDIR(mode):
+            message = f"model is neither a file nor a folder: {path}"
+            raise ModelUnreadableError(message)
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except OSError as error:
+        message = f"model cannot be read: {path}: {error.strerror}"
+        raise ModelUnreadableError(message, hint=f"chmod a+r {path}") from error
+
+
+def _missing(path: Path) -> ModelUnreadableError:
+    folder = path.parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, 1)
+    message = f"no such model file: {path}"
+    hint = f"perhaps you meant {folder / near[0]}" if near else "a path on this machine, a recipe or org/repo[:quant]"
+    return ModelUnreadableError(message, hint=hint)
+
+
+def _stem(name: str) -> str:
+    return PART.sub("", re.sub(r"[?#].*$", "", name)).removesuffix(".gguf")

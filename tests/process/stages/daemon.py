@@ -1,0 +1,143 @@
+"""The host command as a program, against a Docker daemon with knobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from docker.api import APIClient
+
+from tests.process.stages.boot import free_port, short_folder
+
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests/fakes/fake_daemon.py"
+IMAGE = "appliance:llama-cpu"
+RTX_4090 = "NVIDIA GeForce RTX 4090, 580.95.05, 8.9, 24564"
+
+
+@dataclass(kw_only=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(kw_only=True)
+class Host:
+    """One machine: its folder, its programs, its daemon."""
+
+    folder: Path
+    environment: dict[str, str] = field(repr=False)
+    place: Path = ROOT  # of the package
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "d.log"
+
+    @property
+    def model_path(self) -> str:
+        """Of the first model, as `model` makes it."""
+        return str(self.folder / "tiny.gguf")
+
+    def model(self, name: str = "tiny.gguf") -> str:
+        path = self.folder / name
+        path.write_bytes(b"GGUF")
+        return str(path)
+
+    def gpu(self, *rows: str, code: int = 0) -> None:
+        """An nvidia-smi that answers as the real one does to each query of its fields."""
+        names = "name driver_version compute_cap memory.total"
+        script = f"""#!{sys.executable}
+import sys
+query = next(word for word in sys.argv if word.startswith("--query-gpu=")).partition("=")[2].split(",")
+for row in {list(rows)!r}:
+    fields = dict(zip({names!r}.split(), row.split(", ")))
+    print(", ".join(fields.get(name, row) for name in query) if len(fields) > 1 else row)
+sys.exit({code})
+"""
+        path = self.folder / "bin/nvidia-smi"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+
+    def asked(self, path: str) -> list[dict[str, Any]]:
+        """Bodies of what the daemon was asked under this path."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        rows = [json.loads(line) for line in lines]
+        return [row["body"] for row in rows if row["path"] == path]
+
+    def created(self) -> dict[str, Any]:
+        """The last container that was made."""
+        return self.asked("containers/create")[-1]
+
+    @contextmanager
+    def begin(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        argv = [sys.executable, "-m", "appliance.host", *words]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            argv,
+            cwd=self.place,
+            env=self.environment,
+            text=True,
+            preexec_fn=_hear_ctrl_c,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+        ) as program:
+            try:
+                yield program
+            finally:
+                program.kill()
+
+    def run(self, *words: str, stdin: str = "") -> Done:
+        with self.begin(*words) as program:
+            out, err = program.communicate(stdin, timeout=60)
+        assert "Traceback" not in err, err
+        return Done(code=program.returncode, out=out, err=err)
+
+    def end(self, name: str, code: int) -> None:
+        """As if the container ended by itself."""
+        with APIClient(self.environment["DOCKER_HOST"], version="1.45") as client:
+            client.kill(f"appliance-{name}", signal=str(code))
+
+    def serving(self, *words: str) -> int:
+        """One that is started and ready; its port."""
+        port = free_port()
+        done = self.run("run", self.model(), "--name", "one", "-d", "--image", IMAGE, "--port", str(port), *words)
+        assert done.code == 0, done.err
+        return port
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def on_host(*knobs: str, daemon: bool = True) -> Iterator[Host]:
+    """With the images of `--image`, the CPU's without one."""
+    with short_folder() as folder:
+        environment = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock", "HOME": str(folder), "TERM": "dumb"}
+        environment["PATH"] = f"{folder}/bin:{environment['PATH']}"
+        for name in ("IMAGE_PREFIX", "HF_TOKEN", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT"):
+            environment.pop(name, None)
+        host = Host(folder=folder, environment=environment)
+        if not daemon:
+            yield host
+            return
+        images = () if "--image" in knobs else ("--image", IMAGE)
+        argv = [sys.executable, str(FAKE), f"{folder}/d.sock", *images, *knobs]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as fake:
+            try:
+                assert fake.stdout
+                assert fake.stdout.readline() == "ready\n"
+                yield host
+            finally:
+                fake.kill()

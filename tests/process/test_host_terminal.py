@@ -1,0 +1,109 @@
+"""The host command on a terminal: what is drawn, and what Ctrl-C asks."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import sys
+import time
+
+import pytest
+
+from tests.process.stages.boot import free_port
+from tests.process.stages.daemon import IMAGE, Host, on_host
+
+LIMIT_S = 60.0
+
+
+class Terminal:
+    """One program on a pseudo-terminal of its own; the caller closes it."""
+
+    def __init__(self, host: Host, *words: str) -> None:
+        self.shown = ""
+        self._seen = 0
+        self._pid, self._terminal = pty.fork()
+        if self._pid == 0:
+            os.chdir(host.place)
+            environment = {**host.environment, "TERM": "xterm-256color", "COLUMNS": "160"}
+            os.execve(sys.executable, [sys.executable, "-m", "appliance.host", *words], environment)
+
+    def wait_for(self, words: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while words not in self.shown[self._seen :]:
+            assert time.monotonic() < deadline, f"it never said {words!r}: {self.shown}"
+            assert self._read(), f"it ended without {words!r}: {self.shown}"
+        self._seen = self.shown.index(words, self._seen) + len(words)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    def code(self) -> int:
+        while self._read():
+            pass
+        os.close(self._terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def _read(self) -> bool:
+        """Whether the program is still there."""
+        if not select.select([self._terminal], [], [], LIMIT_S)[0]:
+            return False
+        try:
+            data = os.read(self._terminal, 65536)
+        except OSError:  # how a pseudo-terminal tells that the program has ended
+            return False
+        self.shown += data.decode("utf-8", "replace")
+        return bool(data)
+
+
+def test_a_download_has_a_bar_and_loading_has_none() -> None:
+    with on_host("--fetch-for", "0.6", "--ready-after", "0.4") as host:
+        program = Terminal(host, "run", host.model(), "-d", "--image", IMAGE, "--port", str(free_port()))
+        assert program.code() == 0, program.shown
+    frames = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", each) for each in re.split(r"[\r\n]+", program.shown)]
+    fetching = [each for each in frames if "weights are fetched" in each]
+    loading = [each for each in frames if "being loaded" in each]
+    assert any("━" in each and "of 4.9 GB, 38 MB/s" in each for each in fetching), fetching
+    assert loading
+    assert not any("━" in each for each in loading)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "runs"), [("n\n", 0, True), ("y\n", 130, False), ("\n", 130, False), ("\x03", 130, False)]
+)
+def test_ctrl_c_asks_whether_to_stop(answer: str, code: int, runs: bool) -> None:
+    with on_host() as host:
+        words = ("--name", "one", "--image", IMAGE, "--port", str(free_port()))
+        program = Terminal(host, "run", host.model(), *words)
+        program.wait_for("the model is ready")
+        program.type("\x03")
+        program.wait_for("stop one? [Y/n] ")
+        program.type(answer)
+        assert program.code() == code, program.shown
+        assert (IMAGE in host.run("list").out) is runs
+    assert "Traceback" not in program.shown
+
+
+def test_building_is_asked_for() -> None:
+    with on_host("--image", "other:x") as host:
+        program = Terminal(host, "run", host.model(), "-d")
+        program.wait_for("Build it now? The engine is compiled, up to half an hour [y/N] ")
+        program.type("n\n")
+        assert program.code() == 10, program.shown
+    assert "no such image here: appliance:llama-cpu" in program.shown
+
+
+def test_a_conversation() -> None:
+    with on_host() as host:
+        host.serving()
+        program = Terminal(host, "chat")
+        program.wait_for(">>> ")
+        program.type("what is a lighthouse for?\n")
+        program.wait_for("1: It guides ships.")
+        program.wait_for(">>> ")
+        program.type("\x03")
+        program.wait_for(">>> ")
+        program.type("/exit\n")
+        assert program.code() == 0, program.shown
+    assert "tiny.gguf: /exit ends" in program.shown

@@ -1,0 +1,262 @@
+"""`appliance status`, `list`, `stop`, `logs`, `chat`, `version` and `upgrade` against a Docker daemon with knobs."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from appliance.__main__ import HOST_VERBS
+from appliance.host.__main__ import VERBS
+from tests.process.stages.boot import free_port
+from tests.process.stages.daemon import IMAGE, ROOT, Host, on_host
+
+NEXT = "appliance:next"
+
+
+def test_status_says_what_it_does_now() -> None:
+    with on_host() as host:
+        port = host.serving()
+        done = host.run("status")
+    rows = dict(re.split(r"\s+", line, maxsplit=1) for line in done.out.splitlines())
+    assert done.code == 0, done.err
+    assert rows["model"] == "m"
+    assert rows["phase"] == "ready"
+    assert rows["now"] == "42.5 tok/s, 1 at work"
+    assert rows["memory"] == "120 MiB of VRAM, 36 MiB of host memory"
+    assert rows["mode"] == "balanced, context 8,192"
+    assert rows["endpoint"] == f"http://127.0.0.1:{port}/v1"
+    assert re.fullmatch(r"\d+(\.\d)? s", rows["uptime"])
+
+
+def test_status_as_json_has_every_field() -> None:
+    with on_host() as host:
+        host.serving()
+        status = json.loads(host.run("status", "one", "--json").out)
+    assert status["tokens_per_s"] == 42.5
+    assert status["vram_mib"] == 120.0
+    assert status["allocated_mib"] == 156.0
+    assert status["requests"] == 1
+    assert (status["name"], status["state"], status["phase"], status["exit_code"]) == ("one", "running", "ready", 0)
+
+
+def test_status_of_one_that_fetches_shows_how_far_it_is() -> None:
+    words = ("--name", "one", "--image", IMAGE, "--port", str(free_port()))
+    with on_host("--fetch-for", "60") as host, host.begin("run", host.model(), *words) as program:
+        wait_for_list(host, "fetching")
+        done = host.run("status", "one")
+        program.send_signal(signal.SIGTERM)
+        program.communicate(timeout=30)
+    assert "phase     fetching: weights are fetched\n" in done.out
+    assert re.search(r"fetched   [0-9.]+ of 4.9 GB, 38 MB/s, 1 min 37 s left\n", done.out)
+
+
+def wait_for_list(host: Host, phase: str) -> None:
+    deadline = time.monotonic() + 30
+    while phase not in (said := host.run("list").out):
+        assert time.monotonic() < deadline, said
+
+
+def test_status_of_one_that_ended_has_its_code() -> None:
+    with on_host() as host:
+        host.serving()
+        host.end("one", 45)
+        done = host.run("status", "one")
+        listed = json.loads(host.run("list", "--json").out)
+    assert done.code == 45
+    assert "phase     exited: Exited (45)\n" in done.out
+    assert [(row["name"], row["phase"], row["is_ours"]) for row in listed] == [("one", "exited", True)]
+
+
+def test_status_again_and_again_until_ctrl_c() -> None:
+    with on_host() as host:
+        host.serving()
+        with host.begin("status", "--watch", "--json") as program:
+            assert program.stdout
+            rows = [json.loads(program.stdout.readline()) for _ in range(2)]
+            program.send_signal(signal.SIGINT)
+            _, err = program.communicate(timeout=30)
+    assert [row["phase"] for row in rows] == ["ready", "ready"]
+    assert program.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_key_that_is_refused_is_said() -> None:
+    with on_host("--wanted-key", "sk-other") as host:
+        port = free_port()
+        done = host.run("run", host.model(), "--name", "one", "-d", "--image", IMAGE, "--port", str(port))
+    assert done.code == 10
+    assert "error: the appliance refuses its key: invalid API key" in done.err
+    assert "sk-" not in done.err
+
+
+def test_which_one_is_meant_is_asked_for_where_there_are_several() -> None:
+    with on_host() as host:
+        assert host.run("status").code == 10
+        host.serving()
+        port = free_port()
+        host.run("run", host.model("t.gguf"), "--name", "two", "-d", "--image", IMAGE, "--port", str(port))
+        several, near, begun = host.run("status"), host.run("status", "onee"), host.run("status", "tw")
+    assert several.code == 10
+    assert "error: several appliances are here: " in several.err
+    assert "perhaps you meant 'one'" in near.err
+    assert begun.code == 0, begun.err
+
+
+def test_stop_all_stops_all_and_keeps_the_volume() -> None:
+    with on_host() as host:
+        host.serving("--volume", "first")
+        port = free_port()
+        host.run("run", host.model("t.gguf"), "--name", "two", "-d", "--image", IMAGE, "--port", str(port))
+        told = json.loads(host.run("stop", "--all", "--json").out)
+        assert host.run("list").out.startswith("no appliance on this machine")
+    assert sorted(told["stopped"]) == ["appliance-one", "appliance-two"]
+    assert told["kept_volumes"] == ["appliance", "first"]
+
+
+def test_logs_are_sentences() -> None:
+    event = {"time": "2026-11-22T16:49:38.161+00:00", "level": "warning", "event": "e", "message": "it is [late]"}
+    with on_host("--log", json.dumps(event), "--log", "no event") as host:
+        host.serving()
+        assert host.run("logs").out == "16:49:38 warning: it is [late]\nno event\n"
+        assert host.run("logs", "--json").out.splitlines()[0] == json.dumps(event)
+
+
+# A conversation.
+
+
+def test_a_conversation_is_kept_until_it_is_cleared() -> None:
+    with on_host() as host:
+        host.serving()
+        done = host.run("chat", "--system", "be short", stdin="one?\ntwo?\n/clear\nthree?\n/what\n/exit\nnever?\n")
+    assert done.code == 0, done.err
+    # The answer begins with how many messages were sent.
+    assert done.out == "2: It guides ships.\n4: It guides ships.\n2: It guides ships.\n"
+    assert "/exit ends" in done.err
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [("refused", 43, "error: the appliance refuses: the model is being loaded"), ("error", 43, "shutting down"),
+     ("torn", 45, "error: the answer broke off: the connection closed before its end")],
+)  # fmt: skip
+def test_an_answer_that_fails_is_said(answer: str, code: int, said: str) -> None:
+    with on_host("--answer", answer) as host:
+        host.serving()
+        done = host.run("chat", stdin="one?\n")
+    assert done.code == code
+    assert said in done.err
+
+
+# An upgrade.
+
+
+def test_an_upgrade_says_what_changed_and_what_became_slower() -> None:
+    with on_host("--image", IMAGE, "--image", NEXT, "--slow-image", NEXT) as host:
+        port = host.serving()
+        done = host.run("upgrade", "--image", NEXT)
+        assert done.code == 0, done.err
+        assert "  version: appliance:llama-cpu -> appliance:next\n" in done.out
+        assert "slower by more than 5 %: decode at 32 tokens: 100.0 -> 90.0 tok/s, 10% slower\n" in done.out
+        assert "  prefill at 32 tokens: 300.0 -> 300.0 tok/s\n" in done.out
+        after = json.loads(host.run("status", "one", "--json").out)
+        assert (after["image"], after["endpoint"]) == (NEXT, f"http://127.0.0.1:{port}/v1")
+        back = host.run("upgrade", "one", "--back")
+        assert "one is back" in back.out
+        assert "decode at 32 tokens: 90.0 -> 100.0 tok/s, 11% faster\n" in back.out
+        assert json.loads(host.run("status", "one", "--json").out)["image"] == IMAGE
+        again = json.loads(host.run("upgrade", "one", "--back", "--json").out)
+        assert [row["what"] for row in again["speeds"] if row["is_slower"]] == ["decode at 32 tokens"]
+        assert host.run("stop", "one").code == 0
+        assert host.run("list").out.startswith("no appliance")
+
+
+def test_an_upgrade_that_does_not_come_up_leaves_the_one_before() -> None:
+    with on_host("--image", IMAGE, "--image", NEXT, "--exit", "44", "--exit-from", "1") as host:
+        host.serving()
+        done = host.run("upgrade", "one", "--image", NEXT)
+        images = [row["image"] for row in json.loads(host.run("list", "--json").out)]
+    assert done.code == 44
+    assert "one is started again as it was" in done.err
+    assert images == [IMAGE]
+
+
+def test_there_is_nothing_to_upgrade_to() -> None:
+    with on_host() as host:
+        host.serving()
+        done = host.run("upgrade")
+        back = host.run("upgrade", "--back")
+    assert (done.code, done.out) == (0, f"one is up to date: {IMAGE}\n")
+    assert "--yes builds it" in done.err
+    assert back.code == 10
+    assert "there is no container before one" in back.err
+
+
+def test_without_measuring_nothing_is_compared_and_that_is_said() -> None:
+    with on_host("--image", IMAGE, "--image", NEXT, "--tuning", "off") as host:
+        host.serving()
+        done = host.run("upgrade", "--image", NEXT)
+    assert done.code == 0, done.err
+    assert "speeds were not compared: nothing was measured before the upgrade" in done.out
+
+
+# The command line.
+
+
+def test_versions_are_told_also_without_docker() -> None:
+    with on_host() as host:
+        host.serving()
+        assert "docker: 26.1\none: llama-cpu appliance:llama-cpu" in host.run("version").out
+    with on_host(daemon=False) as host:
+        done = host.run("version")
+    assert done.code == 0
+    assert "docker: none: Docker is" in done.out
+
+
+def test_the_appliance_hands_over_to_the_host_command() -> None:
+    assert set(HOST_VERBS) == VERBS.keys() - {"version"}
+    with on_host() as host:
+        for words in (["list"], ["version", "--json"], ["--help"], ["run", "--help"]):
+            argv = [sys.executable, "-m", "appliance", *words]
+            done = subprocess.run(argv, cwd=ROOT, env=host.environment, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert "docker" in done.stdout or "appliance" in done.stdout
+
+
+def test_without_the_package_for_docker_it_says_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['docker'] = None\nfrom appliance.host.__main__ import main\nsys.exit(main(['list']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 10
+    assert "is not installed: docker" in done.stderr
+    assert "pipx install" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["statsu"], "perhaps you meant 'status'"),
+        ([], "known are run"),
+        (["list", "--jsn"], "perhaps you meant '--json'"),
+    ],
+)
+def test_misspelt_words_name_the_near_miss(words: list[str], hint: str) -> None:
+    with on_host(daemon=False) as host:
+        done = host.run(*words)
+    assert done.code == 2
+    assert hint in done.err
+
+
+def test_help_needs_no_docker_and_imports_none() -> None:
+    script = (
+        "import sys\nfrom appliance.host.__main__ import main\nmain(['--help'])\nassert 'docker' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {verb} " in done.stdout for verb in VERBS)

@@ -1,0 +1,87 @@
+"""What a user may call a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import FatalError, ModelUnreadableError, UsageError
+from appliance.host.launch import Bind
+from appliance.host.weights import understand
+
+
+@pytest.mark.parametrize(
+    ("called", "name", "setting", "recipe"),
+    [
+        ("qwen", "qwen", None, "qwen"),
+        ("qwen:8b-q4", "qwen:8b-q4", "qwen:8b-q4", "qwen"),
+        ("Qwen/Qwen3-8B-GGUF", "Qwen3-8B-GGUF", "Qwen/Qwen3-8B-GGUF", None),
+        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", "Qwen3-8B-GGUF:Q4_K_M", "Qwen/Qwen3-8B-GGUF:Q4_K_M", None),
+        ("org/repo@a1b2", "repo", "org/repo@a1b2", None),
+        ("org/repo/sub/file.gguf", "repo/sub/file", "org/repo/sub/file.gguf", None),
+        ("https://example.org/x/m.gguf?download=1", "m", "https://example.org/x/m.gguf?download=1", None),
+    ],
+)
+def test_what_is_not_a_file_here(called: str, name: str, setting: str | None, recipe: str | None) -> None:
+    found = understand(called)
+    assert (found.name, found.setting, found.recipe, found.binds) == (name, setting, recipe, ())
+    assert not found.is_here
+
+
+def test_a_file_is_bound_beside_the_volume(tmp_path: Path) -> None:
+    path = tmp_path / "My Model.gguf"
+    path.write_bytes(b"GGUF")
+    found = understand(str(path))
+    assert found.binds == (Bind(source=str(path), target="/models/My Model.gguf"),)
+    assert (found.name, found.setting) == ("My Model", "/models/My Model.gguf")
+
+
+def test_a_file_of_this_folder_goes_before_a_recipe_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    assert understand("qwen").is_here
+    assert understand("gemma").recipe == "gemma"
+
+
+def test_a_link_is_bound_by_its_content_under_its_own_name(tmp_path: Path) -> None:
+    """As the hub's cache has them."""
+    blob, link = tmp_path / "blob", tmp_path / "m.gguf"
+    blob.write_bytes(b"GGUF")
+    link.symlink_to(blob)
+    assert understand(str(link)).binds == (Bind(source=str(blob), target="/models/m.gguf"),)
+
+
+def test_a_model_that_is_split_is_bound_with_all_parts(tmp_path: Path) -> None:
+    names = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"GGUF")
+    found = understand(str(tmp_path / names[1]))
+    assert [bind.target for bind in found.binds] == [f"/models/{name}" for name in names]
+    assert (found.name, found.setting) == ("m", f"/models/{names[0]}")
+    (tmp_path / names[2]).unlink()
+    with pytest.raises(ModelUnreadableError, match=f"no such model file: .*{names[2]}"):
+        understand(str(tmp_path / names[1]))
+
+
+def test_a_folder_is_bound_whole(tmp_path: Path) -> None:
+    assert understand(str(tmp_path)).binds == (Bind(source=str(tmp_path), target=f"/models/{tmp_path.name}"),)
+
+
+@pytest.mark.parametrize("called", ["./none.gguf", "/none/at/all", "~/none.gguf", "none.gguf", "folder/none.gguf"])
+def test_a_missing_file_is_not_taken_for_a_repository(
+    called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelUnreadableError, match="no such model file"):
+        understand(called)
+
+
+@pytest.mark.parametrize("called", ["", "a b", "org/", "qwen:", "org/repo:a:b", "ftp://x/y", "-x"])
+def test_what_is_nothing_is_usage(called: str) -> None:
+    with pytest.raises(FatalError) as caught:
+        understand(called)
+    assert isinstance(caught.value, UsageError | ModelUnreadableError)
+    assert caught.value.hint
