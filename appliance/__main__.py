@@ -27,7 +27,7 @@ EPILOG = (
 
 
 # Of appliance.host, which the container has no use for; a test holds the two together.
-HOST_VERBS = ("run", "status", "list", "chat", "logs", "stop", "upgrade")
+HOST_VERBS = ("run", "status", "list", "chat", "logs", "stop", "bench", "inject", "upgrade")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -20,6 +20,8 @@ VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "chat": ("appliance.host.chat", "talk to it in the terminal"),
     "logs": ("appliance.host.logs", "what it said; -f follows"),
     "stop": ("appliance.host.stop", "end it; its volume stays"),
+    "bench": ("appliance.host.bench", "measure prefill, decode and latency of it, or of any OpenAI endpoint"),
+    "inject": ("appliance.host.inject", "put it into the settings of an editor or another tool; --undo takes it out"),
     "upgrade": ("appliance.host.upgrade", "take a newer image and compare its speed; --back takes the one before"),
     "version": ("appliance.host.version", "versions of this command, of Docker and of what runs"),
 })  # fmt: skip

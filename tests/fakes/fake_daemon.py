@@ -120,6 +120,10 @@ def _appliance(daemon: Daemon, container: Container, bind: str, port: int) -> Th
                 return self.say(200 if document["status"] == "ready" else 503, document)
             if self._is_stranger():
                 return self.say(401, {"error": {"message": "invalid API key", "code": "invalid_api_key"}})
+            if self.path == "/v1/models":
+                return self.say(
+                    200, {"object": "list", "data": [{"id": "m", "object": "model", "context_length": 8192}]}
+                )
             if self.path == "/metrics":
                 text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
                 return self.send(200, text.encode(), "text/plain")

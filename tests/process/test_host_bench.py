@@ -32,17 +32,6 @@ def endpoint(*knobs: str) -> Iterator[str]:
 
 
 @contextmanager
-def docker(*knobs: str) -> Iterator[str]:
-    argv = [sys.executable, str(ROOT / "tests/fakes/fake_docker.py"), *knobs]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as fake:
-        try:
-            assert fake.stdout
-            yield fake.stdout.readline().strip()
-        finally:
-            fake.kill()
-
-
-@contextmanager
 def begin(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     argv = [sys.executable, "-m", "appliance.host.bench", *words]
     inherited = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
@@ -238,32 +227,10 @@ def test_a_key_is_needed_by_chats_alone_on_some_servers() -> None:
     assert "refuses the key" in err
 
 
-def test_without_a_url_the_appliance_that_runs_here_is_asked_for_its_key() -> None:
-    """The fake container refuses the list of models to nobody, and has none: the name is what is missing then."""
-    with docker() as address:
-        code, _, err = ended("--name", "c1", *SHORT, DOCKER_HOST=address)
-    assert code == 10
-    assert f"the endpoint lists no models: {address.replace('tcp', 'http')}/v1/models" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "knobs", "said"),
-    [
-        (("--name", "c2"), (), "no such container: c2"),
-        (("--name", "c1"), ("--ports", "none"), "the container publishes no port 11435/tcp: one"),
-    ],
-)
-def test_a_container_that_cannot_be_asked_is_told(words: tuple[str, ...], knobs: tuple[str, ...], said: str) -> None:
-    with docker(*knobs) as address:
-        code, _, err = ended(*words, *SHORT, DOCKER_HOST=address)
-    assert code == 10
-    assert said in err
-
-
-def test_without_docker_a_url_is_asked_for() -> None:
+def test_without_docker_it_says_what_to_do() -> None:
     code, _, err = ended(*SHORT, DOCKER_HOST="tcp://127.0.0.1:1")
     assert code == 10
-    assert "no URL was given, and Docker does not tell what runs here" in err
+    assert "nothing answers at tcp://127.0.0.1:1" in err
 
 
 def test_nothing_that_listens_ends_with_10() -> None:

@@ -260,3 +260,15 @@ def test_help_needs_no_docker_and_imports_none() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"  {verb} " in done.stdout for verb in VERBS)
+
+
+def test_bench_and_inject_take_the_appliance_that_runs_here() -> None:
+    with on_host() as host:
+        port = host.serving()
+        shown = host.run("inject", "zed", "--create", "--dry-run")
+        other = host.run("bench", "--name", "two")
+    assert shown.code == 0, shown.err
+    assert f'+        "api_url": "http://127.0.0.1:{port}/v1"' in shown.out
+    assert '+            "max_tokens": 8192' in shown.out
+    assert other.code == 10
+    assert "no such appliance: two" in other.err
