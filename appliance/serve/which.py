@@ -66,7 +66,7 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
             return Located(path=path)
         return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
     if request and (path := find_model(request, models_dir)):
-        return Located(path=path)
+        return Located(path=path, names=(request,) if _is_fetched(path, models_dir) else ())
     if recipe and (not request or request.partition(":")[0].casefold() == recipe.name.casefold()):
         return _of_recipe(recipe, (request or "").partition(":")[2], models_dir, serves, hub)
     return _of_hub(request or "", settings, serves, hub, recipe)
@@ -128,6 +128,11 @@ def path_of(rung: Rung, models_dir: Path, hub: Callable[[], HubSettings]) -> Pat
     settings = hub()
     found = find(of_rung(rung, settings), (models_dir, *settings.read_only_roots))
     return (found[0].parent if rung.format == "safetensors" else found[0]) if found else None
+
+
+def _is_fetched(path: Path, models_dir: Path) -> bool:
+    """In the layout of the hub's cache, where a model is called by its repository."""
+    return path.is_relative_to(models_dir) and path.relative_to(models_dir).parts[0].startswith("models--")
 
 
 def _size(path: Path) -> int | None:
