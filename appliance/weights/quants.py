@@ -34,11 +34,11 @@ class GgufSet:
 
 
 def gguf_sets(paths: Iterable[str]) -> tuple[GgufSet, ...]:
-    """Sorted by path; projectors and draft heads beside them are none."""
+    """Sorted by path; projectors, and the matrices that quantizing was weighted with, are none."""
     groups: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = path.rpartition("/")[2].lower()
-        if name.endswith(".gguf") and not is_projector(path):
+        if name.endswith(".gguf") and not is_projector(path) and "imatrix" not in name:
             groups.setdefault(_PART.sub("", path), []).append(path)
     return tuple(_set(whole, parts) for whole, parts in groups.items())
 

@@ -121,6 +121,18 @@ def test_a_stop_takes_less_than_two_seconds_and_loses_nothing(
     assert size_of(path) == 5 * MIB
 
 
+def test_a_stop_while_the_hub_is_silent(tmp_path: Path, shelf: Path) -> None:
+    """The question to the hub cannot be taken back; nobody waits for its answer."""
+    with running_hub(shelf, "--hang", "list") as hub, begin(hub, tmp_path / "data", "pull", REPO) as program:
+        until(lambda: bool(hub.requests()), "a question")
+        began = time.monotonic()
+        program.terminate()
+        _, err = program.communicate(timeout=20)
+        assert time.monotonic() - began < 2.0
+    assert program.returncode == 143, err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("knobs", [("--hang", "list"), ("--hang", "file"), ("--fail", "file=500*99")])
 async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tuple[str, ...]) -> None:
     with running_hub(shelf, *knobs) as hub:
@@ -141,10 +153,12 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
     seen: list[FetchProgress] = []
     data = tmp_path / "data"
     models = data / "models"
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub, begin(hub, data, "pull", REPO) as program:
-        await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
-        (path,) = await fetch(await resolve(REPO, hub.settings()), models, hub.settings(), seen.append)
-        _, err = await asyncio.to_thread(program.communicate, timeout=20)
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with begin(hub, data, "pull", REPO) as program:
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
+            (path,) = await fetch(wanted, models, hub.settings(), seen.append)
+            _, err = await asyncio.to_thread(program.communicate, timeout=20)
         assert hub.bytes_sent == len(DATA)
     assert program.returncode == 0, err
     assert path.read_bytes() == DATA
@@ -157,12 +171,20 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
 async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, shelf: Path) -> None:
     data = tmp_path / "data"
     models = data / "models"
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub, begin(hub, data, "pull", REPO) as program:
-        await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
-        task = asyncio.create_task(fetch(await resolve(REPO, hub.settings()), models, hub.settings(), ignore))
-        await asyncio.sleep(0.3)
-        program.kill()
-        await asyncio.to_thread(program.wait)
+    waits = asyncio.Event()
+
+    def on_progress(progress: FetchProgress) -> None:
+        if progress.waiting_for:
+            waits.set()
+
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with begin(hub, data, "pull", REPO) as program:
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
+            task = asyncio.create_task(fetch(wanted, models, hub.settings(), on_progress))
+            await asyncio.wait_for(waits.wait(), 20)
+            program.kill()
+            await asyncio.to_thread(program.wait)
         left = size_of(partial(models))
         (path,) = await task
         assert hub.requests(host="cdn")[-1]["range"] == f"bytes={left}-"
@@ -172,7 +194,7 @@ async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, s
 async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path) -> None:
     """It downloads, we wait for it and take its blob; what it finds of ours it does not fetch again."""
     seen: list[FetchProgress] = []
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub:
+    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
         wanted = await resolve(REPO, hub.settings())
         with client_of(hub, models) as client:
             blobs = models / FOLDER / "blobs"

@@ -1,7 +1,7 @@
 """The protocol of a model hub, as much as the real client speaks, from two addresses: the hub's and its CDN's.
 
 Prints {"endpoint", "cdn"} and serves until its input ends. Each request is a line of --log: what was asked, whether a
-token came with it, and how many bytes of a body were sent.
+token came with it, and how many bytes of a body are sent to a client that stays.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ class Hub:
         headers = {"Retry-After": self.knobs.retry_after} if self.knobs.retry_after else {}
         return web.Response(status=status, headers=headers)
 
+    async def hang(self, request: web.Request) -> None:
+        self.log(request, 0)
+        await asyncio.sleep(3600)
+
     def error(self, request: web.Request, status: int, code: str, message: str) -> web.Response:
         self.log(request, status)
         return web.json_response(
@@ -107,7 +111,7 @@ class Hub:
 
     async def info(self, request: web.Request) -> web.Response:
         if "list" in self.knobs.hang:
-            await asyncio.sleep(3600)
+            await self.hang(request)
         if refused := self.refused(request, "list"):
             return refused
         name = f"{request.match_info['org']}/{request.match_info['name']}"
@@ -126,7 +130,7 @@ class Hub:
     async def file(self, request: web.Request) -> web.StreamResponse:
         """/ORG/NAME/resolve/REVISION/PATH: headers that tell of the file, and a redirect to the CDN."""
         if "file" in self.knobs.hang:
-            await asyncio.sleep(3600)
+            await self.hang(request)
         if refused := self.refused(request, "file"):
             return refused
         repo = read_repo(self.knobs.folder, f"{request.match_info['org']}/{request.match_info['name']}")
@@ -181,37 +185,36 @@ class Hub:
             reply.enable_chunked_encoding()
         else:
             reply.content_length = end - begin
+        end = max(begin, end - self.knobs.short)
+        limit = self.limit(end - begin)
+        # Before the client can have all of it: its test looks here as soon as it has.
+        self.log(request, status, (end - begin if limit is None else limit) if request.method == "GET" else 0)
         await reply.prepare(request)
-        sent = 0
-        try:
-            if request.method == "GET":
-                sent = await self.body(request, reply, file, begin, end)
-        finally:
-            self.log(request, status, sent)
+        if request.method == "GET":
+            await self.body(reply, file, begin, end if limit is None else begin + limit)
+        if limit is not None:
+            assert request.transport
+            await asyncio.sleep(0.02)  # what was written gets out before the end
+            request.transport.close()
         return reply
 
-    async def body(self, request: web.Request, reply: web.StreamResponse, file: HubFile, begin: int, end: int) -> int:
-        """How many bytes went out."""
-        limit: int | None = self.knobs.cut_after if self.knobs.cut_after is not None and self.cuts > 0 else None
-        sent, began = 0, time.monotonic()
-        end = max(begin, end - self.knobs.short)
+    def limit(self, size: int) -> int | None:
+        """Bytes after which this body is cut."""
+        if self.knobs.cut_after is None or self.knobs.cut_after >= size or not self.cuts:
+            return None
+        self.cuts -= 1
+        limit: int = self.knobs.cut_after
+        return limit
+
+    async def body(self, reply: web.StreamResponse, file: HubFile, begin: int, end: int) -> None:
+        began = time.monotonic()
         for place in range(begin, end, CHUNK):
-            chunk = self.read(file, place, min(CHUNK, end - place))
-            if limit is not None and sent + len(chunk) >= limit < end - begin:
-                await reply.write(chunk[: limit - sent])
-                self.cuts -= 1
-                sent = limit
-                assert request.transport
-                await asyncio.sleep(0.02)  # what was written gets out before the end
-                request.transport.close()
-                return sent
-            if self.knobs.stall_after is not None and sent >= self.knobs.stall_after:
+            if self.knobs.stall_after is not None and place - begin >= self.knobs.stall_after:
                 await asyncio.sleep(3600)
-            await reply.write(chunk)
-            sent += len(chunk)
+            await reply.write(self.read(file, place, min(CHUNK, end - place)))
             if self.knobs.bytes_per_s:
+                sent = min(place + CHUNK, end) - begin
                 await asyncio.sleep(max(0.0, sent / self.knobs.bytes_per_s - (time.monotonic() - began)))
-        return sent
 
     def read(self, file: HubFile, place: int, size: int) -> bytes:
         with file.data_path.open("rb", buffering=0) as source:

@@ -9,6 +9,7 @@ from appliance.weights.quants import GgufSet, folder_files, gguf_sets, label_of,
 
 FILES = [
     "README.md",
+    "Big-imatrix.gguf",
     "BF16/Big-BF16-00001-of-00003.gguf",
     "BF16/Big-BF16-00002-of-00003.gguf",
     "BF16/Big-BF16-00003-of-00003.gguf",
@@ -42,7 +43,7 @@ def test_labels(path: str, label: str) -> None:
 def test_sets_are_files_or_all_parts_of_one() -> None:
     sets = {each.label: each for each in gguf_sets(FILES)}
     assert sorted(sets) == ["BF16", "Q4_K_M", "Q4_K_S", "Q8_0", "UD-Q6_K_XL"]
-    assert sets["BF16"].paths == tuple(FILES[1:4])
+    assert sets["BF16"].paths == tuple(FILES[2:5])
     assert [label for label, each in sets.items() if each.missing] == ["Q8_0"]
 
 
