@@ -125,7 +125,12 @@ ENGINE_SETTINGS = frozenset({
 class Settings:
     """Every value a user can set. `sources` maps each name to where its value came from, in words."""
 
-    model: str | None = _setting(_text, None, "model to serve: a file name on the volume, or a path", "MODEL")
+    model: str | None = _setting(
+        _text,
+        None,
+        "model to serve: a file on the volume, a rung of the image's recipe (qwen:8b-q4), org/repo[:QUANT], or a URL",
+        "MODEL",
+    )
     data_dir: Path = _setting(Path, Path("/data"), "the volume", "DIR")
     host: str = _setting(_text, "0.0.0.0", "address to listen on inside the container", "ADDRESS")  # noqa: S104
     port: int = _setting(_integer(1, 65535), 11435, "port to listen on", "PORT")

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
@@ -290,7 +290,7 @@ def _models_of(arguments: argparse.Namespace, cells: Sequence[Cell]) -> list[tup
     model.check_prefix(arguments.image_prefix)
     row = recipe.load(ROOT, arguments.model)
     rungs = [_rung_of(arguments, row, cell.engine.files.serves) for cell in cells]
-    return [(replace(recipe.as_recipe(row), default=rung.name), rung) for rung in rungs]
+    return [(recipe.carried(row, rung, is_baked=arguments.bake_weights), rung) for rung in rungs]
 
 
 def _refuse_without_model(arguments: argparse.Namespace) -> None:
@@ -328,7 +328,8 @@ def _build_model(
     made = model.build(
         ROOT, cell, named, engine, image=str(result["tag"]), epoch_s=epoch_s, prefix=prefix, weights=weights
     )
-    has = f"has {rung.name} in it" if weights else f"fetches one of {len(named.rungs)} rungs when it starts"
+    others = sum(each.format == rung.format for each in named.rungs)
+    has = f"has {rung.name} in it" if weights else f"takes one of {others} rungs when it starts"
     _progress(cell, f"{'reused: ' if made.is_reused else ''}{made.tag} {has}")
     alias = model.set_alias(named.name, cell.id, engine, prefix) if arguments.alias else None
     return result | {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -199,6 +200,14 @@ def as_recipe(row: RecipeRow) -> Recipe:
         speculation=row.speculation,
         projector=row.projector,
     )
+
+
+def carried(row: RecipeRow, rung: RungRow, *, is_baked: bool) -> Recipe:
+    """With the rung as its default. Where its weights are in the image it is the only one: a machine without a network
+    has no choice to make.
+    """
+    whole = replace(as_recipe(row), default=rung.name)
+    return replace(whole, rungs=(whole.default_rung,)) if is_baked else whole
 
 
 def find_rung(row: RecipeRow, name: str, serves: WeightsFormat | None = None) -> RungRow:

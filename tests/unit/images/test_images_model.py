@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.image_facts import Recipe, RecipeFile, Rung
+from appliance.image_facts import Recipe, RecipeFile, Rung, dump_recipe, parse_recipe
 from images import __main__ as command
 from images import model, recipe, space
 from images.errors import UsageError
@@ -101,6 +101,15 @@ def test_an_engine_gets_weights_of_its_own_format(project: Path, capsys: pytest.
     assert recipe.find_rung(qwen, "14b", "safetensors").name == "14b-awq"
     assert command.main(["build", "--only", "vllm-cu130", "--model", "demo"]) == 2
     assert "demo has no weights as safetensors" in capsys.readouterr().err
+
+
+def test_with_its_weights_in_it_an_image_has_no_choice_to_make(project: Path) -> None:
+    qwen = recipe.load(project, "qwen")
+    rung = qwen.rung("8b-q4_k_m")
+    named, baked = (recipe.carried(qwen, rung, is_baked=is_baked) for is_baked in (False, True))
+    assert (named.default, len(named.rungs)) == ("8b-q4_k_m", len(qwen.rungs))
+    assert baked.rungs == (named.default_rung,)
+    assert parse_recipe(dump_recipe(baked)) == baked
 
 
 def test_weights_lie_as_a_hub_cache(tmp_path: Path, weights: Weights) -> None:
