@@ -144,7 +144,12 @@ ENGINE_SETTINGS = frozenset({
 class Settings:
     """Every value a user can set. `sources` maps each name to where its value came from, in words."""
 
-    model: str | None = _setting(_text, None, "model to serve: a file name on the volume, or a path", "MODEL")
+    model: str | None = _setting(
+        _text,
+        None,
+        "model to serve: a file on the volume, a rung of the image's recipe (qwen:8b-q4), org/repo[:QUANT], or a URL",
+        "MODEL",
+    )
     data_dir: Path = _setting(Path, Path("/data"), "the volume", "DIR")
     model_dirs: str | None = _setting(
         _folders,

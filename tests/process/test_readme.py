@@ -174,7 +174,7 @@ def test_the_python_snippet_runs() -> None:
         mine = snippet.replace("http://127.0.0.1:11435", stage.url).replace('api_key="…"', f'api_key="{KEY}"')
         assert mine.count(stage.url) == mine.count(KEY) == 1
         done = subprocess.run([sys.executable, "-c", mine], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "['demo']\n", done.stderr
+    assert done.stdout == "['small']\n", done.stderr
 
 
 @pytest.fixture
