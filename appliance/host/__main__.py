@@ -7,7 +7,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from appliance.errors import ConfigError, FatalError, UsageError
@@ -53,6 +53,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "appliance") -> int:
 def _run(words: list[str], prog: str) -> int:
     if not words or words[0] in ("-h", "--help") or words[0] not in VERBS:
         return _without_verb(words, prog)
+    verb, options = parse(words, prog)
+    code: int = verb.run(options)
+    return code
+
+
+def parse(words: Sequence[str], prog: str = "appliance") -> tuple[ModuleType, argparse.Namespace]:
+    """The verb's module and its options; the first word is one of VERBS. Raises UsageError."""
     name, about = VERBS[words[0]]
     try:
         verb = importlib.import_module(name)
@@ -66,8 +73,7 @@ def _run(words: list[str], prog: str) -> int:
         ) from error
     parser = _Parser(prog=f"{prog} {words[0]}", description=about, epilog=EPILOG, allow_abbrev=False)
     verb.add_arguments(parser)
-    code: int = verb.run(_parsed(parser, words[1:]))
-    return code
+    return verb, _parsed(parser, words[1:])
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
