@@ -16,6 +16,8 @@ from appliance.errors import FatalError, UsageError, printable
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 
 if TYPE_CHECKING:
+    from appliance.image_facts import Recipe
+    from appliance.model import Format
     from appliance.probe import Hardware
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
@@ -428,10 +430,14 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
     from appliance.weights.pull import Place, pull, update
 
     hub = hub_settings(settings, environment)
-    place = Place(models_dir=settings.models_dir, hub=hub, is_folder=_serves_folders(settings))
+    serves, recipe = _served_by_image(settings)
+    place = Place(models_dir=settings.models_dir, hub=hub, is_folder=serves == "safetensors")
     open_volume(settings.data_dir)
     if options.action == "pull":
-        pulled = [pull(options.file, place, options.sha256)]
+        from appliance.serve.which import wanted_rung
+
+        wanted = wanted_rung(options.file, recipe, serves, hub)
+        pulled = [pull(options.file, place, options.sha256, wanted=wanted)]
     else:
         pulled = list(update(options.file, place, is_dry=options.dry_run))
     if options.json:
@@ -441,13 +447,14 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
     return next((each.exit_code for each in pulled if each.exit_code), 0)
 
 
-def _serves_folders(settings: Settings) -> bool:
-    """Outside of an image, where no facts say it, models are GGUF files."""
-    from appliance.serve.inputs import load_engine, load_facts
+def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:
+    """Format and recipe. Outside of an image, where no facts say it, models are GGUF files."""
+    from appliance.serve.inputs import load_engine, load_facts, load_recipe
 
     if not (settings.facts_dir / "image_facts.json").exists():
-        return False
-    return load_engine(load_facts(settings)[0]).model_format == "safetensors"
+        return "gguf", None
+    image, _ = load_facts(settings)
+    return load_engine(image).model_format, load_recipe(settings, image)
 
 
 def _key(_: argparse.Namespace, settings: Settings, __: Mapping[str, str]) -> int:

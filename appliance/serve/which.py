@@ -16,6 +16,7 @@ from appliance.values import dataclass
 
 if TYPE_CHECKING:
     from appliance.weights.reference import Reference
+    from appliance.weights.wanted import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,25 @@ def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung
     message = f"recipe {recipe} has no such model for this engine: {wanted or 'none at all'}"
     known = ", ".join(f"{recipe}:{rung.name}" for rung in ladder) or "the image of another engine"
     raise ConfigError(message, hint=f"perhaps you meant {recipe}:{near[0]}" if near else f"there are {known}")
+
+
+def wanted_rung(request: str, recipe: Recipe | None, serves: Format, hub: HubSettings) -> Wanted | None:
+    """What to fetch by a name of the image's recipe; None where it is no such name.
+
+    Raises ConfigError (10) for one that means several.
+    """
+    name, _, wanted = request.partition(":")
+    if recipe is None or name.casefold() != recipe.name.casefold():
+        return None
+    found = rungs_called(wanted, [rung for rung in recipe.rungs if rung.format == serves], recipe.name)
+    if len(found) > 1:
+        message = f"name means {len(found)} models of the recipe: {request}"
+        names = ", ".join(f"{recipe.name}:{rung.name}" for rung in found)
+        raise ConfigError(message, hint=f"one of {names}; `appliance plan --files` says what suits this machine")
+    # here: a start that fetches nothing never needs it
+    from appliance.weights.rungs import of_rung
+
+    return of_rung(found[0], hub, request)
 
 
 def _plain(name: str) -> str:

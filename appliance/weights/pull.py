@@ -79,16 +79,22 @@ _OnProgress = Callable[[FetchProgress], None]
 _Say = Callable[[str], None]
 
 
-def pull(text: str, place: Place, sha256: str | None = None) -> Pulled:
-    """What `text` means now, on the volume. Blocks; SIGTERM and Ctrl-C keep what was fetched."""
+def pull(text: str, place: Place, sha256: str | None = None, *, wanted: Wanted | None = None) -> Pulled:
+    """What `text` means now, on the volume. Blocks; SIGTERM and Ctrl-C keep what was fetched.
+
+    `wanted`: where a recipe says what it means, and nobody need be asked.
+    """
     with shown() as (on_progress, say):
-        return _run(_pull(text, place, sha256, on_progress, say), say)
+        return _run(_pull(text, place, sha256, wanted, on_progress, say), say)
 
 
-async def _pull(text: str, place: Place, sha256: str | None, on_progress: _OnProgress, say: _Say) -> Pulled:
-    if place.hub.offline:
-        return _offline(text, place)
-    wanted = await resolve(text, place.hub, is_folder=place.is_folder, sha256=sha256, on_wait=say)
+async def _pull(
+    text: str, place: Place, sha256: str | None, wanted: Wanted | None, on_progress: _OnProgress, say: _Say
+) -> Pulled:
+    if wanted is None:
+        if place.hub.offline:
+            return _offline(text, place)
+        wanted = await resolve(text, place.hub, is_folder=place.is_folder, sha256=sha256, on_wait=say)
     state = "present" if find(wanted, place.roots) else "fetched"
     say(f"{text}: {', '.join(file.path for file in wanted.files[:4])}{' …' if len(wanted.files) > 4 else ''}")
     return _pulled(wanted, state, await fetch(wanted, place.models_dir, place.hub, on_progress, say))

@@ -13,7 +13,7 @@ from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.image_facts import Recipe, RecipeFile, Rung
 from appliance.serve.from_hub import tier_of
 from appliance.serve.kept_choice import KeptChoice
-from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, which_model
+from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, wanted_rung, which_model
 from appliance.settings import HubSettings, resolve_settings
 from tests.golden.machines import MACHINES
 
@@ -126,6 +126,20 @@ def test_rungs_of_another_format_are_passed_over(models: Path) -> None:
     assert offered(which(models, recipe=mixed)) == list(NAMES)
     with pytest.raises(ConfigError, match="no such model for this engine"):
         rungs_called("", [], "qwen")
+
+
+def test_what_pull_means_by_a_name_of_the_recipe() -> None:
+    found = wanted_rung("Qwen:8b-q6", RECIPE, "gguf", HubSettings())
+    assert found is not None
+    assert (found.repo, found.name, [file.path for file in found.files]) == (
+        *("org/M-GGUF", "Qwen:8b-q6"),
+        ["M-8b-q6_k.gguf"],
+    )
+    assert wanted_rung("org/qwen", RECIPE, "gguf", HubSettings()) is None
+    assert wanted_rung("qwen:8b", None, "gguf", HubSettings()) is None
+    with pytest.raises(ConfigError, match="name means 2 models of the recipe: qwen:8b") as caught:
+        wanted_rung("qwen:8b", RECIPE, "gguf", HubSettings())
+    assert "one of qwen:8b-q4_k_m, qwen:8b-q6_k; `appliance plan --files`" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("request_text", ["org/repo", "org/repo:Q4_K_M", "hf.co/org/repo@main", "https://h/x.gguf"])
