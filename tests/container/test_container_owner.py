@@ -1,0 +1,145 @@
+"""The owner's line: a model image on an empty volume, killed in mid-download, started again, and asked.
+
+`docker run -p … -v appliance:/data appliance/qwen`, with a hub on this machine in place of the public one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import docker as docker_py
+import pytest
+import requests
+from docker.models.containers import Container
+
+from appliance.image_facts import Recipe, Rung
+from images import docker, matrix, model, recipe
+from images.build import FALLBACK_EPOCH_S
+from images.model import ModelImage
+from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, volume, wait_for
+from tests.fakes.hub.repos import read_repo
+from tests.fakes.hub.running import REPO, RunningHub, running_hub
+
+PREFIX = f"appliance-test/owner-{os.getpid()}"
+LARGE = "30b-a3b-2507-q4_k_m"  # which no machine of the tests serves well, and the hub here has not
+PACE = 12_000_000  # bytes a second: some eight seconds for the whole
+
+
+def two_rungs(folder: Path) -> Recipe:
+    """Qwen's recipe with one of its large rungs, and the demo's weights as the small one, at the hub."""
+    qwen, demo = (recipe.as_recipe(recipe.load(ROOT, name)) for name in ("qwen", "demo"))
+    repo = read_repo(folder, REPO)
+    assert repo
+    small: Rung = replace(demo.default_rung, name="0.1b-q4_1", repo=REPO, revision=repo.commit)
+    large = next(rung for rung in qwen.rungs if rung.name == LARGE)
+    return replace(qwen, rungs=(small, large), default=small.name)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "files"
+    (folder / REPO).mkdir(parents=True)
+    shutil.copy(MODEL, folder / REPO / MODEL.name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image(weights: Path) -> Iterator[ModelImage]:
+    cell = matrix.select(matrix.load(ROOT).cells, "llama-cpu")[0]
+    made = model.build(
+        ROOT, cell, two_rungs(weights), docker.Engine(), image=IMAGE, epoch_s=FALLBACK_EPOCH_S, prefix=PREFIX
+    )
+    yield made
+    docker.Engine().remove(made.tag)
+
+
+class Owner:
+    """A container with the network of this machine, where the hub is."""
+
+    def __init__(self, container: Container, port: int) -> None:
+        self.container = container
+        self.base = f"http://127.0.0.1:{port}"
+        self.began = time.monotonic()
+
+    def ready(self) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = requests.get(f"{self.base}/health/ready", timeout=10).json()
+        except requests.ConnectionError:
+            self.container.reload()
+            assert self.container.status == "running", self.container.logs()
+            return {}
+        return document
+
+    def key(self) -> str:
+        code, output = self.container.exec_run(["appliance", "key"])
+        assert code == 0, output
+        return str(output.decode()).strip()
+
+    def ask(self, path: str, **body: Any) -> requests.Response:
+        headers = {"Authorization": f"Bearer {self.key()}"}
+        if body:
+            return requests.post(self.base + path, json=body, headers=headers, timeout=60)
+        return requests.get(self.base + path, headers=headers, timeout=60)
+
+
+@contextmanager
+def owner(tag: str, name: str, hub: RunningHub) -> Iterator[Owner]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = docker_py.from_env()
+    around = {**hub.environment(), "APPLIANCE_PORT": str(port), "APPLIANCE_HOST": "127.0.0.1", "APPLIANCE_TUNE": "off"}
+    container = client.containers.run(
+        tag, detach=True, network_mode="host", environment=around, volumes={name: {"bind": "/data"}}, **HARDENED
+    )
+    try:
+        yield Owner(container, port)
+    finally:
+        container.remove(force=True)
+        client.close()
+
+
+def test_from_an_empty_volume_to_an_answer_with_a_kill_in_between(
+    image: ModelImage, weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = MODEL.stat().st_size
+    with volume(model=False) as name, running_hub(weights, f"--bytes-per-s={PACE}") as hub:
+        with owner(image.tag, name, hub) as first:
+            wait_for(lambda: first.ready().get("bytes_done", 0) > size // 4, 60, first.container.logs)
+            seen = first.ready()
+            assert seen["phase"] == "fetching"
+            assert seen["bytes_total"] == size
+            assert seen["seconds_left"] > 0
+            assert requests.get(f"{first.base}/health/live", timeout=10).status_code == 200
+            refused = first.ask("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}])
+            assert refused.status_code == 503
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert [each["state"] for each in first.ask("/v1/models").json()["data"]] == ["fetching"]
+            begun_s = time.monotonic() - first.began
+            first.container.kill("SIGKILL")
+            first.container.wait(timeout=30)
+        before = hub.bytes_sent
+        with owner(image.tag, name, hub) as second:
+            wait_for(lambda: second.ready().get("phase") == "ready", 120, second.container.logs)
+            ready_s = time.monotonic() - second.began
+            answer = second.ask("/v1/chat/completions", max_tokens=8, messages=[{"role": "user", "content": "Say hi."}])
+            assert answer.json()["choices"][0]["message"]["content"]
+        again = hub.bytes_sent - before
+        assert again < size - size // 8  # what the killed run had is not fetched twice
+        with owner(image.tag, name, hub) as third:
+            wait_for(lambda: third.ready().get("phase") == "ready", 60, third.container.logs)
+            third_s = time.monotonic() - third.began
+        assert hub.bytes_sent - before == again
+    with capsys.disabled():
+        print(
+            f"\nempty volume, killed after {begun_s:.1f} s; second start ready in {ready_s:.1f} s with "
+            f"{again / size:.0%} of {size:,} bytes fetched at {PACE / 1e6:.0f} MB/s; third start {third_s:.1f} s"
+        )
