@@ -20,7 +20,7 @@ from appliance.serve.which import FromHub, FromRecipe, Located, names_of
 from appliance.settings import HubSettings, Settings, hub_settings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder
-from appliance.weights.choose import Candidate, Choice, Forecast, Tier, Wants, choose, usual_context
+from appliance.weights.choose import Candidate, Choice, Forecast, Tier, Wants, choose, size_in_words, usual_context
 from appliance.weights.room import SPARED_BYTES, bytes_missing
 from appliance.weights.rungs import of_rung
 from appliance.weights.wanted import Wanted
@@ -117,7 +117,7 @@ def locate_chosen(
         return located
     pick = choose_rung(contents, found, environment, machine).pick
     if pick.located is None:
-        what = f"{pick.candidate.name}, {pick.candidate.bytes / 1e9:,.1f} GB"
+        what = f"{pick.candidate.name}, {size_in_words(pick.candidate.bytes)}"
         raise ModelAwayError(what)
     return pick.located
 

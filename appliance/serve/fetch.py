@@ -21,6 +21,7 @@ from appliance.serve.inputs import with_model
 from appliance.serve.served_model import ServedModel, serve_inputs
 from appliance.serve.which import FromRecipe, Located
 from appliance.settings import hub_settings
+from appliance.weights.choose import size_in_words
 from appliance.weights.fetch import fetch
 from appliance.weights.meter import FetchProgress
 
@@ -65,7 +66,7 @@ def _say_choice(chosen: Chosen, report: Report) -> None:
     words = f"serving {row.candidate.name}{of}: {row.reason}{where}"
     report.info("model_chosen", words, model=row.candidate.name)
     if better:
-        size = f"{better.candidate.bytes / 1e9:,.1f} GB"
+        size = size_in_words(better.candidate.bytes)
         words = f"better here would be {better.candidate.name}, {size}: `--model {better.candidate.name}` fetches it"
         report.info("model_better", words, model=better.candidate.name)
 
@@ -76,7 +77,7 @@ async def _fetch(awaited: AwaitedModel, pick: Offered) -> Located:
         message = f"nothing says where {pick.candidate.name} could be had"  # a candidate without one is never chosen
         raise RuntimeError(message)
     hub = hub_settings(settings, awaited.environment)
-    report.info("fetch", f"fetching {pick.candidate.name}: {pick.candidate.bytes / 1e9:,.2f} GB from {_host(pick)}")
+    report.info("fetch", f"fetching {pick.candidate.name}: {size_in_words(pick.candidate.bytes)} from {_host(pick)}")
     began = time.monotonic()
     tell = _Tell(report)
     paths = await fetch(pick.wanted, settings.models_dir, hub, tell, partial(report.info, "fetch_note"))

@@ -307,7 +307,7 @@ def test_plan_shows_the_files_and_fetches_none(tmp_path: Path, weights: Path) ->
             "verdict",
         ]
         assert [line.split()[:2] for line in lines] == [
-            ["+", "tiny:small-q8_0"], ["*", "tiny:large-q4_0"], ["tiny:large-q8_0", "0.0"],
+            ["+", "tiny:small-q8_0"], ["*", "tiny:large-q4_0"], ["tiny:large-q8_0", "12.6"],
         ]  # fmt: skip
         document = json.loads(home.command("plan", "--files", "--json").stdout)
         assert document["chosen"] == "tiny:large-q4_0"
