@@ -153,7 +153,7 @@ def _frames(text: str) -> list[str]:
     for frame, end in zip(parts[::2], [*parts[1::2], "\r\n"], strict=True):
         line = ANSI.sub("", frame).rstrip()
         kind = CHANGING.sub("#", line)
-        if not line.strip() or not line.strip(SPINNER) or (end != "\r\n" and kind in drawn):
+        if not line.strip() or not line.strip(SPINNER) or kind in drawn:
             continue
         kept.append(line)
         drawn = [*drawn, kind] if end != "\r\n" else []

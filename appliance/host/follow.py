@@ -100,7 +100,8 @@ class Live:
         words = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
         right = TextColumn("{task.fields[right]}", table_column=Column(no_wrap=True))
         clock = TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7))
-        columns = (SpinnerColumn(), clock, words, _Bar(bar_width=24), right)
+        spinner = SpinnerColumn(table_column=Column(no_wrap=True, min_width=1))
+        columns = (spinner, clock, words, _Bar(bar_width=24), right)
         self._progress = Progress(*columns, console=console, transient=True, expand=True)
         self._task: TaskID | None = None
 
