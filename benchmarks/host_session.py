@@ -27,14 +27,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/host-session.txt"
-IMAGE = "appliance:llama-cpu"
 NEXT = "appliance:next"
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 VOLUME = "appliance-session"
 LIMIT_S = 300.0
 COLUMNS = 120
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-FRAME = re.compile(r"\r\n|\r|\n|\x1b\[2K|\x1b\[1A")
+FRAME = re.compile(r"(\r\n|\r|\n|\x1b\[2K|\x1b\[1A)")
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏ 0:"  # and a clock that has just begun
 CHANGING = re.compile(r"[0-9.:]+|[━╸╺ ]{2,}|[⠁-⣿]")  # of a line that is drawn again and again
 
 
@@ -53,8 +53,11 @@ class Step:
     says: tuple[Say, ...] = ()
 
 
-def _steps(image: str) -> tuple[Step, ...]:
-    model, own = ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf", f"--volume {VOLUME} --image {image}"
+def _steps(image: str | None) -> tuple[Step, ...]:
+    model, own = (
+        ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf",
+        f"--volume {VOLUME}{f' --image {image}' if image else ''}",
+    )
     return (
         Step("What would be started:", f"run {model} --name demo {own} --dry-run"),
         Step("Start it; measuring before serving, so that there is a speed to compare later:",
@@ -81,7 +84,7 @@ def _steps(image: str) -> tuple[Step, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", default=IMAGE, help=f"which image [{IMAGE}]")
+    parser.add_argument("--image", help="which image; the one for this machine without it")
     parser.add_argument("--out", type=Path, default=OUT, help="where to")
     options = parser.parse_args()
     _docker("volume", "create", VOLUME)
@@ -143,16 +146,17 @@ def _on_terminal(argv: Sequence[str], says: Sequence[Say]) -> tuple[str, int]:
 
 
 def _frames(text: str) -> list[str]:
-    """Lines in the order in which they were seen; of one that changed all the time the first and the last."""
+    """Lines in the order in which they were seen; of one that was drawn again and again the first of each kind."""
     kept: list[str] = []
-    kinds: list[str] = []
-    for frame in FRAME.split(text):
+    drawn: list[str] = []
+    parts = FRAME.split(text)
+    for frame, end in zip(parts[::2], [*parts[1::2], "\r\n"], strict=True):
         line = ANSI.sub("", frame).rstrip()
         kind = CHANGING.sub("#", line)
-        if not line.strip() or kind in kinds[-4:]:
+        if not line.strip() or not line.strip(SPINNER) or kind in drawn:
             continue
         kept.append(line)
-        kinds.append(kind)
+        drawn = [*drawn, kind] if end != "\r\n" else []
     return kept
 
 

@@ -10,6 +10,7 @@ from docker.api import APIClient
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
+from rich.table import Column
 from rich.text import Text
 
 from appliance.errors import EngineNotReadyError, FatalError
@@ -95,8 +96,13 @@ class Live:
     """For a terminal: one line, with a bar where a total is known."""
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), _Bar(bar_width=24))
-        self._progress = Progress(*columns, TextColumn("{task.fields[right]}"), console=console, transient=True)
+        # Of a narrow terminal the sentence loses its end, and nothing else.
+        words = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        right = TextColumn("{task.fields[right]}", table_column=Column(no_wrap=True))
+        clock = TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7))
+        spinner = SpinnerColumn(table_column=Column(no_wrap=True, min_width=1))
+        columns = (spinner, clock, words, _Bar(bar_width=24), right)
+        self._progress = Progress(*columns, console=console, transient=True, expand=True)
         self._task: TaskID | None = None
 
     def __enter__(self) -> Live:
@@ -107,17 +113,13 @@ class Live:
         self._progress.stop()
 
     def show(self, document: dict[str, Any]) -> None:
-        total, done = document.get("bytes_total"), document.get("bytes_done")
+        total, done = document.get("bytes_total"), document.get("bytes_done") or 0
+        words = sentence(document).replace("[", r"\[")
+        # Of a task a total can be set and not taken away.
+        fields: dict[str, Any] = {"right": fetching(document), "has_bar": bool(total) and "bytes_done" in document}
         if self._task is None:
-            self._task = self._progress.add_task("", total=None, right="", has_bar=False)
-        self._progress.update(
-            self._task,
-            description=sentence(document).replace("[", r"\["),
-            total=total,
-            completed=done or 0,
-            has_bar=bool(total) and done is not None,  # of a task a total can be set and not taken away
-            right=fetching(document),
-        )
+            self._task = self._progress.add_task(words, total=total, completed=done, **fields)
+        self._progress.update(self._task, description=words, total=total, completed=done, **fields)
 
 
 class _Bar(BarColumn):
