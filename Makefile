@@ -31,7 +31,9 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
 # Tests share nothing: each worker has folders, sockets and ports of its own. WORKERS=0 runs them one by one.
 WORKERS ?= logical
-AT_ONCE := -n $(WORKERS) --maxprocesses 8 --dist worksteal
+AT_ONCE := --maxprocesses 8 --dist worksteal
+# Process tests wait half of their time for engines and clocks: twice as many workers as CPUs.
+WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((2 * $$(nproc)))),$(WORKERS))
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
@@ -119,7 +121,7 @@ check: venv ## under a minute, for every save: ruff, mypy, the fast tests with f
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTEST) $(AT_ONCE) --hypothesis-profile few tests/unit
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) --hypothesis-profile few tests/unit
 
 test: lint drift unit process container verify ## everything that CI runs
 
@@ -143,7 +145,7 @@ drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check
 
 unit: venv ## the fast tests: no engine, no network, no GPU
-	$(PYTEST) $(AT_ONCE) tests/unit
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) tests/unit
 
 .PHONY: trixie
 trixie: docker
@@ -156,10 +158,10 @@ engine: image
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
 
 process: venv model engine ## real processes on this machine, no containers
-	$(PYTEST) $(AT_ONCE) tests/process
+	$(PYTEST) -n $(WAITING) $(AT_ONCE) tests/process
 
-container: image model trixie ## real containers of the built image, one after the other
-	$(PYTEST) tests/container
+container: image model trixie ## real containers of the built image, two files of tests at a time
+	$(PYTEST) -n 2 --dist loadfile tests/container
 
 integration: process container ## both
 
