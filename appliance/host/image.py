@@ -90,7 +90,8 @@ def wanted(
     if named:
         return Wanted(reference=named)
     cell = _cell_by_program(recipe, on_cpu=on_cpu) if has_builder() else _cell_by_labels(client, here, on_cpu=on_cpu)
-    name = f"{prefix or LOCAL}/{recipe}" if recipe else prefix or LOCAL
+    base = (prefix or LOCAL).rstrip("/")
+    name = f"{base}/{recipe}" if recipe else base
     return Wanted(reference=f"{name}:{cell}", cell=cell, recipe=recipe)
 
 

@@ -24,6 +24,7 @@ from rich.status import Status
 
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 from appliance.host.containers import ALL_ADDRESSES
+from appliance.host.follow import display_on
 from appliance.host.gateway import ANSWER_S, READY, Gateway, NoAnswerError
 
 QUESTION = "In one sentence: what is a lighthouse for?"
@@ -77,8 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _follow(container: Container, err: Console) -> int | None:
     """None once it serves; its exit code when it ended, after its last words."""
-    with Status("starting", console=err) as status:
-        said = ""
+    with display_on(err) as shown:
         while True:
             container.reload()
             if container.status in ("exited", "dead", "restarting"):
@@ -87,11 +87,7 @@ def _follow(container: Container, err: Console) -> int | None:
             ready = _document(_gateway(container), READY) if container.status == "running" else {}
             if ready.get("status") == "ready":
                 return None
-            words = str(ready.get("message") or "starting")
-            status.update(words)
-            if not err.is_terminal and words != said:  # a terminal sees the line change; a log needs each one
-                err.print(words, markup=False, soft_wrap=True)
-            said = words
+            shown.show(ready)
             time.sleep(POLL_S)
 
 
