@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -268,25 +267,6 @@ def test_a_folder_that_may_not_be_read_is_a_problem_of_the_list(
     assert f"folder {'of models ' if tool != 'Ollama' else ''}cannot be read: {closed}: permission denied" in (
         listing.problem or ""
     )
-
-
-def test_very_many_files_take_a_bounded_time_and_it_is_said(tmp_path: Path) -> None:
-    for number in range(100_000):
-        os.mknod(tmp_path / f"f{number:06}")
-    began = time.process_time()
-    listing = list_store(Store(tool="folder", folder=tmp_path))
-    assert time.process_time() - began < 5
-    assert listing.problem == "only the first 50,000 files and folders were looked at"
-    assert find_stored("m", (Store(tool="folder", folder=tmp_path),)) == ()
-
-
-def test_a_cache_of_very_many_repositories_takes_a_bounded_time(tmp_path: Path) -> None:
-    for number in range(30_000):
-        (tmp_path / f"models--org--m{number:05}").mkdir()
-    began = time.process_time()
-    listing = list_store(Store(tool="Hugging Face", folder=tmp_path))
-    assert time.process_time() - began < 10
-    assert listing.problem == "only the first 50,000 files and folders were looked at"
 
 
 def test_names_are_never_printed_raw(tmp_path: Path, data: Path) -> None:
