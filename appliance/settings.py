@@ -403,7 +403,12 @@ def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ..
         raise ConfigError(message, hint="mount it, as in `-v ~/.cache/huggingface/hub:/hub:ro --hf-cache /hub`")
     named = [Path(text) for name in ("HF_HUB_CACHE",) if (text := environment.get(name))]
     named += [Path(text) / "hub" for name in ("HF_HOME",) if (text := environment.get(name))]
-    wanted = (settings.hf_cache, *_ROOTS) if settings.hf_cache else (*named, *_ROOTS)
+    # A cache of the hub that `models list` shows is one that nothing is fetched for.
+    listed = settings.usual_model_dirs
+    if settings.model_dirs is not None:
+        listed = tuple(Path(text.strip()) for text in settings.model_dirs.split(",") if text.strip().startswith("/"))
+    named = [settings.hf_cache] if settings.hf_cache else named
+    wanted = (*named, *_ROOTS, *listed)
     return tuple(dict.fromkeys(path for path in wanted if path != settings.models_dir and _is_folder(path)))
 
 

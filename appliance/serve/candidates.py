@@ -203,11 +203,11 @@ def _with_memory_speed(machine: Machine) -> Machine:
 
 def _nothing(choice: Choice) -> FatalError:
     lines = "".join(f"\n  {row.candidate.name}: {row.verdict}: {row.reason}" for row in choice.rows)
-    verdicts = {row.verdict for row in choice.rows}
+    verdicts = {row.verdict for row in choice.rows} - {"other tier"}
     hint = "`appliance plan --files` shows all; take a smaller one with --model, or fewer tokens with --ctx-size"
-    if "no room" in verdicts:
+    if verdicts == {"no room"}:
         return VolumeError(f"none of the models has room on the volume{lines}", hint=f"free some space; {hint}")
-    if "offline" in verdicts:
+    if verdicts == {"offline"}:
         message = f"none of the models is on the volume, and nothing is fetched offline{lines}"
         return DownloadError(message, hint="`appliance models pull` fetches one where there is a network")
     return ModelDoesNotFitError(f"none of the models can be served here{lines}", hint=hint)

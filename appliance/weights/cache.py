@@ -80,8 +80,8 @@ def is_whole(blob: Path, file: WantedFile) -> bool:
     """Whether it is there. One of another size was cut by a disk or a hand, and is fetched anew."""
     try:
         size = blob.stat().st_size
-    except FileNotFoundError:
-        return False
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return False  # what cannot be looked at is refused, in words, by whoever writes it
     return file.bytes in (None, size)
 
 

@@ -67,6 +67,7 @@ async def _fetch(
     on_progress: Callable[[FetchProgress], None],
     on_note: Callable[[str], None],
 ) -> tuple[Path, ...]:
+    _refuse_links(folder, wanted)
     folder.make()
     if freed := drop_orphans(folder, wanted.files):
         on_note(f"removed partial files of downloads that ended: {as_size(freed)}")
@@ -80,6 +81,14 @@ async def _fetch(
             download = _Download(session, folder, hub, meter, pool, on_note)
             blobs = [await download.blob(file) for file in wanted.files]
     return link_snapshot(wanted, folder, blobs)
+
+
+def _refuse_links(folder: RepoFolder, wanted: Wanted) -> None:
+    """A folder of the cache that is a link leads to somebody else's: nothing is written through it."""
+    for path in (folder.path, folder.blobs, folder.path / "snapshots", folder.snapshot(wanted.revision)):
+        if path.is_symlink():
+            message = f"folder of the cache is a link, and nothing is written through it: {path}"
+            raise VolumeError(message, hint="remove the link, or mount what it leads to and name it with --model-dirs")
 
 
 def offline_error(name: str, missing: list[WantedFile] | None = None) -> DownloadError:

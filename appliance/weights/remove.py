@@ -84,9 +84,7 @@ def _own_files(model: StoredModel) -> list[Path]:
 
 def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
     _refuse_served(name, files)
-    if not all(lies_below(path, models_dir) for path in files):
-        message = f"model is in a folder that a link on the volume leads to: {printable(name)}"
-        raise ConfigError(message, hint=f"remove the link, or the file where it is: {printable(str(files[0]))}")
+    _refuse_behind_link(name, files, models_dir)
     freed = sum(map(_freed, files))
     for path in files:
         path.unlink()
@@ -104,6 +102,7 @@ def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
     links = [snapshot / name for snapshot in snapshots for name in names if os.path.lexists(snapshot / name)]
     blobs = {blob for link in links if (blob := blob_of(link))}
     _refuse_served(model.name, [*blobs, *links])
+    _refuse_behind_link(model.name, [*blobs, *links], models_dir)
     for link in links:
         link.unlink()
         _drop_empty(link.parent, folder / "snapshots")
@@ -124,9 +123,17 @@ def _remove_repo(name: str, folder: Path) -> Removed:
         raise VolumeError(message, hint="stop that first; what was fetched is kept")
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     _refuse_served(name, files)
+    _refuse_behind_link(name, [folder / "blobs", *files], folder.parent)
     freed = sum(map(_freed, files))
     shutil.rmtree(folder)
     return Removed(name=name, files=tuple(files), freed_bytes=freed)
+
+
+def _refuse_behind_link(name: str, files: Sequence[Path], models_dir: Path) -> None:
+    """What is reached through a link belongs to somebody else."""
+    if outside := [path for path in files if not lies_below(path, models_dir)]:
+        message = f"model is in a folder that a link on the volume leads to: {printable(name)}"
+        raise ConfigError(message, hint=f"remove the link, or the file where it is: {printable(str(outside[0]))}")
 
 
 def _is_fetched(folder: Path) -> bool:

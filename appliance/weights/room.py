@@ -33,7 +33,7 @@ def bytes_missing(files: Iterable[WantedFile], folder: RepoFolder) -> int:
 def size_of(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return 0
 
 

@@ -7,17 +7,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
 from appliance.image_facts import parse_recipe
 from appliance.settings import Settings
 from appliance.values import dataclass
-from appliance.volume import add_model, drop_unfinished, open_volume
+from appliance.volume import add_model, drop_unfinished, is_held, open_volume, refusal
 from appliance.weights.bring import bring, sources_of
 from appliance.weights.disk_view import view
-from appliance.weights.remove import remove
+from appliance.weights.remove import blob_of, remove
+from appliance.weights.room import size_of
 from appliance.weights.stores import StoredModel, find_stored, lies_below, list_store, other_stores, volume_store
 from appliance.weights.transfer import Meter, size
 from appliance.weights.verify import Checked, set_aside, verify
@@ -103,6 +103,9 @@ def _verify(request: Request) -> int:
         print(f"no models in {request.settings.models_dir}")
     if damaged:
         raise _damage(damaged, len(found), any(aside))
+    if closed := [checked for checked in found if checked.state == "unreadable"]:
+        message = f"{len(closed)} of {len(found)} files may not be read: {printable(str(closed[0].file))}"
+        raise ModelUnreadableError(message, hint="run it as the files' owner, or as a user of their group")
     return 0
 
 
@@ -124,12 +127,17 @@ def _wanted(request: Request) -> Sequence[StoredModel]:
 
 
 def _known(settings: Settings) -> dict[str, str]:
-    """The sha256 of the files of the image's recipe, by their names."""
+    """The sha256 of the files of the image's recipe, by the paths at which a start takes them for these: another file
+    of such a name is the user's own."""
     try:
         recipe = parse_recipe((settings.facts_dir / "recipe.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}  # no model image: nothing is known
-    return {Path(file.path).name: file.sha256 for rung in recipe.rungs for file in rung.files}
+    files = [(rung, file) for rung in recipe.rungs for file in rung.files]
+    models = settings.models_dir
+    known = {str(models / rung.place(file)): file.sha256 for rung, file in files}
+    by_hand = ((models / file.path, file) for rung, file in files if rung.format == "gguf")
+    return known | {str(path): file.sha256 for path, file in by_hand if size_of(path) == file.bytes}
 
 
 def _said(checked: Checked) -> str:
@@ -138,6 +146,7 @@ def _said(checked: Checked) -> str:
         "sound": f"sound{found}",
         "unknown": f"can be read{found}; nothing says what it should be",
         "damaged": f"damaged: {checked.reason}",
+        "unreadable": f"not checked: {checked.reason}",
     }
     return printable(f"{checked.model}: {checked.file.name}: {words[checked.state]}")
 
@@ -146,7 +155,13 @@ def _aside(checked: Checked, request: Request) -> bool:
     """Whether it was set aside: what is in another tool's folder, or not there at all, stays as it is."""
     if not lies_below(checked.file, request.settings.models_dir) or not checked.file.exists():
         return False
-    aside = set_aside(checked)
+    if is_held(blob_of(checked.file) or checked.file):
+        print(f"{printable(checked.file.name)}: kept where it is, since it is being served", file=sys.stderr)
+        return False
+    try:
+        aside = set_aside(checked)
+    except OSError as error:
+        raise refusal(request.settings.models_dir, error) from error
     print(f"{printable(checked.file.name)}: set aside as {printable(str(aside))}", file=sys.stderr)
     return True
 

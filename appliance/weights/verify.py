@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,12 +18,13 @@ from appliance.weights.transfer import Hash, OnBytes, digest_file
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _GIT = re.compile(r"[0-9a-f]{40}")  # of files that are too small for git-lfs
-State = Literal["sound", "damaged", "unknown"]
+State = Literal["sound", "damaged", "unknown", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """`unknown`: it can be read, and nothing says what its hash should be. `found` is None where it was not hashed."""
+    """`unknown`: it can be read, and nothing says what its hash should be. `unreadable`: not by this user, so that
+    nothing is known. `found` is None where it was not hashed."""
 
     model: str
     file: Path
@@ -36,7 +38,7 @@ class Checked:
 
 
 def verify(model: StoredModel, known: Mapping[str, str], on_bytes: OnBytes) -> tuple[Checked, ...]:
-    """Each file; a model that is not whole is damaged. `known` has the sha256 of files by their name."""
+    """Each file; a model that is not whole is damaged. `known` has the sha256 of files by their path."""
     if model.problem:
         return (Checked(model=model.name, file=model.path, state="damaged", reason=model.problem),)
     projector = [model.projector] if model.projector else []
@@ -45,6 +47,8 @@ def verify(model: StoredModel, known: Mapping[str, str], on_bytes: OnBytes) -> t
 
 def _verify_file(model: StoredModel, path: Path, known: Mapping[str, str], on_bytes: OnBytes) -> Checked:
     expected, digest = _expected(model, path, known)
+    if path.exists() and not os.access(path, os.R_OK, effective_ids=True):
+        return Checked(model=model.name, file=path, state="unreadable", expected=expected, reason="it may not be read")
     try:
         found = digest_file(path, digest, on_bytes)
     except ModelUnreadableError as error:
@@ -67,7 +71,7 @@ def _expected(model: StoredModel, path: Path, known: Mapping[str, str]) -> tuple
     if blob and _GIT.fullmatch(name):
         # What git calls a blob: its hash is over its length, too.
         return name, hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    return known.get(path.name), hashlib.sha256()
+    return known.get(str(path)), hashlib.sha256()
 
 
 def set_aside(checked: Checked) -> Path:

@@ -352,3 +352,19 @@ def test_another_user_of_group_0_goes_on(tmp_path: Path, shelf: Path) -> None:
     modes = {oct(path.stat().st_mode & 0o7777) for path in (data / "models").rglob("*") if path.is_dir()}
     assert modes == {"0o2775"}
     assert {oct(path.stat().st_mode & 0o777) for path in (data / "models").rglob("*") if path.is_file()} == {"0o664"}
+
+
+async def test_nothing_is_written_through_a_link_or_over_a_file(shelf: Path, models: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (models / FOLDER).symlink_to(theirs)
+    with running_hub(shelf) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        with pytest.raises(VolumeError, match="folder of the cache is a link"):
+            await fetch(wanted, models, hub.settings(), lambda _: None)
+        assert list(theirs.iterdir()) == []
+        (models / FOLDER).unlink()
+        (models / FOLDER).write_text("somebody's")
+        with pytest.raises(VolumeError):
+            await fetch(wanted, models, hub.settings(), lambda _: None)
+    assert (models / FOLDER).read_text() == "somebody's"

@@ -283,6 +283,24 @@ def test_nothing_is_changed_where_a_link_leads_out_of_the_volume(
     assert (tmp_path / "out/m.gguf").exists()
 
 
+def test_nothing_is_removed_behind_a_repository_or_a_snapshot_that_is_a_link(
+    run: Run, models: Path, tmp_path: Path
+) -> None:
+    theirs = put_cached(tmp_path / "hf", "org/m", "m.gguf")
+    (models / "models--org--m").symlink_to(tmp_path / "hf/models--org--m")
+    for name in ("org/m/m.gguf", "org/m"):
+        said = run("rm", name)
+        assert said.code in (10, 50)
+        assert theirs.read_bytes() == b"GGUF"
+    (models / "models--org--m").unlink()
+    (models / "models--org--s/snapshots").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/s.gguf").write_bytes(b"GGUF")
+    (models / "models--org--s/snapshots/main").symlink_to(tmp_path / "outside")
+    assert run("rm", "org/s/s.gguf").code == 10
+    assert (tmp_path / "outside/s.gguf").exists()
+
+
 @pytest.mark.parametrize("name", ["../x.gguf", "/etc/hostname", "models--org--m", "..", "a\0b", "x" * 5000, "blobs"])
 def test_what_is_no_name_of_a_model_is_refused(run: Run, models: Path, name: str) -> None:
     put_cached(models, "org/m", "m.gguf", b"GGUF")
@@ -362,6 +380,43 @@ def test_of_a_plain_file_the_recipe_knows_the_hash_or_the_header_has_to_do(
     said = run("verify", "cut", "--repair")
     assert said.code == 32
     assert names_in(models) == {"m.gguf", "cut.gguf.damaged"}
+
+
+def test_a_file_of_a_recipes_name_elsewhere_is_the_users_own(run: Run, models: Path, tmp_path: Path) -> None:
+    (tmp_path / "facts").mkdir()
+    file = RecipeFile(path="config.json", bytes=2, sha256="a" * 64)
+    nothing: dict[str, Any] = dict.fromkeys(("url", "loss", "loss_source", "shape"))
+    place: dict[str, Any] = {"repo": "org/m", "revision": "c" * 40, "parameters_b": 1.0, "active_b": 1.0}
+    rung = Rung(name="m", tier="balanced", format="safetensors", files=(file,), source="here", **place, **nothing)
+    words: dict[str, Any] = dict.fromkeys(("reasoning", "tools", "speculation", "projector"))
+    recipe = Recipe(name="r", license="MIT", rungs=(rung,), default="m", chat={}, **words)
+    (tmp_path / "facts/recipe.json").write_text(dump_recipe(recipe))
+    (models / "mine").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (models / "mine" / name).write_bytes(b"{}")
+    assert run("verify", "--repair").code == 0
+    assert {"config.json", "model.safetensors"} <= names_in(models / "mine")
+
+
+def test_what_may_not_be_read_is_not_damaged_and_stays(run: Run, models: Path, weights: bytes) -> None:
+    blob = put_cached(models, "org/m", "m.gguf", weights).resolve()
+    blob.chmod(0)
+    said = run("verify", "--repair")
+    if os.access(blob, os.R_OK):
+        pytest.skip("root may read everything")
+    assert (said.code, "not checked: it may not be read" in said.out) == (30, True)
+    assert blob.exists()
+
+
+def test_what_is_served_is_not_set_aside(run: Run, models: Path, weights: bytes) -> None:
+    link = put_cached(models, "org/m", "m.gguf", weights)
+    link.resolve().write_bytes(weights[:-1] + b"x")
+    held = hold_files([link.resolve()])
+    said = run("verify", "--repair")
+    for handle in held:
+        os.close(handle)
+    assert (said.code, "since it is being served" in said.err) == (32, True)
+    assert link.exists()
 
 
 def test_a_model_of_another_tool_is_verified_by_name_and_never_set_aside(run: Run, tmp_path: Path) -> None:

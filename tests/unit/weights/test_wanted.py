@@ -77,3 +77,11 @@ def test_variables_that_cannot_be(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=variable) as caught:
         hub_settings(resolve_settings({}, {}), {variable: value})
     assert "hf_secret" not in caught.value.message
+
+
+def test_a_cache_that_is_listed_is_one_that_nothing_is_fetched_for(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    named = resolve_settings({"model_dirs": f"{tmp_path}/hf, {tmp_path}/missing"}, {})
+    roots = hub_settings(named, {}).read_only_roots
+    assert tmp_path / "hf" in roots
+    assert tmp_path / "missing" not in roots
