@@ -7,6 +7,7 @@ machine follow from these without a replay: what a policy did there it could do 
 from __future__ import annotations
 
 import pprint
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -64,5 +65,7 @@ def write(traces: Mapping[str, Trace]) -> int:
 
 
 def _steps(trace: Trace, cost: Cost, slots: int) -> tuple[tuple[int, int, int], ...]:
-    steps = replay(trace, cost, slots).steps
-    return tuple(sorted((hits, copied, count) for (_, hits, copied), count in steps.items()))
+    steps: Counter[tuple[int, int]] = Counter()
+    for (_, hits, fetched, uploads), count in replay(trace, cost, slots).steps.items():
+        steps[hits, fetched + uploads] += count
+    return tuple(sorted((hits, copied, count) for (hits, copied), count in steps.items()))

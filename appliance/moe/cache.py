@@ -6,7 +6,7 @@ attention runs, `landed` or `failed` when a copy has ended. Single-threaded: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -97,9 +97,11 @@ def layer_caches(
     top_k: Sequence[int],
     on_takeover: Callable[[Takeover], None] = lambda _: None,
     is_guarded: bool = True,
+    needed: Collection[int] | None = None,
 ) -> tuple[LayerCache, ...]:
     """One cache for each layer that has routed experts, in order; `costs` and `top_k` are by layer.
 
+    With `needed`, only those layers decide as they would among all; the others have no slots unless they are guarded.
     Raises SlotsTooFewError where `slots` is neither 0 nor enough for one token.
     """
     largest_mb = max((cost.expert_mb * k for cost, k in zip(costs, top_k, strict=True)), default=0.0)
@@ -108,18 +110,15 @@ def layer_caches(
         in_flight_max_mb=_IN_FLIGHT_TOKENS * largest_mb,
         on_takeover=on_takeover,
     )
-    return tuple(
-        LayerCache(
-            cost=cost,
-            slots=slots,
-            experts=experts,
-            top_k=k,
-            shared=shared,
-            layer=layer,
-            is_guarded=is_guarded and slots > 0 and layer % _GUARD_EVERY == 0,
+    found = []
+    for layer, (cost, k) in enumerate(zip(costs, top_k, strict=True)):
+        guarded = is_guarded and slots > 0 and layer % _GUARD_EVERY == 0
+        own = slots if guarded or needed is None or layer in needed else 0
+        cache = LayerCache(
+            cost=cost, slots=own, experts=experts, top_k=k, shared=shared, layer=layer, is_guarded=guarded
         )
-        for layer, (cost, k) in enumerate(zip(costs, top_k, strict=True))
-    )
+        found.append(cache)
+    return tuple(found)
 
 
 class LayerCache:
@@ -161,7 +160,7 @@ class LayerCache:
         self._ranked: list[tuple[float, int]] = []  # residents as the next token finds them, least value first
         self._gains = self._gains_ms()
         self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
-        self._all_cpu_ms = cost.all_cpu_ms(top_k)
+        self.all_cpu_ms = cost.all_cpu_ms(top_k)
         self._layer = layer
         self._guard = _Guard(self) if is_guarded else None
         self._decided: tuple[Sequence[int], Decision] | None = None  # not yet observed
@@ -176,6 +175,10 @@ class LayerCache:
             before, after = max(0, hits - 1), min(self.top_k, hits + 1)
             gains.append(max(least, (best[before] - best[after]) / (after - before)))
         return gains
+
+    def split_ms(self, hits: int, copied: int) -> float:
+        """Of the best split of a token with so many hits and copies."""
+        return self._splits[hits][copied].ms
 
     @property
     def residents(self) -> frozenset[int]:
@@ -203,8 +206,8 @@ class LayerCache:
         return decision
 
     def _decision(self, used: Sequence[int], rule: Rule) -> Decision:
-        if rule == "cpu" or not self.slots:
-            return Decision((), (), tuple(used), (), self._all_cpu_ms)
+        if not self.slots or rule == "cpu":
+            return Decision((), (), tuple(used), (), self.all_cpu_ms)
         slot_of, in_flight = self._slot_of, self._in_flight
         hits = [expert for expert in used if expert in slot_of]
         if len(hits) == self.top_k:
@@ -228,7 +231,8 @@ class LayerCache:
         The first fill free slots, at once. The price of each further one is what it adds to this token, negative where
         fetching it shortens the token; its gain is the difference in value times what a hit saves now.
         """
-        asked = self._history.valued(wanted, are_used=True)
+        history = self._history
+        asked = history.valued(wanted, history.used_now)
         asked.sort(key=_VALUE, reverse=True)  # stable: by router weight among equals
         wanted = [expert for _, expert in asked]
         free = len(self._free)
@@ -237,25 +241,36 @@ class LayerCache:
         victims = self._least_valuable(hits, room - free)
         splits = self._splits[len(hits)]
         gain_ms = self._gains[len(hits)]
-        count, gained, best = free, 0.0, -splits[free].ms
-        for number, (victim, asking) in enumerate(zip(victims, asked[free:room], strict=False), free + 1):
-            gained += (asking[0] - victim[0]) * gain_ms
+        count = number = free
+        gained, best = 0.0, -splits[free].ms
+        for victim in victims:
+            gained += (asked[number][0] - victim[0]) * gain_ms
+            number += 1
             score = gained - splits[number].ms
             if score > best:
                 count, best = number, score
         return wanted, [expert for _, expert in victims], count
 
     def _least_valuable(self, hits: list[int], count: int) -> list[tuple[float, int]]:
-        """Of the residents, this token's own hits among them."""
-        found = self._history.valued([expert for expert in hits if expert not in self._pinned], are_used=True)
-        enough = len(found) + count
+        """Of the residents, this token's own hits among them. Use only adds to a hit's value, as a rule: then one that
+        ranks behind `count` others need not be looked at."""
+        found: list[tuple[float, int]] = []
+        passed = []
         for pair in self._ranked:
-            if pair[1] not in hits:
+            if pair[1] in hits:
+                passed.append(pair[1])
+            else:
                 found.append(pair)
-                if len(found) == enough:
+                if len(found) == count:
                     break
-        found.sort()
-        return found[:count]
+        used_now = self._history.used_now
+        if used_now < 0:
+            passed = [expert for expert in hits if expert not in self._pinned]
+        if passed:
+            found += self._history.valued(passed, used_now)
+            found.sort()
+            del found[count:]
+        return found
 
     def _lru(self, used: Sequence[int], room: int, most: int) -> tuple[list[int], int]:
         victims = [expert for expert in self._slot_of if expert not in self._pinned and expert not in used]
@@ -294,11 +309,14 @@ class LayerCache:
             self._guard.see(used, decision)
             if self._layer == 0 and self._history.tokens % GUARD_TOKENS == 0:
                 self.shared.compare(self._history.tokens)
-        self._rank()
+        if self.slots:
+            self._rank()
 
     def _rank(self) -> None:
-        evictable = [expert for expert in self._slot_of if expert not in self._pinned]
-        self._ranked = sorted(self._history.valued(evictable, are_used=False))
+        slot_of, pinned = self._slot_of, self._pinned
+        ranked = self._history.valued([each for each in slot_of if each not in pinned] if pinned else slot_of)
+        ranked.sort()
+        self._ranked = ranked
 
     def landed(self, upload: Upload) -> None:
         """The copy has ended: the expert may be read, and evicted, from now on. KeyError for one not in flight."""
@@ -349,12 +367,12 @@ class _LruShadow:
         misses = [expert for expert in used if expert not in residents]
         free = self._slots - len(residents)
         copied = min(len(misses), max(self._most, free))
-        for _ in range(copied - free):
-            del residents[next(expert for expert in residents if expert not in used)]
         for expert in reversed(used):  # the least router weight is the first to go
             if expert in residents:
                 del residents[expert]
                 residents[expert] = None
+        for _ in range(copied - free):
+            del residents[next(iter(residents))]  # none of this token's: those are behind
         for expert in reversed(misses[:copied]):
             residents[expert] = None
         return len(used) - len(misses), copied
@@ -373,14 +391,15 @@ class _Guard:
 
     def see(self, used: Sequence[int], decision: Decision) -> None:
         cache, shared = self._cache, self._cache.shared
-        shared.add(shared.rule, decision.ms)
+        now = shared.rule
+        shared.add(now, decision.ms)
         for rule, shadow in self._lru.items():
             hits, copied = shadow.use(used)
-            if rule != shared.rule:
-                shared.add(rule, cache.cost.splits(cache.top_k, hits)[copied].ms)
-        if shared.rule != "cpu":
-            shared.add("cpu", cache.cost.all_cpu_ms(cache.top_k))
-        if shared.rule == "priced":
+            if rule != now:
+                shared.add(rule, cache.split_ms(hits, copied))
+        if now != "cpu":
+            shared.add("cpu", cache.all_cpu_ms)
+        if now == "priced":
             self._priced = None
         else:
             self._see_priced(used)

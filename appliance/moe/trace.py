@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 TOKENS_MAX = 262_144  # of all turns, prompt and decoded: 54 K need 35 MB
@@ -61,8 +61,12 @@ class Trace:
 
     def tokens(self, turn: Turn, *, is_prompt: bool, layer: int) -> list[tuple[int, ...]]:
         """The experts of each token of one layer and turn, in order."""
-        flat, k = (turn.prompt if is_prompt else turn.decode).get(layer, array("H")), self.top_k[layer]
-        return [tuple(flat[at : at + k]) for at in range(0, len(flat), k)]
+        return list(self.each_token(turn, is_prompt=is_prompt, layer=layer))
+
+    def each_token(self, turn: Turn, *, is_prompt: bool, layer: int) -> Iterator[tuple[int, ...]]:
+        """`tokens`, made one by one: a long trace would be many times its size in memory."""
+        flat = (turn.prompt if is_prompt else turn.decode).get(layer, array("H"))
+        return zip(*[iter(flat)] * self.top_k[layer], strict=True)
 
     def half(self, *, is_second: bool) -> Trace:
         """The first or the second half of the decoded tokens, each with every prompt."""

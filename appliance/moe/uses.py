@@ -16,15 +16,18 @@ HORIZON = 6  # tokens ahead
 _SPANS = (8, 64)  # tokens
 _REBASED = 256  # tokens: stored figures grow by (8/7)^256 at most
 _SCALES = [tuple((span / (span - 1)) ** token for span in _SPANS) for token in range(_REBASED)]
+_WHOLE = [tuple(span * scale for span, scale in zip(_SPANS, scales, strict=True)) for scales in _SCALES]
 _SHARE_PRIOR = 6.0  # unused tokens that are added to each share
 _PRIOR = (0.03, 0.25, 0.2, 0.5)  # uses a token, for each of the four figures
 _PRIOR_SQUARES = (0.5, 0.2, 0.1, 0.1)  # how strongly: as ten samples of typical size
 _SIZE = len(_PRIOR)
 _SAMPLED = 8  # experts looked at in one token
 _SOLVED = 64  # samples after which the weights are fitted again, at first
+_LEARNED = 1024  # tokens, after which samples are taken at long intervals
 _FORGOTTEN = 1 << 17  # samples: then older ones count half
 
 Sample = tuple[int, int, tuple[float, ...]]  # expert, its uses so far, its four figures
+_Use = tuple[int, Sequence[int]]  # number of the token, from one, and its experts
 
 
 class Uses:
@@ -81,12 +84,14 @@ class History:
         self._stagger = stagger
         self._learns = True
         self.tokens = 0
-        self._last = [0] * experts  # place of the last use in the order of all; 0: never
+        self.used_now = 0.0  # what its use by the token to come adds to an expert's value
+        self._last: list[_Use | None] = [None] * experts
         self._counts = [0] * experts
         # Averages times growth^token: only those of used experts change, and one factor for all turns them back.
         self._short = [0.0] * experts
         self._long = [0.0] * experts
         self._next_sampled = 0
+        self._due = 1  # the token at which there is something to learn or to sample
         self._waiting: deque[tuple[int, list[Sample]]] = deque()
         self._factor()
 
@@ -94,16 +99,15 @@ class History:
         """The experts of one more token, by falling router weight. Learns from old samples."""
         last, counts, short, long = self._last, self._counts, self._short, self._long
         token = self.tokens
-        place = (token + 1) * len(last)
         a, b = _SCALES[token % _REBASED]
+        self.tokens = token = token + 1
+        use = token, used
         for expert in used:
-            last[expert] = place
-            place -= 1
+            last[expert] = use
             counts[expert] += 1
             short[expert] += a
             long[expert] += b
-        self.tokens = token = token + 1
-        if self._learns:
+        if token >= self._due and self._learns:
             self._learn(token)
         if token % _REBASED == 0:
             a, b = (growth * scale for growth, scale in zip(_SCALES[1], _SCALES[-1], strict=True))
@@ -115,28 +119,32 @@ class History:
         if waiting and waiting[0][0] == token:
             self._uses.learn(waiting.popleft()[1], self._counts)
         # Often at first, when each sample moves the weights, and ever less often: 1/16 after a thousand tokens.
-        stride = 1 if token < 64 else 4 if token < 1024 else 16
-        if (token + self._stagger) % stride == 0:
+        stride = 1 if token < 64 else 4 if token < _LEARNED else 16
+        off = (token + self._stagger) % stride
+        if not off:
             waiting.append((token + self._uses.tokens_ahead, self._sample()))
+        following = token + 1 if token < _LEARNED else token + stride - off
+        self._due = min(following, waiting[0][0]) if waiting else following
 
     def _factor(self) -> None:
         """What the stored figures count as of the token to come, and what its use of an expert adds to the value."""
         now, short, long, share = self._uses.weights
-        a, b = _SCALES[self.tokens % _REBASED]
-        rest = share / (self.tokens + 1 + _SHARE_PRIOR)
-        self._factors = short / (a * _SPANS[0]), long / (b * _SPANS[1]), rest
-        self._used_now = now + short / _SPANS[0] + long / _SPANS[1] + rest
+        tokens = self.tokens
+        a, b = _WHOLE[tokens % _REBASED]
+        rest = share / (tokens + 1 + _SHARE_PRIOR)
+        self._factors = short / a, long / b, rest
+        self.used_now = now + short / _SPANS[0] + long / _SPANS[1] + rest
 
     def _sample(self) -> list[Sample]:
         now, last, counts, short, long = self.tokens - 1, self._last, self._counts, self._short, self._long
-        a, b = (span * scale for span, scale in zip(_SPANS, _SCALES[now % _REBASED], strict=True))
+        a, b = _WHOLE[now % _REBASED]
         share = now + 1 + _SHARE_PRIOR
         begin, size = self._next_sampled, len(last)
         self._next_sampled = (begin + _SAMPLED) % size
         return [
-            (e, counts[e], (float(last[e] > now * size), short[e] / a, long[e] / b, counts[e] / share))
+            (e, counts[e], (float(use[0] > now), short[e] / a, long[e] / b, counts[e] / share))
             for e in (at % size for at in range(begin, begin + min(_SAMPLED, size)))
-            if last[e]
+            if (use := last[e])
         ]
 
     def fork(self) -> History:
@@ -147,14 +155,14 @@ class History:
             setattr(twin, name, copy.copy(getattr(self, name)))
         return twin
 
-    def valued(self, experts: Iterable[int], *, are_used: bool) -> list[tuple[float, int]]:
-        """(expected uses in the `tokens_ahead` tokens after the one to come, expert), in their order. `are_used`: by
-        the token to come."""
+    def valued(self, experts: Iterable[int], more: float = 0.0) -> list[tuple[float, int]]:
+        """(expected uses in the `tokens_ahead` tokens after the one to come, expert), in their order. `more` is
+        `used_now` for experts of the token to come."""
         a, b, c = self._factors
         short, long, counts = self._short, self._long, self._counts
-        more = self._used_now if are_used else 0.0
         return [(more + a * short[e] + b * long[e] + c * counts[e], e) for e in experts]
 
-    def last_use(self, expert: int) -> int:
+    def last_use(self, expert: int) -> tuple[int, int]:
         """What LRU orders by: later tokens are higher, and within one a higher router weight."""
-        return self._last[expert]
+        use = self._last[expert]
+        return (use[0], -use[1].index(expert)) if use else (0, 0)
