@@ -7,6 +7,7 @@ optimistic. Kept apart: the rule was chosen on gemma.csv and synthetic traces wi
 
     python benchmarks/hybrid.py [--json] [--plot FOLDER]          every trace, slots, machine and rule; a minute or two
     python benchmarks/hybrid.py --trace FILE --machine FILE       any other; each may be given more than once
+    python benchmarks/hybrid.py --trace FILE --machine FILE --slots 12 --only-ours   a long one, our rule alone
     python benchmarks/hybrid.py --write-table                     replays the traces for `appliance plan --explain`
 
 A machine is JSON: {"name": "…", "cpu_gb_s": 52, "pcie_gb_s": 24, "dram_gb_s": 62, "expert_mb": 2.9, "other_ms": 0.08,
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
 import statistics
 import sys
@@ -24,12 +26,12 @@ import time
 import timeit
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -39,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from appliance.moe.bounds import fewest_misses_by_layer, trace_least_ms
 from appliance.moe.cache import LayerCache, SlotsTooFewError, layer_caches
 from appliance.moe.cost import Cost, Rates
-from appliance.moe.simulate import replay
+from appliance.moe.simulate import Result, replay, replay_part, timed
 from appliance.moe.trace import LINE_MAX, Trace, TraceError, parse_trace
-from benchmarks import hybrid_plot, hybrid_rivals, hybrid_table
+from benchmarks import hybrid_plot, hybrid_read, hybrid_rivals, hybrid_table
 
 SLOTS = (6, 12, 24, 48)
 TRACES = Path(__file__).parent / "hybrid_traces"
@@ -50,7 +52,9 @@ WRONG_RATES = ("cpu_gb_s", "pcie_gb_s", "dram_gb_s")
 WRONG_SLOTS = 12  # or all that were asked for
 TIMED_SLOTS = 12
 TIMED_REPLAYS = 9
+TIMED_TOKENS = 512  # of each layer
 LOOKUPS = 20_000
+LONG_BYTES = 1 << 26
 OURS, BOUND = "ours", "time bound"
 
 
@@ -115,10 +119,20 @@ class Wrong:
     loss: float
 
 
-def read_trace(path: Path) -> Trace:
-    """Line by line, each cut off where it is longer than a line of a trace can be. Raises TraceError, OSError."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+def read_trace(path: Path, workers: int = 1) -> Trace:
+    """By blocks where it is regular; else line by line, each cut off where it is longer than a line of a trace can be.
+    Raises TraceError, OSError."""
+    with ProcessPoolExecutor(workers) if workers > 1 else nullcontext() as pool:
+        mapped = hybrid_read.ahead(pool, workers) if pool else map
+        trace = hybrid_read.read_regular(lambda: _opened(path), mapped)
+    if trace:
+        return trace
+    with io.TextIOWrapper(_opened(path), encoding="utf-8") as file:
         return parse_trace(iter(lambda: file.readline(LINE_MAX + 1), ""))
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def read_machine(path: Path) -> Machine:
@@ -135,20 +149,68 @@ def read_machine(path: Path) -> Machine:
         raise ValueError(message) from error
 
 
-@cache
-def _trace(path: Path) -> Trace:
-    return read_trace(path)
+_traces: dict[Path, Trace] = {}  # read once, before processes are forked
+
+
+def _trace(path: Path, workers: int = 1) -> Trace:
+    if path not in _traces:
+        is_long = path.stat().st_size > LONG_BYTES
+        _traces[path] = read_trace(path, workers if is_long else 1)
+    return _traces[path]
+
+
+def ours_of(pool: Executor, cells: Sequence[tuple[Path, int]], machines: Sequence[Machine], workers: int) -> list[Row]:
+    """Our rule alone; where there are fewer replays than processes, layers are shared out."""
+    asked = [(path, slots, machine) for path, slots in cells for machine in machines]
+    shares = -(-workers // len(asked))
+    parts = []
+    for path, slots, machine in asked:
+        layers = 0 if _refusal(_trace(path), slots) else len(_trace(path).top_k)
+        ends = [layers * number // shares for number in range(shares + 1)]
+        tasks = [(path, slots, machine, range(*pair)) for pair in pairwise(ends) if layers]
+        parts.append([pool.submit(_part_of, task) for task in tasks])
+    return [_ours(*each, [part.result() for part in futures]) for each, futures in zip(asked, parts, strict=True)]
+
+
+def _refusal(trace: Trace, slots: int) -> str:
+    most = max(trace.top_k.values())
+    if most <= slots <= trace.experts:
+        return ""
+    return f"{slots} slots cannot hold one token's {most} experts, or are more than there are"
+
+
+def _refused(name: str, machine: Machine, slots: int, why: str) -> Row:
+    return Row(trace=name, machine=machine.name, slots=slots, tokens_per_s={}, refused=why)
+
+
+def _part_of(task: tuple[Path, int, Machine, range]) -> Result:
+    path, slots, machine, layers = task
+    return replay_part(_trace(path), slots, machine.cost, layers)
+
+
+def _ours(path: Path, slots: int, machine: Machine, parts: Sequence[Result]) -> Row:
+    trace, name = _trace(path), path.name.partition(".")[0]
+    if not parts:
+        return _refused(name, machine, slots, _refusal(trace, slots))
+    result = timed(trace, machine.cost, parts)
+    return Row(
+        trace=name,
+        machine=machine.name,
+        slots=slots,
+        tokens_per_s={OURS: result.tokens_per_s},
+        hit_rate=result.hit_rate,
+        fetched=result.fetched / result.layer_tokens,
+        uploads=result.uploads / result.layer_tokens,
+        takeovers=tuple(takeover.in_words() for takeover in result.takeovers),
+    )
 
 
 def rows_of(task: tuple[Path, int, tuple[Machine, ...]]) -> list[Row]:
     """One trace and number of slots: what does not depend on the machine is found once."""
     path, slots, machines = task
     trace, name = _trace(path), path.name.partition(".")[0]
-    if slots < max(trace.top_k.values()) or slots > trace.experts:
-        why = f"{slots} slots cannot hold one token's {max(trace.top_k.values())} experts, or are more than there are"
-        return [
-            Row(trace=name, machine=machine.name, slots=slots, tokens_per_s={}, refused=why) for machine in machines
-        ]
+    if why := _refusal(trace, slots):
+        return [_refused(name, machine, slots, why) for machine in machines]
     layers = hybrid_rivals.layer_tokens(trace)
     steps = {
         rule: hybrid_rivals.counted(layers, lambda tokens, run=run: run(tokens, slots))
@@ -238,7 +300,7 @@ def _timed(caches: Sequence[LayerCache], trace: Trace) -> tuple[list[int], list[
     decide, observe, clock = [], [], time.perf_counter_ns
     spent = time.process_time()
     for layer_cache, tokens in zip(caches, hybrid_rivals.layer_tokens(trace), strict=True):
-        for _, used in tokens:
+        for _, used in tokens[:TIMED_TOKENS]:
             began = clock()
             decision = layer_cache.decide(used)
             decide.append(clock() - began)
@@ -271,11 +333,13 @@ def main() -> int:
     try:
         machines = tuple(read_machine(path) for path in options.machine) or MACHINES
         for path in options.trace:
-            _trace(path)  # refused here, with its line, before any work
+            _trace(path, options.workers)  # refused here, with its line, before any work
     except (TraceError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     cells = list(product(options.trace, options.slots))
     with ProcessPoolExecutor(options.workers) as pool:
+        if options.only_ours:
+            return _show_ours(options, ours_of(pool, cells, machines, options.workers), began)
         tasks = [(path, slots, machines) for path, slots in cells]
         judged = [cell for cell in cells if cell[1] == WRONG_SLOTS] or cells
         wrong_tasks = [(path, slots, machine) for path, slots in judged for machine in machines]
@@ -306,6 +370,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--machine", type=Path, action="append", default=[], metavar="FILE", help="instead of the four")
     parser.add_argument("--slots", type=int, action="append", metavar="N", help="in each layer [6, 12, 24, 48]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
+    parser.add_argument(
+        "--only-ours", action="store_true", help="no other rules, bounds or wrong rates: 54,000 tokens in half a minute"
+    )
     parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write hybrid.png and hybrid.svg there")
     parser.add_argument("--write-table", action="store_true", help=f"write {hybrid_table.PATH.name} from the traces")
@@ -315,6 +382,27 @@ def _parse() -> argparse.Namespace:
     if options.workers < 1 or min(options.slots) < 1:
         parser.error("--workers and --slots must be at least 1")
     return options
+
+
+def _show_ours(options: argparse.Namespace, rows: Sequence[Row], began: float) -> int:
+    kept = [row for row in rows if not row.refused]
+    if not kept:
+        sys.exit(f"error: {rows[0].refused}")
+    seconds = time.monotonic() - began
+    if options.json:
+        print(
+            json.dumps(
+                {"modelled": True, "rows": [asdict(row) for row in rows], "seconds": round(seconds, 1)}, indent=1
+            )
+        )
+        return 0
+    for row in rows:
+        where = f"{row.trace}, {row.machine}, {row.slots} slots"
+        print(f"{where}: {row.refused or f'modelled {row.tokens_per_s[OURS]:.1f} tok/s, {row.hit_rate:.1%} hits'}")
+        for words in row.takeovers:
+            print(f"{where}: {words}")
+    print(f"{seconds:.0f} s")
+    return 0
 
 
 def _as_json(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from array import array
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from appliance.moe.calibrate import Measured, calibrate
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Replay, cached, static_layers
 from appliance.moe.replays import REPLAYS
-from appliance.moe.simulate import replay
+from appliance.moe.simulate import replay, replay_part, timed
 from appliance.moe.trace import Trace, Turn
 from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
@@ -259,6 +260,36 @@ def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: 
     assert found.best_hit_rate == pytest.approx(2 / 3)
     (refused,) = hybrid.rows_of((path, 17, hybrid.MACHINES[:1]))
     assert "17 slots" in refused.refused
+
+
+def test_layers_shared_out_to_processes_come_to_the_same() -> None:
+    """The guard's takeover, which is of all layers, included."""
+    made = phases(layers=11)
+    whole = replay(made, COST, 1)
+    assert whole.takeovers
+    for ends in ([0, 4, 11], [0, 1, 5, 11]):
+        parts = [replay_part(made, 1, COST, range(*pair)) for pair in itertools.pairwise(ends)]
+        assert timed(made, COST, parts) == replace(whole, prompt_ms=pytest.approx(whole.prompt_ms))
+
+
+def phases(*, layers: int) -> Trace:
+    """Each expert three times, then not for long: what ours takes for frequent is over."""
+    turn = Turn()
+    for layer in range(layers):
+        turn.decode[layer] = array("H", [(at // 3 + layer) % 16 for at in range(300)])
+        turn.prompt[layer] = array("H", [15, layer])
+    k = dict.fromkeys(range(layers), 1)
+    return Trace(name="phases", architecture="test", layers=layers, experts=16, top_k=k, turns=(turn,))
+
+
+def test_our_rule_alone_is_what_it_is_beside_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "small.csv"
+    path.write_text("".join(lines(tokens=40, layers=3)), encoding="utf-8")
+    (beside,) = hybrid.rows_of((path, 4, hybrid.MACHINES[:1]))
+    with ProcessPoolExecutor(2) as pool:
+        alone, refused = hybrid.ours_of(pool, [(path, 4), (path, 99)], hybrid.MACHINES[:1], 4)
+    assert alone.tokens_per_s["ours"] == beside.tokens_per_s["ours"]
+    assert "99 slots" in refused.refused
 
 
 def test_too_few_rows_are_refused() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from appliance.moe.trace import COLUMNS, LINE_MAX, TOKENS_MAX, TraceError, parse_trace
-from benchmarks import hybrid
+from appliance.moe.trace import COLUMNS, LINE_MAX, TOKENS_MAX, Trace, TraceError, parse_trace
+from benchmarks import hybrid, hybrid_read
+from tests.builders import examples
 from tests.unit.moe.routing import lines, row
 
 Change = Callable[[list[str]], list[str]]
@@ -96,6 +100,53 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
         hybrid.read_trace(path)
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["qwen", "gemma"])
+def test_a_recorded_trace_read_by_blocks_is_what_it_is_line_by_line(name: str) -> None:
+    with gzip.open(hybrid.TRACES / f"{name}.csv.gz", "rt") as file:
+        text = file.read()
+    assert by_block(text, block_bytes=100_000) == parse_trace(io.StringIO(text))  # many blocks, cut anywhere
+
+
+def by_block(text: str, block_bytes: int = hybrid_read.BLOCK) -> Trace | None:
+    return hybrid_read.read_regular(lambda: io.BytesIO(text.encode()), block_bytes=block_bytes)
+
+
+def test_turns_and_weights_with_an_exponent_are_read_by_blocks() -> None:
+    found = [*lines(tokens=4), row(0, 50, 0, 0, 1, turn=1), row(0, 50, 0, 1, 2, turn=1)]
+    found[5] = found[5].replace("0.5", "1e-05")
+    assert by_block("".join(found)) == parse_trace(found)
+    assert by_block("".join(lines(layers=1, experts=300, top_k=7, prompt=0))) is not None
+
+
+@given(st.data())
+@settings(max_examples=examples(150), deadline=None)
+def test_what_is_read_by_blocks_is_never_what_is_refused_by_line(data: st.DataObject) -> None:
+    """Whatever one or two changed letters make of a trace."""
+    text = list("".join(lines(tokens=4)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at] = data.draw(st.sampled_from(["", *"0123456789.,-+e# \n\r_é", text[at] * 2]))
+    changed = "".join(text)
+    found = by_block(changed)
+    if found is not None:
+        assert found == parse_trace(io.StringIO(changed))
+
+
+def test_a_file_of_endless_tokens_is_given_up_by_blocks_too() -> None:
+    text = "".join(lines(tokens=5000)).encode()
+    seen = []
+
+    def counted(
+        work: Callable[[bytes], hybrid_read.Groups | None], blocks: Iterable[bytes]
+    ) -> Iterator[hybrid_read.Groups | None]:
+        for block in blocks:
+            seen.append(len(block))
+            yield work(block)
+
+    assert hybrid_read.read_regular(lambda: io.BytesIO(text), counted, block_bytes=1000, tokens_max=50) is None
+    assert sum(seen) < 10_000 < len(text)
 
 
 def test_halves_and_turns() -> None:
