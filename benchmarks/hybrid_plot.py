@@ -44,6 +44,8 @@ def plot(rows: Sequence[Row], folder: Path, ours: str, bound: str) -> None:
 
 def _panel(axes: Axes, title: str, rows: Sequence[Row], ours: str, bound: str) -> None:
     for name in rows[0].tokens_per_s if rows else ():
+        if "bound" in name and name != bound:
+            continue  # too near the other to be told apart
         style = {ours: {"linewidth": 2.5, "color": "black"}, bound: {"linestyle": "--", "color": "gray"}}.get(name, {})
         axes.plot(
             [row.slots for row in rows], [row.tokens_per_s[name] for row in rows], marker=".", label=name, **style

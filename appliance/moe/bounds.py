@@ -12,21 +12,22 @@ from appliance.moe.trace import Trace
 _NEVER = 1 << 60
 
 
-def fewest_misses(tokens: Sequence[tuple[bool, Sequence[int]]], slots: int) -> int:
+def fewest_misses(tokens: Sequence[tuple[bool, Sequence[int]]], slots: int, *, is_prompt_free: bool = True) -> int:
     """M*: of one layer's tokens in order, (is counted, its experts), the fewest misses in those that count.
 
     Belady's rule with bypass: after each token keep, of what lies in a slot and what the token just used, the `slots`
     experts that are used again soonest, where only counted uses matter. One just used may thus be evicted at once,
     or not be let in. Optimal for policies that copy an expert when a token uses it (demand loading): exchanging a kept
     expert for one that is used sooner never adds a miss (Belady 1966; Mattson et al. 1970 with bypass). Tokens that do
-    not count, the prompt, load for free: going by their uses would give up hits that count.
+    not count, the prompt, load for free: going by their uses would give up hits that count. Without `is_prompt_free`
+    slots are kept for them all the same, as issue 17 has it: more misses, and no bound for policies that do not.
     """
     next_use: dict[int, int] = {}
     upcoming: list[list[int]] = []
     for at in range(len(tokens) - 1, -1, -1):
         is_counted, used = tokens[at]
         upcoming.append([next_use.get(expert, _NEVER) for expert in used])
-        if is_counted:
+        if is_counted or not is_prompt_free:
             next_use.update(dict.fromkeys(used, at))
     kept: dict[int, int] = {}
     misses = 0
@@ -40,9 +41,12 @@ def fewest_misses(tokens: Sequence[tuple[bool, Sequence[int]]], slots: int) -> i
     return misses
 
 
-def fewest_misses_by_layer(trace: Trace, slots: int) -> dict[int, int]:
+def fewest_misses_by_layer(trace: Trace, slots: int, *, is_prompt_free: bool = True) -> dict[int, int]:
     """M* of each layer; slots carry over from turn to turn."""
-    return {layer: fewest_misses(list(_layer_tokens(trace, layer)), slots) for layer in trace.top_k}
+    return {
+        layer: fewest_misses(list(_layer_tokens(trace, layer)), slots, is_prompt_free=is_prompt_free)
+        for layer in trace.top_k
+    }
 
 
 def _layer_tokens(trace: Trace, layer: int) -> Iterable[tuple[bool, Sequence[int]]]:
@@ -107,6 +111,15 @@ def trace_least_ms(trace: Trace, cost: Cost, misses: Mapping[int, int]) -> float
     """
     total = trace.dense_layers * trace.decoded * cost.rates.other_ms
     return total + sum(least_ms(cost, k, trace.decoded, misses[layer]) for layer, k in trace.top_k.items())
+
+
+def pooled_least_ms(trace: Trace, cost: Cost, misses: Mapping[int, int]) -> float:
+    """The same with one N and M* for all layers of a top-k, as issue 17 writes it: N·env(M*/N)."""
+    by_top_k: dict[int, list[int]] = {}
+    for layer, k in trace.top_k.items():
+        by_top_k.setdefault(k, []).append(misses[layer])
+    total = trace.dense_layers * trace.decoded * cost.rates.other_ms
+    return total + sum(least_ms(cost, k, trace.decoded * len(each), sum(each)) for k, each in by_top_k.items())
 
 
 def brute_force_split(cost: Cost, is_resident: Sequence[bool], copied: int) -> float:

@@ -148,6 +148,7 @@ class LayerCache:
             message = f"{slots} slots of layer {layer} hold less than one token's experts: {needed}"
             raise SlotsTooFewError(message)
         self.cost = cost
+        self._expert_mb = cost.expert_mb
         self.slots = slots
         self._experts = experts
         self.top_k = top_k
@@ -156,7 +157,7 @@ class LayerCache:
         self._slot_of = {expert: slot for slot, expert in enumerate(pinned)}  # readable
         self._free = list(range(slots - 1, len(pinned) - 1, -1))
         self._in_flight: dict[int, Upload] = {}
-        self._history = History(experts, shared.uses, layer)
+        self._history = History(experts, shared.uses, layer, is_valued=slots > 0)
         self._ranked: list[tuple[float, int]] = []  # residents as the next token finds them, least value first
         self._gains = self._gains_ms()
         self._splits = [cost.splits(top_k, hits) for hits in range(top_k + 1)]
@@ -214,16 +215,15 @@ class LayerCache:
             return self._carried_out(hits, [], [], [], 0)
         misses = [expert for expert in used if expert not in slot_of]
         wanted = [expert for expert in misses if expert not in in_flight] if in_flight else misses
-        room = min(len(wanted), self._room())
+        shared = self.shared
+        room = int((shared.in_flight_max_mb - shared.in_flight_mb) / self._expert_mb + 1e-9)
+        if room > len(wanted):
+            room = len(wanted)
         if rule == "priced":
             wanted, victims, count = self._priced(hits, wanted, room)
         else:
             victims, count = self._lru(used, room, 1 if rule == "lru-1" else self.top_k)
         return self._carried_out(hits, misses, wanted, victims, count)
-
-    def _room(self) -> int:
-        left_mb = self.shared.in_flight_max_mb - self.shared.in_flight_mb
-        return int(left_mb / self.cost.expert_mb + 1e-9)
 
     def _priced(self, hits: list[int], wanted: list[int], room: int) -> tuple[list[int], list[int], int]:
         """Misses by falling value, victims by rising value, and how many of the pairs pay.
@@ -282,20 +282,25 @@ class LayerCache:
         self, hits: list[int], misses: list[int], wanted: list[int], victims: list[int], count: int
     ) -> Decision:
         """Begins the copies of the first `count` wanted: into free slots, then into those of the victims."""
-        split = self._splits[len(hits)][count]
-        gpu = tuple(hits[: split.hits])
+        ms, on_gpu, fetched, _ = self._splits[len(hits)][count]
+        gpu = tuple(hits[:on_gpu])
         if not count:
-            return Decision(gpu, (), (*hits[split.hits :], *misses), (), split.ms)
-        fetch = tuple(wanted[: split.fetched])
-        cpu = (*hits[split.hits :], *[expert for expert in misses if expert not in fetch])
-        free, uploads = len(self._free), []
-        for number, expert in enumerate(wanted[:count]):
-            victim = None if number < free else victims[number - free]
-            slot = self._free.pop() if victim is None else self._slot_of.pop(victim)
-            upload = self._in_flight[expert] = Upload(expert, victim, slot, number < split.fetched)
+            return Decision(gpu, (), (*hits[on_gpu:], *misses), (), ms)
+        fetch = tuple(wanted[:fetched])
+        cpu = (*hits[on_gpu:], *[expert for expert in misses if expert not in fetch])
+        slot_of, in_flight, free, uploads = self._slot_of, self._in_flight, self._free, []
+        into_free = len(free)
+        for number in range(count):
+            expert, victim = wanted[number], None
+            if number < into_free:
+                slot = free.pop()
+            else:
+                victim = victims[number - into_free]
+                slot = slot_of.pop(victim)
+            upload = in_flight[expert] = Upload(expert, victim, slot, number < fetched)
             uploads.append(upload)
-        self.shared.in_flight_mb += count * self.cost.expert_mb
-        return Decision(gpu, fetch, cpu, tuple(uploads), split.ms)
+        self.shared.in_flight_mb += count * self._expert_mb
+        return Decision(gpu, fetch, cpu, tuple(uploads), ms)
 
     def observe(self) -> None:
         """After each `decide`, off the critical path: learns, and ranks the residents for the next token."""
@@ -350,7 +355,7 @@ class LayerCache:
         if self._in_flight.get(upload.expert) != upload:
             raise KeyError(upload)
         del self._in_flight[upload.expert]
-        self.shared.in_flight_mb -= self.cost.expert_mb
+        self.shared.in_flight_mb -= self._expert_mb
 
 
 class _LruShadow:
@@ -364,16 +369,18 @@ class _LruShadow:
     def use(self, used: Sequence[int]) -> tuple[int, int]:
         """Hits, and copies made, of one token."""
         residents = self._residents
-        misses = [expert for expert in used if expert not in residents]
-        free = self._slots - len(residents)
-        copied = min(len(misses), max(self._most, free))
+        misses = []
         for expert in reversed(used):  # the least router weight is the first to go
             if expert in residents:
                 del residents[expert]
                 residents[expert] = None
+            else:
+                misses.append(expert)
+        free = self._slots - len(residents)
+        copied = min(len(misses), max(self._most, free))
         for _ in range(copied - free):
             del residents[next(iter(residents))]  # none of this token's: those are behind
-        for expert in reversed(misses[:copied]):
+        for expert in misses[len(misses) - copied :]:
             residents[expert] = None
         return len(used) - len(misses), copied
 

@@ -144,7 +144,7 @@ def _step(cache: LayerCache, used: tuple[int, ...]) -> Step:
 def _decode(trace: Trace, turn: Turn, caches: tuple[LayerCache, ...], layers: Collection[int], result: Result) -> None:
     """Token by token, layer by layer."""
     rows = zip(*(trace.each_token(turn, is_prompt=False, layer=layer) for layer in trace.top_k), strict=True)
-    kept = [result.steps if number in layers else Counter() for number in range(len(caches))]
+    kept: list[Counter[Step]] = [result.steps if number in layers else Counter() for number in range(len(caches))]
     for token in rows:
         for cache, used, steps in zip(caches, token, kept, strict=True):
             steps[_step(cache, used)] += 1

@@ -78,9 +78,11 @@ class Uses:
 class History:
     """Uses of one layer's experts. Memory does not grow with a conversation."""
 
-    def __init__(self, experts: int, uses: Uses, stagger: int) -> None:
-        """`stagger` sets layers apart, so that not all take samples at the same token."""
+    def __init__(self, experts: int, uses: Uses, stagger: int, *, is_valued: bool = True) -> None:
+        """`stagger` sets layers apart, so that not all take samples at the same token. Without `is_valued` it is only
+        learned from."""
         self._uses = uses
+        self._is_valued = is_valued
         self._stagger = stagger
         self._learns = True
         self.tokens = 0
@@ -112,7 +114,8 @@ class History:
         if token % _REBASED == 0:
             a, b = (growth * scale for growth, scale in zip(_SCALES[1], _SCALES[-1], strict=True))
             self._short, self._long = [each / a for each in short], [each / b for each in long]
-        self._factor()
+        if self._is_valued:
+            self._factor()
 
     def _learn(self, token: int) -> None:
         waiting = self._waiting

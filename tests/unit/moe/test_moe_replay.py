@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.moe import simulate
-from appliance.moe.bounds import envelope, fewest_misses, fewest_misses_by_layer, trace_least_ms
+from appliance.moe.bounds import envelope, fewest_misses, fewest_misses_by_layer, pooled_least_ms, trace_least_ms
 from appliance.moe.cache import Decision, LayerCache, Shared, SlotsTooFewError
 from appliance.moe.calibrate import Measured, calibrate
 from appliance.moe.cost import Cost, Rates
@@ -118,6 +118,14 @@ def test_the_fewest_misses_are_those_of_every_possible_cache(seed: int, slots: i
                 following[state] = min(total, following.get(state, total))
         states = following
     assert fewest_misses(counted, slots) == min(states.values())
+
+
+def test_the_bound_of_all_layers_together_is_never_above_that_by_layers() -> None:
+    made = trace(5)
+    for slots in (3, 5, 8):
+        free, kept = (fewest_misses_by_layer(made, slots, is_prompt_free=is_free) for is_free in (True, False))
+        assert pooled_least_ms(made, COST, free) <= trace_least_ms(made, COST, free) * (1 + 1e-12)
+        assert sum(kept.values()) >= sum(free.values())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -269,7 +277,9 @@ def test_layers_shared_out_to_processes_come_to_the_same() -> None:
     assert whole.takeovers
     for ends in ([0, 4, 11], [0, 1, 5, 11]):
         parts = [replay_part(made, 1, COST, range(*pair)) for pair in itertools.pairwise(ends)]
-        assert timed(made, COST, parts) == replace(whole, prompt_ms=pytest.approx(whole.prompt_ms))
+        joined = timed(made, COST, parts)
+        assert joined.prompt_ms == pytest.approx(whole.prompt_ms)
+        assert replace(joined, prompt_ms=whole.prompt_ms) == whole
 
 
 def phases(*, layers: int) -> Trace:
