@@ -419,7 +419,7 @@ def _as_json(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> dic
 
 
 def _print(rows: Sequence[Row], wrong: Sequence[Wrong], seconds: float) -> None:
-    console = Console(width=200)
+    console = Console(width=216)
     for trace in dict.fromkeys(row.trace for row in rows):
         console.print(_table(trace, [row for row in rows if row.trace == trace]))
         for words in dict.fromkeys(row.refused for row in rows if row.trace == trace and row.refused):
