@@ -155,7 +155,10 @@ _traces: dict[Path, Trace] = {}  # read once, before processes are forked
 
 def _trace(path: Path, workers: int = 1) -> Trace:
     if path not in _traces:
-        is_long = path.stat().st_size > LONG_BYTES
+        size = path.stat().st_size
+        is_long = size > LONG_BYTES
+        if is_long:
+            print(f"reading {path}: {size // 10**6} MB", file=sys.stderr)
         _traces[path] = read_trace(path, workers if is_long else 1)
     return _traces[path]
 
