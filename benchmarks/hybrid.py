@@ -377,7 +377,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, action="append", metavar="N", help="in each layer [6, 12, 24, 48]")
     parser.add_argument("--workers", type=int, default=2, help="processes [2]")
     parser.add_argument(
-        "--only-ours", action="store_true", help="no other rules, bounds or wrong rates: 54,000 tokens in half a minute"
+        "--only-ours", action="store_true", help="without other rules, bounds, wrong rates: 54,000 tokens in a minute"
     )
     parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write hybrid.png and hybrid.svg there")
