@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError, ModelUnreadableError, printable
+from appliance.image_facts import is_projector
 from appliance.model.facts import Format
 from appliance.model.parts import PART, plain_name
 
@@ -218,10 +219,6 @@ def _is_served(name: str) -> bool:
     part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
     return name.lower().endswith(".gguf") and not is_projector(name) and not is_later_part
-
-
-def is_projector(name: str) -> bool:
-    return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
 def _family(projector: str) -> str:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from appliance.model.find import ENTRIES_LIMIT, is_projector, unreadable
+from appliance.image_facts import is_projector
+from appliance.model.find import ENTRIES_LIMIT, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
 from appliance.values import dataclass
 
