@@ -25,13 +25,12 @@ from appliance.serve.gpus import check_gpus
 from appliance.serve.inputs import (
     StartInputs,
     load_facts,
-    locate,
     look_at_machine,
     read_contents,
     read_inputs,
     with_model,
 )
-from appliance.serve.which import Located
+from appliance.serve.which import FromRecipe, Located
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
@@ -141,16 +140,24 @@ def open_or_await(
     contents = read_contents(settings)
     open_volume(settings.data_dir, contents.image.build_id)
     machine = cache(partial(look_at_machine, contents, environment))
+    found = contents.which_model(environment)
+    if isinstance(found, Located):
+        return _checked(with_model(contents, found, machine), environment, report, number)
+    # here: a start whose model is named and here never needs them
+    from appliance.serve.announce import announce
+    from appliance.serve.candidates import Chosen, locate_chosen, save_choice
+
     try:
-        located = locate(contents, environment, machine)
+        located, made = locate_chosen(contents, found, environment, machine)
     except ModelAwayError:
         from appliance.serve.awaited import AwaitedModel  # here: a start whose model is here never needs it
 
-        found = contents.which_model(environment)
-        if isinstance(found, Located):  # it came meanwhile
-            return open_model(settings, environment, report, number=number)
         return AwaitedModel(contents, machine(), found, environment, report, number=number)
-    return _checked(with_model(contents, located, machine), environment, report, number)
+    announce(made, report)
+    served = _checked(with_model(contents, located, machine), environment, report, number)
+    if isinstance(found, FromRecipe) and isinstance(made, Chosen):
+        save_choice(contents, found, machine(), made, located)
+    return served
 
 
 def _checked(start: StartInputs, environment: Mapping[str, str], report: Report, number: int) -> ServedModel:

@@ -15,7 +15,7 @@ from appliance.values import dataclass
 
 Tier = Literal["quality", "balanced", "compact"]
 Verdict = Literal[
-    "chosen", "fits", "slow", "short context", "does not fit", "no room", "offline", "other tier", "unknown"
+    "chosen", "fits", "slow", "short context", "does not fit", "no room", "offline", "other tier", "damaged", "unknown"
 ]
 
 FLOOR_TOKENS_PER_S = 8.0  # decode; slower than people read
@@ -40,6 +40,7 @@ class Candidate:
     bytes: int
     missing_bytes: int  # of it, to be fetched; 0: it is here
     generation: float = 1.0  # of the model, by that of the oldest beside it: 3.5 / 3
+    problem: str | None = None  # of what is here: why it cannot be read
 
     @property
     def is_here(self) -> bool:
@@ -115,6 +116,20 @@ def choose(
     return Choice(rows=tuple(told if row is chosen else row for row in rows), chosen=told, better=better)
 
 
+def keep(choice: Choice, name: str) -> Choice:
+    """With what an earlier start chose, where that still fits: a better one is named, and not taken by itself."""
+    chosen = choice.chosen
+    kept = next((row for row in choice.rows if row.candidate.name == name), None)
+    if chosen is None or kept is None or kept.verdict != "fits" or not kept.candidate.is_here:
+        return choice
+    other = replace(chosen, verdict="fits", reason="")
+    better = choice.better or other
+    told = replace(kept, verdict="chosen", reason=f"an earlier start chose it; {better.candidate.name} would be better")
+    now = {name: told, other.candidate.name: other}
+    rows = tuple(now.get(row.candidate.name, row) for row in choice.rows)
+    return Choice(rows=rows, chosen=told, better=better)
+
+
 def size_in_words(count: int) -> str:
     """With one digit behind the point, which is what a column of a table compares."""
     return f"{count / 1e9:,.1f} GB" if count >= 0.05e9 else f"{count / 1e6:,.1f} MB"
@@ -133,6 +148,8 @@ def _judged(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> Row
 def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tuple[Verdict, str]:
     if wants.tier and candidate.tier != wants.tier:
         return "other tier", f"tier '{wants.tier}' is asked for"
+    if candidate.problem:
+        return "damaged", candidate.problem
     if not candidate.is_here and wants.is_offline:
         return "offline", "not on the volume, and nothing is fetched"
     if wants.free_bytes is not None and candidate.missing_bytes > wants.free_bytes:

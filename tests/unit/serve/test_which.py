@@ -11,8 +11,9 @@ import pytest
 
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.image_facts import Recipe, RecipeFile, Rung
+from appliance.probe import Hardware
 from appliance.serve.from_hub import tier_of
-from appliance.serve.kept_choice import KeptChoice
+from appliance.serve.kept_choice import Better, Kept, KeptChoice
 from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, wanted_rung, which_model
 from appliance.settings import HubSettings, resolve_settings
 from tests.golden.machines import MACHINES
@@ -185,22 +186,74 @@ def kept(folder: Path, **given: Any) -> KeptChoice:
 CHANGES: list[Callable[[], dict[str, Any]]] = [
     lambda: {"settings": resolve_settings({"ctx_size": "65536"}, {})},
     lambda: {"settings": resolve_settings({"tier": "compact"}, {})},
-    lambda: {"hardware": MACHINES["h200"]},
     lambda: {"here": {"qwen:b": Located(path=Path("/b"))}},
 ]
 
 
+def save(choice: KeptChoice, **given: Any) -> None:
+    choice.save("qwen:b", Located(path=Path("/b")), **given)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_choice_is_made_anew_when_the_question_changes(tmp_path: Path, change: Callable[[], dict[str, Any]]) -> None:
-    kept(tmp_path).save("qwen:b")
-    assert kept(tmp_path).load() == Located(path=Path("/b"))
+    save(kept(tmp_path), better=Better(name="qwen:c", bytes=7, is_here=False))
+    assert kept(tmp_path).load() == Kept(
+        name="qwen:b",
+        located=Located(path=Path("/b")),
+        better=Better(name="qwen:c", bytes=7, is_here=False),
+        is_current=True,
+    )
     assert kept(tmp_path, settings=resolve_settings({"port": "1234"}, {})).load() is not None
     assert kept(tmp_path, **change()).load() is None
 
 
+def test_a_file_that_was_written_anew_is_chosen_anew(tmp_path: Path) -> None:
+    file = put(tmp_path, "b.gguf")
+    here = {"qwen:b": Located(path=file)}
+    kept(tmp_path, here=here).save("qwen:b", here["qwen:b"])
+    assert kept(tmp_path, here=here).load() is not None
+    put(tmp_path, "b.gguf", b"GGUF, another")
+    assert kept(tmp_path, here=here).load() is None
+
+
+def with_room(*, volume_mib: int = 100_000, memory_mib: int = 14_000) -> Hardware:
+    found = MACHINES["cpu-16g"]
+    memory = replace(found.memory, available_mib=memory_mib)
+    return replace(found, volume=replace(found.volume, free_mib=volume_mib), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_current"),
+    [
+        (with_room(), True),
+        (with_room(memory_mib=13_000), True),
+        (with_room(memory_mib=9_000), False),
+        (with_room(memory_mib=20_000), False),
+        (with_room(volume_mib=10), True),  # what was chosen is on it
+        (with_room(volume_mib=150_000), False),
+        (MACHINES["h200"], False),
+    ],
+)
+def test_a_choice_is_looked_at_again_when_there_is_other_room(
+    tmp_path: Path, now: Hardware, *, is_current: bool
+) -> None:
+    save(kept(tmp_path, hardware=with_room()))
+    found = kept(tmp_path, hardware=now).load()
+    assert found is not None
+    assert found.is_current == is_current
+
+
+def test_what_was_fetched_since_is_no_other_room(tmp_path: Path) -> None:
+    save(kept(tmp_path, hardware=with_room(volume_mib=100_000)), fetched_bytes=60_000 * 2**20)
+    found = kept(tmp_path, hardware=with_room(volume_mib=55_000)).load()
+    assert found is not None
+    assert not found.is_current
+
+
 def test_a_choice_that_cannot_be_kept_or_read_is_none(tmp_path: Path) -> None:
-    kept(tmp_path / "missing").save("qwen:a")
+    save(kept(tmp_path / "missing"))
     assert kept(tmp_path / "missing").load() is None
-    for text in ("", "[]", "{}", '{"key": 1}', "null"):
+    of_an_older_version = '{"key": "a", "here": ["qwen:a"], "chosen": "qwen:a"}'
+    for text in ("", "[]", "{}", '{"key": 1}', "null", of_an_older_version):
         (tmp_path / "choice.json").write_text(text)
         assert kept(tmp_path).load() is None
