@@ -70,7 +70,7 @@ class ServedModel:
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves
-        self.held = hold_files(self.inputs.model.parts)  # `models rm` leaves them alone
+        self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     @property
     def settings(self) -> Settings:
@@ -116,6 +116,13 @@ class ServedModel:
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         return self.start.engine.command(plan, self.start.install, socket_path)
+
+
+def files_of(inputs: Inputs) -> tuple[Path, ...]:
+    """All that the engine may be given: weights, the projector, the draft model."""
+    model, draft = inputs.model, inputs.draft
+    projector = (model.projector,) if model.projector else ()
+    return (*model.parts, *projector, *(draft.parts if draft else ()))
 
 
 def socket_paths(runtime_dir: Path, number: int) -> tuple[Path, Path, Path]:

@@ -15,6 +15,7 @@ from appliance.documents import load
 from appliance.errors import printable
 from appliance.settings import Settings
 from appliance.values import dataclass
+from appliance.weights.remove import used_blobs
 from appliance.weights.stores import Listing, StoredModel, list_store, other_stores, volume_store
 from appliance.weights.transfer import size
 
@@ -93,7 +94,7 @@ def view(settings: Settings) -> DiskView:
     profiles = _profiles(settings.profiles_dir)
     rows = [_row(model, profiles) for listing in listings for model in listing.models]
     rows += [*_partly_fetched(settings.models_dir), *_partly_copied(settings.models_dir)]
-    rows += _damaged(settings.models_dir)
+    rows += [*_unlinked(settings.models_dir), *_damaged(settings.models_dir)]
     free = None
     with suppress(OSError):  # there is no volume yet
         free = shutil.disk_usage(settings.models_dir).free
@@ -143,6 +144,16 @@ def _partly_fetched(models_dir: Path) -> list[Row]:
 
 def _repo(folder: Path) -> str:
     return folder.name.removeprefix("models--").replace("--", "/")
+
+
+def _unlinked(models_dir: Path) -> list[Row]:
+    """Blobs that no file of a snapshot leads to: of a download whose other files are still to come, or left over."""
+    rows = []
+    for folder in sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]:
+        used = used_blobs(folder)
+        whole = [path for path in sorted(folder.glob("blobs/*")) if path.is_file() and not path.suffix]
+        rows += [_partial(_repo(folder), path, "no file leads to it") for path in whole if path not in used]
+    return rows
 
 
 def _partly_copied(models_dir: Path) -> list[Row]:

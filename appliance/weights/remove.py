@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from appliance.errors import ConfigError, VolumeError, printable
+from appliance.image_facts import is_projector
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import is_held, refusal
@@ -17,6 +18,7 @@ from appliance.weights.stores import (
     StoredModel,
     find_stored,
     is_in_cache,
+    is_last_model,
     lies_below,
     list_store,
     other_stores,
@@ -94,19 +96,23 @@ def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
 
 
 def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
-    """Its links in every snapshot, then the blobs that no link is left for."""
+    """Its links in every snapshot, with the last model those of projectors, then the blobs that no link is left for."""
     folder = _repo_folder(model, models_dir)
     names = {path.relative_to(_snapshot_of(path, folder)) for path in model.files}
     names |= {Path(model.file)} if model.file else set()  # a link whose blob is missing
     snapshots = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
     links = [snapshot / name for snapshot in snapshots for name in names if os.path.lexists(snapshot / name)]
+    if is_last_model(model):
+        links += [
+            path for snapshot in snapshots for path in sorted(snapshot.rglob("*.gguf")) if is_projector(path.name)
+        ]
     blobs = {blob for link in links if (blob := blob_of(link))}
     _refuse_served(model.name, [*blobs, *links])
     _refuse_behind_link(model.name, [*blobs, *links], models_dir)
     for link in links:
         link.unlink()
         _drop_empty(link.parent, folder / "snapshots")
-    unused = sorted(blobs - _used_blobs(folder))
+    unused = sorted(blobs - used_blobs(folder))
     freed = sum(map(_freed, unused))
     for blob in unused:
         blob.unlink(missing_ok=True)
@@ -154,7 +160,8 @@ def blob_of(link: Path) -> Path | None:
     return Path(os.path.normpath(link.parent / link.readlink()))
 
 
-def _used_blobs(folder: Path) -> set[Path]:
+def used_blobs(folder: Path) -> set[Path]:
+    """Of a repository: those that a file of a snapshot leads to."""
     return {blob for link in (folder / "snapshots").rglob("*") if (blob := blob_of(link))}
 
 

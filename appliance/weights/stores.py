@@ -31,6 +31,7 @@ __all__ = [
     "find_elsewhere",
     "find_stored",
     "is_in_cache",
+    "is_last_model",
     "is_named",
     "lies_below",
     "list_store",
@@ -371,6 +372,12 @@ def is_in_cache(model: StoredModel) -> bool:
     """Whether it lies in the layout of huggingface_hub's cache."""
     folder = model.store.folder
     return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def is_last_model(model: StoredModel) -> bool:
+    """Of a repository in the hub's cache: whether nothing else in it is a model, whole or not."""
+    folder = model.store.folder / model.path.relative_to(model.store.folder).parts[0]
+    return all(each.file == model.file for each in list_cached(folder))
 
 
 def lies_below(path: Path, folder: Path) -> bool:

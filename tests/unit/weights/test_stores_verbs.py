@@ -196,6 +196,39 @@ def test_of_a_repository_a_file_goes_with_its_blob_and_what_is_shared_stays(run:
     assert not (models / "models--org--m").exists()
 
 
+def test_with_the_last_model_of_a_repository_its_projector_goes(run: Run, models: Path) -> None:
+    for commit in ("a" * 40, OTHER_COMMIT):
+        put_cached(models, "org/m", "m-Q4_K_M.gguf", b"GGUF4", commit=commit)
+        put_cached(models, "org/m", "m-mmproj-F16.gguf", b"GGUFp", commit=commit)
+    put_cached(models, "org/m", "m-Q8_0.gguf", b"GGUF8")
+    assert run("rm", "org/m:Q8_0", "--json").document["freed_bytes"] == 5
+    assert sha256(b"GGUFp") in names_in(models / "models--org--m/blobs")
+    assert run("rm", "org/m:Q4_K_M", "--json").document["freed_bytes"] == 10
+    assert not (models / "models--org--m").exists()
+
+
+def test_a_projector_that_is_served_stays_with_its_model(run: Run, models: Path) -> None:
+    put_cached(models, "org/m", "m.gguf", b"GGUFm")
+    held = hold_files([put_cached(models, "org/m", "mmproj-F16.gguf", b"GGUFp")])
+    before = names_in(models)
+    said = run("rm", "org/m/m.gguf")
+    for handle in held:
+        os.close(handle)
+    assert (said.code, "model is being served, or written" in said.err) == (10, True)
+    assert names_in(models) == before
+
+
+def test_a_blob_that_no_file_leads_to_is_listed(run: Run, models: Path) -> None:
+    link = put_cached(models, "org/m", "m.gguf", b"GGUF")
+    (link.parents[2] / "blobs" / ("d" * 64)).write_bytes(bytes(2048))
+    rows = run("list", "--json").document["models"]
+    assert [(row["name"], row["bytes"], row["missing"]) for row in rows if row["missing"]] == [
+        ("org/m", 2048, "no file leads to it: 2.0 KiB")
+    ]
+    assert run("rm", "org/m").code == 0
+    assert run("list", "--json").document["models"] == []
+
+
 def test_a_ref_goes_with_its_snapshot(run: Run, models: Path) -> None:
     put_cached(models, "org/m", "a.gguf", b"GGUFa", ref="old")
     put_cached(models, "org/m", "b.gguf", b"GGUFb", commit=OTHER_COMMIT)
