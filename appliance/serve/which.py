@@ -68,16 +68,14 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
         return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
     if request and (path := find_model(request, models_dir)):
         return Located(path=path, names=(request,) if _is_fetched(path, models_dir) else ())
-    if recipe and (not request or request.partition(":")[0].casefold() == recipe.name.casefold()):
-        return _of_recipe(recipe, (request or "").partition(":")[2], models_dir, serves, hub)
+    if recipe and (rungs := rungs_meant(request or recipe.name, recipe, serves)):
+        return _of_recipe(recipe, rungs, models_dir, hub)
     return _of_hub(request or "", settings, serves, hub, recipe)
 
 
 def _of_recipe(
-    recipe: Recipe, wanted: str, models_dir: Path, serves: Format, hub: Callable[[], HubSettings]
+    recipe: Recipe, rungs: tuple[Rung, ...], models_dir: Path, hub: Callable[[], HubSettings]
 ) -> Located | FromRecipe:
-    ladder = [rung for rung in recipe.rungs if rung.format == serves]
-    rungs = rungs_called(wanted, ladder, recipe.name)
     here = tuple((rung, path) for rung in rungs if (path := path_of(rung, models_dir, hub)))
     if len(rungs) == 1 and here:
         return Located(path=here[0][1], names=names_of(recipe, rungs[0]))
@@ -102,15 +100,35 @@ def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung
     raise ConfigError(message, hint=f"perhaps you meant {recipe}:{near[0]}" if near else f"there are {known}")
 
 
+def rungs_meant(request: str, recipe: Recipe | None, serves: Format) -> tuple[Rung, ...]:
+    """Those that a name of the image's recipe means; none where it is no such name.
+
+    Raises ConfigError (10) for a name of the recipe that means no rung.
+    """
+    name, _, wanted = request.partition(":")
+    if recipe is None or name.casefold() != recipe.name.casefold():
+        return ()
+    return rungs_called(wanted, [rung for rung in recipe.rungs if rung.format == serves], recipe.name)
+
+
+def rungs_here(
+    request: str, recipe: Recipe | None, serves: Format, models_dir: Path, hub: Callable[[], HubSettings]
+) -> tuple[tuple[str, Path], ...] | None:
+    """By name, what is here of what a name of the recipe means; None where it is no such name."""
+    if recipe is None or not (rungs := rungs_meant(request, recipe, serves)):
+        return None
+    found = ((names_of(recipe, rung)[-1], path_of(rung, models_dir, hub)) for rung in rungs)
+    return tuple((name, path) for name, path in found if path)
+
+
 def wanted_rung(request: str, recipe: Recipe | None, serves: Format, hub: HubSettings) -> Wanted | None:
     """What to fetch by a name of the image's recipe; None where it is no such name.
 
     Raises ConfigError (10) for one that means several.
     """
-    name, _, wanted = request.partition(":")
-    if recipe is None or name.casefold() != recipe.name.casefold():
+    found = rungs_meant(request, recipe, serves)
+    if recipe is None or not found:
         return None
-    found = rungs_called(wanted, [rung for rung in recipe.rungs if rung.format == serves], recipe.name)
     if len(found) > 1:
         message = f"name means {len(found)} models of the recipe: {request}"
         names = ", ".join(f"{recipe.name}:{rung.name}" for rung in found)

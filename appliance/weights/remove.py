@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,11 @@ class Removed:
     freed_bytes: int  # of a file that has another name elsewhere, nothing
 
 
-def remove(name: str, settings: Settings) -> Removed:
-    """Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError."""
+def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]] = tuple) -> Removed:
+    """`of_recipe`: what the name means in the image's recipe, where it is no model's own.
+
+    Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError.
+    """
     models_dir = settings.models_dir
     folder = models_dir / f"models--{name.replace('/', '--')}"
     try:
@@ -42,7 +45,7 @@ def remove(name: str, settings: Settings) -> Removed:
             return _remove_repo(name, folder)
         if (file := _own_file(name, models_dir)) is not None:
             return _unlink(name, [file], models_dir)
-        model = _only_one(name, settings)
+        model = _only_one(name, settings, of_recipe)
         if is_in_cache(model):
             return _remove_cached(model, models_dir)
         return _unlink(model.name, _own_files(model), models_dir)
@@ -61,15 +64,19 @@ def _own_file(name: str, models_dir: Path) -> Path | None:
     return None if name in listed else models_dir / name
 
 
-def _only_one(name: str, settings: Settings) -> StoredModel:
+def _only_one(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]]) -> StoredModel:
     found = find_stored(name, [volume_store(settings.models_dir)])
+    elsewhere: Sequence[StoredModel] = ()
+    if not found:
+        elsewhere = of_recipe()
+        found = tuple(model for model in elsewhere if model.store.tool == "volume")
     if len(found) == 1:
         return found[0]
     if found:
         lines = "".join(f"\n  {printable(model.name)}" for model in found)
         message = f"model name {printable(name)} means {len(found)} on the volume{lines}"
         raise ConfigError(message, hint="give the whole name of the one that is meant")
-    elsewhere = find_stored(name, other_stores(settings))
+    elsewhere = elsewhere or find_stored(name, other_stores(settings))
     if elsewhere:
         message = f"model is in {elsewhere[0].where}, where nothing is removed: {printable(name)}"
         raise ConfigError(message, hint="remove it with the tool that put it there")

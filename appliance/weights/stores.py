@@ -35,6 +35,7 @@ __all__ = [
     "is_named",
     "lies_below",
     "list_store",
+    "model_at",
     "other_stores",
     "read_elsewhere",
     "read_ref",
@@ -372,6 +373,15 @@ def is_in_cache(model: StoredModel) -> bool:
     """Whether it lies in the layout of huggingface_hub's cache."""
     folder = model.store.folder
     return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def model_at(path: Path, name: str, stores: Sequence[Store]) -> StoredModel:
+    """What lies at a path that is known, called by a name that need not be its own."""
+    store = next((each for each in stores if path.is_relative_to(each.folder)), None)
+    store = store or Store(tool="folder", folder=path.parent)
+    below = path.relative_to(store.folder).parts
+    file = "/".join(below[3:]) if is_repo(Path(below[0])) else ""
+    return _stored(store, path, name, file=file)
 
 
 def is_last_model(model: StoredModel) -> bool:
