@@ -77,11 +77,11 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
-    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, and for a
-    repository of which several quantizations are there. Raises ConfigError where a name could be several, and as
-    `resolve_model` for what cannot be a model."""
+    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, for a repository
+    of which several quantizations are there, and for a folder that is no model, whose name may mean something else.
+    Raises ConfigError where a name could be several, and as `resolve_model` for a path that cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
-        if _is_there(path):
+        if _is_there(path) and (Path(request).is_absolute() or _is_model(path)):
             return _checked(path)
     if cached := [model for model in _in_cache(request, models_dir) if not model.problem]:
         return cached[0].path if len(cached) == 1 else None
@@ -104,6 +104,9 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
 def _requested(request: str, models_dir: Path) -> Path:
     if path := find_model(request, models_dir):
         return path
+    for folder in (models_dir / request, Path(request)):
+        if _is_there(folder):
+            return _checked(folder)
     if cached := _in_cache(request, models_dir):
         first = cached[0]
         if not first.problem:
@@ -151,8 +154,12 @@ def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
     return f"put the file into {models_dir}, or name one that is there"
 
 
+def _is_model(path: Path) -> bool:
+    return not _is_folder(path) or is_folder_model(path)
+
+
 def _checked(path: Path) -> Path:
-    if _is_folder(path) and not is_folder_model(path):
+    if not _is_model(path):
         message = f"model is a folder: {printable(str(path))}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path

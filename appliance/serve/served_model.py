@@ -30,7 +30,7 @@ from appliance.serve.inputs import (
     read_inputs,
     with_model,
 )
-from appliance.serve.which import FromRecipe, Located
+from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
@@ -148,6 +148,8 @@ def open_or_await(
     open_volume(settings.data_dir, contents.image.build_id)
     machine = cache(partial(look_at_machine, contents, environment))
     found = contents.which_model(environment)
+    if words := ollamas_own(settings, contents.recipe):
+        report.info("model_name", f"{settings.model} is of this image's recipe; {words}")
     if isinstance(found, Located):
         return _checked(with_model(contents, found, machine), environment, report, number)
     # here: a start whose model is named and here never needs them

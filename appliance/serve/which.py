@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung
 from appliance.model import Format, find_model, only_model, resolve_model
-from appliance.settings import HubSettings, Settings
+from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
@@ -68,7 +69,13 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
         return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
     if request and (path := find_model(request, models_dir)):
         return Located(path=path, names=(request,) if _is_fetched(path, models_dir) else ())
-    if recipe and (rungs := rungs_meant(request or recipe.name, recipe, serves)):
+    try:
+        rungs = rungs_meant(request or recipe.name, recipe, serves) if recipe else ()
+    except ConfigError as error:
+        if found := ollamas_own(settings, recipe):
+            error.hint = f"{found}; {error.hint}"
+        raise
+    if recipe and rungs:
         return _of_recipe(recipe, rungs, models_dir, hub)
     return _of_hub(request or "", settings, serves, hub, recipe)
 
@@ -86,6 +93,22 @@ def _of_recipe(
         message = f"the model of this image's recipe is not on the volume: {path}"
         raise ConfigError(message, hint="put it there, or name another with APPLIANCE_MODEL; its recipe has no address")
     return FromRecipe(recipe=recipe, rungs=possible, here=here)
+
+
+def ollamas_own(settings: Settings, recipe: Recipe | None) -> str | None:
+    """Where a mounted folder of Ollama's has a model whose name means the recipe's here: how to ask for that one."""
+    request = settings.model or ""
+    if recipe is None or request.partition(":")[0].casefold() != recipe.name.casefold():
+        return None
+    tops = settings.usual_model_dirs if settings.model_dirs is None else parse_folders(settings.model_dirs)
+    places = [place for top in tops for place in (top, top / "models") if _is_folder(place / "blobs")]
+    if not places:
+        return None
+    # here: a start without such a folder must not pay for it
+    from appliance.weights.stores import find_stored, ollama_stores
+
+    found = find_stored(request, ollama_stores(places))
+    return f"{found[0].where} has one of that name, too: `--model library/{found[0].name}`" if found else None
 
 
 def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung, ...]:
@@ -173,6 +196,10 @@ def _is_fetched(path: Path, models_dir: Path) -> bool:
     return path.is_relative_to(models_dir) and path.relative_to(models_dir).parts[0].startswith("models--")
 
 
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib's raises for what may not be looked at
+
+
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
@@ -186,6 +213,8 @@ def _of_hub(
     # here: a start whose model is a file of the volume never needs it
     from appliance.weights.reference import looks_remote, parse_reference
 
+    if found_folder := _in_folder(request, settings.models_dir):
+        return found_folder
     if found_elsewhere := _elsewhere(request, settings, serves):
         return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
@@ -200,6 +229,24 @@ def _of_hub(
     if found := lookup(reference, roots, is_folder=is_folder):
         return Located(path=found[0].parent if is_folder else found[0], names=(request,))
     return FromHub(reference=reference)
+
+
+def _in_folder(request: str, models_dir: Path) -> Located | None:
+    """A GGUF file of a folder `publisher/repository` of the volume, asked for as a repository is."""
+    # here: a start whose model is a file of the volume never needs it
+    from appliance.weights.quants import gguf_sets, pick
+    from appliance.weights.reference import parse_reference
+
+    try:
+        reference = parse_reference(request)
+        folder = models_dir / (reference.repo or "")
+        if reference.repo is None or reference.revision or reference.path or not folder.is_dir():
+            return None
+        sets = [each for each in gguf_sets(path.name for path in folder.glob("*.gguf")) if not each.missing]
+        picked = pick(sets, reference.quant, reference.repo, lambda _: "")
+    except ConfigError:  # no such quantization here, or no name of a repository: it may be elsewhere
+        return None
+    return Located(path=folder / picked.paths[0], names=(request,))
 
 
 def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:

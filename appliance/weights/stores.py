@@ -36,6 +36,7 @@ __all__ = [
     "lies_below",
     "list_store",
     "model_at",
+    "ollama_stores",
     "other_stores",
     "read_elsewhere",
     "read_ref",
@@ -103,6 +104,11 @@ def other_stores(settings: Settings) -> tuple[Store, ...]:
     else:
         found = [store for folder in parse_folders(asked) for store in _asked_for(folder, settings)]
     return tuple(dict.fromkeys(store for store in found if store.folder != settings.models_dir))
+
+
+def ollama_stores(places: Sequence[Path]) -> tuple[Store, ...]:
+    """Those of the folders that are Ollama's."""
+    return tuple(Store(tool="Ollama", folder=place) for place in dict.fromkeys(places) if is_store(place))
 
 
 def _asked_for(folder: Path, settings: Settings) -> tuple[Store, ...]:

@@ -14,9 +14,19 @@ from appliance.image_facts import Recipe, RecipeFile, Rung
 from appliance.probe import Hardware
 from appliance.serve.from_hub import tier_of
 from appliance.serve.kept_choice import Better, Kept, KeptChoice
-from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, wanted_rung, which_model
-from appliance.settings import HubSettings, resolve_settings
+from appliance.serve.which import (
+    FromHub,
+    FromRecipe,
+    Located,
+    Which,
+    ollamas_own,
+    rungs_called,
+    wanted_rung,
+    which_model,
+)
+from appliance.settings import HubSettings, Settings, resolve_settings
 from tests.golden.machines import MACHINES
+from tests.unit.weights.cache_files import put_ollama
 
 NAMES = ("4b-q4_k_m", "8b-q4_k_m", "8b-q6_k", "3.5-9b-q4_k_m", "35b-q4_k_m")
 
@@ -97,6 +107,48 @@ def test_a_file_of_the_volume_goes_before_a_recipe_of_its_name(models: Path) -> 
     put(models, "qwen.gguf")
     assert which(models, "qwen.gguf") == Located(path=models / "qwen.gguf")
     assert which(models, "qwen") == Located(path=models / "qwen.gguf")
+
+
+def test_a_folder_named_like_the_recipe_does_not_hide_it(models: Path) -> None:
+    (models / "qwen").mkdir()
+    assert offered(which(models, "qwen")) == list(NAMES)
+    put(models, "qwen/a.gguf")
+    assert offered(which(models, "qwen")) == list(NAMES)
+    with pytest.raises(ModelUnreadableError, match="model is a folder"):
+        which(models, str(models / "qwen"))
+    with pytest.raises(ModelUnreadableError, match="model is a folder"):
+        which(models, "qwen", recipe=None)
+
+
+def test_a_folder_of_a_repository_goes_before_the_hub(models: Path) -> None:
+    for name in ("R-Q4_K_M.gguf", "R-Q8_0.gguf", "R-mmproj-F16.gguf", "R-BF16-00001-of-00002.gguf"):
+        put(models, f"org/repo/{name}")
+    assert which(models, "org/repo") == Located(path=models / "org/repo/R-Q4_K_M.gguf", names=("org/repo",))
+    assert which(models, "org/repo:Q8_0") == Located(path=models / "org/repo/R-Q8_0.gguf", names=("org/repo:Q8_0",))
+    for request in ("org/repo:BF16", "org/repo:Q6_K", "org/repo@main", "org/other"):
+        assert isinstance(which(models, request), FromHub)
+    (models / "org/empty").mkdir()
+    assert isinstance(which(models, "org/empty"), FromHub)
+
+
+def test_a_name_of_the_recipe_that_ollama_has_too(models: Path, tmp_path: Path) -> None:
+    put_ollama(tmp_path / "ollama/models", "library/qwen/8b-q4_k_m", b"GGUF")
+    put_ollama(tmp_path / "ollama/models", "library/qwen/7b", b"GGUF7")
+    given = {"data_dir": str(models.parent), "model_dirs": str(tmp_path / "ollama")}
+
+    def asked(model: str) -> Settings:
+        return resolve_settings({**given, "model": model}, {})
+
+    has_too = f"Ollama's folder {tmp_path}/ollama/models has one of that name, too: `--model library/"
+    assert offered(which_model(asked("qwen:8b-q4_k_m"), RECIPE, "gguf", HubSettings)) == ["8b-q4_k_m"]
+    assert ollamas_own(asked("qwen:8b-q4_k_m"), RECIPE) == f"{has_too}qwen:8b-q4_k_m`"
+    assert [ollamas_own(asked(name), RECIPE) for name in ("qwen:4b", "other:7b", "library/qwen:7b")] == [None] * 3
+    with pytest.raises(ConfigError) as caught:
+        which_model(asked("qwen:7b"), RECIPE, "gguf", HubSettings)
+    assert (caught.value.hint or "").startswith(f"{has_too}qwen:7b`; there are qwen:4b-q4_k_m")
+    found = which_model(asked("library/qwen:7b"), RECIPE, "gguf", HubSettings)
+    assert isinstance(found, Located)
+    assert found.called == "qwen:7b"
 
 
 @pytest.mark.parametrize("place", ["M-8b-q6_k.gguf", f"models--org--M-GGUF/snapshots/{'c' * 40}/M-8b-q6_k.gguf"])

@@ -343,6 +343,17 @@ def test_what_is_no_name_of_a_model_is_refused(run: Run, models: Path, name: str
     assert names_in(models.parent) == before
 
 
+def test_a_folder_of_a_repository_is_known_by_its_name(run: Run, models: Path, weights: bytes) -> None:
+    for name in ("R-Q4_K_M.gguf", "R-Q8_0.gguf"):
+        (models / "org/R-GGUF").mkdir(parents=True, exist_ok=True)
+        (models / "org/R-GGUF" / name).write_bytes(weights)
+    assert "org/R-GGUF/R-Q8_0.gguf: R-Q8_0.gguf: can be read" in run("verify", "org/r-gguf:Q8_0").out
+    assert "means 2 on the volume" in run("rm", "org/R-GGUF").err
+    assert run("rm", "org/R-GGUF:Q4_K_M").code == 0
+    assert run("rm", "org/R-GGUF").code == 0
+    assert list(models.iterdir()) == []
+
+
 # verify
 
 
