@@ -95,6 +95,7 @@ def find_model(request: str, models_dir: Path) -> Path | None:
 def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
+    models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - links that lead nowhere
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from appliance.errors import ConfigError, FatalError
+from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.image_facts import is_projector
 from appliance.settings import HubSettings
 from appliance.values import dataclass
@@ -239,7 +239,10 @@ def _failed(reference: Reference, error: FatalError) -> Pulled:
 
 async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say) -> Pulled:
     folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo or ""))
-    commit = read_ref(folder, reference.revision or "main") or ""
+    commit = read_ref(folder, reference.revision or "main")
+    if commit is None:
+        message = f"cache does not say which revision is there: {folder.ref(reference.revision or 'main')}"
+        raise ModelUnreadableError(message, hint=f"the file is damaged: `appliance models pull {reference.text}`")
     snapshot = folder.snapshot(commit)
     here = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
     names = [path.relative_to(snapshot).as_posix() for path in here]

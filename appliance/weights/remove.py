@@ -22,6 +22,7 @@ from appliance.weights.stores import (
     lies_below,
     list_store,
     other_stores,
+    read_ref,
     volume_store,
 )
 
@@ -182,8 +183,10 @@ def _snapshot_of(path: Path, folder: Path) -> Path:
 
 def _drop_refs(folder: Path) -> None:
     """Of snapshots that are gone: the hub's client takes a ref without its snapshot for damage."""
-    for ref in (folder / "refs").rglob("*"):
-        if ref.is_file() and not (folder / "snapshots" / ref.read_text(errors="replace").strip()).is_dir():
+    known = {path.name for path in (folder / "snapshots").iterdir()}
+    refs = folder / "refs"
+    for ref in refs.rglob("*"):
+        if ref.is_file() and read_ref(folder, ref.relative_to(refs).as_posix()) not in known:
             ref.unlink()
 
 

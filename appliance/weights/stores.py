@@ -17,7 +17,7 @@ from appliance.errors import ConfigError, FatalError, ModelUnreadableError, prin
 from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
 from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
-from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, read_ref
+from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
 from appliance.model.parts import PART
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
@@ -180,8 +180,8 @@ def _stored(
 ) -> StoredModel:
     files = _files_of(path)
     sizes = [_size(each) for each in files]
-    if problem is None:
-        problem = next((why for each in files if (why := _why_unreadable(each))), None)
+    problem = problem or _why_not_whole(path, files)
+    problem = problem or next((why for each in files if (why := _why_unreadable(each))), None)
     return StoredModel(
         name=name,
         store=store,
@@ -223,6 +223,23 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     stem, suffix = path.name[: part.start()], path.name[-len(".gguf") :]
     names = (f"{stem}-{number:05}-of-{part[2]}{suffix}" for number in range(1, min(int(part[2]), 1024) + 1))
     return tuple(each for name in names if (each := path.with_name(name)).exists())
+
+
+def _why_not_whole(path: Path, files: Sequence[Path]) -> str | None:
+    """Of files that somebody put there: a link that leads nowhere, what is no file, a part that is missing."""
+    if not path.is_dir():
+        part = PART.search(path.name)
+        count = int(part[2]) if part else 1
+        if not files:
+            return "it is a link that leads nowhere" if path.is_symlink() else "it is gone"
+        if missing := count - len(files):
+            return f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
+    elif lost := [each for each in path.iterdir() if each.is_symlink() and not each.exists()]:
+        return f"{printable(lost[0].name)}: it is a link that leads nowhere"
+    elif name := missing_shard([each.name for each in files]):
+        return f"{printable(name)} is missing"
+    odd = next((each for each in files if not each.is_file()), None)
+    return f"it is no file: {printable(odd.name)}" if odd else None
 
 
 def _size(path: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,9 +53,15 @@ def copy(source: Path, target: IO[bytes], on_bytes: OnBytes) -> str:
 def _chunks(path: Path) -> Iterator[bytes]:
     """No error of whoever takes them is caught here."""
     try:
-        file = path.open("rb", buffering=0)
+        # Not to wait for a pipe that lies there.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
+    file = os.fdopen(handle, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        message = f"file cannot be read: {printable(str(path))}: it is a folder, device, pipe or socket"
+        raise ModelUnreadableError(message, hint="remove it, or look at what put it there")
     with file:
         while True:
             try:

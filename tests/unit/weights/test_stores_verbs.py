@@ -395,6 +395,37 @@ def test_damage_is_said_and_set_aside_only_when_asked(run: Run, models: Path, we
     assert run("rm", "org/m").code == 0
 
 
+def test_what_is_no_file_or_leads_nowhere_is_no_model(run: Run, models: Path, weights: bytes) -> None:
+    """Nothing waits for a pipe, and nothing of these is called complete."""
+    os.mkfifo(models / "pipe.gguf")
+    (models / "link.gguf").symlink_to("gone.gguf")
+    (models / "m-00001-of-00003.gguf").write_bytes(weights)
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        (models / "Qwen").mkdir(exist_ok=True)
+        (models / "Qwen" / name).write_bytes(b"{}")
+    missing = {row["name"]: row["missing"] for row in run("list", "--json").document["models"]}
+    assert missing == {
+        "pipe.gguf": "it is no file: pipe.gguf",
+        "link.gguf": "it is a link that leads nowhere",
+        "m-00001-of-00003.gguf": "2 of its 3 parts are missing",
+        "Qwen": "model-00002-of-00002.safetensors is missing",
+    }
+    said = run("verify")
+    assert (said.code, said.out.count("damaged: ")) == (32, 4)
+    for name in missing:
+        assert run("rm", name).code == 0
+    assert list(models.iterdir()) == []
+
+
+def test_garbage_in_a_ref(run: Run, models: Path, weights: bytes) -> None:
+    for number, text in enumerate((b"\0\xff", b"x" * 5000, b"../../..", b"")):
+        link = put_cached(models, f"org/m{number}", "m.gguf", weights)
+        (link.parents[2] / "refs/main").write_bytes(text)
+        assert run("verify", f"org/m{number}").code == 0
+        assert run("rm", f"org/m{number}/m.gguf").code == 0
+    assert not list(models.glob("models--*"))
+
+
 def test_what_is_not_whole_is_damage(run: Run, models: Path) -> None:
     put_cached(models, "org/m", "m.gguf", b"GGUF").resolve().unlink()
     said = run("verify", "--json", "--repair")
