@@ -339,13 +339,13 @@ def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, she
     for name in ("profiles", "cache", "secrets"):
         (data / name).mkdir()
         (data / name).chmod(0o775)
-    folder = RepoFolder(root=data / "models", name=FOLDER)
-    folder.make()
-    folder.blobs.chmod(0o755)
+    repo = RepoFolder(root=data / "models", name=FOLDER)
+    repo.make()
+    repo.blobs.chmod(0o755)
     with running_hub(shelf) as hub:
         code, _, err = ended(hub, data, "pull", REPO, user=1234)
     assert code == 50
-    assert f"volume is not writable by user 1234, group 0: {folder.blobs} belongs to 0:0" in err
+    assert f"volume is not writable by user 1234, group 0: {repo.blobs} belongs to 0:0" in err
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
