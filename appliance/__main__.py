@@ -278,12 +278,10 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(shlex.join(argv))
     else:
         if found.fetches:
-            from appliance.weights.choose import size_in_words
+            from appliance.weights.size import in_column
 
             candidate = found.fetches.candidate
-            print(
-                f"not on the volume: a start fetches {candidate.name} first, {size_in_words(candidate.missing_bytes)}\n"
-            )
+            print(f"not on the volume: a start fetches {candidate.name} first, {in_column(candidate.missing_bytes)}\n")
         print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explain(chosen))}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")

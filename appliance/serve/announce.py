@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from appliance.report import Report
 from appliance.serve.kept_choice import Better, Kept
-from appliance.weights.choose import Row, size_in_words
+from appliance.weights.choose import Row
+from appliance.weights.size import in_column
 
 if TYPE_CHECKING:
     from appliance.serve.candidates import Chosen
@@ -35,4 +36,4 @@ def _words(row: Row, count: int) -> str:
 
 def _better(better: Better) -> str:
     does = "serves" if better.is_here else "fetches"
-    return f"better here would be {better.name}, {size_in_words(better.bytes)}: `--model {better.name}` {does} it"
+    return f"better here would be {better.name}, {in_column(better.bytes)}: `--model {better.name}` {does} it"

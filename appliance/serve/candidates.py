@@ -35,11 +35,11 @@ from appliance.weights.choose import (
     Wants,
     choose,
     keep,
-    size_in_words,
     usual_context,
 )
 from appliance.weights.room import SPARED_BYTES, bytes_missing
 from appliance.weights.rungs import of_rung
+from appliance.weights.size import in_column
 from appliance.weights.wanted import Wanted
 
 _GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
@@ -141,7 +141,7 @@ def locate_chosen(
         return made.located, made
     pick = made.pick
     if pick.located is None:
-        what = f"{pick.candidate.name}, {size_in_words(pick.candidate.bytes)}"
+        what = f"{pick.candidate.name}, {in_column(pick.candidate.bytes)}"
         raise ModelAwayError(what)
     return pick.located, made
 

@@ -22,9 +22,9 @@ from appliance.serve.inputs import with_model
 from appliance.serve.served_model import ServedModel, serve_inputs
 from appliance.serve.which import FromRecipe, Located
 from appliance.settings import hub_settings
-from appliance.weights.choose import size_in_words
 from appliance.weights.fetch import fetch
 from appliance.weights.meter import FetchProgress
+from appliance.weights.size import in_column
 
 SAY_EVERY_S = 10.0
 SAY_EVERY_SHARE = 0.05
@@ -64,7 +64,7 @@ async def _fetch(awaited: AwaitedModel, pick: Offered) -> Located:
         message = f"nothing says where {pick.candidate.name} could be had"  # a candidate without one is never chosen
         raise RuntimeError(message)
     hub = hub_settings(settings, awaited.environment)
-    report.info("fetch", f"fetching {pick.candidate.name}: {size_in_words(pick.candidate.bytes)} from {_host(pick)}")
+    report.info("fetch", f"fetching {pick.candidate.name}: {in_column(pick.candidate.bytes)} from {_host(pick)}")
     began = time.monotonic()
     tell = _Tell(report)
     paths = await fetch(pick.wanted, settings.models_dir, hub, tell, partial(report.info, "fetch_note"))

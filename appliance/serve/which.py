@@ -252,7 +252,8 @@ def _in_folder(request: str, models_dir: Path) -> Located | None:
 def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:
     """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
     # here: a start from the volume must not pay for it
-    from appliance.weights.stores import find_elsewhere, refuse_artifact
+    from appliance.weights.reference import refuse_artifact
+    from appliance.weights.stores import find_elsewhere
 
     found = find_elsewhere(request or None, settings, serves)
     if found is None:

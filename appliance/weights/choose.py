@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from appliance.values import dataclass
+from appliance.weights.size import in_column
 
 Tier = Literal["quality", "balanced", "compact"]
 Verdict = Literal[
@@ -130,11 +131,6 @@ def keep(choice: Choice, name: str) -> Choice:
     return Choice(rows=rows, chosen=told, better=better)
 
 
-def size_in_words(count: int) -> str:
-    """With one digit behind the point, which is what a column of a table compares."""
-    return f"{count / 1e9:,.1f} GB" if count >= 0.05e9 else f"{count / 1e6:,.1f} MB"
-
-
 def usual_context(mode: str, native: int) -> int:
     return min(USUAL_CONTEXT[mode], native)
 
@@ -153,7 +149,7 @@ def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tu
     if not candidate.is_here and wants.is_offline:
         return "offline", "not on the volume, and nothing is fetched"
     if wants.free_bytes is not None and candidate.missing_bytes > wants.free_bytes:
-        return "no room", f"the volume has {size_in_words(wants.free_bytes)} free"
+        return "no room", f"the volume has {in_column(wants.free_bytes)} free"
     if isinstance(forecast, str):
         return ("does not fit", forecast) if forecast else ("unknown", "nothing tells its layers before it is here")
     if forecast.context < wants.context:

@@ -16,8 +16,8 @@ from appliance.errors import printable
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.weights.remove import used_blobs
+from appliance.weights.size import as_size
 from appliance.weights.stores import Listing, StoredModel, list_store, other_stores, volume_store
-from appliance.weights.transfer import size
 
 _PROFILE_BYTES = 16 * 2**20
 _PROFILES_LIMIT = 200
@@ -83,8 +83,8 @@ class DiskView:
             if listing.problem
         ]
         count = sum(row.tool == "volume" for row in self.rows)
-        free = "" if self.free_bytes is None else f"; {size(self.free_bytes)} free"
-        volume = f"volume: {count} {'model' if count == 1 else 'models'}, {size(self.own_bytes)}{free}"
+        free = "" if self.free_bytes is None else f"; {as_size(self.free_bytes)} free"
+        volume = f"volume: {count} {'model' if count == 1 else 'models'}, {as_size(self.own_bytes)}{free}"
         return "\n".join([*lines, volume])
 
 
@@ -173,7 +173,7 @@ def _partial(name: str, path: Path, words: str = "not fetched to its end") -> Ro
     found = 0
     with suppress(OSError):  # it was just finished
         found = path.stat().st_size
-    missing = f"{words}: {size(found)}"
+    missing = f"{words}: {as_size(found)}"
     return Row(
         name=name, tool="volume", path=path, format="?", bytes=found, missing=missing, last_used=None, profiles=()
     )
@@ -182,7 +182,7 @@ def _partial(name: str, path: Path, words: str = "not fetched to its end") -> Ro
 def _cells(row: Row) -> tuple[str, ...]:
     state = printable(row.missing) if row.missing else "complete"
     profiles = ", ".join(id_[:8] for id_ in row.profiles) or "-"
-    return printable(row.name), size(row.bytes), row.format, row.tool, _ago(row.last_used), profiles, state
+    return printable(row.name), as_size(row.bytes), row.format, row.tool, _ago(row.last_used), profiles, state
 
 
 def _ago(then: float | None) -> str:

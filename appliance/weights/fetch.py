@@ -21,11 +21,12 @@ from appliance.settings import HubSettings
 from appliance.volume import refusal
 from appliance.weights.cache import RepoFolder, find, is_whole, keep_ref, link_snapshot
 from appliance.weights.locks import locked
-from appliance.weights.meter import FetchProgress, Meter, as_size
+from appliance.weights.meter import FetchProgress, Meter
 from appliance.weights.partial import Partial
 from appliance.weights.ranges import Answer, RangeRefused, open_range, open_session
 from appliance.weights.retry import Patience, Transient, patiently
 from appliance.weights.room import check_room, drop_orphans, size_of
+from appliance.weights.size import as_size
 from appliance.weights.wanted import Wanted, WantedFile
 
 T = TypeVar("T")

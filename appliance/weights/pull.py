@@ -18,11 +18,12 @@ from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder, find, lookup, read_ref
 from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
-from appliance.weights.meter import FetchProgress, as_size
+from appliance.weights.meter import FetchProgress
 from appliance.weights.reference import Reference, parse_reference
 from appliance.weights.room import size_of
-from appliance.weights.show import shown
-from appliance.weights.transfer import Meter, digest_file
+from appliance.weights.show import Counted, shown
+from appliance.weights.size import as_size
+from appliance.weights.transfer import digest_file
 from appliance.weights.wanted import Wanted, folder_of_repo
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def _by_hand(wanted: Wanted, models_dir: Path) -> tuple[tuple[Path, ...], bool]:
     is_there = [size_of(path) for path in paths] == [file.bytes for file in files]
     if not is_there or not all(path.suffix == ".gguf" for path in paths):
         return (), False
-    meter = Meter("checking what is there", wanted.bytes or 0)
+    meter = Counted("checking what is there", wanted.bytes or 0)
     found = [digest_file(path, hashlib.sha256(), meter) for path in paths]
     meter.end()
     return paths, found == [file.sha256 for file in files]

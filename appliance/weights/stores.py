@@ -7,14 +7,12 @@ only module here that reads models.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
-from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
+from appliance.model import Format, list_models, plain_name
 from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
@@ -22,6 +20,7 @@ from appliance.model.parts import PART
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
 from appliance.weights.ollama import is_store, list_ollama, parse_name
+from appliance.weights.reference import HUB_HOSTS
 
 __all__ = [
     "Listing",
@@ -38,10 +37,7 @@ __all__ = [
     "model_at",
     "ollama_stores",
     "other_stores",
-    "read_elsewhere",
     "read_ref",
-    "read_stored",
-    "refuse_artifact",
     "volume_store",
     "why_damaged",
     "with_stores",
@@ -50,11 +46,6 @@ __all__ = [
 Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder"]
 _IMAGE = Path("/opt/models")
 _LISTED = 20
-_HUB_HOSTS = ("hf.co", "huggingface.co")
-# `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a port, this machine.
-_SCHEME = r"(?:oci|docker|oci-archive|containers-storage)://"
-_HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)*\.[a-z]{2,})(?::\d+)?|[\d.]+:\d+|\[[\da-f:]+\](?::\d+)?"
-_ARTIFACT = re.compile(rf"{_SCHEME}|(?:{_HOST})/", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +277,7 @@ def is_named(model: StoredModel, request: str) -> bool:
         own, asked = parse_name(model.name), parse_name(request)
         if own is None or asked is None:
             return False
-        return asked == own or (own[0] in _HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
+        return asked == own or (own[0] in HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
     path = model.path
     names = (
         model.name,
@@ -318,42 +309,6 @@ def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> S
     named = f"model name {request} means" if request else "no model was named and none is on the volume;"
     message = f"{named} {len(found)} in mounted folders{_listing(found)}"
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(found[0].name)}")
-
-
-def read_elsewhere(settings: Settings, serves: Format) -> Model:
-    """The model of a start where the volume has none of that name. Raises as `resolve_model` does, with what is in
-    mounted folders."""
-    if settings.model:
-        refuse_artifact(settings.model)
-    found = find_elsewhere(settings.model, settings, serves)
-    if found is not None:
-        return read_stored(found, serves)
-    try:
-        path = resolve_model(settings.model, settings.models_dir, serves=serves)
-    except FatalError as error:
-        raise with_stores(error, settings) from error
-    return read_model(path, serves=serves)  # it came meanwhile
-
-
-def read_stored(stored: StoredModel, serves: Format) -> Model:
-    """Raises ModelUnreadableError as `read_model` does."""
-    model = read_model(stored.path, serves=serves)
-    if stored.store.tool != "Ollama":
-        return model
-    return replace(model, called=stored.name, projector=stored.projector)
-
-
-def refuse_artifact(reference: str) -> None:
-    """Raises ConfigError for what names an artifact of a registry."""
-    is_file = reference.lower().endswith(".gguf") and "://" not in reference  # of a folder that has a dot in its name
-    if is_file or not _ARTIFACT.match(reference) or reference.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
-        return
-    message = f"OCI artifacts are not fetched: {printable(reference)}"
-    hint = (
-        "name the same model on Hugging Face, as in org/repository:Q4_K_M, or give the https address of its file, "
-        "or pull it with the tool that made it, mount its folder, and see `appliance models list`"
-    )
-    raise ConfigError(message, hint=hint)
 
 
 def with_stores(error: FatalError, settings: Settings) -> FatalError:

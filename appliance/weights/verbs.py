@@ -19,6 +19,8 @@ from appliance.weights.bring import bring, sources_of
 from appliance.weights.disk_view import view
 from appliance.weights.remove import blob_of, remove
 from appliance.weights.room import size_of
+from appliance.weights.show import Counted
+from appliance.weights.size import as_size
 from appliance.weights.stores import (
     StoredModel,
     find_stored,
@@ -28,7 +30,6 @@ from appliance.weights.stores import (
     other_stores,
     volume_store,
 )
-from appliance.weights.transfer import Meter, size
 from appliance.weights.verify import Checked, set_aside, verify
 
 
@@ -68,7 +69,7 @@ def _remove(request: Request) -> int:
     # Also on a full volume: it is what helps there.
     removed = remove(request.name or "", request.settings, lambda: _of_recipe(request))
     row = {"removed": removed.name, "files": list(map(str, removed.files)), "freed_bytes": removed.freed_bytes}
-    _tell(request, row, f"{printable(removed.name)}: removed, {size(removed.freed_bytes)} freed")
+    _tell(request, row, f"{printable(removed.name)}: removed, {as_size(removed.freed_bytes)} freed")
     return 0
 
 
@@ -78,7 +79,7 @@ def _import(request: Request) -> int:
     if request.sha256 and sum(len(model.files) + bool(model.projector) for model in models) != 1:
         message = "--sha256 is of one file, and there are several"
         raise UsageError(message, hint="import them one by one, or without it: each sha256 is shown")
-    meter = Meter("importing", sum(model.bytes for model in models))
+    meter = Counted("importing", sum(model.bytes for model in models))
     with _writing(settings):
         try:
             done = bring(models, settings, meter, request.sha256)
@@ -98,7 +99,7 @@ def _import(request: Request) -> int:
 
 def _verify(request: Request) -> int:
     models = _wanted(request)
-    meter = Meter("verifying", sum(model.bytes for model in models))
+    meter = Counted("verifying", sum(model.bytes for model in models))
     known, found = _known(request.settings), []
     for model in models:
         for checked in verify(model, known, meter):

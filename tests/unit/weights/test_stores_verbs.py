@@ -19,7 +19,8 @@ from appliance.image_facts import Recipe, RecipeFile, Rung, dump_recipe
 from appliance.values import dataclass
 from appliance.volume import hold_files
 from appliance.weights import transfer
-from appliance.weights.transfer import Meter, size
+from appliance.weights.show import Counted
+from appliance.weights.size import as_size
 from tests.mounts import tmpfs
 from tests.unit.model.gguf_files import write_model
 from tests.unit.weights.cache_files import OTHER_COMMIT, put_cached, put_ollama
@@ -101,7 +102,7 @@ def test_the_list_names_what_serve_takes_with_place_size_and_state(
         ("flat.gguf", "volume"): (len(weights), "complete", None),
         ("org/m/m-Q4_K_M.gguf", "volume"): (len(weights) + 1, "complete", None),
         ("org/broken/b.gguf", "volume"): (0, "partial", "its blob is missing"),
-        ("org/m", "volume"): (2048, "partial", "not fetched to its end: 2.0 KiB"),
+        ("org/m", "volume"): (2048, "partial", "not fetched to its end: 2.0 kB"),
         ("half.gguf", "volume"): (2, "partial", "not fetched to its end: 2 bytes"),
         ("old.gguf.damaged", "volume"): (3, "partial", "damaged, set aside: 3 bytes"),
         ("qwen3:4b", "Ollama"): (len(weights), "complete", None),
@@ -223,7 +224,7 @@ def test_a_blob_that_no_file_leads_to_is_listed(run: Run, models: Path) -> None:
     (link.parents[2] / "blobs" / ("d" * 64)).write_bytes(bytes(2048))
     rows = run("list", "--json").document["models"]
     assert [(row["name"], row["bytes"], row["missing"]) for row in rows if row["missing"]] == [
-        ("org/m", 2048, "no file leads to it: 2.0 KiB")
+        ("org/m", 2048, "no file leads to it: 2.0 kB")
     ]
     assert run("rm", "org/m").code == 0
     assert run("list", "--json").document["models"] == []
@@ -641,7 +642,7 @@ def test_room_is_checked_before_a_copy(run: Run, data: Path, tmp_path: Path, wei
         said = run("import", str(tmp_path / "m.gguf"))
         assert said.code == 50
         assert "volume has too little room: m takes" in said.err
-        assert "32.0 MiB are free" in said.err or "31.9 MiB are free" in said.err
+        assert "33.6 MB are free" in said.err or "33.5 MB are free" in said.err
         assert names_in(data / "models") == set()
 
 
@@ -674,22 +675,26 @@ class Terminal:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_meter_tells_share_rate_and_time_left(is_terminal: bool) -> None:
-    now = iter(range(0, 1000, 20))
+def test_reading_tells_share_rate_and_time_left(is_terminal: bool) -> None:
+    seconds = 0.0
     stream = Terminal(is_terminal=is_terminal)
-    meter = Meter("verifying", 400 * 2**20, stream, clock=lambda: float(next(now)))  # type: ignore[arg-type]
-    meter(100 * 2**20)
-    meter.end()
-    line = "verifying: 100.0 MiB of 400.0 MiB, 5.0 MiB/s, 60 s left"
-    assert stream.text == (f"\r{line}\x1b[K\r\x1b[K" if is_terminal else f"{line}\n")
+    counted = Counted("verifying", 400 * 10**6, stream, lambda: seconds)  # type: ignore[arg-type]
+    for seconds in (5.0, 10.0):  # noqa: B007 - the clock
+        counted(50 * 10**6)
+    counted.end()
+    begins = ["verifying: 0 bytes of 400.0 MB", "verifying: 50.0 MB of 400.0 MB"]
+    line = "verifying: 100.0 MB of 400.0 MB, 10.0 MB/s, 30 s left"
+    written = "".join(f"\r{each}\x1b[K" for each in (*begins, line))
+    assert stream.text == (f"{written}\r\x1b[K" if is_terminal else f"{line}\n")
 
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(0, "0 bytes"), (1023, "1,023 bytes"), (1024, "1.0 KiB"), (5 * 2**30, "5.0 GiB"), (2**50, "1,024.0 TiB")],
-)
+    [(0, "0 bytes"), (999, "999 bytes"), (2048, "2.0 kB"), (639_400_000, "639.4 MB"), (5_030_000_000, "5.03 GB"),
+     (2 * 10**15, "2,000.00 TB")],
+)  # fmt: skip
 def test_sizes(count: int, words: str) -> None:
-    assert size(count) == words
+    assert as_size(count) == words
 
 
 def test_blocks_are_shared_where_the_disk_can(tmp_path: Path) -> None:
