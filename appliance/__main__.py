@@ -16,6 +16,8 @@ from appliance.errors import FatalError, UsageError, printable
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from appliance.image_facts import Recipe
     from appliance.model import Format
     from appliance.probe import Hardware
@@ -276,12 +278,10 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
         print(shlex.join(argv))
     else:
         if found.fetches:
-            from appliance.weights.choose import size_in_words
+            from appliance.weights.size import in_column
 
             candidate = found.fetches.candidate
-            print(
-                f"not on the volume: a start fetches {candidate.name} first, {size_in_words(candidate.missing_bytes)}\n"
-            )
+            print(f"not on the volume: a start fetches {candidate.name} first, {in_column(candidate.missing_bytes)}\n")
         print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explain(chosen))}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")
@@ -419,6 +419,7 @@ def _models(options: argparse.Namespace, settings: Settings, environment: Mappin
     request = Request(
         settings=settings,
         name=options.file,
+        of_recipe=lambda: _of_recipe(options.file, settings, environment) or (),
         sha256=options.sha256,
         as_json=options.json,
         repairs=options.repair,
@@ -429,7 +430,7 @@ def _models(options: argparse.Namespace, settings: Settings, environment: Mappin
 def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
     from appliance.settings import hub_settings
     from appliance.volume import open_volume
-    from appliance.weights.pull import Place, pull, update
+    from appliance.weights.pull import Place, kept_by_recipe, pull, update
 
     hub = hub_settings(settings, environment)
     serves, recipe = _served_by_image(settings)
@@ -440,6 +441,8 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
 
         wanted = wanted_rung(options.file, recipe, serves, hub)
         pulled = [pull(options.file, place, options.sha256, wanted=wanted)]
+    elif (named := _of_recipe(options.file, settings, environment)) is not None:
+        pulled = list(kept_by_recipe(options.file, named))
     else:
         pulled = list(update(options.file, place, is_dry=options.dry_run))
     if options.json:
@@ -447,6 +450,19 @@ def _pull(options: argparse.Namespace, settings: Settings, environment: Mapping[
     else:
         print("\n".join(each.describe() for each in pulled) or f"no repositories in {settings.models_dir}")
     return next((each.exit_code for each in pulled if each.exit_code), 0)
+
+
+def _of_recipe(
+    name: str | None, settings: Settings, environment: Mapping[str, str]
+) -> tuple[tuple[str, Path], ...] | None:
+    """What is here of what a name of the image's recipe means, by name; None where it is no such name."""
+    if not name or not (settings.facts_dir / "recipe.json").exists():
+        return None
+    from appliance.serve.which import rungs_here
+    from appliance.settings import hub_settings
+
+    serves, recipe = _served_by_image(settings)
+    return rungs_here(name, recipe, serves, settings.models_dir, lambda: hub_settings(settings, environment))
 
 
 def _served_by_image(settings: Settings) -> tuple[Format, Recipe | None]:

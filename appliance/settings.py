@@ -406,7 +406,7 @@ def _roots(settings: Settings, environment: Mapping[str, str]) -> tuple[Path, ..
     # A cache of the hub that `models list` shows is one that nothing is fetched for.
     listed = settings.usual_model_dirs
     if settings.model_dirs is not None:
-        listed = tuple(Path(text.strip()) for text in settings.model_dirs.split(",") if text.strip().startswith("/"))
+        listed = parse_folders(settings.model_dirs)
     named = [settings.hf_cache] if settings.hf_cache else named
     wanted = (*named, *_ROOTS, *listed)
     return tuple(dict.fromkeys(path for path in wanted if path != settings.models_dir and _is_folder(path)))

@@ -109,10 +109,21 @@ def refusal(path: Path, error: OSError) -> VolumeError:
             message = f"volume is read-only: {path}"
             return VolumeError(message, hint="mount it writable, without `:ro`")
         case errno.EACCES | errno.EPERM:
-            message = f"volume is not writable by {who}: {path} {_owner(path)}"
+            place = _place_of(error, path)
+            message = f"volume is not writable by {who}: {place} {_owner(place)}"
             return VolumeError(message, hint="run with `--user ANY:0`, or make it writable for this user or group")
     message = f"volume cannot be written: {error.filename or path}: {_words(error)}"
     return VolumeError(message, hint="check the disk")
+
+
+def _place_of(error: OSError, path: Path) -> Path:
+    """What refused: the file of the error below `path`, or the folder that it was to be made in."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return path
+    place = Path(error.filename)
+    while place.is_relative_to(path) and not os.path.lexists(place):
+        place = place.parent
+    return place if place.is_relative_to(path) else path
 
 
 def _owner(path: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError, ModelUnreadableError, printable
+from appliance.image_facts import is_projector
 from appliance.model.facts import Format
 from appliance.model.parts import PART, plain_name
 
@@ -76,11 +77,11 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
-    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, and for a
-    repository of which several quantizations are there. Raises ConfigError where a name could be several, and as
-    `resolve_model` for what cannot be a model."""
+    """What it names on the volume, or elsewhere as a path. None for what is not there, or not whole, for a repository
+    of which several quantizations are there, and for a folder that is no model, whose name may mean something else.
+    Raises ConfigError where a name could be several, and as `resolve_model` for a path that cannot be a model."""
     for path in (models_dir / request, Path(request)):  # an absolute request is itself in both
-        if _is_there(path):
+        if _is_there(path) and (Path(request).is_absolute() or _is_model(path)):
             return _checked(path)
     if cached := [model for model in _in_cache(request, models_dir) if not model.problem]:
         return cached[0].path if len(cached) == 1 else None
@@ -94,6 +95,7 @@ def find_model(request: str, models_dir: Path) -> Path | None:
 def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
+    models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - links that lead nowhere
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
@@ -103,6 +105,9 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
 def _requested(request: str, models_dir: Path) -> Path:
     if path := find_model(request, models_dir):
         return path
+    for folder in (models_dir / request, Path(request)):
+        if _is_there(folder):
+            return _checked(folder)
     if cached := _in_cache(request, models_dir):
         first = cached[0]
         if not first.problem:
@@ -150,8 +155,12 @@ def _near_miss(request: str, models: tuple[Path, ...], models_dir: Path) -> str:
     return f"put the file into {models_dir}, or name one that is there"
 
 
+def _is_model(path: Path) -> bool:
+    return not _is_folder(path) or is_folder_model(path)
+
+
 def _checked(path: Path) -> Path:
-    if _is_folder(path) and not is_folder_model(path):
+    if not _is_model(path):
         message = f"model is a folder: {printable(str(path))}"
         raise ModelUnreadableError(message, hint=_folder_hint(path))
     return path
@@ -218,10 +227,6 @@ def _is_served(name: str) -> bool:
     part = PART.search(name)
     is_later_part = part is not None and int(part[1]) != 1
     return name.lower().endswith(".gguf") and not is_projector(name) and not is_later_part
-
-
-def is_projector(name: str) -> bool:
-    return "mmproj" in name.lower()  # mmproj-F16.gguf, gemma-4-E4B-it-mmproj.gguf
 
 
 def _family(projector: str) -> str:

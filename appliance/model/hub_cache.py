@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from appliance.model.find import ENTRIES_LIMIT, is_projector, unreadable
+from appliance.image_facts import is_projector
+from appliance.model.find import ENTRIES_LIMIT, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
 from appliance.values import dataclass
 
@@ -166,15 +167,19 @@ def _why_folder_unusable(names: dict[str, Path], cache: str) -> str | None:
     for name, path in names.items():
         if name.endswith((".safetensors", ".json")) and (problem := why_unusable(path, cache)):
             return f"{path.name}: {problem}"
-        shard = _SHARD.search(name)
-        if shard and int(shard[1]) == 1:
-            missing = _missing_shard(names, name[: shard.start()], shard)
-            if missing:
-                return f"{missing} is missing"
-    return None
+    missing = missing_shard(names)
+    return f"{missing} is missing" if missing else None
 
 
-def _missing_shard(names: dict[str, Path], stem: str, shard: re.Match[str]) -> str:
+def missing_shard(names: Collection[str]) -> str:
+    """The first that the names of the others announce; empty where there is none."""
+    first = (found for name in names if (found := _SHARD.search(name)) and int(found[1]) == 1)
+    missing = (_missing_beside(names, shard) for shard in first)
+    return next(filter(None, missing), "")
+
+
+def _missing_beside(names: Collection[str], shard: re.Match[str]) -> str:
+    stem = shard.string[: shard.start()]
     numbers = range(1, min(int(shard[2]), PARTS_LIMIT) + 1)
     shards = (f"{stem}-{number:05}-of-{shard[2]}.safetensors" for number in numbers)
     return next((other for other in shards if other not in names), "")

@@ -8,21 +8,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.errors import DownloadError, FatalError, ModelAwayError, ModelDoesNotFitError, VolumeError
+from appliance.errors import (
+    DownloadError,
+    FatalError,
+    ModelAwayError,
+    ModelDoesNotFitError,
+    ModelUnreadableError,
+    VolumeError,
+)
 from appliance.image_facts import Recipe, Rung
 from appliance.model import Model, plain_name, read_model
 from appliance.model.described import describe_model
 from appliance.probe import Speeds
 from appliance.serve.forecast import forecast
 from appliance.serve.inputs import Contents, Machine, inputs_of
-from appliance.serve.kept_choice import KeptChoice
+from appliance.serve.kept_choice import Better, Kept, KeptChoice
 from appliance.serve.which import FromHub, FromRecipe, Located, names_of
 from appliance.settings import HubSettings, Settings, hub_settings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder
-from appliance.weights.choose import Candidate, Choice, Forecast, Tier, Wants, choose, size_in_words, usual_context
+from appliance.weights.choose import (
+    Candidate,
+    Choice,
+    Forecast,
+    Tier,
+    Wants,
+    choose,
+    keep,
+    usual_context,
+)
 from appliance.weights.room import SPARED_BYTES, bytes_missing
 from appliance.weights.rungs import of_rung
+from appliance.weights.size import in_column
 from appliance.weights.wanted import Wanted
 
 _GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
@@ -66,6 +83,13 @@ class Chosen:
             raise _nothing(self.choice)
         return next(each for each in self.offered if each.candidate is row.candidate)
 
+    @property
+    def better(self) -> Better | None:
+        row = self.choice.better
+        if row is None:
+            return None
+        return Better(name=row.candidate.name, bytes=row.candidate.bytes, is_here=row.candidate.is_here)
+
 
 def choose_rung(contents: Contents, found: FromRecipe, environment: Mapping[str, str], machine: Machine) -> Chosen:
     hub = hub_settings(contents.settings, environment)
@@ -108,18 +132,39 @@ def choose_offered(
 
 def locate_chosen(
     contents: Contents, found: FromRecipe | FromHub, environment: Mapping[str, str], look: Callable[[], Machine]
-) -> Located:
-    """What is chosen where that is here. Raises ModelAwayError (10) where it would be fetched first."""
+) -> tuple[Located, Kept | Chosen]:
+    """What is chosen, where that is here. Raises ModelAwayError (10) where it would be fetched first."""
     if isinstance(found, FromHub) or not found.here:
         raise ModelAwayError(found.name)
-    machine = look()
-    if located := kept_choice(contents, found, machine).load():
-        return located
-    pick = choose_rung(contents, found, environment, machine).pick
+    made = settle(contents, found, environment, look())
+    if isinstance(made, Kept):
+        return made.located, made
+    pick = made.pick
     if pick.located is None:
-        what = f"{pick.candidate.name}, {size_in_words(pick.candidate.bytes)}"
+        what = f"{pick.candidate.name}, {in_column(pick.candidate.bytes)}"
         raise ModelAwayError(what)
-    return pick.located
+    return pick.located, made
+
+
+def settle(contents: Contents, found: FromRecipe, environment: Mapping[str, str], machine: Machine) -> Kept | Chosen:
+    """As a start chooses: not at all where an earlier start did, and nothing has changed since."""
+    kept = kept_choice(contents, found, machine).load()
+    return kept if kept and kept.is_current else choose_with_kept(contents, found, environment, machine)
+
+
+def choose_with_kept(contents: Contents, found: FromRecipe, environment: Mapping[str, str], machine: Machine) -> Chosen:
+    """All candidates anew; what an earlier start chose is served as long as it fits."""
+    chosen = choose_rung(contents, found, environment, machine)
+    kept = kept_choice(contents, found, machine).load()
+    return replace(chosen, choice=keep(chosen.choice, kept.name)) if kept else chosen
+
+
+def save_choice(contents: Contents, found: FromRecipe, machine: Machine, chosen: Chosen, located: Located) -> None:
+    """For the next start. `located` is what was picked, which may have been fetched since."""
+    pick = chosen.pick
+    kept_choice(contents, found, machine).save(
+        pick.candidate.name, located, better=chosen.better, fetched_bytes=pick.candidate.missing_bytes
+    )
 
 
 def kept_choice(contents: Contents, found: FromRecipe, machine: Machine) -> KeptChoice:
@@ -139,6 +184,7 @@ def _offered(contents: Contents, found: FromRecipe, rung: Rung, hub: HubSettings
     names = names_of(recipe, rung)
     has_address = bool(rung.repo or rung.url)
     wanted = of_rung(rung, hub, names[-1]) if has_address else None
+    model, problem = _model(rung, path, names[-1], contents, wanted)
     candidate = Candidate(
         name=names[-1],
         tier=rung.tier,
@@ -148,8 +194,8 @@ def _offered(contents: Contents, found: FromRecipe, rung: Rung, hub: HubSettings
         bytes=rung.bytes,
         missing_bytes=0 if path else _missing(rung, wanted, settings),
         generation=_generation(rung, recipe),
+        problem=problem,
     )
-    model = _model(rung, path, candidate.name, contents, wanted)
     return Offered(candidate=candidate, model=model, wanted=wanted, path=path, names=names)
 
 
@@ -160,13 +206,19 @@ def _missing(rung: Rung, wanted: Wanted | None, settings: Settings) -> int:
     return max(1, bytes_missing(wanted.files, RepoFolder(root=settings.models_dir, name=wanted.folder)))
 
 
-def _model(rung: Rung, path: Path | None, name: str, contents: Contents, wanted: Wanted | None) -> Model | None:
+def _model(
+    rung: Rung, path: Path | None, name: str, contents: Contents, wanted: Wanted | None
+) -> tuple[Model | None, str | None]:
+    """Or why what is here cannot be read: that is no reason not to serve another."""
     if path is not None:
-        return read_model(path, serves=contents.engine.model_format)
+        try:
+            return read_model(path, serves=contents.engine.model_format), None
+        except ModelUnreadableError as error:
+            return None, error.message
     if rung.shape is None or rung.format != "gguf" or wanted is None:
-        return None
+        return None, None
     weights = sum(file.bytes for file in rung.weights)
-    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights)
+    return describe_model(name, rung.shape, path_to_be(wanted, contents.settings), file_bytes=weights), None
 
 
 def path_to_be(wanted: Wanted, settings: Settings) -> Path:
@@ -204,6 +256,10 @@ def _with_memory_speed(machine: Machine) -> Machine:
 def _nothing(choice: Choice) -> FatalError:
     lines = "".join(f"\n  {row.candidate.name}: {row.verdict}: {row.reason}" for row in choice.rows)
     verdicts = {row.verdict for row in choice.rows} - {"other tier"}
+    if verdicts == {"damaged"}:
+        message = f"none of the models that are here can be read{lines}"
+        return ModelUnreadableError(message, hint="`appliance models rm` takes a damaged file away, `pull` fetches it")
+    verdicts -= {"damaged"}
     hint = "`appliance plan --files` shows all; take a smaller one with --model, or fewer tokens with --ctx-size"
     if verdicts == {"no room"}:
         return VolumeError(f"none of the models has room on the volume{lines}", hint=f"free some space; {hint}")

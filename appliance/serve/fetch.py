@@ -13,17 +13,18 @@ from pathlib import Path
 
 from appliance.progress import Phase
 from appliance.report import Report
+from appliance.serve.announce import announce
 from appliance.serve.awaited import AwaitedModel
-from appliance.serve.candidates import Chosen, Offered, choose_rung, kept_choice
+from appliance.serve.candidates import Chosen, Offered, choose_with_kept, save_choice
 from appliance.serve.from_hub import choose_from_hub
 from appliance.serve.gpus import check_gpus
 from appliance.serve.inputs import with_model
 from appliance.serve.served_model import ServedModel, serve_inputs
 from appliance.serve.which import FromRecipe, Located
 from appliance.settings import hub_settings
-from appliance.weights.choose import size_in_words
 from appliance.weights.fetch import fetch
 from appliance.weights.meter import FetchProgress
+from appliance.weights.size import in_column
 
 SAY_EVERY_S = 10.0
 SAY_EVERY_SHARE = 0.05
@@ -37,13 +38,13 @@ async def fetch_model(awaited: AwaitedModel) -> ServedModel:
     chosen = await _choose(awaited)
     pick = awaited.offered = chosen.pick
     awaited.forecast = chosen.choice.chosen.forecast if chosen.choice.chosen else None
-    _say_choice(chosen, report)
+    announce(chosen, report)
     located = pick.located or await _fetch(awaited, pick)
     # In a thread: whoever asks meanwhile is answered.
     start = await asyncio.to_thread(with_model, awaited.contents, located, lambda: awaited.machine)
     await asyncio.to_thread(check_gpus, start, report)
     if isinstance(awaited.found, FromRecipe):
-        kept_choice(awaited.contents, awaited.found, awaited.machine).save(pick.candidate.name)
+        save_choice(awaited.contents, awaited.found, awaited.machine, chosen, located)
     report.phase(Phase.STARTING)
     awaited.served = serve_inputs(start, awaited.environment, report, number=awaited.number)
     return awaited.served
@@ -52,23 +53,9 @@ async def fetch_model(awaited: AwaitedModel) -> ServedModel:
 async def _choose(awaited: AwaitedModel) -> Chosen:
     contents, machine, environment = awaited.contents, awaited.machine, awaited.environment
     if isinstance(awaited.found, FromRecipe):
-        return await asyncio.to_thread(choose_rung, contents, awaited.found, environment, machine)
+        return await asyncio.to_thread(choose_with_kept, contents, awaited.found, environment, machine)
     say = partial(awaited.report.info, "fetch_waits")
     return await choose_from_hub(contents, awaited.found, environment, machine, on_wait=say)
-
-
-def _say_choice(chosen: Chosen, report: Report) -> None:
-    row, better = chosen.choice.chosen, chosen.choice.better
-    if row is None:
-        return
-    of = f" of {len(chosen.offered)}" if len(chosen.offered) > 1 else ""
-    where = f", {row.forecast.where}, {row.forecast.context:,} tokens" if row.forecast else ""
-    words = f"serving {row.candidate.name}{of}: {row.reason}{where}"
-    report.info("model_chosen", words, model=row.candidate.name)
-    if better:
-        size = size_in_words(better.candidate.bytes)
-        words = f"better here would be {better.candidate.name}, {size}: `--model {better.candidate.name}` fetches it"
-        report.info("model_better", words, model=better.candidate.name)
 
 
 async def _fetch(awaited: AwaitedModel, pick: Offered) -> Located:
@@ -77,7 +64,7 @@ async def _fetch(awaited: AwaitedModel, pick: Offered) -> Located:
         message = f"nothing says where {pick.candidate.name} could be had"  # a candidate without one is never chosen
         raise RuntimeError(message)
     hub = hub_settings(settings, awaited.environment)
-    report.info("fetch", f"fetching {pick.candidate.name}: {size_in_words(pick.candidate.bytes)} from {_host(pick)}")
+    report.info("fetch", f"fetching {pick.candidate.name}: {in_column(pick.candidate.bytes)} from {_host(pick)}")
     began = time.monotonic()
     tell = _Tell(report)
     paths = await fetch(pick.wanted, settings.models_dir, hub, tell, partial(report.info, "fetch_note"))

@@ -147,7 +147,7 @@ def locate(contents: Contents, environment: Mapping[str, str], look: Callable[[]
         return found
     from appliance.serve.candidates import locate_chosen  # here: a start whose model is named and here never needs it
 
-    return locate_chosen(contents, found, environment, look)
+    return locate_chosen(contents, found, environment, look)[0]
 
 
 def _key_of(inputs: Inputs) -> Key:

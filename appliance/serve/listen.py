@@ -47,40 +47,24 @@ async def open_gateway(
 
 
 def _backend(model: ServedModel | AwaitedModel) -> Backend:
-    return _backend_of(model) if isinstance(model, ServedModel) else _backend_of_awaited(model)
-
-
-def _backend_of_awaited(awaited: AwaitedModel) -> Backend:
-    from appliance.gateway.backend import Backend  # here: as below, for the engine's start
-
-    engine = awaited.contents.engine
-    return Backend(
-        name=awaited.name,
-        socket_path=awaited.socket_path,
-        routes=engine.routes,
-        dropped_headers=engine.dropped_headers,
-        progress=lambda: awaited.report.progress,
-        documents=awaited.documents(),
-        actions={"tuning": awaited.measure_now},
-        listed=awaited.listed,
-        engine_restarts=lambda: awaited.restarts,
-    )
-
-
-def _backend_of(served: ServedModel) -> Backend:
     from appliance.gateway.backend import Backend  # here: above, it would delay the engine's start
 
-    engine = served.start.engine
+    if not isinstance(model, ServedModel):
+        engine, documents = model.contents.engine, model.documents()
+        listed, measure, restarts = model.listed, model.measure_now, lambda: model.restarts
+    else:
+        engine, documents = model.start.engine, documents_of(model)
+        listed, measure, restarts = partial(listed_of, model), partial(measure_now, model), lambda: model.host.restarts
     return Backend(
-        name=served.name,
-        socket_path=served.socket_path,
+        name=model.name,
+        socket_path=model.socket_path,
         routes=engine.routes,
         dropped_headers=engine.dropped_headers,
-        progress=lambda: served.report.progress,
-        documents=documents_of(served),
-        actions={"tuning": partial(measure_now, served)},
-        listed=partial(listed_of, served),
-        engine_restarts=lambda: served.host.restarts,
+        progress=lambda: model.report.progress,
+        documents=documents,
+        actions={"tuning": measure},
+        listed=listed,
+        engine_restarts=restarts,
     )
 
 

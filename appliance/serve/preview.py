@@ -10,8 +10,9 @@ from appliance.engines.engine import Space
 from appliance.errors import ModelAwayError
 from appliance.plan import Plan
 from appliance.profile import Key, Picked, Profile, ProfileStatus, ProfileStore, pick
-from appliance.serve.candidates import Chosen, Offered, choose_located, choose_rung
+from appliance.serve.candidates import Chosen, Offered, choose_located, choose_with_kept, settle
 from appliance.serve.inputs import Contents, Machine, StartInputs, inputs_of, look_at_machine, read_contents, with_model
+from appliance.serve.kept_choice import Kept
 from appliance.serve.which import FromHub, FromRecipe, Located
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -34,10 +35,15 @@ def preview(settings: Settings, environment: Mapping[str, str]) -> Preview:
     found = contents.which_model(environment)
     if isinstance(found, Located):
         return _of_start(with_model(contents, found, look))
-    offered = _chosen(contents, found, environment, look()).pick
-    if offered.located:
-        return _of_start(with_model(contents, offered.located, look))
-    return _of_away(contents, offered, look())
+    if isinstance(found, FromRecipe):
+        made = settle(contents, found, environment, look())
+    else:
+        made = _from_hub(contents, found, environment, look())
+    if isinstance(made, Kept):
+        return _of_start(with_model(contents, made.located, look))
+    if made.pick.located:
+        return _of_start(with_model(contents, made.pick.located, look))
+    return _of_away(contents, made.pick, look())
 
 
 def preview_files(settings: Settings, environment: Mapping[str, str]) -> Chosen:
@@ -47,14 +53,12 @@ def preview_files(settings: Settings, environment: Mapping[str, str]) -> Chosen:
     found = contents.which_model(environment)
     if isinstance(found, Located):
         return choose_located(contents, found, environment, machine)
-    return _chosen(contents, found, environment, machine)
-
-
-def _chosen(
-    contents: Contents, found: FromRecipe | FromHub, environment: Mapping[str, str], machine: Machine
-) -> Chosen:
     if isinstance(found, FromRecipe):
-        return choose_rung(contents, found, environment, machine)
+        return choose_with_kept(contents, found, environment, machine)
+    return _from_hub(contents, found, environment, machine)
+
+
+def _from_hub(contents: Contents, found: FromHub, environment: Mapping[str, str], machine: Machine) -> Chosen:
     from appliance.serve.from_hub import choose_from_hub  # here: it costs 0.2 s, and few starts look elsewhere
 
     return asyncio.run(choose_from_hub(contents, found, environment, machine, on_wait=lambda _: None))

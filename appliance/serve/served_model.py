@@ -25,13 +25,12 @@ from appliance.serve.gpus import check_gpus
 from appliance.serve.inputs import (
     StartInputs,
     load_facts,
-    locate,
     look_at_machine,
     read_contents,
     read_inputs,
     with_model,
 )
-from appliance.serve.which import Located
+from appliance.serve.which import FromRecipe, Located, ollamas_own
 from appliance.settings import Settings
 from appliance.volume import hold_files, open_volume
 
@@ -71,7 +70,7 @@ class ServedModel:
         self.profile: Profile | None = None  # that the plan is from
         self.session: TuningSession | None = None  # the last one
         self.allocated: Allocated | None = None  # by the engine that serves
-        self.held = hold_files(self.inputs.model.parts)  # `models rm` leaves them alone
+        self.held = hold_files(files_of(self.inputs))  # `models rm` leaves them alone
 
     @property
     def settings(self) -> Settings:
@@ -119,6 +118,13 @@ class ServedModel:
         return self.start.engine.command(plan, self.start.install, socket_path)
 
 
+def files_of(inputs: Inputs) -> tuple[Path, ...]:
+    """All that the engine may be given: weights, the projector, the draft model."""
+    model, draft = inputs.model, inputs.draft
+    projector = (model.projector,) if model.projector else ()
+    return (*model.parts, *projector, *(draft.parts if draft else ()))
+
+
 def socket_paths(runtime_dir: Path, number: int) -> tuple[Path, Path, Path]:
     """Two for the engine that serves, which take turns, and one for the engine that is measured."""
     # Short: 107 bytes is all that a socket has.
@@ -141,16 +147,26 @@ def open_or_await(
     contents = read_contents(settings)
     open_volume(settings.data_dir, contents.image.build_id)
     machine = cache(partial(look_at_machine, contents, environment))
+    found = contents.which_model(environment)
+    if words := ollamas_own(settings, contents.recipe):
+        report.info("model_name", f"{settings.model} is of this image's recipe; {words}")
+    if isinstance(found, Located):
+        return _checked(with_model(contents, found, machine), environment, report, number)
+    # here: a start whose model is named and here never needs them
+    from appliance.serve.announce import announce
+    from appliance.serve.candidates import Chosen, locate_chosen, save_choice
+
     try:
-        located = locate(contents, environment, machine)
+        located, made = locate_chosen(contents, found, environment, machine)
     except ModelAwayError:
         from appliance.serve.awaited import AwaitedModel  # here: a start whose model is here never needs it
 
-        found = contents.which_model(environment)
-        if isinstance(found, Located):  # it came meanwhile
-            return open_model(settings, environment, report, number=number)
         return AwaitedModel(contents, machine(), found, environment, report, number=number)
-    return _checked(with_model(contents, located, machine), environment, report, number)
+    announce(made, report)
+    served = _checked(with_model(contents, located, machine), environment, report, number)
+    if isinstance(found, FromRecipe) and isinstance(made, Chosen):
+        save_choice(contents, found, machine(), made, located)
+    return served
 
 
 def _checked(start: StartInputs, environment: Mapping[str, str], report: Report, number: int) -> ServedModel:

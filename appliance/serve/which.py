@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung
 from appliance.model import Format, find_model, only_model, resolve_model
-from appliance.settings import HubSettings, Settings
+from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
@@ -68,16 +69,20 @@ def which_model(settings: Settings, recipe: Recipe | None, serves: Format, hub: 
         return _elsewhere("", settings, serves) or Located(path=_refused("", settings, serves, recipe))
     if request and (path := find_model(request, models_dir)):
         return Located(path=path, names=(request,) if _is_fetched(path, models_dir) else ())
-    if recipe and (not request or request.partition(":")[0].casefold() == recipe.name.casefold()):
-        return _of_recipe(recipe, (request or "").partition(":")[2], models_dir, serves, hub)
+    try:
+        rungs = rungs_meant(request or recipe.name, recipe, serves) if recipe else ()
+    except ConfigError as error:
+        if found := ollamas_own(settings, recipe):
+            error.hint = f"{found}; {error.hint}"
+        raise
+    if recipe and rungs:
+        return _of_recipe(recipe, rungs, models_dir, hub)
     return _of_hub(request or "", settings, serves, hub, recipe)
 
 
 def _of_recipe(
-    recipe: Recipe, wanted: str, models_dir: Path, serves: Format, hub: Callable[[], HubSettings]
+    recipe: Recipe, rungs: tuple[Rung, ...], models_dir: Path, hub: Callable[[], HubSettings]
 ) -> Located | FromRecipe:
-    ladder = [rung for rung in recipe.rungs if rung.format == serves]
-    rungs = rungs_called(wanted, ladder, recipe.name)
     here = tuple((rung, path) for rung in rungs if (path := path_of(rung, models_dir, hub)))
     if len(rungs) == 1 and here:
         return Located(path=here[0][1], names=names_of(recipe, rungs[0]))
@@ -88,6 +93,22 @@ def _of_recipe(
         message = f"the model of this image's recipe is not on the volume: {path}"
         raise ConfigError(message, hint="put it there, or name another with APPLIANCE_MODEL; its recipe has no address")
     return FromRecipe(recipe=recipe, rungs=possible, here=here)
+
+
+def ollamas_own(settings: Settings, recipe: Recipe | None) -> str | None:
+    """Where a mounted folder of Ollama's has a model whose name means the recipe's here: how to ask for that one."""
+    request = settings.model or ""
+    if recipe is None or request.partition(":")[0].casefold() != recipe.name.casefold():
+        return None
+    tops = settings.usual_model_dirs if settings.model_dirs is None else parse_folders(settings.model_dirs)
+    places = [place for top in tops for place in (top, top / "models") if _is_folder(place / "blobs")]
+    if not places:
+        return None
+    # here: a start without such a folder must not pay for it
+    from appliance.weights.stores import find_stored, ollama_stores
+
+    found = find_stored(request, ollama_stores(places))
+    return f"{found[0].where} has one of that name, too: `--model library/{found[0].name}`" if found else None
 
 
 def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung, ...]:
@@ -102,15 +123,35 @@ def rungs_called(wanted: str, ladder: Sequence[Rung], recipe: str) -> tuple[Rung
     raise ConfigError(message, hint=f"perhaps you meant {recipe}:{near[0]}" if near else f"there are {known}")
 
 
+def rungs_meant(request: str, recipe: Recipe | None, serves: Format) -> tuple[Rung, ...]:
+    """Those that a name of the image's recipe means; none where it is no such name.
+
+    Raises ConfigError (10) for a name of the recipe that means no rung.
+    """
+    name, _, wanted = request.partition(":")
+    if recipe is None or name.casefold() != recipe.name.casefold():
+        return ()
+    return rungs_called(wanted, [rung for rung in recipe.rungs if rung.format == serves], recipe.name)
+
+
+def rungs_here(
+    request: str, recipe: Recipe | None, serves: Format, models_dir: Path, hub: Callable[[], HubSettings]
+) -> tuple[tuple[str, Path], ...] | None:
+    """By name, what is here of what a name of the recipe means; None where it is no such name."""
+    if recipe is None or not (rungs := rungs_meant(request, recipe, serves)):
+        return None
+    found = ((names_of(recipe, rung)[-1], path_of(rung, models_dir, hub)) for rung in rungs)
+    return tuple((name, path) for name, path in found if path)
+
+
 def wanted_rung(request: str, recipe: Recipe | None, serves: Format, hub: HubSettings) -> Wanted | None:
     """What to fetch by a name of the image's recipe; None where it is no such name.
 
     Raises ConfigError (10) for one that means several.
     """
-    name, _, wanted = request.partition(":")
-    if recipe is None or name.casefold() != recipe.name.casefold():
+    found = rungs_meant(request, recipe, serves)
+    if recipe is None or not found:
         return None
-    found = rungs_called(wanted, [rung for rung in recipe.rungs if rung.format == serves], recipe.name)
     if len(found) > 1:
         message = f"name means {len(found)} models of the recipe: {request}"
         names = ", ".join(f"{recipe.name}:{rung.name}" for rung in found)
@@ -155,6 +196,10 @@ def _is_fetched(path: Path, models_dir: Path) -> bool:
     return path.is_relative_to(models_dir) and path.relative_to(models_dir).parts[0].startswith("models--")
 
 
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib's raises for what may not be looked at
+
+
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
@@ -168,6 +213,8 @@ def _of_hub(
     # here: a start whose model is a file of the volume never needs it
     from appliance.weights.reference import looks_remote, parse_reference
 
+    if found_folder := _in_folder(request, settings.models_dir):
+        return found_folder
     if found_elsewhere := _elsewhere(request, settings, serves):
         return found_elsewhere
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
@@ -184,10 +231,29 @@ def _of_hub(
     return FromHub(reference=reference)
 
 
+def _in_folder(request: str, models_dir: Path) -> Located | None:
+    """A GGUF file of a folder `publisher/repository` of the volume, asked for as a repository is."""
+    # here: a start whose model is a file of the volume never needs it
+    from appliance.weights.quants import gguf_sets, pick
+    from appliance.weights.reference import parse_reference
+
+    try:
+        reference = parse_reference(request)
+        folder = models_dir / (reference.repo or "")
+        if reference.repo is None or reference.revision or reference.path or not folder.is_dir():
+            return None
+        sets = [each for each in gguf_sets(path.name for path in folder.glob("*.gguf")) if not each.missing]
+        picked = pick(sets, reference.quant, reference.repo, lambda _: "")
+    except ConfigError:  # no such quantization here, or no name of a repository: it may be elsewhere
+        return None
+    return Located(path=folder / picked.paths[0], names=(request,))
+
+
 def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:
     """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
     # here: a start from the volume must not pay for it
-    from appliance.weights.stores import find_elsewhere, refuse_artifact
+    from appliance.weights.reference import refuse_artifact
+    from appliance.weights.stores import find_elsewhere
 
     found = find_elsewhere(request or None, settings, serves)
     if found is None:

@@ -15,7 +15,9 @@ from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, V
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import part_of, refusal
+from appliance.weights.reference import refuse_artifact
 from appliance.weights.remove import blob_of
+from appliance.weights.size import as_size
 from appliance.weights.stores import (
     Store,
     StoredModel,
@@ -24,10 +26,9 @@ from appliance.weights.stores import (
     list_store,
     other_stores,
     read_ref,
-    refuse_artifact,
     why_damaged,
 )
-from appliance.weights.transfer import OnBytes, clone, copy, digest_file, size
+from appliance.weights.transfer import OnBytes, clone, copy, digest_file
 
 _SPARE_BYTES = 64 * 2**20  # profiles and caches
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -207,9 +208,8 @@ def _check_room(step: _Step, models_dir: Path, left: int) -> None:
     free = shutil.disk_usage(models_dir).free
     if free >= left + _SPARE_BYTES:
         return
-    message = (
-        f"volume has too little room: {printable(step.name)} takes {size(left)}, {size(free)} are free: {models_dir}"
-    )
+    needs = f"{printable(step.name)} takes {as_size(left)}, {as_size(free)} are free"
+    message = f"volume has too little room: {needs}: {models_dir}"
     raise VolumeError(message, hint="`appliance models list` shows what takes it, `appliance models rm NAME` frees it")
 
 

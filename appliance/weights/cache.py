@@ -248,6 +248,14 @@ def link_snapshot(wanted: Wanted, folder: RepoFolder, blobs: Sequence[Path]) -> 
     return paths
 
 
+def keep_ref(wanted: Wanted, folder: RepoFolder) -> None:
+    """Where the snapshot is there: the branch that led to it may have pointed elsewhere, or be damaged. Raises
+    OSError."""
+    ref = wanted.ref if wanted.ref != wanted.revision else None
+    if ref and folder.snapshot(wanted.revision).is_dir() and read_ref(folder, ref) != wanted.revision:
+        _write_ref(folder, ref, wanted.revision)
+
+
 def _link(path: Path, target: str) -> None:
     if path.is_symlink() and path.readlink() == Path(target):
         return

@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from appliance.values import dataclass
+from appliance.weights.size import in_column
 
 Tier = Literal["quality", "balanced", "compact"]
 Verdict = Literal[
-    "chosen", "fits", "slow", "short context", "does not fit", "no room", "offline", "other tier", "unknown"
+    "chosen", "fits", "slow", "short context", "does not fit", "no room", "offline", "other tier", "damaged", "unknown"
 ]
 
 FLOOR_TOKENS_PER_S = 8.0  # decode; slower than people read
@@ -40,6 +41,7 @@ class Candidate:
     bytes: int
     missing_bytes: int  # of it, to be fetched; 0: it is here
     generation: float = 1.0  # of the model, by that of the oldest beside it: 3.5 / 3
+    problem: str | None = None  # of what is here: why it cannot be read
 
     @property
     def is_here(self) -> bool:
@@ -115,9 +117,18 @@ def choose(
     return Choice(rows=tuple(told if row is chosen else row for row in rows), chosen=told, better=better)
 
 
-def size_in_words(count: int) -> str:
-    """With one digit behind the point, which is what a column of a table compares."""
-    return f"{count / 1e9:,.1f} GB" if count >= 0.05e9 else f"{count / 1e6:,.1f} MB"
+def keep(choice: Choice, name: str) -> Choice:
+    """With what an earlier start chose, where that still fits: a better one is named, and not taken by itself."""
+    chosen = choice.chosen
+    kept = next((row for row in choice.rows if row.candidate.name == name), None)
+    if chosen is None or kept is None or kept.verdict != "fits" or not kept.candidate.is_here:
+        return choice
+    other = replace(chosen, verdict="fits", reason="")
+    better = choice.better or other
+    told = replace(kept, verdict="chosen", reason=f"an earlier start chose it; {better.candidate.name} would be better")
+    now = {name: told, other.candidate.name: other}
+    rows = tuple(now.get(row.candidate.name, row) for row in choice.rows)
+    return Choice(rows=rows, chosen=told, better=better)
 
 
 def usual_context(mode: str, native: int) -> int:
@@ -133,10 +144,12 @@ def _judged(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> Row
 def _verdict(candidate: Candidate, forecast: Forecast | str, wants: Wants) -> tuple[Verdict, str]:
     if wants.tier and candidate.tier != wants.tier:
         return "other tier", f"tier '{wants.tier}' is asked for"
+    if candidate.problem:
+        return "damaged", candidate.problem
     if not candidate.is_here and wants.is_offline:
         return "offline", "not on the volume, and nothing is fetched"
     if wants.free_bytes is not None and candidate.missing_bytes > wants.free_bytes:
-        return "no room", f"the volume has {size_in_words(wants.free_bytes)} free"
+        return "no room", f"the volume has {in_column(wants.free_bytes)} free"
     if isinstance(forecast, str):
         return ("does not fit", forecast) if forecast else ("unknown", "nothing tells its layers before it is here")
     if forecast.context < wants.context:

@@ -15,8 +15,9 @@ from appliance.documents import load
 from appliance.errors import printable
 from appliance.settings import Settings
 from appliance.values import dataclass
+from appliance.weights.remove import used_blobs
+from appliance.weights.size import as_size
 from appliance.weights.stores import Listing, StoredModel, list_store, other_stores, volume_store
-from appliance.weights.transfer import size
 
 _PROFILE_BYTES = 16 * 2**20
 _PROFILES_LIMIT = 200
@@ -82,8 +83,8 @@ class DiskView:
             if listing.problem
         ]
         count = sum(row.tool == "volume" for row in self.rows)
-        free = "" if self.free_bytes is None else f"; {size(self.free_bytes)} free"
-        volume = f"volume: {count} {'model' if count == 1 else 'models'}, {size(self.own_bytes)}{free}"
+        free = "" if self.free_bytes is None else f"; {as_size(self.free_bytes)} free"
+        volume = f"volume: {count} {'model' if count == 1 else 'models'}, {as_size(self.own_bytes)}{free}"
         return "\n".join([*lines, volume])
 
 
@@ -93,7 +94,7 @@ def view(settings: Settings) -> DiskView:
     profiles = _profiles(settings.profiles_dir)
     rows = [_row(model, profiles) for listing in listings for model in listing.models]
     rows += [*_partly_fetched(settings.models_dir), *_partly_copied(settings.models_dir)]
-    rows += _damaged(settings.models_dir)
+    rows += [*_unlinked(settings.models_dir), *_damaged(settings.models_dir)]
     free = None
     with suppress(OSError):  # there is no volume yet
         free = shutil.disk_usage(settings.models_dir).free
@@ -145,6 +146,16 @@ def _repo(folder: Path) -> str:
     return folder.name.removeprefix("models--").replace("--", "/")
 
 
+def _unlinked(models_dir: Path) -> list[Row]:
+    """Blobs that no file of a snapshot leads to: of a download whose other files are still to come, or left over."""
+    rows = []
+    for folder in sorted(models_dir.glob("models--*"))[:_REPOS_LIMIT]:
+        used = used_blobs(folder)
+        whole = [path for path in sorted(folder.glob("blobs/*")) if path.is_file() and not path.suffix]
+        rows += [_partial(_repo(folder), path, "no file leads to it") for path in whole if path not in used]
+    return rows
+
+
 def _partly_copied(models_dir: Path) -> list[Row]:
     """Of an `add` or `import` that runs, or was killed: the next one removes it."""
     found = sorted(models_dir.glob(".*.gguf.*.part"))
@@ -162,7 +173,7 @@ def _partial(name: str, path: Path, words: str = "not fetched to its end") -> Ro
     found = 0
     with suppress(OSError):  # it was just finished
         found = path.stat().st_size
-    missing = f"{words}: {size(found)}"
+    missing = f"{words}: {as_size(found)}"
     return Row(
         name=name, tool="volume", path=path, format="?", bytes=found, missing=missing, last_used=None, profiles=()
     )
@@ -171,7 +182,7 @@ def _partial(name: str, path: Path, words: str = "not fetched to its end") -> Ro
 def _cells(row: Row) -> tuple[str, ...]:
     state = printable(row.missing) if row.missing else "complete"
     profiles = ", ".join(id_[:8] for id_ in row.profiles) or "-"
-    return printable(row.name), size(row.bytes), row.format, row.tool, _ago(row.last_used), profiles, state
+    return printable(row.name), as_size(row.bytes), row.format, row.tool, _ago(row.last_used), profiles, state
 
 
 def _ago(then: float | None) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,13 +19,14 @@ import aiohttp
 from appliance.errors import DownloadError, FatalError, VolumeError
 from appliance.settings import HubSettings
 from appliance.volume import refusal
-from appliance.weights.cache import RepoFolder, find, is_whole, link_snapshot
+from appliance.weights.cache import RepoFolder, find, is_whole, keep_ref, link_snapshot
 from appliance.weights.locks import locked
-from appliance.weights.meter import FetchProgress, Meter, as_size
+from appliance.weights.meter import FetchProgress, Meter
 from appliance.weights.partial import Partial
 from appliance.weights.ranges import Answer, RangeRefused, open_range, open_session
 from appliance.weights.retry import Patience, Transient, patiently
 from appliance.weights.room import check_room, drop_orphans, size_of
+from appliance.weights.size import as_size
 from appliance.weights.wanted import Wanted, WantedFile
 
 T = TypeVar("T")
@@ -49,6 +51,8 @@ async def fetch(
     """
     found = find(wanted, (models_dir, *hub.read_only_roots), lambda path, error: on_note(_unreadable(path, error)))
     if found:
+        with suppress(OSError):  # a volume that is only read serves what is on it
+            keep_ref(wanted, RepoFolder(root=models_dir, name=wanted.folder))
         return found
     try:
         return await _fetch(wanted, RepoFolder(root=models_dir, name=wanted.folder), hub, on_progress, on_note)

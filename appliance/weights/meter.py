@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from appliance.values import dataclass
+from appliance.weights.size import as_size
 
 WINDOW_S = 10.0
 EVERY_S = 0.2  # at most so often is anybody told
@@ -30,13 +31,9 @@ class FetchProgress:
         if self.waiting_for:
             words.append(f"waiting for {self.waiting_for}")
         elif self.bytes_per_s is not None:
-            words.append(f"{self.bytes_per_s / 1e6:,.1f} MB/s")
+            words.append(f"{as_size(round(self.bytes_per_s))}/s")
             words += [f"{self.seconds_left:,.0f} s left"] if self.seconds_left is not None else []
         return f"{self.file}: {', '.join(words)}"
-
-
-def as_size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 class Meter:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from appliance.errors import ConfigError, FatalError
+from appliance.errors import ConfigError, FatalError, ModelUnreadableError
+from appliance.image_facts import is_projector
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder, find, lookup, read_ref
 from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
-from appliance.weights.meter import FetchProgress, as_size
+from appliance.weights.meter import FetchProgress
 from appliance.weights.reference import Reference, parse_reference
-from appliance.weights.show import shown
+from appliance.weights.room import size_of
+from appliance.weights.show import Counted, shown
+from appliance.weights.size import as_size
+from appliance.weights.transfer import digest_file
 from appliance.weights.wanted import Wanted, folder_of_repo
 
 T = TypeVar("T")
@@ -27,7 +32,8 @@ _PREFIX = "models--"
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """`state`: fetched, present, newer (with a dry run), failed, or gone: its repository has it no more."""
+    """`state`: fetched, present, newer (with a dry run), failed, gone: its repository has it no more, pinned: no
+    branch or tag leads to this revision, so that there is nothing newer of it; or of the recipe, as which it is."""
 
     name: str
     state: str
@@ -49,7 +55,8 @@ class Pulled:
     def describe(self) -> str:
         if not self.files:
             return f"{self.name}: {_STATES[self.state]}"
-        facts = f"{as_size(self.bytes)}, revision {self.revision[:8]}"
+        revision = f", revision {self.revision[:8]}" if self.revision else ""
+        facts = f"{as_size(self.bytes)}{revision}"
         return f"{self.name}: {_STATES[self.state]}, {facts}\n  {self.files[0]}"
 
 
@@ -59,6 +66,8 @@ _STATES = {
     "newer": "a newer one is there",
     "failed": "cannot be asked for",
     "gone": "kept: its repository offers it no more",
+    "of the recipe": "kept: of this image's recipe, which names its exact files; a newer image brings newer ones",
+    "pinned": "kept: pinned to this revision, which no branch leads to",
 }
 
 
@@ -82,10 +91,30 @@ _Say = Callable[[str], None]
 def pull(text: str, place: Place, sha256: str | None = None, *, wanted: Wanted | None = None) -> Pulled:
     """What `text` means now, on the volume. Blocks; SIGTERM and Ctrl-C keep what was fetched.
 
-    `wanted`: where a recipe says what it means, and nobody need be asked.
+    `wanted`: where a recipe says what it means, and nobody need be asked. What of it lies on the volume by hand, with
+    the right hash, is not fetched.
     """
+    by_hand, is_sound = _by_hand(wanted, place.models_dir) if wanted else ((), False)
+    if wanted and is_sound:
+        return _pulled(wanted, "present", by_hand)
     with shown() as (on_progress, say):
+        if by_hand:
+            say(f"another file of that name and size is there by hand, and is served: {by_hand[0]}")
         return _run(_pull(text, place, sha256, wanted, on_progress, say), say)
+
+
+def _by_hand(wanted: Wanted, models_dir: Path) -> tuple[tuple[Path, ...], bool]:
+    """Weights of a recipe's rung that somebody put there, which a start serves; and whether they are what they should
+    be. No paths where nothing of the right size lies there."""
+    files = [file for file in wanted.files if not is_projector(file.path)]
+    paths = tuple(models_dir / file.path for file in files)
+    is_there = [size_of(path) for path in paths] == [file.bytes for file in files]
+    if not is_there or not all(path.suffix == ".gguf" for path in paths):
+        return (), False
+    meter = Counted("checking what is there", wanted.bytes or 0)
+    found = [digest_file(path, hashlib.sha256(), meter) for path in paths]
+    meter.end()
+    return paths, found == [file.sha256 for file in files]
 
 
 async def _pull(
@@ -123,25 +152,40 @@ def update(text: str | None, place: Place, *, is_dry: bool) -> tuple[Pulled, ...
 
     The older ones stay until they are removed. `is_dry`: only says which are newer.
     """
-    references = _to_update(text, place)
-    with shown() as (on_progress, say):
-        return _run(_update(references, place, is_dry, on_progress, say), say)
-
-
-def _to_update(text: str | None, place: Place) -> list[Reference]:
     if place.hub.offline:
         raise offline_error(text or "all models")
+    folders, references = _to_update(text, place)
+    with shown() as (on_progress, say):
+        pinned = [each for folder in folders for each in _pinned(folder)]
+        return (*_run(_update(references, place, is_dry, on_progress, say), say), *pinned)
+
+
+def kept_by_recipe(text: str, models: Sequence[tuple[str, Path]]) -> tuple[Pulled, ...]:
+    """What is here of the image's recipe, by name: a newer image has newer ones. Raises ConfigError for nothing."""
+    if not models:
+        message = f"no model of that name is on the volume: {text}"
+        raise ConfigError(message, hint=f"`appliance models pull {text}` fetches it")
+    return tuple(
+        Pulled(name=name, state="of the recipe", revision="", files=(path,), bytes=size_of(path))
+        for name, path in models
+    )
+
+
+def _to_update(text: str | None, place: Place) -> tuple[list[RepoFolder], list[Reference]]:
+    """The folders that are meant, and what of them follows a branch or a tag."""
     if text is None:
-        return [reference for folder in _repos(place.models_dir) for reference in _references(folder)]
+        folders = _repos(place.models_dir)
+        return folders, [reference for folder in folders for reference in _references(folder)]
     reference = parse_reference(text, place.hub.endpoint)
     if reference.repo is None:
         message = f"a plain URL has no newer revision: {text}"
         raise ConfigError(message, hint="`appliance models pull` fetches it anew where it changed")
-    found = _references(RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo)))
-    if not found:
+    folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo))
+    found = _references(folder)
+    if not found and not any(_pinned(folder)):
         message = f"no such repository on the volume: {reference.repo}"
         raise ConfigError(message, hint=f"`appliance models pull {text}` fetches it")
-    return [each for each in found if reference.revision in (None, each.revision)]
+    return [folder], [each for each in found if reference.revision in (None, each.revision)]
 
 
 def _repos(models_dir: Path) -> list[RepoFolder]:
@@ -149,13 +193,29 @@ def _repos(models_dir: Path) -> list[RepoFolder]:
     return [RepoFolder(root=models_dir, name=name) for name in found if not name.startswith(f"{_PREFIX}url--")]
 
 
+def _repo_of(folder: RepoFolder) -> str:
+    return folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
+
+
 def _references(folder: RepoFolder) -> list[Reference]:
     """One for each branch or tag that was asked for."""
-    repo = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
+    repo = _repo_of(folder)
     refs = folder.path / "refs"
     names = sorted(path.relative_to(refs).as_posix() for path in refs.rglob("*") if path.is_file())
     known = [name for name in names if not name.endswith(".tmp")]
     return [Reference(text=f"{repo}@{name}" if name != "main" else repo, repo=repo, revision=name) for name in known]
+
+
+def _pinned(folder: RepoFolder) -> Iterator[Pulled]:
+    """Snapshots of a repository that was only ever asked for by commit, as recipes do. Beside a branch the others are
+    what was newest once."""
+    if _references(folder):
+        return
+    repo = _repo_of(folder)
+    for snapshot in sorted(path for path in (folder.path / "snapshots").glob("*") if path.is_dir()):
+        files = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
+        size = sum(map(size_of, files))
+        yield Pulled(name=repo, state="pinned", revision=snapshot.name, files=files, bytes=size)
 
 
 async def _update(
@@ -180,7 +240,10 @@ def _failed(reference: Reference, error: FatalError) -> Pulled:
 
 async def _update_one(reference: Reference, place: Place, is_dry: bool, on_progress: _OnProgress, say: _Say) -> Pulled:
     folder = RepoFolder(root=place.models_dir, name=folder_of_repo(reference.repo or ""))
-    commit = read_ref(folder, reference.revision or "main") or ""
+    commit = read_ref(folder, reference.revision or "main")
+    if commit is None:
+        message = f"cache does not say which revision is there: {folder.ref(reference.revision or 'main')}"
+        raise ModelUnreadableError(message, hint=f"the file is damaged: `appliance models pull {reference.text}`")
     snapshot = folder.snapshot(commit)
     here = tuple(sorted(path for path in snapshot.rglob("*") if path.is_file()))
     names = [path.relative_to(snapshot).as_posix() for path in here]

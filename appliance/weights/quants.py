@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from appliance.errors import ConfigError
+from appliance.image_facts import is_projector
 from appliance.values import dataclass
 
 # What the engines' own downloaders take when no quantization is named, so that the same words mean the same file.
@@ -53,10 +54,6 @@ def label_of(path: str) -> str:
     """The quantization that a name tells; of several words the last. Empty where it tells none."""
     found = _LABEL.findall(path.rpartition("/")[2].removesuffix(".gguf")) or _LABEL.findall(path.rpartition("/")[0])
     return found[-1].upper() if found else ""
-
-
-def is_projector(path: str) -> bool:
-    return path.rpartition("/")[2].lower().startswith("mmproj")
 
 
 def projector_of(paths: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@ import re
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, printable
 from appliance.values import dataclass
 
 HUB_HOSTS = ("huggingface.co", "hf.co", "www.huggingface.co")
@@ -17,7 +17,11 @@ _WORD = re.compile(r"(?!.*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 _QUANT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]{0,127}")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_OCI = frozenset({"oci", "docker"})
+# Artifacts: `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a port,
+# this machine.
+_OCI = frozenset({"oci", "docker", "oci-archive", "containers-storage"})
+_HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)*\.[a-z]{2,})(?::\d+)?|[\d.]+:\d+|\[[\da-f:]+\](?::\d+)?"
+_REGISTRY = re.compile(rf"(?:{_HOST})/", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,7 @@ def parse_reference(text: str, endpoint: str = "") -> Reference:
     """Raises ConfigError that says which forms there are. A web address of the hub means the repository."""
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() in _OCI:
-        message = f"OCI artifacts are not fetched: {text}"
-        raise ConfigError(message, hint="give the model's repository at the hub, or the URL of its file")
+        raise _artifact(text)
     if scheme and scheme[1].lower() in ("http", "https"):
         return _of_url(text, endpoint)
     short = text
@@ -51,6 +54,26 @@ def parse_reference(text: str, endpoint: str = "") -> Reference:
     if _SCHEME.match(short):
         raise _refusal(text, f"the scheme {short.partition('://')[0]} is unknown")
     return _of_repo(text, short)
+
+
+def refuse_artifact(text: str) -> None:
+    """Raises ConfigError for what names an artifact of a registry."""
+    scheme = _SCHEME.match(text)
+    if scheme:
+        is_artifact = scheme[1].lower() in _OCI
+    else:
+        is_file = text.lower().endswith(".gguf")  # of a folder that has a dot in its name
+        is_artifact = not is_file and bool(_REGISTRY.match(text)) and text.partition("/")[0] not in HUB_HOSTS
+    if is_artifact:
+        raise _artifact(text)
+
+
+def _artifact(text: str) -> ConfigError:
+    hint = (
+        "name the same model on Hugging Face, as in org/repository:Q4_K_M, or give the https address of its file, "
+        "or pull it with the tool that made it, mount its folder, and see `appliance models list`"
+    )
+    return ConfigError(f"OCI artifacts are not fetched: {printable(text)}", hint=hint)
 
 
 def _of_url(text: str, endpoint: str) -> Reference:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from appliance.errors import ConfigError, VolumeError, printable
+from appliance.image_facts import is_projector
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import is_held, refusal
@@ -17,9 +18,11 @@ from appliance.weights.stores import (
     StoredModel,
     find_stored,
     is_in_cache,
+    is_last_model,
     lies_below,
     list_store,
     other_stores,
+    read_ref,
     volume_store,
 )
 
@@ -31,8 +34,11 @@ class Removed:
     freed_bytes: int  # of a file that has another name elsewhere, nothing
 
 
-def remove(name: str, settings: Settings) -> Removed:
-    """Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError."""
+def remove(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]] = tuple) -> Removed:
+    """`of_recipe`: what the name means in the image's recipe, where it is no model's own.
+
+    Raises ConfigError for what is not there, is another tool's, is served, or could be several; VolumeError.
+    """
     models_dir = settings.models_dir
     folder = models_dir / f"models--{name.replace('/', '--')}"
     try:
@@ -40,7 +46,7 @@ def remove(name: str, settings: Settings) -> Removed:
             return _remove_repo(name, folder)
         if (file := _own_file(name, models_dir)) is not None:
             return _unlink(name, [file], models_dir)
-        model = _only_one(name, settings)
+        model = _only_one(name, settings, of_recipe)
         if is_in_cache(model):
             return _remove_cached(model, models_dir)
         return _unlink(model.name, _own_files(model), models_dir)
@@ -59,15 +65,19 @@ def _own_file(name: str, models_dir: Path) -> Path | None:
     return None if name in listed else models_dir / name
 
 
-def _only_one(name: str, settings: Settings) -> StoredModel:
+def _only_one(name: str, settings: Settings, of_recipe: Callable[[], Sequence[StoredModel]]) -> StoredModel:
     found = find_stored(name, [volume_store(settings.models_dir)])
+    elsewhere: Sequence[StoredModel] = ()
+    if not found:
+        elsewhere = of_recipe()
+        found = tuple(model for model in elsewhere if model.store.tool == "volume")
     if len(found) == 1:
         return found[0]
     if found:
         lines = "".join(f"\n  {printable(model.name)}" for model in found)
         message = f"model name {printable(name)} means {len(found)} on the volume{lines}"
         raise ConfigError(message, hint="give the whole name of the one that is meant")
-    elsewhere = find_stored(name, other_stores(settings))
+    elsewhere = elsewhere or find_stored(name, other_stores(settings))
     if elsewhere:
         message = f"model is in {elsewhere[0].where}, where nothing is removed: {printable(name)}"
         raise ConfigError(message, hint="remove it with the tool that put it there")
@@ -94,19 +104,23 @@ def _unlink(name: str, files: Sequence[Path], models_dir: Path) -> Removed:
 
 
 def _remove_cached(model: StoredModel, models_dir: Path) -> Removed:
-    """Its links in every snapshot, then the blobs that no link is left for."""
+    """Its links in every snapshot, with the last model those of projectors, then the blobs that no link is left for."""
     folder = _repo_folder(model, models_dir)
     names = {path.relative_to(_snapshot_of(path, folder)) for path in model.files}
     names |= {Path(model.file)} if model.file else set()  # a link whose blob is missing
     snapshots = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
     links = [snapshot / name for snapshot in snapshots for name in names if os.path.lexists(snapshot / name)]
+    if is_last_model(model):
+        links += [
+            path for snapshot in snapshots for path in sorted(snapshot.rglob("*.gguf")) if is_projector(path.name)
+        ]
     blobs = {blob for link in links if (blob := blob_of(link))}
     _refuse_served(model.name, [*blobs, *links])
     _refuse_behind_link(model.name, [*blobs, *links], models_dir)
     for link in links:
         link.unlink()
         _drop_empty(link.parent, folder / "snapshots")
-    unused = sorted(blobs - _used_blobs(folder))
+    unused = sorted(blobs - used_blobs(folder))
     freed = sum(map(_freed, unused))
     for blob in unused:
         blob.unlink(missing_ok=True)
@@ -154,7 +168,8 @@ def blob_of(link: Path) -> Path | None:
     return Path(os.path.normpath(link.parent / link.readlink()))
 
 
-def _used_blobs(folder: Path) -> set[Path]:
+def used_blobs(folder: Path) -> set[Path]:
+    """Of a repository: those that a file of a snapshot leads to."""
     return {blob for link in (folder / "snapshots").rglob("*") if (blob := blob_of(link))}
 
 
@@ -168,8 +183,10 @@ def _snapshot_of(path: Path, folder: Path) -> Path:
 
 def _drop_refs(folder: Path) -> None:
     """Of snapshots that are gone: the hub's client takes a ref without its snapshot for damage."""
-    for ref in (folder / "refs").rglob("*"):
-        if ref.is_file() and not (folder / "snapshots" / ref.read_text(errors="replace").strip()).is_dir():
+    known = {path.name for path in (folder / "snapshots").iterdir()}
+    refs = folder / "refs"
+    for ref in refs.rglob("*"):
+        if ref.is_file() and read_ref(folder, ref.relative_to(refs).as_posix()) not in known:
             ref.unlink()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from appliance.errors import VolumeError
 from appliance.weights.cache import RepoFolder, is_whole
 from appliance.weights.locks import if_free
-from appliance.weights.meter import as_size
+from appliance.weights.size import as_size
 from appliance.weights.wanted import WantedFile
 
 # Beside weights the volume keeps profiles, caches and a key: a start that fills it to the last block ends with 50.

@@ -1,4 +1,4 @@
-"""Progress of a download for people: a bar on a terminal, lines otherwise."""
+"""Progress for people: of a download a bar on a terminal, lines otherwise; of files that are read one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from appliance.weights.meter import FetchProgress
+from appliance.weights.meter import FetchProgress, Meter
 
 LINE_EVERY_S = 10.0
 
@@ -66,3 +66,40 @@ def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable
             )
 
         yield on_progress, lambda words: console.print(words, markup=False)
+
+
+class Counted:
+    """Called with bytes that were read: share, rate and time left, on one line that is written over on a terminal, else
+    on one in ten seconds."""
+
+    def __init__(
+        self, doing: str, total: int, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream, self._now = stream or sys.stderr, now
+        self._is_terminal = self._stream.isatty()
+        self._is_shown, self._at = False, now()
+        self._done = 0
+        self._meter = Meter(total, self._show, now)
+        self._meter.begin(doing, 0)
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._meter.received(self._done, count)
+
+    def end(self) -> None:
+        """Leaves no half line where another text will stand."""
+        if self._is_shown:
+            self._write("\r\x1b[K")
+            self._is_shown = False
+
+    def _show(self, progress: FetchProgress) -> None:
+        if self._is_terminal:
+            self._write(f"\r{progress.describe()}\x1b[K")
+            self._is_shown = True
+        elif self._now() - self._at >= LINE_EVERY_S:
+            self._at = self._now()
+            self._write(f"{progress.describe()}\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -7,21 +7,20 @@ only module here that reads models.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
-from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
+from appliance.model import Format, list_models, plain_name
 from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
-from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, read_ref
+from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
 from appliance.model.parts import PART
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
 from appliance.weights.ollama import is_store, list_ollama, parse_name
+from appliance.weights.reference import HUB_HOSTS
 
 __all__ = [
     "Listing",
@@ -31,14 +30,14 @@ __all__ = [
     "find_elsewhere",
     "find_stored",
     "is_in_cache",
+    "is_last_model",
     "is_named",
     "lies_below",
     "list_store",
+    "model_at",
+    "ollama_stores",
     "other_stores",
-    "read_elsewhere",
     "read_ref",
-    "read_stored",
-    "refuse_artifact",
     "volume_store",
     "why_damaged",
     "with_stores",
@@ -47,11 +46,6 @@ __all__ = [
 Tool = Literal["volume", "Hugging Face", "Ollama", "LM Studio", "image", "folder"]
 _IMAGE = Path("/opt/models")
 _LISTED = 20
-_HUB_HOSTS = ("hf.co", "huggingface.co")
-# `oci://…`, `docker://…`, and addresses of registries: a host that ends in letters, a number with a port, this machine.
-_SCHEME = r"(?:oci|docker|oci-archive|containers-storage)://"
-_HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)*\.[a-z]{2,})(?::\d+)?|[\d.]+:\d+|\[[\da-f:]+\](?::\d+)?"
-_ARTIFACT = re.compile(rf"{_SCHEME}|(?:{_HOST})/", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +95,11 @@ def other_stores(settings: Settings) -> tuple[Store, ...]:
     else:
         found = [store for folder in parse_folders(asked) for store in _asked_for(folder, settings)]
     return tuple(dict.fromkeys(store for store in found if store.folder != settings.models_dir))
+
+
+def ollama_stores(places: Sequence[Path]) -> tuple[Store, ...]:
+    """Those of the folders that are Ollama's."""
+    return tuple(Store(tool="Ollama", folder=place) for place in dict.fromkeys(places) if is_store(place))
 
 
 def _asked_for(folder: Path, settings: Settings) -> tuple[Store, ...]:
@@ -172,8 +171,8 @@ def _stored(
 ) -> StoredModel:
     files = _files_of(path)
     sizes = [_size(each) for each in files]
-    if problem is None:
-        problem = next((why for each in files if (why := _why_unreadable(each))), None)
+    problem = problem or _why_not_whole(path, files)
+    problem = problem or next((why for each in files if (why := _why_unreadable(each))), None)
     return StoredModel(
         name=name,
         store=store,
@@ -215,6 +214,23 @@ def _files_of(path: Path) -> tuple[Path, ...]:
     stem, suffix = path.name[: part.start()], path.name[-len(".gguf") :]
     names = (f"{stem}-{number:05}-of-{part[2]}{suffix}" for number in range(1, min(int(part[2]), 1024) + 1))
     return tuple(each for name in names if (each := path.with_name(name)).exists())
+
+
+def _why_not_whole(path: Path, files: Sequence[Path]) -> str | None:
+    """Of files that somebody put there: a link that leads nowhere, what is no file, a part that is missing."""
+    if not path.is_dir():
+        part = PART.search(path.name)
+        count = int(part[2]) if part else 1
+        if not files:
+            return "it is a link that leads nowhere" if path.is_symlink() else "it is gone"
+        if missing := count - len(files):
+            return f"{missing} of its {count} parts {'is' if missing == 1 else 'are'} missing"
+    elif lost := [each for each in path.iterdir() if each.is_symlink() and not each.exists()]:
+        return f"{printable(lost[0].name)}: it is a link that leads nowhere"
+    elif name := missing_shard([each.name for each in files]):
+        return f"{printable(name)} is missing"
+    odd = next((each for each in files if not each.is_file()), None)
+    return f"it is no file: {printable(odd.name)}" if odd else None
 
 
 def _size(path: Path) -> int | None:
@@ -261,7 +277,7 @@ def is_named(model: StoredModel, request: str) -> bool:
         own, asked = parse_name(model.name), parse_name(request)
         if own is None or asked is None:
             return False
-        return asked == own or (own[0] in _HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
+        return asked == own or (own[0] in HUB_HOSTS and asked[1:] == own[1:])  # which come from the hub
     path = model.path
     names = (
         model.name,
@@ -293,42 +309,6 @@ def find_elsewhere(request: str | None, settings: Settings, serves: Format) -> S
     named = f"model name {request} means" if request else "no model was named and none is on the volume;"
     message = f"{named} {len(found)} in mounted folders{_listing(found)}"
     raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(found[0].name)}")
-
-
-def read_elsewhere(settings: Settings, serves: Format) -> Model:
-    """The model of a start where the volume has none of that name. Raises as `resolve_model` does, with what is in
-    mounted folders."""
-    if settings.model:
-        refuse_artifact(settings.model)
-    found = find_elsewhere(settings.model, settings, serves)
-    if found is not None:
-        return read_stored(found, serves)
-    try:
-        path = resolve_model(settings.model, settings.models_dir, serves=serves)
-    except FatalError as error:
-        raise with_stores(error, settings) from error
-    return read_model(path, serves=serves)  # it came meanwhile
-
-
-def read_stored(stored: StoredModel, serves: Format) -> Model:
-    """Raises ModelUnreadableError as `read_model` does."""
-    model = read_model(stored.path, serves=serves)
-    if stored.store.tool != "Ollama":
-        return model
-    return replace(model, called=stored.name, projector=stored.projector)
-
-
-def refuse_artifact(reference: str) -> None:
-    """Raises ConfigError for what names an artifact of a registry."""
-    is_file = reference.lower().endswith(".gguf") and "://" not in reference  # of a folder that has a dot in its name
-    if is_file or not _ARTIFACT.match(reference) or reference.startswith(tuple(f"{host}/" for host in _HUB_HOSTS)):
-        return
-    message = f"OCI artifacts are not fetched: {printable(reference)}"
-    hint = (
-        "name the same model on Hugging Face, as in org/repository:Q4_K_M, or give the https address of its file, "
-        "or pull it with the tool that made it, mount its folder, and see `appliance models list`"
-    )
-    raise ConfigError(message, hint=hint)
 
 
 def with_stores(error: FatalError, settings: Settings) -> FatalError:
@@ -371,6 +351,21 @@ def is_in_cache(model: StoredModel) -> bool:
     """Whether it lies in the layout of huggingface_hub's cache."""
     folder = model.store.folder
     return model.path.is_relative_to(folder) and is_repo(Path(model.path.relative_to(folder).parts[0]))
+
+
+def model_at(path: Path, name: str, stores: Sequence[Store]) -> StoredModel:
+    """What lies at a path that is known, called by a name that need not be its own."""
+    store = next((each for each in stores if path.is_relative_to(each.folder)), None)
+    store = store or Store(tool="folder", folder=path.parent)
+    below = path.relative_to(store.folder).parts
+    file = "/".join(below[3:]) if is_repo(Path(below[0])) else ""
+    return _stored(store, path, name, file=file)
+
+
+def is_last_model(model: StoredModel) -> bool:
+    """Of a repository in the hub's cache: whether nothing else in it is a model, whole or not."""
+    folder = model.store.folder / model.path.relative_to(model.store.folder).parts[0]
+    return all(each.file == model.file for each in list_cached(folder))
 
 
 def lies_below(path: Path, folder: Path) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from appliance.weights.choose import Choice, Row, size_in_words
+from appliance.weights.choose import Choice, Row
+from appliance.weights.size import in_column
 
 _HEAD = ("", "model", "size", "where it would lie", "context", "decode", "prefill", "tier", "verdict")
 _RIGHT = frozenset({"size", "context", "decode", "prefill"})
@@ -57,7 +58,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         numbers = (forecast.where, f"{forecast.context:,}", decode, prefill)
     reason = " ".join(row.reason.split())
     verdict = f"{row.verdict}: {reason}" if reason else row.verdict
-    return (mark, candidate.name, size_in_words(candidate.bytes), *numbers, candidate.tier, verdict)
+    return (mark, candidate.name, in_column(candidate.bytes), *numbers, candidate.tier, verdict)
 
 
 def _speed(speed: float | None) -> str:

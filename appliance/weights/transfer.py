@@ -1,15 +1,14 @@
-"""Reading and copying large files with their sha256, and saying how far it is."""
+"""Reading and copying large files with their sha256."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import os
-import sys
-import time
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Protocol, TextIO
+from typing import IO, Protocol
 
 from appliance.errors import ModelUnreadableError, printable
 
@@ -18,7 +17,6 @@ OnBytes = Callable[[int], None]
 
 _CHUNK_BYTES = 4 * 2**20
 _CLONE = 0x40049409  # FICLONE of linux/fs.h: the copy shares its blocks until one of them is written
-_TERMINAL_S, _LINES_S = 0.2, 10.0
 
 
 class Hash(Protocol):
@@ -52,9 +50,15 @@ def copy(source: Path, target: IO[bytes], on_bytes: OnBytes) -> str:
 def _chunks(path: Path) -> Iterator[bytes]:
     """No error of whoever takes them is caught here."""
     try:
-        file = path.open("rb", buffering=0)
+        # Not to wait for a pipe that lies there.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
+    file = os.fdopen(handle, "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        message = f"file cannot be read: {printable(str(path))}: it is a folder, device, pipe or socket"
+        raise ModelUnreadableError(message, hint="remove it, or look at what put it there")
     with file:
         while True:
             try:
@@ -79,45 +83,3 @@ def clone(source: Path, target: IO[bytes]) -> bool:
         except OSError:
             return False
     return True
-
-
-class Meter:
-    """Bytes of a total, rate and time left: one line that is written over on a terminal, else one in ten seconds."""
-
-    def __init__(
-        self, doing: str, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._doing, self._total, self._stream, self._clock = doing, total, stream or sys.stderr, clock
-        self._is_terminal = self._stream.isatty()
-        self._done, self._began = 0, clock()
-        self._said = self._began
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        now = self._clock()
-        if now - self._said >= (_TERMINAL_S if self._is_terminal else _LINES_S):
-            self._said = now
-            self._stream.write(f"\r{self._line(now)}\x1b[K" if self._is_terminal else f"{self._line(now)}\n")
-            self._stream.flush()
-
-    def end(self) -> None:
-        """Leaves no half line where another text will stand."""
-        if self._is_terminal and self._said != self._began:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-    def _line(self, now: float) -> str:
-        rate = self._done / max(now - self._began, 1e-3)
-        left = max(0, self._total - self._done) / max(rate, 1)
-        share = f"{size(self._done)} of {size(self._total)}"
-        return f"{self._doing}: {share}, {size(round(rate))}/s, {left:,.0f} s left"
-
-
-def size(count: int) -> str:
-    """`4.7 GiB`; bytes below one KiB."""
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"

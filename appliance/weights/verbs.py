@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
@@ -18,8 +19,17 @@ from appliance.weights.bring import bring, sources_of
 from appliance.weights.disk_view import view
 from appliance.weights.remove import blob_of, remove
 from appliance.weights.room import size_of
-from appliance.weights.stores import StoredModel, find_stored, lies_below, list_store, other_stores, volume_store
-from appliance.weights.transfer import Meter, size
+from appliance.weights.show import Counted
+from appliance.weights.size import as_size
+from appliance.weights.stores import (
+    StoredModel,
+    find_stored,
+    lies_below,
+    list_store,
+    model_at,
+    other_stores,
+    volume_store,
+)
 from appliance.weights.verify import Checked, set_aside, verify
 
 
@@ -29,6 +39,7 @@ class Request:
 
     settings: Settings
     name: str | None
+    of_recipe: Callable[[], Sequence[tuple[str, Path]]] = tuple  # what is here of what `name` means there, by name
     sha256: str | None = None
     as_json: bool = False
     repairs: bool = False
@@ -55,9 +66,10 @@ def _add(request: Request) -> int:
 
 
 def _remove(request: Request) -> int:
-    removed = remove(request.name or "", request.settings)  # also on a full volume: it is what helps there
+    # Also on a full volume: it is what helps there.
+    removed = remove(request.name or "", request.settings, lambda: _of_recipe(request))
     row = {"removed": removed.name, "files": list(map(str, removed.files)), "freed_bytes": removed.freed_bytes}
-    _tell(request, row, f"{printable(removed.name)}: removed, {size(removed.freed_bytes)} freed")
+    _tell(request, row, f"{printable(removed.name)}: removed, {as_size(removed.freed_bytes)} freed")
     return 0
 
 
@@ -67,7 +79,7 @@ def _import(request: Request) -> int:
     if request.sha256 and sum(len(model.files) + bool(model.projector) for model in models) != 1:
         message = "--sha256 is of one file, and there are several"
         raise UsageError(message, hint="import them one by one, or without it: each sha256 is shown")
-    meter = Meter("importing", sum(model.bytes for model in models))
+    meter = Counted("importing", sum(model.bytes for model in models))
     with _writing(settings):
         try:
             done = bring(models, settings, meter, request.sha256)
@@ -87,7 +99,7 @@ def _import(request: Request) -> int:
 
 def _verify(request: Request) -> int:
     models = _wanted(request)
-    meter = Meter("verifying", sum(model.bytes for model in models))
+    meter = Counted("verifying", sum(model.bytes for model in models))
     known, found = _known(request.settings), []
     for model in models:
         for checked in verify(model, known, meter):
@@ -119,11 +131,22 @@ def _wanted(request: Request) -> Sequence[StoredModel]:
         if listing.problem:
             print(f"warning: {listing.problem}", file=sys.stderr)
         return listing.models
-    found = find_stored(request.name, [volume, *other_stores(request.settings)])
-    if not found:
+    found = find_stored(request.name, [volume]) or _of_recipe(request)
+    if not found and not (found := find_stored(request.name, other_stores(request.settings))):
         message = f"no such model: {printable(request.name)}"
         raise ConfigError(message, hint="`appliance models list` shows what is there")
     return found
+
+
+def _of_recipe(request: Request) -> tuple[StoredModel, ...]:
+    """Where a name of the image's recipe leads. Another tool's folder may have what the recipe lacks: its `qwen:7b`."""
+    stores = [volume_store(request.settings.models_dir), *other_stores(request.settings)]
+    try:
+        return tuple(model_at(path, name, stores) for name, path in request.of_recipe())
+    except ConfigError:
+        if find_stored(request.name or "", stores):
+            return ()
+        raise
 
 
 def _known(settings: Settings) -> dict[str, str]:

@@ -330,6 +330,25 @@ async def test_offline_nothing_is_asked(models: Path, shelf: Path) -> None:
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
+def test_the_folder_that_refuses_is_named_and_not_the_volume(tmp_path: Path, shelf: Path) -> None:
+    """As an older client of another user left it: closed to the group."""
+    data = tmp_path / "data"
+    for folder in (data, data / "models"):
+        folder.mkdir()
+        folder.chmod(0o775)
+    for name in ("profiles", "cache", "secrets"):
+        (data / name).mkdir()
+        (data / name).chmod(0o775)
+    repo = RepoFolder(root=data / "models", name=FOLDER)
+    repo.make()
+    repo.blobs.chmod(0o755)
+    with running_hub(shelf) as hub:
+        code, _, err = ended(hub, data, "pull", REPO, user=1234)
+    assert code == 50
+    assert f"volume is not writable by user 1234, group 0: {repo.blobs} belongs to 0:0" in err
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can run as another user")
 def test_another_user_of_group_0_goes_on(tmp_path: Path, shelf: Path) -> None:
     """Every container may run as another user: what one left, the next finishes, and a third replaces."""
     data = tmp_path / "data"

@@ -168,6 +168,19 @@ def test_an_update_fetches_what_is_newer(tmp_path: Path, shelf: Path) -> None:
             update("https://host/a.gguf", place, is_dry=False)
 
 
+def test_an_update_of_a_ref_that_is_garbage(tmp_path: Path, shelf: Path) -> None:
+    data = tmp_path / "data"
+    with running_hub(shelf) as hub:
+        ended(hub, data, "pull", REPO)
+        ref = data / f"models/models--{REPO.replace('/', '--')}/refs/main"
+        ref.write_bytes(b"\0\xff")
+        code, _, err = ended(hub, data, "update")
+        assert code == 30
+        assert f"cache does not say which revision is there: {ref}" in err
+        assert ended(hub, data, "pull", REPO)[0] == 0
+        assert ended(hub, data, "update")[0] == 0
+
+
 def test_an_update_of_all_goes_on_after_one_that_fails(tmp_path: Path, shelf: Path) -> None:
     data = tmp_path / "data"
     with running_hub(shelf) as hub:

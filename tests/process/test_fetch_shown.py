@@ -62,6 +62,6 @@ def test_a_log_gets_few_lines(tmp_path: Path, shelf: Path) -> None:
     assert code == 0
     assert out.startswith(f"{REPO}: fetched and checked, 9.4 MB")
     lines = err.splitlines()
-    assert lines[:2] == [f"{REPO}: {NAME}", f"{NAME}: 0.0 MB of 9.4 MB"]
+    assert lines[:2] == [f"{REPO}: {NAME}", f"{NAME}: 0 bytes of 9.4 MB"]
     assert lines[2].endswith("waiting for an answer: the connection to 127.0.0.1 broke; asking again in 1 s")
     assert len(lines) == 4

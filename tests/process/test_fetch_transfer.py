@@ -15,7 +15,7 @@ from appliance.errors import DownloadError
 from appliance.settings import HubSettings
 from appliance.weights.cache import RepoFolder, lookup
 from appliance.weights.fetch import fetch
-from appliance.weights.hub import read_remote_header, resolve
+from appliance.weights.hub import offers, read_remote_header, resolve
 from appliance.weights.meter import FetchProgress
 from appliance.weights.reference import parse_reference
 from appliance.weights.wanted import Wanted
@@ -302,6 +302,14 @@ async def test_a_folder_of_small_and_large_files(volume: Volume, shelf: Path) ->
     assert {path.name: path.read_bytes() for path in paths} == files
     assert paths[0].name == "config.json"
     assert paths[0].resolve().name == hashlib.sha1(b"blob 22\0" + files["config.json"]).hexdigest()
+
+
+async def test_a_repository_whose_projector_has_its_models_name_offers_one_model(shelf: Path) -> None:
+    put(shelf, "gemma-4-E4B-it-Q4_K_M.gguf", gguf_bytes(MIB), "org/Gemma-GGUF")
+    put(shelf, "gemma-4-E4B-it-mmproj.gguf", gguf_bytes(MIB, seed=2), "org/Gemma-GGUF")
+    with running_hub(shelf) as hub:
+        (offer,) = await offers(parse_reference("org/Gemma-GGUF"), hub.settings())
+    assert [file.path for file in offer.wanted.files] == ["gemma-4-E4B-it-Q4_K_M.gguf", "gemma-4-E4B-it-mmproj.gguf"]
 
 
 async def test_parts_and_projector_come_together(volume: Volume, shelf: Path) -> None:

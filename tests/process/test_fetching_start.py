@@ -2,93 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.image_facts import Recipe, RecipeFile, Rung, Tier, dump_facts, dump_recipe
+from appliance.image_facts import dump_facts
 from tests.builders import IMAGE
-from tests.fakes.hub.repos import read_repo
-from tests.fakes.hub.running import RunningHub, running_hub
-from tests.process.stages.boot import Home, eventually
-from tests.shapes import SMALL, Shape, write_gguf
+from tests.fakes.hub.running import RunningHub
+from tests.process.stages.boot import eventually
+from tests.process.stages.recipe import BEST, REPO, cached, empty_home, error_of, fill_hub, put
 
-REPO = "org/Tiny-GGUF"
-SHAPE = SMALL["gqa"].changed(context_length=32768)
-LARGER = SHAPE.changed(block_count=SHAPE.layers * 4)
-# Quantizations of two models, as a recipe has them.
-FILES: Sequence[tuple[str, Tier, str, Shape]] = (
-    ("small-q8_0", "quality", "Q8_0", SHAPE),
-    ("large-q4_0", "balanced", "Q4_0", LARGER),
-    ("large-q8_0", "quality", "Q8_0", LARGER),
-)
-BEST = "Tiny-large-q4_0.gguf"  # on a CPU
 SLOW = "--bytes-per-s=700000"
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the hub serves; about 1 MB a file."""
-    folder = tmp_path_factory.mktemp("hub") / "files"
-    (folder / REPO).mkdir(parents=True)
-    for name, _, quantization, shape in FILES:
-        write_gguf(folder / REPO / f"Tiny-{name}.gguf", shape, quantization=quantization, with_data=True)
-    return folder
-
-
-def rung(folder: Path, name: str, tier: Tier, quantization: str, shape: Shape) -> Rung:
-    repo = read_repo(folder, REPO)
-    assert repo
-    data = (folder / REPO / f"Tiny-{name}.gguf").read_bytes()
-    file = RecipeFile(path=f"Tiny-{name}.gguf", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    row = {
-        "architecture": shape.architecture, "vocabulary": shape.vocabulary, "is_tied": shape.is_tied,
-        "metadata": dict(shape.metadata), "quantization": quantization,
-    }  # fmt: skip
-    size = 8.0 if name.startswith("large") else 1.0
-    return Rung(
-        name=name, tier=tier, format="gguf", repo=REPO, revision=repo.commit, url=None, files=(file,),
-        parameters_b=size, active_b=size, loss=None, loss_source=None, shape=row, source="a test",
-    )  # fmt: skip
-
-
-def recipe(folder: Path) -> Recipe:
-    rungs = tuple(rung(folder, *row) for row in FILES)
-    return Recipe(
-        name="tiny", license="none", rungs=rungs, default="small-q8_0", chat={}, reasoning=None, tools=None,
-        speculation=None, projector=None,
-    )  # fmt: skip
-
-
-@contextmanager
-def empty_home(folder: Path, weights: Path, *knobs: str) -> Iterator[tuple[Home, RunningHub]]:
-    """An image with the recipe, a volume without a model, and a hub."""
-    home = Home.make(folder / "home")
-    (home.data / "models/small.gguf").unlink()
-    (home.folder / "facts/image_facts.json").write_text(dump_facts(replace(IMAGE, recipe="tiny")))
-    (home.folder / "facts/recipe.json").write_text(dump_recipe(recipe(weights)))
-    (weights.parent / f"{weights.name}.log").unlink(missing_ok=True)  # of the test before
-    with running_hub(weights, *knobs) as hub:
-        home.variables = hub.environment()
-        yield home, hub
-
-
-def cached(home: Home, suffix: str = "") -> list[Path]:
-    return sorted((home.data / f"models/models--{REPO.replace('/', '--')}").glob(f"blobs/*{suffix}"))
-
-
-def error_of(home: Home, **settings: str) -> tuple[int, str]:
-    with home.serving(**settings) as serving:
-        return serving.wait_exit(), serving.text
+    return fill_hub(tmp_path_factory.mktemp("hub") / "files")
 
 
 def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> None:
@@ -129,7 +63,8 @@ def test_an_empty_volume_is_filled_and_served(tmp_path: Path, weights: Path) -> 
         asked = len(hub.requests())
         with home.serving() as serving:
             serving.wait_ready()
-            assert not {"model_chosen", "fetch", "fetching"} & set(serving.names())
+            assert not {"fetch", "fetching"} & set(serving.names())
+            assert serving.event("model_chosen")["model"] == "tiny:large-q4_0"
             assert serving.chat()[0] == 200
         assert len(hub.requests()) == asked
 
@@ -240,6 +175,10 @@ def test_a_file_that_is_here_and_good_enough_is_taken_and_the_better_one_named(t
         with home.serving() as serving:
             serving.wait_ready()
             assert serving.ask("GET", "/v1/models", key=home.key)[1]["data"][0]["id"] == "Tiny-large-q8_0"
+            assert serving.event("model_chosen")["model"] == "tiny:large-q8_0"
+            better = serving.event("model_better")
+            assert better["model"] == "tiny:large-q4_0"
+            assert better["message"].endswith(": `--model tiny:large-q4_0` fetches it")
         assert hub.requests() == []
 
 
@@ -249,11 +188,6 @@ def test_a_file_that_is_here_and_much_smaller_gives_way(tmp_path: Path, weights:
         with home.serving() as serving:
             serving.wait_ready()
             assert serving.ask("GET", "/v1/models", key=home.key)[1]["data"][0]["id"] == "Tiny-large-q4_0"
-
-
-def put(home: Home, weights: Path, name: str) -> None:
-    """By hand, as it is."""
-    (home.data / "models" / name).write_bytes((weights / REPO / name).read_bytes())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import gguf
 import pytest
 
 from tests.mounts import tmpfs
@@ -53,6 +54,25 @@ def test_a_model_of_the_hubs_cache_is_served_by_its_name_and_kept_while_it_is(ho
         serving.terminate()
     assert home.command("models", "rm", "org/m-GGUF:Q8_0").returncode == 0
     assert not (home.data / "models/models--org--m-GGUF").exists()
+
+
+def test_projector_and_draft_model_of_what_is_served_are_kept(home: Home, weights: bytes) -> None:
+    for name in ("small.gguf", "draft.gguf"):
+        (home.data / "models" / name).write_bytes(weights)
+    projector = gguf.GGUFWriter(home.data / "models/mmproj-small-F16.gguf", "clip")
+    projector.add_type("mmproj")
+    projector.write_header_to_file()
+    projector.write_kv_data_to_file()
+    projector.close()
+    with home.serving(model="small", draft_model="draft.gguf") as serving:
+        serving.wait_ready()
+        for name in ("mmproj-small-F16.gguf", "draft.gguf", "small.gguf"):
+            refused = home.command("models", "rm", name)
+            assert refused.returncode == 10, name
+            assert f"model is being served, or written: {name}" in refused.stderr
+        serving.terminate()
+    for name in ("mmproj-small-F16.gguf", "draft.gguf", "small.gguf"):
+        assert home.command("models", "rm", name).returncode == 0
 
 
 def test_a_model_of_ollama_in_a_read_only_mount_is_served_by_its_name_there(home: Home, store: Path) -> None:

@@ -11,11 +11,22 @@ import pytest
 
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.image_facts import Recipe, RecipeFile, Rung
+from appliance.probe import Hardware
 from appliance.serve.from_hub import tier_of
-from appliance.serve.kept_choice import KeptChoice
-from appliance.serve.which import FromHub, FromRecipe, Located, Which, rungs_called, wanted_rung, which_model
-from appliance.settings import HubSettings, resolve_settings
+from appliance.serve.kept_choice import Better, Kept, KeptChoice
+from appliance.serve.which import (
+    FromHub,
+    FromRecipe,
+    Located,
+    Which,
+    ollamas_own,
+    rungs_called,
+    wanted_rung,
+    which_model,
+)
+from appliance.settings import HubSettings, Settings, resolve_settings
 from tests.golden.machines import MACHINES
+from tests.unit.weights.cache_files import put_ollama
 
 NAMES = ("4b-q4_k_m", "8b-q4_k_m", "8b-q6_k", "3.5-9b-q4_k_m", "35b-q4_k_m")
 
@@ -96,6 +107,48 @@ def test_a_file_of_the_volume_goes_before_a_recipe_of_its_name(models: Path) -> 
     put(models, "qwen.gguf")
     assert which(models, "qwen.gguf") == Located(path=models / "qwen.gguf")
     assert which(models, "qwen") == Located(path=models / "qwen.gguf")
+
+
+def test_a_folder_named_like_the_recipe_does_not_hide_it(models: Path) -> None:
+    (models / "qwen").mkdir()
+    assert offered(which(models, "qwen")) == list(NAMES)
+    put(models, "qwen/a.gguf")
+    assert offered(which(models, "qwen")) == list(NAMES)
+    with pytest.raises(ModelUnreadableError, match="model is a folder"):
+        which(models, str(models / "qwen"))
+    with pytest.raises(ModelUnreadableError, match="model is a folder"):
+        which(models, "qwen", recipe=None)
+
+
+def test_a_folder_of_a_repository_goes_before_the_hub(models: Path) -> None:
+    for name in ("R-Q4_K_M.gguf", "R-Q8_0.gguf", "R-mmproj-F16.gguf", "R-BF16-00001-of-00002.gguf"):
+        put(models, f"org/repo/{name}")
+    assert which(models, "org/repo") == Located(path=models / "org/repo/R-Q4_K_M.gguf", names=("org/repo",))
+    assert which(models, "org/repo:Q8_0") == Located(path=models / "org/repo/R-Q8_0.gguf", names=("org/repo:Q8_0",))
+    for request in ("org/repo:BF16", "org/repo:Q6_K", "org/repo@main", "org/other"):
+        assert isinstance(which(models, request), FromHub)
+    (models / "org/empty").mkdir()
+    assert isinstance(which(models, "org/empty"), FromHub)
+
+
+def test_a_name_of_the_recipe_that_ollama_has_too(models: Path, tmp_path: Path) -> None:
+    put_ollama(tmp_path / "ollama/models", "library/qwen/8b-q4_k_m", b"GGUF")
+    put_ollama(tmp_path / "ollama/models", "library/qwen/7b", b"GGUF7")
+    given = {"data_dir": str(models.parent), "model_dirs": str(tmp_path / "ollama")}
+
+    def asked(model: str) -> Settings:
+        return resolve_settings({**given, "model": model}, {})
+
+    has_too = f"Ollama's folder {tmp_path}/ollama/models has one of that name, too: `--model library/"
+    assert offered(which_model(asked("qwen:8b-q4_k_m"), RECIPE, "gguf", HubSettings)) == ["8b-q4_k_m"]
+    assert ollamas_own(asked("qwen:8b-q4_k_m"), RECIPE) == f"{has_too}qwen:8b-q4_k_m`"
+    assert [ollamas_own(asked(name), RECIPE) for name in ("qwen:4b", "other:7b", "library/qwen:7b")] == [None] * 3
+    with pytest.raises(ConfigError) as caught:
+        which_model(asked("qwen:7b"), RECIPE, "gguf", HubSettings)
+    assert (caught.value.hint or "").startswith(f"{has_too}qwen:7b`; there are qwen:4b-q4_k_m")
+    found = which_model(asked("library/qwen:7b"), RECIPE, "gguf", HubSettings)
+    assert isinstance(found, Located)
+    assert found.called == "qwen:7b"
 
 
 @pytest.mark.parametrize("place", ["M-8b-q6_k.gguf", f"models--org--M-GGUF/snapshots/{'c' * 40}/M-8b-q6_k.gguf"])
@@ -185,22 +238,74 @@ def kept(folder: Path, **given: Any) -> KeptChoice:
 CHANGES: list[Callable[[], dict[str, Any]]] = [
     lambda: {"settings": resolve_settings({"ctx_size": "65536"}, {})},
     lambda: {"settings": resolve_settings({"tier": "compact"}, {})},
-    lambda: {"hardware": MACHINES["h200"]},
     lambda: {"here": {"qwen:b": Located(path=Path("/b"))}},
 ]
 
 
+def save(choice: KeptChoice, **given: Any) -> None:
+    choice.save("qwen:b", Located(path=Path("/b")), **given)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_choice_is_made_anew_when_the_question_changes(tmp_path: Path, change: Callable[[], dict[str, Any]]) -> None:
-    kept(tmp_path).save("qwen:b")
-    assert kept(tmp_path).load() == Located(path=Path("/b"))
+    save(kept(tmp_path), better=Better(name="qwen:c", bytes=7, is_here=False))
+    assert kept(tmp_path).load() == Kept(
+        name="qwen:b",
+        located=Located(path=Path("/b")),
+        better=Better(name="qwen:c", bytes=7, is_here=False),
+        is_current=True,
+    )
     assert kept(tmp_path, settings=resolve_settings({"port": "1234"}, {})).load() is not None
     assert kept(tmp_path, **change()).load() is None
 
 
+def test_a_file_that_was_written_anew_is_chosen_anew(tmp_path: Path) -> None:
+    file = put(tmp_path, "b.gguf")
+    here = {"qwen:b": Located(path=file)}
+    kept(tmp_path, here=here).save("qwen:b", here["qwen:b"])
+    assert kept(tmp_path, here=here).load() is not None
+    put(tmp_path, "b.gguf", b"GGUF, another")
+    assert kept(tmp_path, here=here).load() is None
+
+
+def with_room(*, volume_mib: int = 100_000, memory_mib: int = 14_000) -> Hardware:
+    found = MACHINES["cpu-16g"]
+    memory = replace(found.memory, available_mib=memory_mib)
+    return replace(found, volume=replace(found.volume, free_mib=volume_mib), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("now", "is_current"),
+    [
+        (with_room(), True),
+        (with_room(memory_mib=13_000), True),
+        (with_room(memory_mib=9_000), False),
+        (with_room(memory_mib=20_000), False),
+        (with_room(volume_mib=10), True),  # what was chosen is on it
+        (with_room(volume_mib=150_000), False),
+        (MACHINES["h200"], False),
+    ],
+)
+def test_a_choice_is_looked_at_again_when_there_is_other_room(
+    tmp_path: Path, now: Hardware, *, is_current: bool
+) -> None:
+    save(kept(tmp_path, hardware=with_room()))
+    found = kept(tmp_path, hardware=now).load()
+    assert found is not None
+    assert found.is_current == is_current
+
+
+def test_what_was_fetched_since_is_no_other_room(tmp_path: Path) -> None:
+    save(kept(tmp_path, hardware=with_room(volume_mib=100_000)), fetched_bytes=60_000 * 2**20)
+    found = kept(tmp_path, hardware=with_room(volume_mib=55_000)).load()
+    assert found is not None
+    assert not found.is_current
+
+
 def test_a_choice_that_cannot_be_kept_or_read_is_none(tmp_path: Path) -> None:
-    kept(tmp_path / "missing").save("qwen:a")
+    save(kept(tmp_path / "missing"))
     assert kept(tmp_path / "missing").load() is None
-    for text in ("", "[]", "{}", '{"key": 1}', "null"):
+    of_an_older_version = '{"key": "a", "here": ["qwen:a"], "chosen": "qwen:a"}'
+    for text in ("", "[]", "{}", '{"key": 1}', "null", of_an_older_version):
         (tmp_path / "choice.json").write_text(text)
         assert kept(tmp_path).load() is None

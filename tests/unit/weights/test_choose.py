@@ -16,6 +16,7 @@ from appliance.weights.choose import (
     Forecast,
     Wants,
     choose,
+    keep,
     usual_context,
 )
 from appliance.weights.table import as_document, as_text
@@ -72,6 +73,29 @@ def test_the_largest_that_is_useful_wins() -> None:
         (candidate("huge", 70), "needs 40 GB"),
     )
     assert (chosen(choice), verdicts(choice)) == ("middle", ["fits", "chosen", "slow", "does not fit"])
+
+
+def test_what_cannot_be_read_is_passed_over() -> None:
+    broken = candidate("broken", 32, missing_bytes=0, problem="no GGUF file")
+    choice = among((candidate("small", 4), forecast(90)), (broken, ""))
+    assert (chosen(choice), verdicts(choice)) == ("small", ["chosen", "damaged"])
+    assert choice.rows[1].reason == "no GGUF file"
+
+
+def test_an_earlier_choice_stays_while_it_fits_and_the_better_one_is_named() -> None:
+    small, large = candidate("small", 4, missing_bytes=0), candidate("large", 14)
+    choice = among((small, forecast(90)), (large, forecast(50)))
+    assert chosen(choice) == "large"
+    kept = keep(choice, "small")
+    assert (chosen(kept), verdicts(kept), kept.better) == ("small", ["chosen", "fits"], kept.rows[1])
+    assert kept.rows[0].reason == "an earlier start chose it; large would be better"
+    for name in ("large", "none of these"):
+        assert keep(choice, name) == choice
+    for given in ({"missing_bytes": 5}, {"problem": "damaged"}):
+        again = among((candidate("small", 4, **given), forecast(90)), (large, forecast(50)))
+        assert keep(again, "small") == again
+    slow = among((small, forecast(FLOOR_TOKENS_PER_S / 2)), (large, forecast(50)))
+    assert keep(slow, "small") == slow
 
 
 def test_speed_counts_until_it_is_fluent() -> None:

@@ -82,6 +82,14 @@ def test_the_projector_that_every_build_reads() -> None:
     assert projector_of(["a.gguf"]) is None
 
 
+@pytest.mark.parametrize("name", ["gemma-4-E4B-it-mmproj.gguf", "it/Gemma.MMPROJ-f16.gguf", "mmproj-model-f16.gguf"])
+def test_a_projector_is_none_of_the_models_wherever_its_name_says_so(name: str) -> None:
+    files = ["gemma-4-E4B-it-Q4_K_M.gguf", name]
+    assert [each.paths for each in gguf_sets(files)] == [("gemma-4-E4B-it-Q4_K_M.gguf",)]
+    assert projector_of(files) == name
+    assert gguf_sets(["mmproj-folder/model.gguf"])  # the file's own name counts
+
+
 def test_a_folder_of_safetensors() -> None:
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     more = ["tokenizer.json", "tokenizer.model", "chat_template.jinja"]

@@ -95,7 +95,7 @@ def test_the_rate_is_of_the_last_seconds() -> None:
         meter.received(1000 + step * (10 if step <= 8 else 100), 10 if step <= 8 else 100)
     assert told[-1].bytes_per_s == pytest.approx(100.0)
     assert told[-1].seconds_left == pytest.approx((10_000 - 3000) / 100.0)
-    assert told[-1].describe() == "a.gguf: 0.0 MB of 0.0 MB, 0.0 MB/s, 70 s left"
+    assert told[-1].describe() == "a.gguf: 3.0 kB of 10.0 kB, 100 bytes/s, 70 s left"
 
 
 def test_it_is_told_five_times_a_second_and_whenever_something_is_new() -> None:
@@ -133,8 +133,8 @@ def test_lines_for_a_log_are_few() -> None:
         lines(FetchProgress(file="a.gguf", bytes_done=second * 1_000_000, bytes_total=2_500_000_000))
     lines(FetchProgress(file="a.gguf", bytes_done=0, bytes_total=None, waiting_for="an answer"))
     assert said == [
-        "a.gguf: 0.0 MB of 2.50 GB",
+        "a.gguf: 0 bytes of 2.50 GB",
         "a.gguf: 10.0 MB of 2.50 GB",
         "a.gguf: 20.0 MB of 2.50 GB",
-        "a.gguf: 0.0 MB, waiting for an answer",
+        "a.gguf: 0 bytes, waiting for an answer",
     ]

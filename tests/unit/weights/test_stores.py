@@ -12,7 +12,9 @@ import pytest
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import read_model
 from appliance.serve.inputs import read_draft_model
-from appliance.settings import Settings, resolve_settings
+from appliance.serve.which import Located, which_model
+from appliance.settings import HubSettings, Settings, resolve_settings
+from appliance.weights.reference import refuse_artifact
 from appliance.weights.stores import (
     Store,
     StoredModel,
@@ -21,8 +23,6 @@ from appliance.weights.stores import (
     find_stored,
     list_store,
     other_stores,
-    read_elsewhere,
-    refuse_artifact,
 )
 from tests.unit.model.gguf_files import write_model
 from tests.unit.weights.cache_files import let_others_in, put_blob, put_cached, put_manifest, put_ollama
@@ -49,9 +49,16 @@ def names(store: Store) -> list[str]:
     return [model.name for model in list_store(store).models]
 
 
+def served(settings: Settings) -> Located:
+    """What a start would serve."""
+    found = which_model(settings, None, "gguf", HubSettings)
+    assert isinstance(found, Located)
+    return found
+
+
 def refusal(kind: type[FatalError], settings: Settings) -> tuple[str, str]:
     with pytest.raises(kind) as caught:
-        read_elsewhere(settings, "gguf")
+        served(settings)
     return caught.value.message, caught.value.hint or ""
 
 
@@ -98,14 +105,14 @@ def test_a_model_of_ollama_is_served_by_its_name_there(tmp_path: Path, data: Pat
     store = tmp_path / "ollama"
     put_ollama(store, "library/qwen3/4b", weights)
     put_ollama(store, "library/other/latest", weights + b"x")
-    model = read_elsewhere(settings_of(data, store, model="Qwen3:4b"), "gguf")
+    model = served(settings_of(data, store, model="Qwen3:4b"))
     assert model.called == "qwen3:4b"
     assert model.path.parent == store / "blobs"
 
 
 def test_a_models_projector_comes_with_it(tmp_path: Path, data: Path, weights: bytes) -> None:
     put_ollama(tmp_path / "ollama", "library/m/latest", weights, b"GGUF projector")
-    model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="m"), "gguf")
+    model = served(settings_of(data, tmp_path / "ollama", model="m"))
     assert model.projector is not None
     assert model.projector.read_bytes() == b"GGUF projector"
 
@@ -157,7 +164,7 @@ def test_the_first_folder_that_has_it_gives_it(tmp_path: Path, data: Path) -> No
 def test_the_only_model_in_mounted_folders_is_served_without_a_name(tmp_path: Path, data: Path, weights: bytes) -> None:
     put_ollama(tmp_path / "ollama", "library/qwen3/4b", weights)
     put_manifest(tmp_path / "ollama", "library/cloud/latest", [])
-    assert read_elsewhere(settings_of(data, tmp_path / "ollama"), "gguf").called == "qwen3:4b"
+    assert served(settings_of(data, tmp_path / "ollama")).called == "qwen3:4b"
     put_ollama(tmp_path / "ollama", "library/qwen3/8b", weights + b"x")
     message, hint = refusal(ConfigError, settings_of(data, tmp_path / "ollama"))
     assert "2 in mounted folders\n  qwen3:4b (Ollama)\n  qwen3:8b (Ollama)" in message
@@ -192,8 +199,8 @@ def test_a_near_miss_in_a_mounted_folder_is_named(tmp_path: Path, data: Path) ->
 
 def test_a_model_that_is_not_whole_there_is_said(tmp_path: Path, data: Path) -> None:
     put_cached(tmp_path / "hub", "org/m", "m.gguf").resolve().unlink()
-    settings = settings_of(data, tmp_path / "hub", model="org/m")
-    assert find_elsewhere("org/m", settings, "gguf") is None
+    settings = settings_of(data, tmp_path / "hub", model="m.gguf")
+    assert find_elsewhere("m.gguf", settings, "gguf") is None
     message, _ = refusal(ModelUnreadableError, settings)
     assert message.endswith(f"Hugging Face's folder {tmp_path}/hub cannot be served: org/m/m.gguf: its blob is missing")
 
@@ -284,8 +291,8 @@ def test_weights_in_a_read_only_mount_beside_a_writable_volume(tmp_path: Path, d
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        model = read_elsewhere(settings_of(data, tmp_path / "ollama", model="qwen3:4b"), "gguf")
-        assert model.file_bytes == len(weights)
+        model = served(settings_of(data, tmp_path / "ollama", model="qwen3:4b"))
+        assert read_model(model.path).file_bytes == len(weights)
     finally:
         subprocess.run(["umount", str(tmp_path / "ollama")], check=True)
 
