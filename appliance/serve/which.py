@@ -15,7 +15,7 @@ from appliance.settings import HubSettings, Settings
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.weights.reference import Reference
+    from appliance.reference import Reference
     from appliance.weights.wanted import Wanted
 
 
@@ -166,7 +166,7 @@ def _of_hub(
     request: str, settings: Settings, serves: Format, hub: Callable[[], HubSettings], recipe: Recipe | None
 ) -> Located | FromHub:
     # here: a start whose model is a file of the volume never needs it
-    from appliance.weights.reference import looks_remote, parse_reference
+    from appliance.reference import looks_remote, parse_reference
 
     if found_elsewhere := _elsewhere(request, settings, serves):
         return found_elsewhere

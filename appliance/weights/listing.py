@@ -18,10 +18,10 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils._http import default_client_factory
 
 from appliance.errors import ConfigError, DownloadError
+from appliance.reference import is_safe_path
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.ranges import is_untrusted, refusal_hint, tls_context, untrusted
-from appliance.weights.reference import is_safe_path
 from appliance.weights.retry import PASSING, Transient, parse_retry_after
 
 TIMEOUT_S = 20.0

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.errors import ConfigError, FatalError
+from appliance.reference import Reference, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder, find, lookup, read_ref
 from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
 from appliance.weights.meter import FetchProgress, as_size
-from appliance.weights.reference import Reference, parse_reference
 from appliance.weights.show import shown
 from appliance.weights.wanted import Wanted, folder_of_repo
 

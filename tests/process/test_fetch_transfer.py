@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import DownloadError
+from appliance.reference import parse_reference
 from appliance.settings import HubSettings
 from appliance.weights.cache import RepoFolder, lookup
 from appliance.weights.fetch import fetch
 from appliance.weights.hub import read_remote_header, resolve
 from appliance.weights.meter import FetchProgress
-from appliance.weights.reference import parse_reference
 from appliance.weights.wanted import Wanted
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 
