@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from appliance.host import containers
 from appliance.host.daemon import connected
+from appliance.host.log_lines import lines, sentence
 from appliance.settings import process_environment
 
 
@@ -27,23 +26,3 @@ def run(options: argparse.Namespace) -> int:
         for line in lines(chunks):
             print(line if options.json else sentence(line), flush=True)
     return 0
-
-
-def lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Docker cuts them anywhere."""
-    rest = b""
-    for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-    if rest:
-        yield rest.decode(errors="replace")
-
-
-def sentence(line: str) -> str:
-    """ "16:49:38 warning: the message"; what is no event of ours stays as it is."""
-    try:
-        event = json.loads(line)
-        time, level, message = event["time"], event["level"], event["message"]
-    except (ValueError, KeyError, TypeError):
-        return line
-    return f"{time[11:19]} {'' if level == 'info' else f'{level}: '}{message}"

@@ -288,6 +288,9 @@ def _handler(daemon: Daemon, log: Path) -> type[_Quiet]:
             if word == "kill":  # with the exit code in place of a signal
                 daemon.end(found, int(self.query["signal"]))
                 return self.say(204)
+            if word == "update":
+                found.host.update(self.body)
+                return self.say(200, {"Warnings": []})
             if word == "rename":
                 found.name = self.query["name"]
                 return self.say(204)
