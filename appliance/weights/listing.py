@@ -71,7 +71,8 @@ def list_files(repo: str, revision: str | None, hub: HubSettings) -> Listing:
         if is_untrusted(error):
             raise untrusted(repo, hub.endpoint, error) from error
         message = f"{hub.endpoint} cannot be reached: {str(error).lower()}"
-        raise Transient(message) from error
+        is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+        raise Transient(message, is_unreached=is_unreached) from error
     if not info.sha or not _COMMIT.fullmatch(info.sha):
         message = f"{hub.endpoint} does not tell the commit of {repo}"
         raise DownloadError(message, hint="it does not speak the hub's protocol: check HF_ENDPOINT")
