@@ -25,7 +25,7 @@ IMAGE = "appliance:llama-cpu"
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 HOST = (sys.executable, "-m", "appliance.host")
-ANSWERS_WITHIN_S = 0.5  # what issue 12 asks for
+ANSWERS_WITHIN_S = 0.5  # what is wanted of them
 SHOWN_WITHIN_S = 0.2
 
 

@@ -71,7 +71,7 @@ def _machine(name: str, *figures: float) -> Machine:
     return Machine(name=name, expert_mb=given.pop("expert_mb"), rates=Rates(**given))
 
 
-MACHINES = (  # issue 17
+MACHINES = (
     _machine("H200 box bf16", 60, 50, 110, 9.44, 0.10, 0.04, 0.012),
     _machine("H200 box int4", 40, 45, 110, 2.51, 0.10, 0.04, 0.010),
     _machine("DDR5 desktop", 52, 24, 62, 2.9, 0.08, 0.03, 0.008),
