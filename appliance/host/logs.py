@@ -14,8 +14,15 @@ from appliance.settings import process_environment
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="of `appliance list`; the only one without it")
     parser.add_argument("--follow", "-f", action="store_true", help="go on until Ctrl-C, or until it ends")
-    parser.add_argument("--tail", metavar="N", type=int, help="only the last N lines")
+    parser.add_argument("--tail", metavar="N", type=_count, help="only the last N lines")
     parser.add_argument("--json", action="store_true", help="as the appliance wrote them")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        message = f"not a number of lines: {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

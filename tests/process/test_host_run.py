@@ -65,6 +65,27 @@ def test_a_token_of_the_hub_is_passed_and_kept_nowhere() -> None:
     assert "hf_secret" not in str(created["Labels"]) + done.out + done.err
 
 
+def test_a_password_in_an_address_reaches_no_container() -> None:
+    with on_host() as host:
+        for words in (
+            ["https://me:hf_secret@host/m.gguf"],
+            [host.model(), "--set", "draft_model=http://hf_secret@h/d"],
+        ):
+            done = host.run("run", *words, "-d")
+            assert (done.code, done.out) == (10, "")
+            assert "a password in a URL ends in logs" in done.err
+            assert "hf_secret" not in done.err
+        assert host.asked("containers/create") == []
+
+
+def test_what_else_the_word_could_mean_is_said() -> None:
+    with on_host() as host:
+        done = host.run("run", "tests/fakes", "--dry-run")
+    assert done.code == 0, done.err
+    assert "target=/models/fakes,readonly" in done.out
+    assert "note: tests/fakes is the path here; the repository of this name: hf.co/tests/fakes\n" in done.err
+
+
 def test_the_hubs_cache_of_this_machine_is_read_where_it_lies() -> None:
     with on_host() as host:
         cache = host.folder / ".cache/huggingface/hub"
