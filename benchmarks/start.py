@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IMAGE = "appliance:llama-cpu"
-NEVER_SLOWER_THAN = 3.0  # times the median, beside load: what issue 10 asks for
+NEVER_SLOWER_THAN = 3.0  # times the median, beside load
 MODEL = Path(__file__).parents[1] / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 HARDENED = (
     "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "12345:0",

@@ -6,6 +6,8 @@ import difflib
 import io
 import tarfile
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from docker.api import APIClient
@@ -13,7 +15,7 @@ from docker.errors import APIError, NotFound
 
 from appliance.errors import ConfigError, VolumeError
 from appliance.host.gateway import Gateway
-from appliance.host.launch import DATA, LABEL, PORT, PREFIX, Launch, parse_label
+from appliance.host.launch import DATA, LABEL, PORT, PREFIX, RESTARTS, RETRIES, Launch, parse_label
 from appliance.values import dataclass
 
 CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one
@@ -122,12 +124,18 @@ def _named(found: Sequence[Found], name: str) -> Found:
 
 def gateway(client: APIClient, found: Found) -> Gateway:
     """With the key. ConfigError where no port is published, VolumeError where the key cannot be had."""
+    return replace(unlocked(found), key=key(client, found))
+
+
+def unlocked(found: Found) -> Gateway:
+    """Without the key, for what is open. ConfigError where no port is published."""
     if found.address is None:
         words = "it does not run" if not found.is_up else f"it publishes no port {PORT}"
         message = f"{found.name} cannot be asked: {words}"
-        raise ConfigError(message, hint="start it again: appliance run" if not found.is_up else "start it with -p")
+        remedy = f"start it with -p 127.0.0.1:{PORT}:{PORT}, on a network that lets ports be published"
+        raise ConfigError(message, hint=remedy if found.is_up else "start it again: appliance run")
     host, port = found.address
-    return Gateway(host=host, port=port, key=key(client, found))
+    return Gateway(host=host, port=port)
 
 
 def key(client: APIClient, found: Found) -> str:
@@ -163,6 +171,15 @@ def state(client: APIClient, container_id: str) -> dict[str, Any]:
         message = f"the container is gone: {container_id[:12]}"
         raise ConfigError(message, hint="somebody removed it meanwhile; appliance list") from error
     return inspected
+
+
+def set_restarts(client: APIClient, container_id: str, *, restarts: bool) -> None:
+    """Whether Docker starts it again after a crash. Only one that has served is: of a start that fails the first
+    failure is told, and the next ones would be the same."""
+    name, retries = (RESTARTS, RETRIES) if restarts else ("no", 0)
+    policy: Any = {"Name": name, "MaximumRetryCount": retries}  # docker-py's stubs know no "no"
+    with suppress(NotFound):  # gone meanwhile
+        client.update_container(container_id, restart_policy=policy)
 
 
 def remove(client: APIClient, found: Found) -> None:

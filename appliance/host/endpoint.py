@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import http.client
-import json
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from appliance.documents import load
 from appliance.errors import ConfigError, EngineNotReadyError, UsageError
+from appliance.host.gateway import NoAnswerError, exchange, said_in
+from appliance.settings import process_environment
 from appliance.values import dataclass
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -94,11 +96,15 @@ def local_endpoint(name: str | None) -> Endpoint:
     """Of the appliance that runs on this machine. ConfigError where there is none, or a choice."""
     try:
         # docker-py costs 0.2 s, which a start with a URL need not wait for.
-        from appliance.host.running import running_endpoint
+        from appliance.host import containers
+        from appliance.host.daemon import connected
     except ModuleNotFoundError as error:
         message = f"no URL was given, and asking Docker needs a Python package: {error.name}"
         raise ConfigError(message, hint="pip install docker, or give the URL") from error
-    return running_endpoint(name)
+    with connected(process_environment()) as client:
+        found = containers.choose(containers.all_of_ours(client), name)
+        gateway = containers.gateway(client, found)
+    return Endpoint(base=gateway.url, key=gateway.key or None, key_source=f"from the volume of {found.name}")
 
 
 def query_models(endpoint: Endpoint) -> tuple[ServedModel, ...]:
@@ -108,9 +114,9 @@ def query_models(endpoint: Endpoint) -> tuple[ServedModel, ...]:
         return ()
     raise_if_refused(endpoint, status, body)
     try:
-        return tuple(ServedModel(id=str(row["id"]), context=_context_of(row)) for row in json.loads(body)["data"])
+        return tuple(ServedModel(id=str(row["id"]), context=_context_of(row)) for row in load(body)["data"])
     except (ValueError, KeyError, TypeError) as error:
-        message = f"not an OpenAI endpoint: {endpoint.base}/models answered {body[:200].decode(errors='replace')!r}"
+        message = f"not an OpenAI endpoint: {endpoint.base}/models answered {said_in(body)!r}"
         raise ConfigError(message, hint="the URL ends with /v1 for most servers") from error
 
 
@@ -144,15 +150,6 @@ def raise_if_refused(endpoint: Endpoint, status: int, body: bytes) -> None:
     raise ConfigError(message, hint="check the URL; it ends with /v1 for most servers")
 
 
-def said_in(body: bytes) -> str:
-    """The message of an error in OpenAI's form, or the beginning of whatever came."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace").strip() or "nothing"
-
-
 def _context_of(row: Mapping[str, Any]) -> int | None:
     meta = row.get("meta")
     found = [row.get(name) for name in _CONTEXT_FIELDS] + [meta.get("n_ctx") if isinstance(meta, dict) else None]
@@ -164,11 +161,9 @@ def _get(endpoint: Endpoint, route: str) -> tuple[int, bytes]:
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", parts.path, headers=endpoint.headers)
-        reply = connection.getresponse()
-        return reply.status, reply.read()
-    except (OSError, http.client.HTTPException) as error:
-        message = f"no answer from {endpoint.base}: {type(error).__name__}: {error}"
+        return exchange(connection, "GET", parts.path, endpoint.headers)
+    except NoAnswerError as error:
+        message = f"no answer from {endpoint.base}: {error}"
         raise ConfigError(message, hint="is it running, and is this its address? `appliance status`") from error
     finally:
         connection.close()

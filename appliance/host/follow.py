@@ -16,6 +16,7 @@ from rich.text import Text
 from appliance.errors import EngineNotReadyError, FatalError
 from appliance.host import containers
 from appliance.host.gateway import Gateway, ReadyPoll
+from appliance.host.log_lines import read_last_words
 
 POLL_S = 0.05  # ready is shown so soon after it is
 LOOK_S = 0.5  # whether it still runs costs Docker more than a health route
@@ -57,11 +58,12 @@ def refuse_ended(client: APIClient, container_id: str) -> None:
     if state["Status"] not in ("exited", "dead", "restarting", "removing"):
         return
     code = int(state["ExitCode"])
-    words = client.logs(container_id, tail=LAST_LINES).decode(errors="replace").splitlines()
-    killed = ": the kernel killed it, memory ran out" if state.get("OOMKilled") else ""
-    message = f"the container ended with code {code}{killed}"
-    hint = "its own words stand above; README.md says what each code means"
-    raise ContainerEndedError(message, hint=hint, log=tuple(words), exit_code=code or EngineNotReadyError.exit_code)
+    said = read_last_words(client.logs(container_id, tail=LAST_LINES).decode(errors="replace"))
+    why = f": {said.message}" if said.message else ""
+    why = ": the kernel killed it, memory ran out" if state.get("OOMKilled") else why
+    message = f"the container ended with code {code}{why}"
+    hint = said.hint or "its own words stand above; README.md says what each code means"
+    raise ContainerEndedError(message, hint=hint, log=said.before, exit_code=code or EngineNotReadyError.exit_code)
 
 
 def display_on(console: Console) -> Live | Lines:

@@ -6,9 +6,10 @@ import http.client
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from appliance.documents import load
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError
 from appliance.values import dataclass
 
@@ -70,11 +71,8 @@ class Gateway:
         """Those of /metrics that have no labels. Raises NoAnswerError."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
-            connection.request("GET", "/metrics", headers=dict(self._headers()))
-            return _gauges(connection.getresponse().read().decode(errors="replace"))
-        except (OSError, http.client.HTTPException) as error:
-            message = f"{type(error).__name__}: {error}"
-            raise NoAnswerError(message) from error
+            _, body = exchange(connection, "GET", "/metrics", self._headers())
+            return _gauges(body.decode(errors="replace"))
         finally:
             connection.close()
 
@@ -118,28 +116,32 @@ class ReadyPoll:
         self._connection.close()
 
 
-def _asked(
-    connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: object
-) -> Reply:
+def exchange(
+    connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: object = None
+) -> tuple[int, bytes]:
+    """One request: status and body. Raises NoAnswerError."""
     try:
         connection.request(method, path, None if body is None else json.dumps(body), dict(headers))
         response = connection.getresponse()
-        return Reply(status=response.status, document=_parsed(response.read()))
+        return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         message = f"{type(error).__name__}: {error}"
         raise NoAnswerError(message) from error
 
 
+def _asked(
+    connection: http.client.HTTPConnection, method: str, path: str, headers: Mapping[str, str], body: object
+) -> Reply:
+    status, data = exchange(connection, method, path, headers, body)
+    return Reply(status=status, document=_parsed(data))
+
+
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(body)
+        return load(body)
     except ValueError as error:
-        message = f"no JSON: {body[:200]!r}"
+        message = f"no JSON object came but {said_in(body)!r}"
         raise NoAnswerError(message) from error
-    if not isinstance(document, dict):
-        message = f"no JSON object: {body[:200]!r}"
-        raise NoAnswerError(message)
-    return document
 
 
 def _gauges(text: str) -> dict[str, float]:
@@ -163,10 +165,23 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def refusal(reply: Reply) -> FatalError:
-    error = reply.document.get("error")
-    told = error if isinstance(error, dict) else {}
-    words = told.get("message") or f"HTTP {reply.status}: {json.dumps(reply.document)[:300]}"
+    words = said(reply.document) or f"HTTP {reply.status} without a reason"
     if reply.status == 401:
         hint = "the key on the volume is another one than the appliance took at its start: start it again"
         return ConfigError(f"the appliance refuses its key: {words}", hint=hint)
     return EngineNotReadyError(f"the appliance refuses: {words}", hint="`appliance logs` or `docker logs` says more")
+
+
+def said(document: Mapping[str, Any]) -> str:
+    """The message of an error, in OpenAI's form or a near one; empty where there is none."""
+    error = document.get("error") or document.get("message") or document.get("detail")
+    words = error.get("message") if isinstance(error, dict) else error
+    return words[:300] if isinstance(words, str) else ""
+
+
+def said_in(body: bytes) -> str:
+    """The message of an error, or the beginning of whatever came."""
+    with suppress(ValueError):
+        document = load(body)
+        return said(document) or f"an object with {', '.join(document) or 'nothing in it'}"[:200]
+    return body[:200].decode(errors="replace").strip() or "nothing"

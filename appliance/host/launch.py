@@ -18,6 +18,7 @@ PORT = 11435
 DATA = "/data"
 GRACE_S = 45
 RETRIES = 5
+RESTARTS = "on-failure"
 LABEL = "io.appliance.host"  # on all that the host command starts; its value is the launch itself
 PREFIX = "appliance-"
 BEFORE = "-before"  # after the name: what an upgrade replaced
@@ -101,7 +102,7 @@ def create_options(launch: Launch, here: Mapping[str, str]) -> tuple[dict[str, A
         "mounts": [_mount(each) for each in launch.binds],
     }
     if launch.restarts:
-        host["restart_policy"] = {"Name": "on-failure", "MaximumRetryCount": RETRIES}
+        host["restart_policy"] = {"Name": RESTARTS, "MaximumRetryCount": RETRIES}
     if launch.gpus:
         host["device_requests"] = [_device_request(launch.gpus)]
     return container, host
@@ -125,7 +126,7 @@ def command_line(launch: Launch) -> tuple[str, ...]:
     words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
     words += ["--user", launch.user, "--stop-timeout", str(GRACE_S)]
     if launch.restarts:
-        words += ["--restart", f"on-failure:{RETRIES}"]
+        words += ["--restart", f"{RESTARTS}:{RETRIES}"]
     if launch.gpus:
         words += _gpu_words(launch.gpus)
     for name, value in launch.settings.items():

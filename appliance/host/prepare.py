@@ -20,6 +20,7 @@ from appliance.host.gateway import Gateway
 from appliance.host.image import Image
 from appliance.host.launch import DEFAULTS, PREFIX, Bind, Launch, container_name
 from appliance.host.weights import Weights, understand
+from appliance.reference import refuse_password
 from appliance.settings import PREFIX as VARIABLE
 from appliance.settings import resolve_settings
 from appliance.values import dataclass
@@ -39,7 +40,9 @@ class Prepared:
 
 def prepare(client: APIClient, options: argparse.Namespace, environment: Mapping[str, str], err: Console) -> Prepared:
     """Pulls or builds the image where it is not here, unless this is a dry run."""
-    weights = understand(options.model)
+    weights = understand(options.model, environment.get("HF_ENDPOINT", ""))
+    if weights.note:
+        err.print(f"note: {weights.note}", markup=False, soft_wrap=True)
     settings = variables(options, weights)
     found = containers.all_of_ours(client)
     name = container_name((options.name or weights.name).removeprefix(PREFIX))
@@ -91,6 +94,7 @@ def variables(options: argparse.Namespace, weights: Weights) -> dict[str, str]:
         if not equals or name in INSIDE:
             message = f"--set takes NAME=VALUE of a setting that is not the command's own: {word}"
             raise UsageError(message, hint="as in --set parallel=8; `appliance serve --help` lists them")
+        refuse_password(value)
         given[name] = value
     if options.fast:
         given["tune"] = "off"

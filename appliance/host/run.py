@@ -158,6 +158,8 @@ def _interrupted(client: APIClient, launch: Launch, err: Console) -> int:
     except KeyboardInterrupt:
         goes_on = False
     if goes_on:
+        if found := containers.by_name(client, launch.name):
+            containers.set_restarts(client, found.id, restarts=launch.restarts)
         err.print(f"it goes on; appliance stop {launch.short_name} ends it", markup=False)
         return 0
     _stop(client, launch.name, err)

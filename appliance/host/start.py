@@ -16,6 +16,7 @@ from appliance.host import containers, ports
 from appliance.host.follow import display_on, until_ready
 from appliance.host.gateway import Gateway
 from appliance.host.launch import Launch, create_options
+from appliance.host.log_lines import read_last_words
 
 PORT_IN_USE = ("port is already allocated", "address already in use")
 # What Docker says without the toolkit, and what the toolkit says when it fails.
@@ -33,6 +34,7 @@ def start(
         host, port = (found and found.address) or (launch.bind, launch.port)
         with display_on(err) as display:
             until_ready(client, id_, Gateway(host=host, port=port), display)
+        containers.set_restarts(client, id_, restarts=launch.restarts)
         ready = containers.choose(containers.all_of_ours(client), launch.name)
         return containers.gateway(client, ready)
     except FatalError:
@@ -62,6 +64,7 @@ def begin(client: APIClient, launch: Launch, environment: Mapping[str, str], *, 
 
 def _create(client: APIClient, launch: Launch, environment: Mapping[str, str]) -> str:
     container, host = create_options(launch, environment)
+    host.pop("restart_policy", None)  # until it serves
     try:
         made = client.create_container(**container, host_config=client.create_host_config(**host))
     except ImageNotFound as error:
@@ -123,6 +126,8 @@ def _ask_image(client: APIClient, launch: Launch, environment: Mapping[str, str]
     finally:
         client.remove_container(id_, force=True, v=False)
     if code != 0:
-        message = f"`appliance {' '.join(words)}` in the image ended with code {code}: {err.strip()[-500:]}"
+        said = read_last_words(err)
+        why = said.message or " ".join(said.before[-3:])
+        message = f"`appliance {' '.join(words)}` in the image ended with code {code}: {why}"
         raise ConfigError(message, hint="start without --reset")
     return out

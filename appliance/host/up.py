@@ -2,33 +2,32 @@
 
 With `--wait tuned` measuring begins at once, and the question is asked when the best plan serves.
 
-Progress goes to stderr, the result to stdout. Ends with the container's own exit code when it ends first.
+Progress goes to stderr, the result to stdout. Where the container ends first, its own error and exit code are given,
+and Docker does not start it again: its policy of restarts holds once it serves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import docker
-import docker.errors
-import requests.exceptions
-from docker.models.containers import Container
+from docker.api import APIClient
 from rich.console import Console
-from rich.status import Status
 
 from appliance.errors import ConfigError, EngineNotReadyError, FatalError
-from appliance.host.containers import ALL_ADDRESSES
-from appliance.host.follow import display_on
-from appliance.host.gateway import ANSWER_S, READY, Gateway, NoAnswerError
+from appliance.host import containers
+from appliance.host.containers import Found
+from appliance.host.daemon import connected
+from appliance.host.follow import ContainerEndedError, display_on, refuse_ended, until_ready
+from appliance.host.gateway import ANSWER_S, Gateway, NoAnswerError, said
+from appliance.settings import process_environment
+from appliance.values import dataclass
 
 QUESTION = "In one sentence: what is a lighthouse for?"
-INNER_PORT = "11435/tcp"
 POLL_S = 0.25
 TIMED_S = 0.02  # of an answer that took less no speed is said
 TUNING = "/appliance/v1/tuning"
@@ -39,33 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     err = Console(stderr=True, highlight=False)
     try:
-        return _tell(options, err)
+        with connected(process_environment()) as client:
+            print(_follow(client, options, err))
+        return 0
     except FatalError as error:
+        for line in error.log:
+            err.print(f"  | {line}", markup=False, soft_wrap=True)
         err.print(f"error: {error.message}", markup=False, soft_wrap=True)
         if error.hint:
             err.print(f"\nhint: {error.hint}", markup=False, soft_wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-
-
-def _tell(options: argparse.Namespace, err: Console) -> int:
-    """ConfigError when there is no such container, or no longer, or when Docker itself fails."""
-    name = options.container
-    try:
-        container = docker.from_env().containers.get(name)
-        code = _follow(container, err)
-        if code is None and options.wait == "tuned":
-            code = _follow_tuning(container, err)
-        if code is None:
-            print(_report(container, options.question))
-        return code or 0
-    except docker.errors.NotFound as error:
-        message = f"no such container: {name}"
-        raise ConfigError(message, hint="`docker ps -a` shows what there is") from error
-    except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-        message = f"Docker does not answer as it should: {error}"
-        raise ConfigError(message, hint="start it, or check DOCKER_HOST and that you may use it") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,61 +60,57 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _follow(container: Container, err: Console) -> int | None:
-    """None once it serves; its exit code when it ended, after its last words."""
-    with display_on(err) as shown:
-        while True:
-            container.reload()
-            if container.status in ("exited", "dead", "restarting"):
-                return _ended(container, err)
-            # Before it runs nothing is published yet.
-            ready = _document(_gateway(container), READY) if container.status == "running" else {}
-            if ready.get("status") == "ready":
-                return None
-            shown.show(ready)
-            time.sleep(POLL_S)
+def _follow(client: APIClient, options: argparse.Namespace, err: Console) -> str:
+    """The report. Raises ContainerEndedError where it ends first."""
+    found = containers.choose(containers.all_of_ours(client), options.container)
+    with display_on(err) as display, _without_restarts(client, found):
+        if found.address is None:  # it ends at once, or publishes no port
+            refuse_ended(client, found.id)
+            found = containers.choose(containers.all_of_ours(client), found.id)
+        until_ready(client, found.id, containers.unlocked(found), display)
+    gateway = containers.gateway(client, found)
+    if options.wait == "tuned":
+        _until_tuned(client, found, gateway, err)
+    return _report(gateway, options.question, found)
 
 
-def _follow_tuning(container: Container, err: Console) -> int | None:
-    """None once the best plan serves; its exit code when it ended. Raises ConfigError where nothing is measured, and
-    EngineNotReadyError where measuring came to no plan."""
-    gateway = _gateway(container, _key(container))
-    with Status("measuring", console=err) as status:
-        said = ""
+@contextmanager
+def _without_restarts(client: APIClient, found: Found) -> Iterator[None]:
+    containers.set_restarts(client, found.id, restarts=False)
+    try:
+        yield
+    except ContainerEndedError:
+        raise
+    except BaseException:  # it goes on, as after Ctrl-C
+        containers.set_restarts(client, found.id, restarts=True)
+        raise
+    containers.set_restarts(client, found.id, restarts=True)
+
+
+def _until_tuned(client: APIClient, found: Found, gateway: Gateway, err: Console) -> None:
+    """Until the best plan serves. Raises ConfigError where nothing is measured, EngineNotReadyError where measuring
+    came to no plan, ContainerEndedError where the container ended."""
+    with display_on(err) as display:
         while True:
-            container.reload()
-            if container.status in ("exited", "dead", "restarting"):
-                return _ended(container, err)
+            refuse_ended(client, found.id)
             # Asked again each time: a container that was restarted meanwhile has forgotten it. 200 is measured.
             answer = _document(gateway, TUNING, posts=True)
             if answer.get("state") == "measured":
-                return None
-            _raise_if_refused(answer, container)
+                return
+            _raise_if_refused(answer, found)
             measured = len(_document(gateway, TUNING).get("measurements", ()))
-            words = f"measuring: {measured} measurements so far"
-            status.update(words)
-            if not err.is_terminal and words != said:
-                err.print(words, markup=False)
-            said = words
+            display.show({"message": f"measuring: {measured} measurements so far"})
             time.sleep(POLL_S)
 
 
-def _raise_if_refused(answer: Mapping[str, Any], container: Container) -> None:
+def _raise_if_refused(answer: Mapping[str, Any], found: Found) -> None:
     error = answer.get("error")
     if not isinstance(error, dict):
         return
     message = f"waiting for measuring has no end: {error.get('message')}"
     if error.get("code") == "tuning_off":
         raise ConfigError(message, hint="make up WAIT=tuned APPLIANCE_TUNE=idle, or make up without WAIT")
-    raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
-
-
-def _ended(container: Container, err: Console) -> int:
-    for line in container.logs(tail=30).decode(errors="replace").splitlines():
-        err.print(f"  | {line}", markup=False, soft_wrap=True)
-    code = int(container.attrs["State"]["ExitCode"])
-    err.print(f"error: the container ended with code {code}; README.md says what each code means", markup=False)
-    return code or EngineNotReadyError.exit_code
+    raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +120,15 @@ class _Answer:
     tokens_per_s: float | None  # None: too short to tell
 
 
-def _report(container: Container, question: str) -> str:
-    gateway = _gateway(container, _key(container))
-    status = _status(gateway, container)
-    answer = _ask(gateway, question, container)
+def _report(gateway: Gateway, question: str, found: Found) -> str:
+    status = _status(gateway, found)
+    answer = _ask(gateway, question, found)
     rows = {
         "question": question,
         "answer": f"{answer.text.strip()}  ({answer.tokens} tokens{_at(answer.tokens_per_s)})",
         "endpoint": gateway.url,
         "model": f"{status['model']}, context {status['context']:,}",
-        "key": f"docker exec {container.name} appliance key",
+        "key": f"docker exec {found.name} appliance key",
         "chosen": status["chosen"],
         "speed": _speed(status),
         "found": _found(status),
@@ -177,25 +156,20 @@ def _found(status: Mapping[str, Any]) -> str:
     return f"{where}; measured again while nobody asks" if goes_on else where
 
 
-def _key(container: Container) -> str:
-    code, output = container.exec_run(["appliance", "key"], stderr=False)
-    if code != 0 or not isinstance(output, bytes):
-        message = f"the container does not tell its key: `appliance key` ended with code {code}"
-        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
-    return output.decode().strip()
-
-
-def _status(gateway: Gateway, container: Container) -> dict[str, Any]:
-    status = _document(gateway, "/appliance/v1/status")
+def _status(gateway: Gateway, found: Found) -> dict[str, Any]:
+    try:
+        status = gateway.document("status")
+    except NoAnswerError as error:
+        message = f"the container does not tell its state: {error}"
+        raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`") from error
     if missing := _STATUS - status.keys():
-        message = (
-            f"the container does not tell its state: no {', '.join(sorted(missing))} in {json.dumps(status)[:500]}"
-        )
-        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
+        why = said(status) or f"it lacks {', '.join(sorted(missing))}"
+        message = f"the container does not tell its state: {why}"
+        raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
     return status
 
 
-def _ask(gateway: Gateway, question: str, container: Container) -> _Answer:
+def _ask(gateway: Gateway, question: str, found: Found) -> _Answer:
     """As a stream, timed by our own clock: what a user sees, of any engine."""
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -220,12 +194,12 @@ def _ask(gateway: Gateway, question: str, container: Container) -> _Answer:
                     words.append(delta.get("content") or delta.get("reasoning_content") or "")
     except NoAnswerError as error:
         message = f"the answer broke off after {len(words)} pieces: {error}"
-        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`") from error
+        raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`") from error
     except (ValueError, KeyError, TypeError, AttributeError):  # something else in place of an answer
         tokens = None
     if tokens is None:
         message = f"the answer is not what was expected, after {len(words)} pieces"
-        raise EngineNotReadyError(message, hint=f"see `docker logs {container.name}`")
+        raise EngineNotReadyError(message, hint=f"see `docker logs {found.name}`")
     seconds = last - first
     # The first token comes of the prompt's reading: n tokens are n - 1 steps. Of pieces that came at once a clock tells
     # nothing.
@@ -239,18 +213,6 @@ def _document(gateway: Gateway, path: str, *, posts: bool = False) -> dict[str, 
         return gateway.ask("POST" if posts else "GET", path, {} if posts else None, timeout_s=ANSWER_S).document
     except NoAnswerError:
         return {}
-
-
-def _gateway(container: Container, key: str = "") -> Gateway:
-    """Where the container's port is published on this machine. ConfigError when it is not."""
-    published = (container.attrs["NetworkSettings"].get("Ports") or {}).get(INNER_PORT)
-    if not published:
-        message = f"the container publishes no port {INNER_PORT}: {container.name}"
-        raise ConfigError(
-            message, hint="start it with -p 127.0.0.1:11435:11435, on a network that lets ports be published"
-        )
-    host = str(published[0]["HostIp"])
-    return Gateway(host="127.0.0.1" if host in ALL_ADDRESSES else host, port=int(published[0]["HostPort"]), key=key)
 
 
 if __name__ == "__main__":

@@ -169,11 +169,13 @@ def _go_back(client: APIClient, found: Found, err: Console) -> Outcome:
     _set_aside(client, found, err)
     client.rename(other.id, found.name)
     try:
+        containers.set_restarts(client, other.id, restarts=False)
         client.start(other.id)
         now = containers.choose(containers.all_of_ours(client), found.name)
         host, port = now.address or ("127.0.0.1", 0)
         with display_on(err) as display:
             until_ready(client, other.id, Gateway(host=host, port=port), display)
+        containers.set_restarts(client, other.id, restarts=bool(now.launch and now.launch.restarts))
     except (FatalError, KeyboardInterrupt):
         client.rename(other.id, found.name + BEFORE)
         client.stop(other.id, timeout=GRACE_S)

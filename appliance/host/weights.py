@@ -9,61 +9,81 @@ from pathlib import Path
 
 from appliance.errors import ModelUnreadableError, UsageError
 from appliance.host.launch import Bind
+from appliance.reference import Reference, file_name, looks_remote, parse_reference
 from appliance.values import dataclass
 
 # Beside the volume: a bind inside of it would leave a folder there that belongs to root.
 TARGET = "/models"
 PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 RECIPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9._-]+)?")
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?([:@][\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """`setting` is what the appliance is told to serve; None leaves it to the image's recipe."""
+    """`setting` is what the appliance is told to serve; None leaves it to the image's recipe. `note` is for the user:
+    what else the same word could mean."""
 
     called: str
     name: str  # for the container
     setting: str | None
     recipe: str | None = None
     binds: tuple[Bind, ...] = ()
+    note: str | None = None
 
     @property
     def is_here(self) -> bool:
         return bool(self.binds)
 
 
-def understand(called: str) -> Weights:
-    """Raises ModelUnreadableError for a file that is missing or no file, UsageError for what is none of these."""
-    if called.startswith(("http://", "https://")):
-        return Weights(called=called, name=_stem(called.rsplit("/", 1)[-1]), setting=called)
+def understand(called: str, endpoint: str = "") -> Weights:
+    """A bare word is a recipe, and a path where it ends with .gguf. A word with a slash is a path that exists, else a
+    repository. `endpoint` is the hub's.
+
+    Raises ModelUnreadableError for a file that is missing or no file, ConfigError for a reference that is malformed
+    or holds a password, UsageError for what is none of these.
+    """
     path = Path(called).expanduser()
-    if called.strip() and path.exists():
-        return _of_path(called, path)
     if _looks_like_a_path(called):
-        raise _missing(path)
-    if "/" in called and REPOSITORY.fullmatch(called):
-        return Weights(called=called, name=_stem(re.sub(r"^[^/]+/|[@].*$", "", called)), setting=called)
+        return _of_path(called, path)
     if RECIPE.fullmatch(called):
-        recipe, _, rung = called.partition(":")
-        return Weights(called=called, name=called, setting=called if rung else None, recipe=recipe)
+        return _of_recipe(called, path)
+    if "/" in called and path.exists():
+        note = f"{called} is the path here; the repository of this name: hf.co/{called}"
+        return _of_path(called, path, note=note)
+    if looks_remote(called):
+        return _of_reference(parse_reference(called, endpoint))
     message = f"neither a file, a recipe, org/repo[:quant] nor an address: {called!r}"
     raise UsageError(message, hint="as in `appliance run qwen`, `run ./model.gguf` or `run Qwen/Qwen3-8B-GGUF:Q4_K_M`")
 
 
 def _looks_like_a_path(called: str) -> bool:
-    is_file_of_a_repository = called.count("/") >= 2 and not called.startswith(("/", ".", "~"))
-    return called.startswith(("/", ".", "~")) or (called.endswith(".gguf") and not is_file_of_a_repository)
+    if called.startswith(("/", ".", "~")):
+        return True
+    is_file_of_a_repository = called.count("/") >= 2  # an address has as many
+    return called.lower().endswith(".gguf") and not is_file_of_a_repository
 
 
-def _of_path(called: str, path: Path) -> Weights:
+def _of_recipe(called: str, path: Path) -> Weights:
+    recipe, _, rung = called.partition(":")
+    note = f"{called} is the recipe; the file or folder of this name: ./{called}" if path.exists() else None
+    return Weights(called=called, name=called, setting=called if rung else None, recipe=recipe.lower(), note=note)
+
+
+def _of_reference(reference: Reference) -> Weights:
+    name = file_name(reference.url) if reference.url else (reference.repo or "").partition("/")[2]
+    words = [name, *([reference.path] if reference.path else [])]
+    quant = f":{reference.quant}" if reference.quant else ""
+    return Weights(called=reference.text, name=_stem("/".join(words)) + quant, setting=reference.text)
+
+
+def _of_path(called: str, path: Path, *, note: str | None = None) -> Weights:
     parts = _parts(path)
     for part in parts:
         _refuse_unreadable(part)
     # The content of a link, such as those of the hub's cache, under the name of the link.
     binds = tuple(Bind(source=str(part.resolve()), target=f"{TARGET}/{part.name}") for part in parts)
     return Weights(called=called, name=_stem(path.resolve().name if path.name in ("", ".", "..") else path.name),
-                   setting=binds[0].target, binds=binds)  # fmt: skip
+                   setting=binds[0].target, binds=binds, note=note)  # fmt: skip
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
@@ -101,4 +121,4 @@ def _missing(path: Path) -> ModelUnreadableError:
 
 
 def _stem(name: str) -> str:
-    return PART.sub("", re.sub(r"[?#].*$", "", name)).removesuffix(".gguf")
+    return PART.sub("", name).removesuffix(".gguf")

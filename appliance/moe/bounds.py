@@ -20,7 +20,7 @@ def fewest_misses(tokens: Sequence[tuple[bool, Sequence[int]]], slots: int, *, i
     or not be let in. Optimal for policies that copy an expert when a token uses it (demand loading): exchanging a kept
     expert for one that is used sooner never adds a miss (Belady 1966; Mattson et al. 1970 with bypass). Tokens that do
     not count, the prompt, load for free: going by their uses would give up hits that count. Without `is_prompt_free`
-    slots are kept for them all the same, as issue 17 has it: more misses, and no bound for policies that do not.
+    slots are kept for them all the same: more misses, and no bound for policies that do not.
     """
     next_use: dict[int, int] = {}
     upcoming: list[list[int]] = []
@@ -114,7 +114,7 @@ def trace_least_ms(trace: Trace, cost: Cost, misses: Mapping[int, int]) -> float
 
 
 def pooled_least_ms(trace: Trace, cost: Cost, misses: Mapping[int, int]) -> float:
-    """The same with one N and M* for all layers of a top-k, as issue 17 writes it: N·env(M*/N)."""
+    """The same with one N and M* for all layers of a top-k: N·env(M*/N)."""
     by_top_k: dict[int, list[int]] = {}
     for layer, k in trace.top_k.items():
         by_top_k.setdefault(k, []).append(misses[layer])

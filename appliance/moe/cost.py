@@ -1,6 +1,6 @@
 """What a layer's experts cost for one token on the CPU, on the GPU and over PCIe, and the cheapest split of them.
 
-Milliseconds throughout: a MB (10^6 bytes) at a GB/s (10^9) takes one. Formula: issue 17, hybrid.md section 3.
+Milliseconds throughout: a MB (10^6 bytes) at a GB/s (10^9) takes one.
 """
 
 from __future__ import annotations

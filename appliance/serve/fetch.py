@@ -54,7 +54,11 @@ async def _choose(awaited: AwaitedModel) -> Chosen:
     contents, machine, environment = awaited.contents, awaited.machine, awaited.environment
     if isinstance(awaited.found, FromRecipe):
         return await asyncio.to_thread(choose_with_kept, contents, awaited.found, environment, machine)
-    say = partial(awaited.report.info, "fetch_waits")
+
+    def say(words: str) -> None:
+        awaited.report.info("fetch_waits", words)
+        awaited.report.phase(Phase.FETCHING, f"choosing what to serve of {awaited.found.name}: {words}")
+
     return await choose_from_hub(contents, awaited.found, environment, machine, on_wait=say)
 
 

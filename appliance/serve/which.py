@@ -16,7 +16,7 @@ from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
 
 if TYPE_CHECKING:
-    from appliance.weights.reference import Reference
+    from appliance.reference import Reference
     from appliance.weights.wanted import Wanted
 
 
@@ -211,7 +211,7 @@ def _of_hub(
     request: str, settings: Settings, serves: Format, hub: Callable[[], HubSettings], recipe: Recipe | None
 ) -> Located | FromHub:
     # here: a start whose model is a file of the volume never needs it
-    from appliance.weights.reference import looks_remote, parse_reference
+    from appliance.reference import looks_remote, parse_reference
 
     if found_folder := _in_folder(request, settings.models_dir):
         return found_folder
@@ -234,8 +234,8 @@ def _of_hub(
 def _in_folder(request: str, models_dir: Path) -> Located | None:
     """A GGUF file of a folder `publisher/repository` of the volume, asked for as a repository is."""
     # here: a start whose model is a file of the volume never needs it
+    from appliance.reference import parse_reference
     from appliance.weights.quants import gguf_sets, pick
-    from appliance.weights.reference import parse_reference
 
     try:
         reference = parse_reference(request)
@@ -252,7 +252,7 @@ def _in_folder(request: str, models_dir: Path) -> Located | None:
 def _elsewhere(request: str, settings: Settings, serves: Format) -> Located | None:
     """In a mounted folder of another tool. Raises ConfigError for an artifact of a registry."""
     # here: a start from the volume must not pay for it
-    from appliance.weights.reference import refuse_artifact
+    from appliance.reference import refuse_artifact
     from appliance.weights.stores import find_elsewhere
 
     found = find_elsewhere(request or None, settings, serves)

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError, printable
+from appliance.reference import refuse_artifact
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import part_of, refusal
-from appliance.weights.reference import refuse_artifact
 from appliance.weights.remove import blob_of
 from appliance.weights.size import as_size
 from appliance.weights.stores import (

@@ -14,9 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.errors import ConfigError
+from appliance.reference import Reference, file_name, is_safe_path
 from appliance.values import dataclass
 from appliance.weights.quants import folder_files, gguf_sets, pick, projector_of
-from appliance.weights.reference import Reference, file_name, is_safe_path
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo, folder_of_url
 
 # Another user of group 0 must be able to go on, and to remove: folders hand their group on.

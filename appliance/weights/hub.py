@@ -11,13 +11,13 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from appliance.errors import ConfigError, DownloadError
+from appliance.reference import Reference, file_name, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.detached import detached
 from appliance.weights.fetch import ignore, offline_error
 from appliance.weights.quants import GgufSet, folder_files, gguf_sets, pick, projector_of
 from appliance.weights.ranges import open_range, open_session
-from appliance.weights.reference import Reference, file_name, parse_reference
 from appliance.weights.retry import Patience, Transient, patiently
 from appliance.weights.size import as_size
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo, folder_of_url, short_hash

@@ -18,10 +18,10 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils._http import default_client_factory
 
 from appliance.errors import ConfigError, DownloadError
+from appliance.reference import is_safe_path
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.ranges import is_untrusted, refusal_hint, tls_context, untrusted
-from appliance.weights.reference import is_safe_path
 from appliance.weights.retry import PASSING, Transient, parse_retry_after
 
 TIMEOUT_S = 20.0
@@ -71,7 +71,8 @@ def list_files(repo: str, revision: str | None, hub: HubSettings) -> Listing:
         if is_untrusted(error):
             raise untrusted(repo, hub.endpoint, error) from error
         message = f"{hub.endpoint} cannot be reached: {str(error).lower()}"
-        raise Transient(message) from error
+        is_unreached = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+        raise Transient(message, is_unreached=is_unreached) from error
     if not info.sha or not _COMMIT.fullmatch(info.sha):
         message = f"{hub.endpoint} does not tell the commit of {repo}"
         raise DownloadError(message, hint="it does not speak the hub's protocol: check HF_ENDPOINT")

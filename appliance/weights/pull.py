@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.image_facts import is_projector
+from appliance.reference import Reference, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
 from appliance.weights.cache import RepoFolder, find, lookup, read_ref
 from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
 from appliance.weights.meter import FetchProgress
-from appliance.weights.reference import Reference, parse_reference
 from appliance.weights.room import size_of
 from appliance.weights.show import Counted, shown
 from appliance.weights.size import as_size

@@ -26,6 +26,7 @@ from appliance.weights.wanted import WantedFile
 
 REDIRECTS = 5
 _MOVED = frozenset({301, 302, 303, 307, 308})
+_UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=15, sock_read=30)
 _BUFFER_BYTES = 2**20  # of one connection in memory, and what is written at once
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
@@ -77,7 +78,7 @@ async def open_range(
     except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         if is_untrusted(error):
             raise untrusted(file.path, file.url, error) from error
-        raise Transient(_in_words(error, file.url)) from error
+        raise Transient(_in_words(error, file.url), is_unreached=isinstance(error, _UNREACHED)) from error
 
 
 def is_untrusted(error: BaseException | None) -> bool:

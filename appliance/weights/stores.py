@@ -17,10 +17,10 @@ from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
 from appliance.model.parts import PART
+from appliance.reference import HUB_HOSTS
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
 from appliance.weights.ollama import is_store, list_ollama, parse_name
-from appliance.weights.reference import HUB_HOSTS
 
 __all__ = [
     "Listing",

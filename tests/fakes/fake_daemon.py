@@ -288,17 +288,31 @@ def _handler(daemon: Daemon, log: Path) -> type[_Quiet]:
             if word == "kill":  # with the exit code in place of a signal
                 daemon.end(found, int(self.query["signal"]))
                 return self.say(204)
+            if word == "update":
+                found.host.update(self.body)
+                return self.say(200, {"Warnings": []})
             if word == "rename":
                 found.name = self.query["name"]
                 return self.say(204)
             if word == "logs":
-                framed = b"".join(
-                    b"\x01\0\0\0" + (len(line) + 1).to_bytes(4, "big") + line + b"\n" for line in found.log
-                )
-                return self.send(200, framed, "application/vnd.docker.raw-stream")
+                return self._logs(found)
             if word == "archive" and knobs.key != "none":
                 return self.send(200, _tar(found.key), "application/x-tar", {"X-Docker-Container-Path-Stat": "e30="})
             return self.say(404, {"message": f"Could not find the file in container: {word}"})
+
+        def _logs(self, found: Container) -> None:
+            tail = self.query.get("tail", "all")
+            lines = found.log if tail == "all" else found.log[len(found.log) - int(tail) :]
+            if self.query.get("follow") != "1":
+                return self.send(200, b"".join(map(_framed, lines)), "application/vnd.docker.raw-stream")
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.chunk(*map(_framed, lines))
+            while found.server:  # it is alive
+                self.chunk(_framed(b"still here"))
+                time.sleep(0.05)
+            return self.chunk(b"")
 
         def _remove(self, id_: str) -> None:
             found = daemon.find(id_)
@@ -322,6 +336,11 @@ def _handler(daemon: Daemon, log: Path) -> type[_Quiet]:
             return self.chunk(*(json.dumps(event).encode() + b"\r\n" for event in events), b"")
 
     return Handler
+
+
+def _framed(line: bytes) -> bytes:
+    """As Docker marks what came on standard output."""
+    return b"\x01\0\0\0" + (len(line) + 1).to_bytes(4, "big") + line + b"\n"
 
 
 def _tar(content: bytes) -> bytes:

@@ -3,14 +3,16 @@
     python fake_docker.py --ports bound --status-document error
 
 Prints its own address when it listens. `--gone-after N` forgets the container after N looks at it, `--break-after N`
-answers 500 from then on. `--tuning STATE` is what it says of its measuring, which ends with the third request for it.
+answers 500 from then on. Each change of its policy of restarts is printed.
+`--tuning STATE` is what it says of its measuring, which ends with the third request for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
-import struct
+import tarfile
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -28,15 +30,21 @@ class Handler(BaseHTTPRequestHandler):
     knobs: argparse.Namespace
     looks = 0
     asked = 0
+    policy = "on-failure"
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         if path.endswith("/version"):
             self._json({"ApiVersion": "1.45", "Version": "26"})
+        elif path.endswith("/containers/json"):
+            self._list()
         elif path.endswith("/containers/c1/json"):
             self._container()
-        elif path.endswith("/exec/e1/json"):
-            self._json({"ExitCode": 0})
+        elif path.endswith("/containers/c1/archive"):
+            self._bytes(key_archive(), "application/x-tar", stat="e30=")
+        elif path.endswith("/containers/c1/logs"):
+            data = "\n".join(self.knobs.log).encode()
+            self._bytes(b"\x01\0\0\0" + len(data).to_bytes(4, "big") + data, "application/vnd.docker.raw-stream")
         elif path == "/health/ready":
             self._json({"status": "ready" if self.knobs.ready else "loading", "message": "loading the model"})
         elif path == "/appliance/v1/status":
@@ -50,12 +58,12 @@ class Handler(BaseHTTPRequestHandler):
             self._json({"message": "no such thing"}, 404)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.split("?")[0]
-        if path.endswith("/containers/c1/exec"):
-            self._json({"Id": "e1"}, 201)
-        elif path.endswith("/exec/e1/start"):
-            self._bytes(struct.pack(">BxxxL", 1, 5) + b"sk-1\n", "application/vnd.docker.multiplexed-stream")
+        if path.endswith("/containers/c1/update"):
+            type(self).policy = json.loads(body)["RestartPolicy"]["Name"]
+            print(f"restarts: {self.policy}", flush=True)
+            self._json({"Warnings": []})
         elif path == "/appliance/v1/tuning":
             self._begin_tuning()
         elif path == "/v1/chat/completions":
@@ -97,24 +105,45 @@ class Handler(BaseHTTPRequestHandler):
         if self.knobs.break_after is not None and self.looks > self.knobs.break_after:
             self._json({"message": "the disk of the engine is full"}, 500)
             return
-        bound = [{"HostIp": "127.0.0.1", "HostPort": str(self.connection.getsockname()[1])}]
-        ports = {"bound": {"11435/tcp": bound}, "exposed": {"11435/tcp": None}, "absent": {}, "none": None}
-        state = {"Status": self.knobs.state, "ExitCode": 30}
-        network = {"Ports": ports[self.knobs.ports]}
-        self._json({"Id": "c1", "Name": "/one", "State": state, "NetworkSettings": network, "Config": {"Tty": False}})
+        if self.knobs.end_after is not None and self.looks > self.knobs.end_after:
+            # As Docker has it: of one that is started again the code of its end is soon forgotten.
+            self.knobs.state = "exited" if self.policy == "no" else "running"
+        state = {"Status": self.knobs.state, "ExitCode": 0 if self.knobs.state == "running" else 30}
+        self._json({"Id": "c1", "Name": "/one", "State": state, "Config": {"Tty": False}})
+
+    def _list(self) -> None:
+        if self.knobs.gone_after == 0:
+            self._json([])
+            return
+        bound = {"IP": "127.0.0.1", "PrivatePort": 11435, "PublicPort": self.connection.getsockname()[1]}
+        ports = {"bound": [bound], "exposed": [{"PrivatePort": 11435, "Type": "tcp"}], "absent": [], "none": None}
+        row = {"Id": "c1", "Names": ["/one"], "Image": "i", "ImageID": "sha256:i", "State": self.knobs.state,
+               "Created": 1, "Status": "Up", "Labels": {"io.appliance.cell": "llama-cpu"}}  # fmt: skip
+        self._json([{**row, "Ports": ports[self.knobs.ports]}])
 
     def _json(self, document: Any, code: int = 200) -> None:
         self._bytes(json.dumps(document).encode(), "application/json", code)
 
-    def _bytes(self, data: bytes, kind: str, code: int = 200) -> None:
+    def _bytes(self, data: bytes, kind: str, code: int = 200, *, stat: str | None = None) -> None:
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        if stat:
+            self.send_header("X-Docker-Container-Path-Stat", stat)
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+def key_archive() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        info = tarfile.TarInfo("api_key")
+        info.size = 5
+        tar.addfile(info, io.BytesIO(b"sk-1\n"))
+    return out.getvalue()
 
 
 def main() -> None:
@@ -129,6 +158,8 @@ def main() -> None:
     states = ("measured", "waiting", "measuring", "off", "failed")
     parser.add_argument("--tuning", choices=states, default="measured")
     parser.add_argument("--gone-after", type=int)
+    parser.add_argument("--end-after", type=int, help="it ends after so many looks")
+    parser.add_argument("--log", action="append", default=[])
     parser.add_argument("--break-after", type=int)
     Handler.knobs = parser.parse_args()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

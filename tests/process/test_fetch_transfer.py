@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import DownloadError
+from appliance.reference import parse_reference
 from appliance.settings import HubSettings
 from appliance.weights.cache import RepoFolder, lookup
 from appliance.weights.fetch import fetch
 from appliance.weights.hub import offers, read_remote_header, resolve
+from appliance.weights.listing import list_files
 from appliance.weights.meter import FetchProgress
-from appliance.weights.reference import parse_reference
-from appliance.weights.wanted import Wanted
+from appliance.weights.ranges import open_range, open_session
+from appliance.weights.retry import Transient
+from appliance.weights.wanted import Wanted, WantedFile
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 
 NAME = "Tiny-Q4_K_M.gguf"
@@ -132,6 +135,24 @@ async def test_without_ranges_and_always_cut_it_ends(volume: Volume, shelf: Path
         with pytest.raises(DownloadError, match=f"download failed: {NAME}: .* after \\d+ attempts") as caught:
             await volume.fetch(wanted, hub.settings(patience_s=1.0))
     assert "what was fetched is kept" in str(caught.value.hint)
+
+
+async def test_nothing_that_answers_is_told_from_what_breaks(shelf: Path) -> None:
+    with running_hub(shelf, "--cut-after", "0") as hub:
+        (file,) = (await resolve(REPO, hub.settings())).files
+        dead = HubSettings(endpoint="http://127.0.0.1:1")
+        with pytest.raises(Transient, match="cannot be reached") as caught:
+            list_files(REPO, None, dead)
+        assert caught.value.is_unreached
+        for url, is_unreached in (("http://127.0.0.1:1/a.gguf", True), (file.url, False)):
+            with pytest.raises(Transient) as caught:
+                await _first_bytes(replace(file, url=url), hub.settings())
+            assert caught.value.is_unreached is is_unreached
+
+
+async def _first_bytes(file: WantedFile, hub: HubSettings) -> bytes:
+    async with open_session() as session, open_range(session, file, 0, hub) as answer:
+        return await answer.content.readexactly(1)
 
 
 async def test_a_dead_hub_ends_it_and_a_living_one_goes_on(volume: Volume, shelf: Path) -> None:

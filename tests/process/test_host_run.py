@@ -17,6 +17,7 @@ import pytest
 from tests.process.stages.boot import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, RTX_4090, Host, on_host
 
+SAYS = ("--log",)
 CUDA = "appliance:llama-cu130-sm89"
 
 
@@ -24,7 +25,7 @@ def test_it_ends_with_the_endpoint_and_the_key() -> None:
     with on_host("--fetch-for", "0.3", "--ready-after", "0.3") as host:
         port = free_port()
         done = host.run("run", host.model(), "-d", "--port", str(port), "--ctx-size", "4096", "--mode", "speed")
-        created = host.created()
+        created, restarts = host.created(), host.told("update")
     assert done.code == 0, done.err
     assert f"endpoint  http://127.0.0.1:{port}/v1\n" in done.out
     assert "key       sk-fake\n" in done.out
@@ -35,7 +36,9 @@ def test_it_ends_with_the_endpoint_and_the_key() -> None:
     environment = {"APPLIANCE_DRAIN_S=30", "APPLIANCE_MODEL=/models/tiny.gguf", "APPLIANCE_MODE=speed"}
     assert set(created["Env"]) == environment | {"APPLIANCE_CTX_SIZE=4096"}
     assert created["HostConfig"]["ReadonlyRootfs"] is True
-    assert created["HostConfig"]["RestartPolicy"] == {"Name": "on-failure", "MaximumRetryCount": 5}
+    # Of what has served: of a start that fails the first failure is told.
+    assert "RestartPolicy" not in created["HostConfig"]
+    assert restarts == [{"RestartPolicy": {"Name": "on-failure", "MaximumRetryCount": 5}}]
     [mount] = created["HostConfig"]["Mounts"]
     assert (mount["Source"], mount["Target"], mount["ReadOnly"]) == (host.model_path, "/models/tiny.gguf", True)
 
@@ -60,6 +63,27 @@ def test_a_token_of_the_hub_is_passed_and_kept_nowhere() -> None:
     assert "HF_TOKEN=hf_secret" in created["Env"]
     assert "APPLIANCE_MODEL=Qwen/Qwen3-8B-GGUF:Q4_K_M" in created["Env"]
     assert "hf_secret" not in str(created["Labels"]) + done.out + done.err
+
+
+def test_a_password_in_an_address_reaches_no_container() -> None:
+    with on_host() as host:
+        for words in (
+            ["https://me:hf_secret@host/m.gguf"],
+            [host.model(), "--set", "draft_model=http://hf_secret@h/d"],
+        ):
+            done = host.run("run", *words, "-d")
+            assert (done.code, done.out) == (10, "")
+            assert "a password in a URL ends in logs" in done.err
+            assert "hf_secret" not in done.err
+        assert host.asked("containers/create") == []
+
+
+def test_what_else_the_word_could_mean_is_said() -> None:
+    with on_host() as host:
+        done = host.run("run", "tests/fakes", "--dry-run")
+    assert done.code == 0, done.err
+    assert "target=/models/fakes,readonly" in done.out
+    assert "note: tests/fakes is the path here; the repository of this name: hf.co/tests/fakes\n" in done.err
 
 
 def test_the_hubs_cache_of_this_machine_is_read_where_it_lies() -> None:
@@ -140,11 +164,12 @@ def test_one_that_is_stopped_from_elsewhere_ends_without_an_error() -> None:
 
 
 def test_a_container_that_ends_gives_its_words_and_its_code_and_leaves_its_name_free() -> None:
-    with on_host("--exit", "31", "--log", "the model does not fit") as host:
+    event = '{"time": "2026-11-22T19:56:46.1+00:00", "level": "warning", "message": "small"}'
+    with on_host("--exit", "31", *SAYS, event, *SAYS, "error: the model does not fit", *SAYS, "hint: less") as host:
         done = host.run("run", host.model(), "-d", "--image", IMAGE, "--port", str(free_port()))
         assert (done.code, done.out) == (31, "")
-        assert "| the model does not fit" in done.err
-        assert "error: the container ended with code 31" in done.err
+        error = "error: the container ended with code 31: the model does not fit\n\nhint: less\n"
+        assert done.err.endswith(f"  | 19:56:46 warning: small\n{error}")
         assert "no appliance" in host.run("list").out
 
 

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,12 +21,25 @@ FAKE = ROOT / "tests/fakes/fake_docker.py"
 
 @contextmanager
 def engine(*knobs: str) -> Iterator[str]:
+    with engine_told(*knobs) as (address, _):
+        yield address
+
+
+@contextmanager
+def engine_told(*knobs: str) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """Its address, and the policies of restarts that it was told, once it is asked for no more."""
     with subprocess.Popen([sys.executable, str(FAKE), *knobs], stdout=subprocess.PIPE, text=True) as fake:
         try:
             assert fake.stdout
-            yield fake.stdout.readline().strip()
+            yield fake.stdout.readline().strip(), lambda: policies(fake)
         finally:
             fake.kill()
+
+
+def policies(fake: subprocess.Popen[str]) -> list[str]:
+    fake.kill()
+    assert fake.stdout
+    return [line.strip().removeprefix("restarts: ") for line in fake.stdout]
 
 
 @contextmanager
@@ -119,16 +132,15 @@ def test_another_word_to_wait_for_is_usage() -> None:
 def test_a_port_that_is_not_published_is_said_once(ports: str) -> None:
     code, _, err = ended("--ports", ports)
     assert code == 10
-    assert err.count("error: the container publishes no port 11435/tcp: one") == 1
+    assert err.count("error: one cannot be asked: it publishes no port 11435") == 1
     assert "hint: start it with -p 127.0.0.1:11435:11435" in err
 
 
-@pytest.mark.parametrize(("document", "shown"), [("error", "shutting down"), ("list", "{}")])
+@pytest.mark.parametrize(("document", "shown"), [("error", "shutting down"), ("list", "no JSON object came but '[1]'")])
 def test_another_document_than_the_status_is_shown(document: str, shown: str) -> None:
     code, _, err = ended("--status-document", document)
     assert code == 43
-    assert "error: the container does not tell its state: no chosen, context" in err
-    assert shown in err
+    assert f"error: the container does not tell its state: {shown}\n" in err
     assert "docker logs one" in err
 
 
@@ -147,7 +159,7 @@ def test_an_answer_that_breaks_off_is_43_with_what_was_said() -> None:
 def test_a_container_that_is_removed_meanwhile_is_said() -> None:
     code, _, err = ended("--ready", "0", "--gone-after", "3")
     assert code == 10
-    assert "error: no such container: c1" in err
+    assert "error: the container is gone: c1" in err
 
 
 def test_an_engine_that_fails_is_said() -> None:
@@ -161,7 +173,7 @@ def test_no_engine_at_all_is_said() -> None:
     with begin("tcp://127.0.0.1:1") as program:
         _, err = program.communicate(timeout=30)
     assert program.returncode == 10
-    assert "error: Docker does not answer as it should" in err
+    assert re.search("error: Docker is (stopped|missing): nothing answers at tcp://127.0.0.1:1", err)
     assert "Traceback" not in err
 
 
@@ -172,7 +184,7 @@ def test_an_engine_that_vanishes_is_said() -> None:
             wait_for_words(program, "loading the model")
         _, err = program.communicate(timeout=30)
     assert program.returncode == 10
-    assert "error: Docker does not answer as it should" in err
+    assert re.search("error: Docker (is stopped|is missing|does not answer as it should)", err)
     assert "Traceback" not in err
 
 
@@ -183,6 +195,43 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
         _, err = program.communicate(timeout=30)
     assert program.returncode == 130
     assert "Traceback" not in err
+
+
+EVENT = '{"time": "2026-11-22T19:56:46.1+00:00", "level": "info", "message": "asking again in 8 s"}'
+LOG = (EVENT, "  | of the engine", "error: download failed: m.gguf", "", "hint: check the network")
+FAILED = ("--ready", "0", "--end-after", "1", *(word for line in LOG for word in ("--log", line)))
+
+
+def test_the_first_failure_is_the_end_in_the_containers_own_words_and_it_is_not_started_again() -> None:
+    with engine_told(*FAILED) as (address, told), begin(address) as program:
+        out, err = program.communicate(timeout=30)
+        assert told() == ["no"]
+    assert (program.returncode, out) == (30, "")
+    assert err.endswith(
+        "  | 19:56:46 asking again in 8 s\n  | of the engine\n"
+        "error: the container ended with code 30: download failed: m.gguf\n\nhint: check the network\n"
+    )
+    assert "{" not in err
+
+
+def test_one_that_ended_before_it_was_looked_at_is_told_as_that() -> None:
+    code, _, err = ended("--state", "exited", "--ports", "absent", "--log", "error: volume is read-only: /data")
+    assert code == 30
+    assert "error: the container ended with code 30: volume is read-only: /data" in err
+
+
+def test_what_serves_is_started_again_after_a_crash() -> None:
+    with engine_told() as (address, told), begin(address) as program:
+        program.communicate(timeout=30)
+        assert told() == ["no", "on-failure"]
+
+
+def test_ctrl_c_leaves_it_with_its_restarts() -> None:
+    with engine_told("--ready", "0") as (address, told), begin(address) as program:
+        wait_for_words(program, "loading the model")
+        program.send_signal(signal.SIGINT)
+        program.communicate(timeout=30)
+        assert told() == ["no", "on-failure"]
 
 
 def wait_for_words(program: subprocess.Popen[str], words: str) -> None:

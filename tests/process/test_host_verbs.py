@@ -127,6 +127,31 @@ def test_logs_are_sentences() -> None:
         assert host.run("logs", "--json").out.splitlines()[0] == json.dumps(event)
 
 
+def test_the_last_lines_of_a_log() -> None:
+    with on_host("--log", "one", "--log", "two", "--log", "three") as host:
+        host.serving()
+        assert host.run("logs", "one", "--tail", "2").out == "two\nthree\n"
+        assert host.run("logs", "one", "--tail", "0").out == ""
+        refused = host.run("logs", "one", "--tail", "-1")
+    assert (refused.code, refused.out) == (2, "")
+    assert "not a number of lines: '-1'" in refused.err
+
+
+@pytest.mark.parametrize("by", ["its end", "Ctrl-C"])
+def test_a_log_is_followed_until_its_end_or_ctrl_c(by: str) -> None:
+    with on_host("--log", "begun") as host:
+        host.serving()
+        with host.begin("logs", "-f") as program:
+            assert program.stdout
+            assert [program.stdout.readline() for _ in range(3)] == ["begun\n", "still here\n", "still here\n"]
+            if by == "Ctrl-C":
+                program.send_signal(signal.SIGINT)
+            else:
+                host.end("one", 0)
+            _, err = program.communicate(timeout=30)
+    assert (program.returncode, err) == (130 if by == "Ctrl-C" else 0, "")
+
+
 # A conversation.
 
 
@@ -244,6 +269,10 @@ def test_without_the_package_for_docker_it_says_what_to_install() -> None:
         (["statsu"], "perhaps you meant 'status'"),
         ([], "known are run"),
         (["list", "--jsn"], "perhaps you meant '--json'"),
+        (["stop", "one", "--all"], "leave one of them away"),
+        (["upgrade", "--back", "--image", "x"], "--back goes to the container before"),
+        (["logs", "--tail", "all"], "see `python -m appliance.host logs --help`"),
+        (["inject", "zedd"], "perhaps you meant 'zed'"),
     ],
 )
 def test_misspelt_words_name_the_near_miss(words: list[str], hint: str) -> None:

@@ -27,6 +27,7 @@ LEAVES = {
     "moe",
     "progress",
     "race",
+    "reference",
     "report",
     "values",
 }
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "image_facts": {"documents", "values"},
     "progress": set(),
     "race": set(),
+    "reference": set(),
     "report": set(),
     "values": set(),
     "moe": set(),
@@ -84,6 +86,7 @@ STRICT_LEAVES = {
     "image_facts": {"documents", "values"},
     "progress": {"values"},
     "race": set(),
+    "reference": {"errors", "values"},
     "report": {"progress"},
     "values": set(),
     "moe": set(),

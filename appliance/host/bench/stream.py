@@ -5,10 +5,10 @@ Nothing is parsed while an answer comes: at many requests at once that would del
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from appliance.documents import load
 from appliance.values import dataclass
 
 _TEXT = ("content", "reasoning_content", "reasoning", "text", "tool_calls")
@@ -61,6 +61,9 @@ def read_answer(pieces: Sequence[Piece]) -> Answer:
 
 
 def _answer(usage: Mapping[str, Any], times: Sequence[float]) -> Answer:
+    if not isinstance(usage, dict):
+        message = f"no token counts: usage is {usage!r:.80}"
+        raise BrokenAnswerError(message)
     try:
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
@@ -70,7 +73,7 @@ def _answer(usage: Mapping[str, Any], times: Sequence[float]) -> Answer:
             chunk_at_s=tuple(times),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"no token counts: usage is {json.dumps(usage)[:200]}"
+        message = f"no token counts: usage lacks them: {', '.join(map(str, usage)) or 'empty'}"
         raise BrokenAnswerError(message) from error
 
 
@@ -87,14 +90,10 @@ def _events(pieces: Sequence[Piece]) -> Iterator[tuple[float, dict[str, Any]]]:
 
 def _parse(data: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(data)
+        return load(data)
     except ValueError as error:
-        message = f"an event that is no JSON: {data[:80].decode(errors='replace')}"
+        message = f"an event that is no JSON object: {data[:80].decode(errors='replace')}"
         raise BrokenAnswerError(message) from error
-    if not isinstance(event, dict):
-        message = f"an event that is no object: {data[:80].decode(errors='replace')}"
-        raise BrokenAnswerError(message)
-    return event
 
 
 def _raise_if_error(event: Mapping[str, Any]) -> None:

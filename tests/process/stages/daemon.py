@@ -74,6 +74,13 @@ sys.exit({code})
         rows = [json.loads(line) for line in lines]
         return [row["body"] for row in rows if row["path"] == path]
 
+    def told(self, verb: str) -> list[dict[str, Any]]:
+        """Bodies of what the daemon was told of any container."""
+        rows = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [
+            row["body"] for row in rows if row["path"].startswith("containers/") and row["path"].endswith(f"/{verb}")
+        ]
+
     def created(self) -> dict[str, Any]:
         """The last container that was made."""
         return self.asked("containers/create")[-1]

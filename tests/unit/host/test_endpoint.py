@@ -15,8 +15,8 @@ from appliance.host.endpoint import (
     parse_url,
     raise_if_refused,
     read_key_file,
-    said_in,
 )
+from appliance.host.gateway import said_in
 
 BASE = "http://127.0.0.1:11435/v1"
 HERE = Endpoint(base=BASE)
@@ -123,6 +123,8 @@ def test_a_busy_server_is_not_a_wrong_address(status: int, kind: type[Exception]
     [
         (b'{"error": {"message": "m"}}', "m"),
         (b'{"error": "m"}', "m"),
+        (b'{"detail": "m"}', "m"),
+        (b'{"id": 1, "error": {"code": 7}}', "an object with id, error"),
         (b"<html>", "<html>"),
         (b"", "nothing"),
         (b"[]", "[]"),

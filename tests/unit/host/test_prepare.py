@@ -46,6 +46,12 @@ def test_what_the_command_decides_itself_is_not_set(word: str) -> None:
         variables(options(set=[word]), RECIPE)
 
 
+def test_a_password_in_a_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a password in a URL ends in logs") as caught:
+        variables(options(set=["draft_model=https://me:secret@host/d.gguf"]), RECIPE)
+    assert "secret" not in caught.value.message
+
+
 def weights(path: Path, mode: int) -> Weights:
     path.write_bytes(b"GGUF")
     path.chmod(mode)

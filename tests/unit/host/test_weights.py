@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.errors import FatalError, ModelUnreadableError, UsageError
+from appliance.errors import ConfigError, ModelUnreadableError, UsageError
 from appliance.host.launch import Bind
 from appliance.host.weights import understand
+from appliance.reference import parse_reference
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,10 @@ from appliance.host.weights import understand
         ("Qwen/Qwen3-8B-GGUF:Q4_K_M", "Qwen3-8B-GGUF:Q4_K_M", "Qwen/Qwen3-8B-GGUF:Q4_K_M", None),
         ("org/repo@a1b2", "repo", "org/repo@a1b2", None),
         ("org/repo/sub/file.gguf", "repo/sub/file", "org/repo/sub/file.gguf", None),
+        ("hf.co/org/repo:Q8_0", "repo:Q8_0", "hf.co/org/repo:Q8_0", None),
+        ("hf://org/repo", "repo", "hf://org/repo", None),
+        ("https://huggingface.co/org/repo", "repo", "https://huggingface.co/org/repo", None),
+        ("QWEN:8b", "QWEN:8b", "QWEN:8b", "qwen"),
         ("https://example.org/x/m.gguf?download=1", "m", "https://example.org/x/m.gguf?download=1", None),
     ],
 )
@@ -37,13 +42,46 @@ def test_a_file_is_bound_beside_the_volume(tmp_path: Path) -> None:
     assert (found.name, found.setting) == ("My Model", "/models/My Model.gguf")
 
 
-def test_a_file_of_this_folder_goes_before_a_recipe_of_its_name(
+@pytest.mark.parametrize("called", ["qwen", "qwen:8b-q4"])
+def test_a_recipe_goes_before_a_folder_of_its_name_and_says_so(
+    called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert understand(called).note is None
+    Path(called).mkdir()
+    found = understand(called)
+    assert (found.recipe, found.is_here) == ("qwen", False)
+    assert found.note == f"{called} is the recipe; the file or folder of this name: ./{called}"
+    typed = understand(f"./{called}")
+    assert (typed.recipe, typed.is_here, typed.note) == (None, True, None)
+
+
+def test_a_path_that_exists_goes_before_a_repository_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "qwen").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    assert understand("qwen").is_here
-    assert understand("gemma").recipe == "gemma"
+    assert not understand("org/repo").is_here
+    Path("org/repo").mkdir(parents=True)
+    found = understand("org/repo")
+    assert found.is_here
+    assert found.note == "org/repo is the path here; the repository of this name: hf.co/org/repo"
+    assert understand("hf.co/org/repo").setting == "hf.co/org/repo"
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        "https://me:secret@host/m.gguf",
+        "https://secret@host/m.gguf",
+        "http://me:se@secret@host:80/m.gguf?x=/@",
+        "ftp://me:secret@host/m.gguf",
+        "oci://me:secret@host/m",
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(called: str) -> None:
+    with pytest.raises(ConfigError, match="a password in a URL ends in logs") as caught:
+        understand(called)
+    assert "secret" not in caught.value.message
 
 
 def test_a_link_is_bound_by_its_content_under_its_own_name(tmp_path: Path) -> None:
@@ -79,9 +117,17 @@ def test_a_missing_file_is_not_taken_for_a_repository(
         understand(called)
 
 
-@pytest.mark.parametrize("called", ["", "a b", "org/", "qwen:", "org/repo:a:b", "ftp://x/y", "-x"])
+@pytest.mark.parametrize("called", ["", "a b", "qwen:", "-x"])
 def test_what_is_nothing_is_usage(called: str) -> None:
-    with pytest.raises(FatalError) as caught:
+    with pytest.raises(UsageError) as caught:
         understand(called)
-    assert isinstance(caught.value, UsageError | ModelUnreadableError)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("called", ["org/", "org/repo:a:b", "ftp://x/y", "org/re--po", "https://host/", "oci://h/m:t"])
+def test_references_are_refused_as_the_appliance_refuses_them(called: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        understand(called)
+    with pytest.raises(ConfigError) as of_appliance:
+        parse_reference(called)
+    assert (caught.value.message, caught.value.hint) == (of_appliance.value.message, of_appliance.value.hint)

@@ -15,7 +15,7 @@ from urllib3.exceptions import ProtocolError
 from appliance.host.daemon import explained
 from appliance.host.follow import Lines, duration, fetching
 from appliance.host.gateway import Gateway
-from appliance.host.logs import lines, sentence
+from appliance.host.log_lines import lines, sentence
 
 
 def wrapped(error: OSError) -> DockerException:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.reference import parse_reference
 from appliance.weights.cache import RepoFolder, find, link_snapshot, lookup, make_folders
 from appliance.weights.locks import if_free, locked
-from appliance.weights.reference import parse_reference
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
 
 REPO = "org/Tiny-GGUF"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from appliance.errors import DownloadError
 from appliance.weights.meter import FetchProgress, Meter
-from appliance.weights.retry import LONGEST_WAIT_S, Patience, Transient, parse_retry_after
+from appliance.weights.retry import LONGEST_WAIT_S, UNREACHED_S, Patience, Transient, parse_retry_after
 from appliance.weights.show import Lines
 
 
@@ -34,6 +34,33 @@ def test_waits_double_until_the_patience_is_up() -> None:
         fail_for_ever()
     assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert "what was fetched is kept" in str(caught.value.hint)
+
+
+def test_a_server_that_was_never_reached_is_given_up_soon() -> None:
+    clock = Clock()
+    patience = Patience(120.0, clock)
+    waits = list[float]()
+
+    def fail(failure: Transient) -> None:
+        while True:
+            waits.append(patience.wait_s(failure, "a.gguf"))
+            clock.now += waits[-1]
+
+    with pytest.raises(DownloadError, match="connection refused, after 7 attempts in 16 s"):
+        fail(Transient("connection refused", is_unreached=True))
+    assert sum(waits) < UNREACHED_S
+
+
+@pytest.mark.parametrize("by", ["an answer", "progress"])
+def test_one_that_was_reached_once_gets_the_whole_patience(by: str) -> None:
+    clock = Clock()
+    patience = Patience(120.0, clock)
+    if by == "progress":
+        patience.progressed()
+    else:
+        clock.now += patience.wait_s(Transient("it answers 503"), "a.gguf")
+    clock.now += 3 * UNREACHED_S
+    assert patience.wait_s(Transient("connection refused", is_unreached=True), "a.gguf") > 0
 
 
 def test_progress_starts_it_anew() -> None:

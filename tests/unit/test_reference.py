@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
-from appliance.weights.reference import Reference, file_name, is_safe_path, looks_remote, parse_reference
+from appliance.reference import Reference, file_name, is_safe_path, looks_remote, parse_reference
 
 WORDS = st.text(string.ascii_letters + string.digits, min_size=1, max_size=20)
 HUB = "http://127.0.0.1:8080"

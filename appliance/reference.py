@@ -44,6 +44,8 @@ def looks_remote(text: str) -> bool:
 def parse_reference(text: str, endpoint: str = "") -> Reference:
     """Raises ConfigError that says which forms there are. A web address of the hub means the repository."""
     scheme = _SCHEME.match(text)
+    if scheme:
+        refuse_password(text)
     if scheme and scheme[1].lower() in _OCI:
         raise _artifact(text)
     if scheme and scheme[1].lower() in ("http", "https"):
@@ -100,10 +102,16 @@ def _split(text: str) -> _Address:
         raise _refusal(text, str(error).lower()) from error
     if not address.hostname:
         raise _refusal(text, "it names no host")
-    if address.username or address.password:
-        bare = text.replace(address.netloc.rpartition("@")[0] + "@", "…@", 1)
-        raise _refusal(bare, "a password in a URL ends in logs")
     return _Address(netloc=address.netloc, path=address.path)
+
+
+def refuse_password(text: str) -> None:
+    """ConfigError for an address with a user or a password in it, of whatever scheme."""
+    scheme, slashes, rest = text.partition("://")
+    user, at, _ = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")
+    if slashes and at:
+        shown = f"{scheme}://{rest.replace(user + at, '…@', 1)}"
+        raise _refusal(shown, "a password in a URL ends in logs")
 
 
 @dataclass(frozen=True, kw_only=True)
