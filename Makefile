@@ -34,6 +34,7 @@ WORKERS ?= logical
 AT_ONCE := --maxprocesses 8 --dist worksteal
 # Process tests wait half of their time for engines and clocks: twice as many workers as CPUs.
 WAITING ?= $(if $(filter logical,$(WORKERS)),$(shell echo $$((2 * $$(nproc)))),$(WORKERS))
+THOROUGH := --hypothesis-profile thorough
 CA := $(if $(CA_BUNDLE),--ca-bundle $(CA_BUNDLE))
 MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
 # The base of the CUDA 12.4 cells, whose compiler the tests try; a test says so when it cannot be had.
@@ -49,6 +50,8 @@ $(error WAIT=$(WAIT) is unknown: WAIT=tuned waits until the machine is measured,
 endif
 
 export TESTCONTAINERS_RYUK_DISABLED ?= true
+# Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help up down clean venv image model check test lint drift unit process container integration verify render lock bench prune reproduce
 
@@ -121,7 +124,7 @@ check: venv ## under a minute, for every save: ruff, mypy, the fast tests with f
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTEST) -n $(WORKERS) $(AT_ONCE) --hypothesis-profile few tests/unit
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) -m fast tests/unit
 
 test: lint drift unit process container verify ## everything that CI runs
 
@@ -144,8 +147,8 @@ reproduce: venv ## build CELL twice without a cache and compare the manifest dig
 drift: venv ## rendered files are what the matrix says
 	$(PY) -m images render --check
 
-unit: venv ## the fast tests: no engine, no network, no GPU
-	$(PYTEST) -n $(WORKERS) $(AT_ONCE) tests/unit
+unit: venv ## the fast tests with all examples and cases, and the thorough: no engine, no network, no GPU
+	$(PYTEST) -n $(WORKERS) $(AT_ONCE) $(THOROUGH) tests/unit
 
 .PHONY: trixie
 trixie: docker
@@ -158,7 +161,7 @@ engine: image
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
 
 process: venv model engine ## real processes on this machine, no containers
-	$(PYTEST) -n $(WAITING) $(AT_ONCE) tests/process
+	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(THOROUGH) tests/process
 
 container: image model trixie ## real containers of the built image, two files of tests at a time
 	$(PYTEST) -n 2 --dist loadfile tests/container

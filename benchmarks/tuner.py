@@ -39,7 +39,7 @@ from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.measure import DECODE_TOKENS
 from appliance.tune.terms import Candidate
 from appliance.tune.workload import CHAT, Workload, job_s, only
-from benchmarks import tuner_plot, tuner_record, tuner_table
+from benchmarks import tuner_record, tuner_table
 from benchmarks.tuner_machines import SPECS, Machine, candidates
 from benchmarks.tuner_ours import Engine, World, tune
 from benchmarks.tuner_rivals import RIVALS, Seen
@@ -195,6 +195,8 @@ def main() -> int:
     elif options.recorded:
         sys.exit(f"error: no recorded table at {options.table}\n\nhint: benchmarks/tuner.py --record")
     if options.plot:
+        from benchmarks import tuner_plot  # here: tests import this file, and matplotlib takes as long as all the rest
+
         tuner_plot.plot(groups, COLUMNS, options.plot)
     if options.json:
         print(json.dumps(_as_json(groups), indent=1))

@@ -6,6 +6,7 @@ The same cell gives the same bytes. Rendered files are committed; `drift.py` wri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 
 import jinja2
@@ -82,18 +83,28 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
 
 
 def _fill(cell: Cell, template: str) -> str:
-    environment = jinja2.Environment(  # noqa: S701 - a Dockerfile, not HTML
+    try:
+        return _compiled(template).render(_values(cell))
+    except jinja2.TemplateError as error:
+        message = f"cell {cell.id}: template {cell.template} cannot be filled: {error}"
+        raise MatrixError(message, hint="the values are those of images/render.py") from error
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    """Many cells share a template: compiling it takes longer than filling it."""
+    return _environment().from_string(template)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(  # noqa: S701 - a Dockerfile, not HTML
         loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    try:
-        return environment.from_string(template).render(_values(cell))
-    except jinja2.TemplateError as error:
-        message = f"cell {cell.id}: template {cell.template} cannot be filled: {error}"
-        raise MatrixError(message, hint="the values are those of images/render.py") from error
 
 
 def _values(cell: Cell) -> dict[str, str | int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -45,7 +46,7 @@ class Source(Row):
 def load(path: str | Path, *, root: Path = PROJECT, hint: str | None = None) -> object:
     """The values of a file below `root`. MatrixError when it cannot be read, or has a key twice."""
     try:
-        return yaml.load((root / path).read_bytes(), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        return _values((root / path).read_bytes())
     except OSError as error:
         said = error.strerror or str(error)
     except (yaml.YAMLError, ValueError) as error:  # the latter: a day that no calendar has
@@ -54,6 +55,12 @@ def load(path: str | Path, *, root: Path = PROJECT, hint: str | None = None) -> 
         said = "its values are nested too deeply, where a few levels are enough"
     message = f"{path} cannot be read: {said}"
     raise MatrixError(message, hint=hint)
+
+
+@lru_cache(maxsize=32)
+def _values(content: bytes) -> object:
+    """Not to be changed: shared by all who read the same bytes. pyyaml takes 0.1 s for the matrix."""
+    return yaml.load(content, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
 
 
 def check(data: object, kind: type[Kind], *, name: str | Path, hint: str | None = None) -> Kind:

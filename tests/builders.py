@@ -125,6 +125,7 @@ BUILT = {
 }
 
 
+@cache
 def facts(*, has_cuda: bool, variants: tuple[str, ...] = PLAIN) -> tuple[ImageFacts, EngineFacts]:
     image = ImageFacts(
         build_id="golden",

@@ -10,14 +10,20 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": "gpu"}
 
-settings.register_profile("patient", deadline=None)
-# For `make check`: a tenth of the examples of each property, see `tests.builders.examples`.
-settings.register_profile("few", parent=settings.get_profile("patient"), max_examples=10)
-settings.load_profile("patient")
+# A tenth of the examples of each property, see `tests.builders.examples`; `make test` asks for all.
+settings.register_profile("thorough", deadline=None)
+settings.register_profile("fast", parent=settings.get_profile("thorough"), max_examples=10)
+settings.load_profile("fast")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marks = {
+        path: MARKS[path.relative_to(HERE).parts[0]]
+        for path in {item.path for item in items}
+        if path.is_relative_to(HERE)
+    }
     for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(MARKS[item.path.relative_to(HERE).parts[0]])
+        mark = marks.get(item.path)
+        if mark and not (mark == "fast" and item.get_closest_marker("thorough")):
+            item.add_marker(mark)

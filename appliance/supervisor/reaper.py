@@ -22,6 +22,7 @@ from appliance.values import dataclass
 TAG_NAME = "APPLIANCE_ENGINE_TAG"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# Short: what forks after one round lives until the next.
 _ROUND_S = 0.005
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -117,6 +118,7 @@ class ProcessTree:
 
     def sample(self) -> list[Process]:
         """Members that exist now, zombies included."""
+        # Nothing older than the engine is of it, and the environment of most processes need not be read.
         young = [process for process in query_processes() if process.start_ticks >= self._since_ticks]
         members: dict[int, Process] = {}
         for _ in range(2):  # a parent with the same start tick may come after its child
@@ -124,6 +126,7 @@ class ProcessTree:
                 if process.pid not in members and process.pid != os.getpid() and self._owns(process, members):
                     members[process.pid] = process
         self._known = {(process.pid, process.start_ticks) for process in members.values()}
+        # Never our own, which a child between fork and setsid is still in: all of the appliance would be killed.
         self._sessions |= {process.session for process in members.values()} - {os.getsid(0)}
         return list(members.values())
 

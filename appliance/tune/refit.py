@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ROUNDS = 8
+# Of Student's t: a residual of five deviations weighs a sixth of what one of none does.
 T_FREEDOM = 5.0
 STEP = 1.5  # no correction moves by more than this in one round
 MISFIT = 0.03  # how far a plan is from any model of so few parameters, before anything was measured
@@ -109,6 +110,7 @@ def _fit(observations: Sequence[Observation], priors: Mapping[str, float], noise
     theta = [0.0] * len(names)
     weights = [1.0] * len(observations)
     ridge = [1.0 / prior(priors, name) ** 2 for name in names]
+    # With the noise alone, a plan measured twice would outvote all others about parameters that they share.
     sds = [noise_factor * math.hypot(seen.noise, MISFIT) for seen in observations]
     normal = [[ridge[i] if i == j else 0.0 for j in range(len(names))] for i in range(len(names))]
     residuals: list[float] = []

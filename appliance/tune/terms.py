@@ -126,11 +126,13 @@ def decode_terms(candidate: Candidate, effects: Effects, depth: float) -> tuple[
 def prefill_terms(candidate: Candidate, effects: Effects, first: int, last: int) -> tuple[Term, ...]:
     """Of reading the tokens from depth `first` to `last`."""
     work = candidate.work
+    # A batch that is not full has all host weights copied, too.
     batches = -(-(last - first) // work.batch)
     parts = (
         ("gpu_prefill", work.gpu_prefill_ms * (last - first)),
         ("cpu_prefill", work.cpu_prefill_ms * (last - first)),
         ("pcie", work.copy_ms * batches),
+        # Each token attends to all before it: the integral of depth from first to last.
         ("prefill_depth", work.prefill_depth_us * (last**2 - first**2) / 2000),
     )
     return _with_effects(candidate, effects, parts, "prefill")
@@ -140,6 +142,7 @@ def _with_effects(
     candidate: Candidate, effects: Effects, parts: Sequence[tuple[str, float]], phase: Phase
 ) -> tuple[Term, ...]:
     found = effects.of(candidate, phase)
+    # A part of no time is left out: its corrections could never be fitted, and would only make the matrices larger.
     return tuple(Term(ms=ms, by=(part, *_scaling(part, found))) for part, ms in parts if ms > 0)
 
 

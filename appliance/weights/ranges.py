@@ -27,6 +27,7 @@ from appliance.weights.wanted import WantedFile
 REDIRECTS = 5
 _MOVED = frozenset({301, 302, 303, 307, 308})
 _UNREACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+# No limit for the whole: a large file takes hours. Half a minute without a byte is a broken connection.
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=15, sock_read=30)
 _BUFFER_BYTES = 2**20  # of one connection in memory, and what is written at once
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
@@ -97,6 +98,7 @@ def _headers(file: WantedFile, begin: int, end: int | None) -> dict[str, str]:
     headers = {"Accept-Encoding": "identity"}
     if begin or end is not None:
         headers["Range"] = f"bytes={begin}-{'' if end is None else end - 1}"
+    # A weak validator promises the same meaning, not the same bytes, and may not be sent here (RFC 9110, 13.1.5).
     if begin and file.validator and not file.validator.startswith("W/"):
         headers["If-Range"] = file.validator  # a file that changed comes from its beginning
     return headers
@@ -140,6 +142,7 @@ def origin(address: str) -> tuple[str, str, int | None]:
 def _next(address: str, reply: aiohttp.ClientResponse, file: WantedFile) -> str:
     location = urljoin(address, reply.headers.get("Location", ""))
     scheme = urlsplit(location).scheme
+    # Of what comes over plain HTTP nobody knows who sent it, and not every file is listed with its hash.
     is_downgrade = urlsplit(address).scheme == "https" and scheme != "https"
     if scheme not in ("http", "https") or is_downgrade or location == address:
         message = f"download failed: {file.path}: {_bare(address)} redirects to {_bare(location) or 'nowhere'}"

@@ -259,10 +259,10 @@ def test_a_driver_that_hangs_is_23_within_the_limit(ward: Ward, nvml: Path) -> N
     ward.give_gpus(nvml, "2x4090", hang__nvmlDeviceGetCount_v2=1)
     began = time.monotonic()
     with ward.serving() as serving:
-        assert serving.wait_exit(timeout_s=40) == 23
+        assert serving.wait_exit() == 23
         assert "did not answer within 15 s" in serving.text
         assert "look for Xid" in serving.text
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 120
 
 
 def test_a_driver_that_crashes_is_23(ward: Ward, nvml: Path) -> None:
@@ -324,7 +324,7 @@ def test_an_engine_that_saw_its_gpus_is_not_asked_at_the_next_start(ward: Ward, 
 
 def _ended_or_listening(serving: Any) -> None:
     """Past the machine's checks: what the planner then makes of a fake engine is not asked here."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while serving.process.poll() is None and "listening" not in serving.names():
         assert time.monotonic() < deadline, serving.text
         time.sleep(0.02)

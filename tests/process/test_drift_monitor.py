@@ -189,8 +189,8 @@ async def test_a_request_ends_a_probe_at_once_and_the_next_comes_when_nobody_ask
         run = asyncio.create_task(monitor.run())
         await eventually(lambda: is_at_work(1))
         with stage.traffic.admitted():
-            await eventually(lambda: len(stage.said) == 1, timeout_s=1.0)
-            await eventually(lambda: _gave_up(seen), timeout_s=1.0)
+            await eventually(lambda: len(stage.said) == 1)
+            await eventually(lambda: _gave_up(seen))
             async with session.post("http://engine/v1/chat/completions", json={"messages": []}) as reply:
                 assert (await reply.json())["object"] == "chat.completion"
             await asyncio.sleep(0.1)

@@ -47,7 +47,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path, shelf: Path) -> None:
             os.close(its)
             said = read_all(ours)
             os.close(ours)
-            out, _ = program.communicate(timeout=20)
+            out, _ = program.communicate(timeout=90)
     assert program.returncode == 0, said
     assert out.startswith(f"{REPO}: fetched and checked, 9.4 MB")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)

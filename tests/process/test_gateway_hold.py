@@ -108,7 +108,7 @@ def test_the_sdk_streams_through_a_hold(held: Stage) -> None:
     waiting(held)
     time.sleep(0.35)  # some comments
     held.progress = READY
-    thread.join(10)
+    thread.join(60)
     assert texts == ["one two three one two three "]
 
 
@@ -118,7 +118,7 @@ def test_one_that_asks_for_no_stream_just_waits(held: Stage) -> None:
         connection.settimeout(0.3)
         with pytest.raises(TimeoutError):
             connection.recv(1)
-        connection.settimeout(10)
+        connection.settimeout(60)
         held.progress = READY
         received = read_until(connection, b"}}")
     assert received.startswith(b"HTTP/1.1 200 ")
@@ -138,7 +138,7 @@ def test_no_stream_is_promised_that_the_engine_would_not_give(held: Stage, path:
     waiting(held)
     time.sleep(0.15)
     held.progress = READY
-    thread.join(10)
+    thread.join(60)
     assert answers[0].status == 200
     assert b": requests wait" not in answers[0].body
 
@@ -205,7 +205,7 @@ def test_the_engine_does_not_come_back(held: Stage, phase: Phase, code: str, mes
         waiting(held, 2)
         held.progress = Progress(phase=phase, message="killed by SIGKILL")
         event = read_until(connection, b"0\r\n\r\n").rpartition(b"data: ")[2].partition(b"\n\n")[0]
-    thread.join(10)
+    thread.join(60)
     assert (answers[0].status, answers[0].error["code"], answers[0].error["message"]) == (503, code, message)
     assert json.loads(event)["error"] == answers[0].error
 
@@ -238,9 +238,9 @@ def test_the_sdk_is_told_of_it(held: Stage) -> None:
             return list(stream)
 
     thread, errors = in_thread(chat)
-    assert has_begun.wait(10)
+    assert has_begun.wait(60)
     held.progress = Progress(phase=Phase.FAILED, message="gone")
-    thread.join(10)
+    thread.join(60)
     assert isinstance(errors[0], openai.APIError)
     assert errors[0].message == "the engine failed: gone"
     assert errors[0].code == "engine_died"
@@ -253,9 +253,9 @@ def test_a_stop_ends_those_that_are_held() -> None:
         with stage.post("/v1/chat/completions", STREAM) as connection:
             read_until(connection, COMMENT)
             waiting(stage, 2)
-            assert stage.drain(5.0) < 2.0  # nobody loads the engine any more: there is nothing to wait for
+            assert stage.drain(300.0) < 60.0  # nobody loads the engine any more: there is nothing to wait for
             received = read_all(connection)
-        thread.join(10)
+        thread.join(60)
         assert received.endswith(b'"code":"shutting_down"}}\n\n\r\n0\r\n\r\n')
         assert (answers[0].status, answers[0].error["code"]) == (503, "shutting_down")
         assert posts(stage) == 0

@@ -73,23 +73,23 @@ def asked(url: str) -> list[dict[str, Any]]:
 
 
 def test_the_figures_are_the_pace_that_was_set() -> None:
-    """TTFT 1024 tokens / 5,000 + 100 ms; decode one token each 10 ms. A busy machine delays single tokens: how close it
+    """TTFT 1024 tokens / 2,000 + 200 ms; decode one token each 50 ms. A busy machine delays single tokens: how close it
     is on a quiet one is for benchmarks/bench_against_aiperf.py to say."""
-    with endpoint("--prefill", "5000", "--ttft-ms", "100", "--inter-token-ms", "10") as url:
-        found = bench(url, "--prompts", "1K", "--concurrency", "2", "--tokens", "33")
+    with endpoint("--prefill", "2000", "--ttft-ms", "200", "--inter-token-ms", "50") as url:
+        found = bench(url, "--prompts", "1K", "--concurrency", "2", "--tokens", "17")
     assert found["model"] == "fake"
     assert [(row["prompt"], row["concurrency"], row["answered"]) for row in found["rows"]] == [
         (1024, 1, 3),
         (1024, 2, 6),
     ]
     for row in found["rows"]:
-        ttft_ms = 100 + row["prompt_tokens"] / 5.0
+        ttft_ms = 200 + row["prompt_tokens"] / 2.0
         assert row["prompt_tokens"] == pytest.approx(1024, rel=0.02)
-        assert row["completion_tokens"] == 33
+        assert row["completion_tokens"] == 17
         assert 0.99 * ttft_ms <= row["ttft_ms"]["p50"] <= 3 * ttft_ms
-        assert 5000 / 3.3 <= row["prefill_tokens_per_s"]["p50"] <= 5000
-        assert 30 <= row["decode_tokens_per_s"]["p50"] <= 200
-        assert 5 <= row["inter_token_ms"]["mean"] <= 33
+        assert 2000 / 3.3 <= row["prefill_tokens_per_s"]["p50"] <= 2000
+        assert 6 <= row["decode_tokens_per_s"]["p50"] <= 40
+        assert 25 <= row["inter_token_ms"]["mean"] <= 165
         assert row["failures"] == {}
     alone, both = (row["throughput_tokens_per_s"] for row in found["rows"])
     assert 1.2 * alone < both < 3 * alone
@@ -296,6 +296,6 @@ def test_ctrl_c_shows_what_was_measured() -> None:
         assert program.stderr
         assert program.stderr.readline() == "1 of 2 rows\n"
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=30)
+        out, err = program.communicate(timeout=90)
     assert program.returncode == 130, err
     assert [row["prompt"] for row in json.loads(out)["rows"]] == [256]

@@ -144,7 +144,7 @@ def test_a_signal_stops_the_container(number: signal.Signals, code: int, when: s
         with host.begin("run", host.model(), "--name", "one", "--port", str(free_port())) as program:
             wait_for(program, "being loaded" if when == "loading" else "the model is ready")
             program.send_signal(number)
-            _, err = program.communicate(timeout=30)
+            _, err = program.communicate(timeout=90)
         assert program.returncode == code, err
         assert "stopping one" in err
         assert "no appliance on this machine" in host.run("list").out
@@ -155,7 +155,7 @@ def test_one_that_is_stopped_from_elsewhere_ends_without_an_error() -> None:
     with on_host() as host, host.begin("run", host.model(), "--name", "one", "--port", str(free_port())) as program:
         wait_for(program, "the model is ready")
         assert host.run("stop", "one").code == 0
-        _, err = program.communicate(timeout=30)
+        _, err = program.communicate(timeout=90)
     assert program.returncode == 0, err
     assert "it was stopped" in err
 

@@ -64,7 +64,7 @@ def hear_ctrl_c() -> None:
 
 def ended(*knobs: str, words: tuple[str, ...] = ()) -> tuple[int, str, str]:
     with engine(*knobs) as address, begin(address, *words) as program:
-        out, err = program.communicate(timeout=30)
+        out, err = program.communicate(timeout=90)
     assert "Traceback" not in err, err
     return program.returncode, out, err
 
@@ -171,7 +171,7 @@ def test_an_engine_that_fails_is_said() -> None:
 
 def test_no_engine_at_all_is_said() -> None:
     with begin("tcp://127.0.0.1:1") as program:
-        _, err = program.communicate(timeout=30)
+        _, err = program.communicate(timeout=90)
     assert program.returncode == 10
     assert re.search("error: Docker is (stopped|missing): nothing answers at tcp://127.0.0.1:1", err)
     assert "Traceback" not in err
@@ -182,7 +182,7 @@ def test_an_engine_that_vanishes_is_said() -> None:
         with engine("--ready", "0") as address:
             program = stack.enter_context(begin(address))
             wait_for_words(program, "loading the model")
-        _, err = program.communicate(timeout=30)
+        _, err = program.communicate(timeout=90)
     assert program.returncode == 10
     assert re.search("error: Docker (is stopped|is missing|does not answer as it should)", err)
     assert "Traceback" not in err
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_it_without_a_traceback() -> None:
     with engine("--ready", "0") as address, begin(address) as program:
         wait_for_words(program, "loading the model")
         program.send_signal(signal.SIGINT)
-        _, err = program.communicate(timeout=30)
+        _, err = program.communicate(timeout=90)
     assert program.returncode == 130
     assert "Traceback" not in err
 

@@ -51,7 +51,7 @@ def test_status_of_one_that_fetches_shows_how_far_it_is() -> None:
         wait_for_list(host, "fetching")
         done = host.run("status", "one")
         program.send_signal(signal.SIGTERM)
-        program.communicate(timeout=30)
+        program.communicate(timeout=90)
     assert "phase     fetching: weights are fetched\n" in done.out
     assert re.search(r"fetched   [0-9.]+ of 4.9 GB, 38 MB/s, 1 min 37 s left\n", done.out)
 
@@ -80,7 +80,7 @@ def test_status_again_and_again_until_ctrl_c() -> None:
             assert program.stdout
             rows = [json.loads(program.stdout.readline()) for _ in range(2)]
             program.send_signal(signal.SIGINT)
-            _, err = program.communicate(timeout=30)
+            _, err = program.communicate(timeout=90)
     assert [row["phase"] for row in rows] == ["ready", "ready"]
     assert program.returncode == 130
     assert "Traceback" not in err

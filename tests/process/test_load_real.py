@@ -39,7 +39,7 @@ def others() -> Iterator[int]:
     """A process that burns a CPU and is nobody's child: the shell that started it has ended."""
     shell = ("sh", "-c", '"$1" -c "$2" >/dev/null 2>&1 & echo $!', "sh", sys.executable, BURN)
     # `setsid` takes it out of the process group that `run` leaves no member of.
-    finished = run(("sh", "-c", 'setsid "$@"', "sh", *shell), timeout_s=30)
+    finished = run(("sh", "-c", 'setsid "$@"', "sh", *shell), timeout_s=90)
     pid = int(finished.stdout)
     yield pid
     os.kill(pid, signal.SIGKILL)
@@ -121,10 +121,10 @@ def test_work_in_another_tree_of_our_own_group_is_somebody_else_s(others: int) -
 def test_a_sample_is_cheap() -> None:
     took_s = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.process_time()
         query_load()
-        took_s.append(time.perf_counter() - start)
-    assert min(took_s) < 0.02
+        took_s.append(time.process_time() - start)
+    assert min(took_s) < 0.1  # of CPU time: some 5 ms, and a program that is asked is more than this
 
 
 def on(hardware: Hardware, environment: Any) -> Hardware:

@@ -310,7 +310,7 @@ def test_twenty_kills_of_a_process_that_saves_leave_a_whole_profile(tmp_path: Pa
         for _ in range(rounds.randrange(1, 120)):
             assert store.load(key()) is not None
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         found = store.load(key())
         assert found is not None

@@ -103,7 +103,7 @@ def test_one_process_at_a_time_may_measure_and_a_killed_one_leaves_no_lock(shelf
         with shelf.store.tuning(key("b2")) as is_ours:
             assert is_ours  # another key is nobody's
         one.send_signal(signal.SIGKILL)
-        one.wait(10)
+        one.wait(60)
     with shelf.store.tuning(key()) as is_ours, helper(shelf.folder) as other:
         assert is_ours
         tell(other, "tuning")

@@ -58,7 +58,7 @@ class Front:
         return await self.ask("POST", "/v1/chat/completions", {"model": name, "messages": MESSAGES})
 
     def openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=30)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60)
 
 
 async def engine_saw(served: ServedModel) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ async def one_gateway(homes: Sequence[Home]) -> AsyncIterator[Front]:
             _served(models, gateway) as tasks,
         ):
             front = Front(homes, models, gateway)
-            await eventually(lambda: _is_ready(front, tasks), timeout_s=30)
+            await eventually(lambda: _is_ready(front, tasks), timeout_s=90)
             yield front
 
 

@@ -124,12 +124,17 @@ def imports(tree: ast.AST) -> tuple[tuple[str, ast.stmt], ...]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide where a module stands"
             yield node.module or "", node
+
+
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
 
 
 @cache
@@ -169,7 +174,7 @@ def test_environment_and_io_stay_in_their_rooms() -> None:
     for path in FILES:
         name = name_of(path)
         tree = tree_of(path)
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
                 assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
                     f"{name}:{node.lineno}"
@@ -259,7 +264,7 @@ def test_no_room_for_leftovers() -> None:
 def test_imports_inside_functions_say_why() -> None:
     for path in FILES:
         lines = path.read_text().splitlines()
-        for function in ast.walk(tree_of(path)):
+        for function in nodes(tree_of(path)):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             inside = [node.lineno for _, node in imports(function)]

@@ -62,7 +62,7 @@ def ended(
     return program.returncode, out, err
 
 
-def until(is_so: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def until(is_so: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -78,7 +78,7 @@ class Stage:
         key: str | None = KEY,
     ) -> Answer:
         """One request on a connection of its own. `body` bytes, or something that becomes JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             given = {**({"Authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
@@ -91,7 +91,7 @@ class Stage:
 
     def raw(self, request: bytes) -> socket.socket:
         """A connection on which `request` was sent as it is; the caller closes it."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         connection.sendall(request)
         return connection
 
@@ -102,12 +102,12 @@ class Stage:
         return self.raw(head.encode() + data)
 
     def openai(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def engine_saw(self) -> dict[str, Any]:
         """The ledger of the fake engine, asked for behind the gateway's back."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             connection.connect(str(self.engine_socket))
             path = b"/fake/requests" if self._is_fake_engine else b"/fake/ledger"
             connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -133,7 +133,7 @@ def read_until(connection: socket.socket, mark: bytes) -> bytes:
     return received
 
 
-def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> float:
+def eventually(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> float:
     """Polls until `condition` holds and returns the seconds it took; fails after `timeout_s`."""
     began = time.monotonic()
     while not condition():
@@ -235,10 +235,10 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
     thread = threading.Thread(target=run, name="gateway")
     thread.start()
-    is_started.wait(10)
+    is_started.wait(60)
     try:
         yield started[0]
     finally:
         started[0].call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

@@ -127,7 +127,7 @@ class IdleStage:
 
     def openai(self) -> openai.AsyncOpenAI:
         url = f"http://127.0.0.1:{self.gateway.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=30)
+        return openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
 
     async def model(self) -> str:
         """The alias of the engine that answers."""
@@ -167,7 +167,7 @@ async def idle_stage(
     report = Report("json", log)
     host: EngineHost[FakePlan] = EngineHost(
         sockets=sockets,
-        command=command or (lambda plan, path: fake_command(path, *plan.knobs)),
+        command=command or (lambda plan, path: fake_command(path, *plan.knobs, stop_grace_s=15.0)),
         supervise=lambda _: Supervisor(restart=restart),
     )
     try:

@@ -46,7 +46,7 @@ async def is_healthy(socket_path: Path) -> bool:
         writer.close()
 
 
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], *, timeout_s: float = 60.0) -> None:
     """Polls until `condition` holds; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -143,6 +143,7 @@ def test_any_user_of_group_0_opens_a_volume_of_mode_0775(foreign: Path) -> None:
     assert as_stranger(OPEN, foreign).stdout == "open\n"
 
 
+@pytest.mark.thorough
 def test_what_one_user_of_group_0_made_another_can_use(foreign: Path) -> None:
     """The command line sets the umask: a folder of mode 0755 would be closed to the next container's user."""
     foreign.chmod(0o775)
@@ -214,6 +215,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("begin", [lambda path: None, lambda path: path.write_text("")], ids=["missing", "empty"])
+@pytest.mark.thorough
 def test_two_processes_that_race_agree_on_one_key(volume: Path, begin: Callable[[Path], None]) -> None:
     racers = [
         subprocess.Popen(

@@ -102,6 +102,7 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_ballast_takes_what_is_free_but_for_what_it_leaves_and_ends_with_the_block(engine_dir: Path) -> None:
     library = str(engine_dir / "libcudart.so.13")
     argv = [sys.executable, "-m", "tests.gpu.ballast", library, "0"]

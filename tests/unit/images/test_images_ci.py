@@ -124,6 +124,7 @@ def test_workflows_pass_their_linters(project: Path, argv: tuple[str, ...]) -> N
         (("zizmor", "--offline", "--quiet"), "on:\n", "on:\n  pull_request_target:\n", "dangerous-triggers"),
     ],
 )
+@pytest.mark.thorough
 def test_a_planted_fault_of_a_workflow_is_caught(
     project: Path, tmp_path: Path, argv: tuple[str, ...], sound: str, planted: str, said: str
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_planted_fault_of_a_workflow_is_caught(
 @pytest.mark.parametrize(
     ("planted", "said"), [("RUN sudo ls\n", "DL3004"), ("ADD x /x\n", "DL3020"), ("RUN apt-get install x\n", "DL3014")]
 )
+@pytest.mark.thorough
 def test_a_planted_fault_of_a_dockerfile_is_caught(project: Path, planted: str, said: str) -> None:
     dockerfile = (project / "images/rendered/llama-cpu/Dockerfile").read_text("utf-8")
     assert _hadolint(project, dockerfile).returncode == 0

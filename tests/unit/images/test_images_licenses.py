@@ -23,6 +23,7 @@ LIBRARY = "opt/appliance/lib/"
 APACHE = "usr/share/common-licenses/Apache-2.0"
 
 
+@pytest.mark.thorough
 def test_every_wheel_of_an_image_brings_its_text(tmp_path: Path) -> None:
     tree = _image(
         tmp_path,
@@ -32,6 +33,7 @@ def test_every_wheel_of_an_image_brings_its_text(tmp_path: Path) -> None:
     assert found == licenses.Found(wheels=4, missing=("bare-1.0.dist-info",), silent=(), outdated=())
 
 
+@pytest.mark.thorough
 def test_wheels_that_are_known_to_bring_none_are_named_and_not_missing(tmp_path: Path) -> None:
     tree = _image(tmp_path, {"loguru": [], "z3-solver": ["licenses/LICENSE.txt"], "cuda-toolkit": []})
     found = licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY])
@@ -39,6 +41,7 @@ def test_wheels_that_are_known_to_bring_none_are_named_and_not_missing(tmp_path:
     assert found.outdated == ("z3_solver (MIT)",)
 
 
+@pytest.mark.thorough
 def test_a_text_in_the_package_or_of_the_base_counts_where_it_is_listed(tmp_path: Path) -> None:
     tree = _image(tmp_path, {"tokenizers": [], "nvidia-ml-py": [], "nvidia-cusparselt-cu13": []})
     assert len(licenses.look(tree.files, engine="llama.cpp", folders=[LIBRARY]).missing) == 3
@@ -48,6 +51,7 @@ def test_a_text_in_the_package_or_of_the_base_counts_where_it_is_listed(tmp_path
     assert licenses.look(files, engine="llama.cpp", folders=[LIBRARY]).missing == ()
 
 
+@pytest.mark.thorough
 def test_a_folder_of_wheels_that_is_not_asked_for_is_not_looked_at(tmp_path: Path) -> None:
     tree = _image(tmp_path, {"bare": []})
     assert licenses.look(tree.files, engine="llama.cpp", folders=["opt/vllm/lib/"]).wheels == 0

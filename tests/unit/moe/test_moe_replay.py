@@ -26,7 +26,7 @@ from appliance.moe.simulate import replay, replay_part, timed
 from appliance.moe.trace import Trace, Turn
 from appliance.moe.uses import Uses
 from benchmarks import hybrid, hybrid_rivals
-from tests.builders import examples
+from tests.builders import examples, some
 from tests.unit.moe.routing import COST, DESKTOP, lines, row, tokens, trace
 
 BOX = hybrid.MACHINES[0].cost
@@ -128,7 +128,7 @@ def test_the_bound_of_all_layers_together_is_never_above_that_by_layers() -> Non
         assert sum(kept.values()) >= sum(free.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("slots", [3, 5, 8, 16])
 @pytest.mark.parametrize("cost", [COST, BOX], ids=("desktop", "box"))
 def test_no_rule_beats_the_bounds(seed: int, slots: int, cost: Cost) -> None:
@@ -181,6 +181,7 @@ def test_recorded_hits_are_bounded_as_they_must_be(name: str) -> None:
     assert least[1] <= rates[24] <= least[1] + 0.01
 
 
+@pytest.mark.thorough
 def test_ours_gets_faster_with_slots_and_beats_all_cpu_on_a_recorded_trace() -> None:
     recorded = hybrid.read_trace(hybrid.TRACES / "gemma.csv.gz")
     speeds = [replay(recorded, BOX, slots).tokens_per_s for slots in (0, 6, 12, 24)]
@@ -218,6 +219,7 @@ def test_a_side_that_was_never_the_last_has_no_upper_end() -> None:
 
 
 @pytest.mark.parametrize("seed", [4, 5, 7, 18])
+@pytest.mark.thorough
 def test_dram_that_was_the_last_in_few_rows_or_none_is_within_its_interval(seed: int) -> None:
     """Four of the random machines on which intervals by resampled rows missed it."""
     draw = random.Random(seed)

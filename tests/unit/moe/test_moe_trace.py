@@ -72,6 +72,7 @@ def test_what_is_damaged_is_refused_with_its_line(change: Change, line: int, wor
     assert str(raised.value).startswith(f"line {line}: ")
 
 
+@pytest.mark.thorough
 def test_ten_million_tokens_end_at_the_limit_in_bounded_memory() -> None:
     """A smaller limit, since memory is traced slowly; the shipped one is below what was asked for."""
     limit, seen = 20_000, 0
@@ -91,6 +92,7 @@ def test_ten_million_tokens_end_at_the_limit_in_bounded_memory() -> None:
     assert seen == limit < TOKENS_MAX < 10**7
 
 
+@pytest.mark.thorough
 def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "bomb.csv.gz"
     with gzip.open(path, "wt") as file:

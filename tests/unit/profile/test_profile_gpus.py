@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
-from appliance.plan import Allocated
+from appliance.plan import Allocated, Plan
 from appliance.profile.record import dump_profile, parse_profile
 from tests.builders import profile
 from tests.golden.plans import CASES, space
@@ -17,8 +18,13 @@ from tests.golden.plans import CASES, space
 SPLIT = next(case for case in CASES if (case.machine, case.model) == ("2x4090", "gpt-oss-120b"))
 
 
+@cache
+def plans() -> tuple[Plan, ...]:
+    return tuple(space(SPLIT).all())
+
+
 def test_a_placement_comes_back_as_it_was() -> None:
-    first, *others = space(SPLIT).all()[:3]
+    first, *others = plans()[:3]
     allocated = Allocated(model=60000.0, kv=4644.0, recurrent=1.0, devices=(("CUDA0", 22877.0), ("CUDA1", 22117.0)))
     found = replace(profile(), plan=first, plans=(first, *others), allocated=allocated)
     assert parse_profile(dump_profile(found)) == found
@@ -37,7 +43,7 @@ def places(found: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def test_a_document_that_lacks_anything_anywhere_is_no_profile() -> None:
-    first, other, *_ = space(SPLIT).all()
+    first, other, *_ = plans()
     text = dump_profile(replace(profile(), plan=first, plans=(first, other)))
     seen = set()
     for *path, last in places(json.loads(text)):

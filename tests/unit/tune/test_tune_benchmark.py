@@ -22,6 +22,7 @@ from benchmarks.tuner_time import SimulatedTime
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.thorough
 def test_each_machine_has_many_cells_some_that_fail_and_the_best_is_not_what_is_predicted(spec: Spec) -> None:
     found = candidates(spec)
     assert len({c.key for c in found}) == len(found) > 500
@@ -102,6 +103,7 @@ def test_the_benchmark_drives_the_tuner_of_the_product_on_a_table() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.thorough
 def test_plans_of_a_simulated_machine_are_told_apart_as_its_candidates_are(spec: Spec) -> None:
     found = candidates(spec)
     assert len(Planned(found).candidates) == len(found)

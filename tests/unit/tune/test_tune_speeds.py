@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
-from appliance.plan import Plan
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.curve import Curve, Point
 from appliance.tune.measurement import Measurement
@@ -132,8 +131,9 @@ def test_any_plan_of_a_profile_has_its_own_speeds() -> None:
     assert speeds_document(None, speeds_of(None, found)) == {"measured": None, "predicted": None}
 
 
-@pytest.mark.parametrize("plan", laptop_plans()[::97], ids=lambda plan: plan.key)
-def test_a_prediction_has_the_planners_figures(plan: Plan) -> None:
+@pytest.mark.parametrize("part", range(20))
+def test_a_prediction_has_the_planners_figures(part: int) -> None:
+    plan = laptop_plans()[part * len(laptop_plans()) // 20]
     found = predicted_speeds(plan)
     assert found is not None
     assert plan.speed is not None

@@ -128,6 +128,7 @@ def test_the_list_says_which_profile_uses_a_model(run: Run, models: Path, data: 
     assert "  a1a1a1a1  complete" in run("list").out
 
 
+@pytest.mark.thorough
 def test_a_folder_that_cannot_be_listed_whole_is_said_and_the_rest_is_shown(
     run: Run, models: Path, tmp_path: Path, weights: bytes
 ) -> None:

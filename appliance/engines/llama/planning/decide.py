@@ -17,6 +17,7 @@ from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import (
     CHECKPOINTS_MAX,
+    UBATCH,
     Copies,
     can_keep,
     checkpoint_mib,
@@ -40,7 +41,6 @@ from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-UBATCH = 512
 BATCH = 2048
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default

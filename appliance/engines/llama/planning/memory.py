@@ -32,6 +32,7 @@ KV_BYTES = MappingProxyType(
 """Bytes per value of the KV cache."""
 
 KV_BLOCK = 32  # values of a quantized type that share their scales; llama.cpp refuses a head that is no multiple
+UBATCH = 512  # llama-server's own default
 CHECKPOINTS_MAX = 32  # llama-server's own default for each slot
 SCHED_COPIES = 4  # GGML_SCHED_MAX_COPIES: inputs are kept so often where several GPUs work as a pipeline
 # Layouts of the CPU backend's own, by the instructions that a variant is compiled for. A matrix goes to the first of
@@ -183,7 +184,7 @@ def kv_bytes_per_token(model: Model, kv_type: str) -> float:
     return sum(layer.k_elements + layer.v_elements for layer in growing) * KV_BYTES[kv_type]
 
 
-def kv_mib(model: Model, kv_type: str, context: int, ubatch: int = 512, parallel: int = 4) -> float:
+def kv_mib(model: Model, kv_type: str, context: int, ubatch: int = UBATCH, parallel: int = 4) -> float:
     kept = [layer for layer in layers_of(model) if not layer.is_draft]
     return sum(layer_kv_bytes(layer, kv_type, context, ubatch, parallel) for layer in kept) / MIB
 

@@ -31,6 +31,7 @@ from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Spee
 from appliance.values import dataclass
 
 EVEN_FOR = 0.03  # what an even split may cost: measuring could not tell it from chance
+# More picoseconds than any job takes. The second number is how full the fullest card is: it decides between equals.
 _NEVER = (1 << 80, 0.0)
 
 
@@ -74,7 +75,9 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
         table = _table(job, resources, devices)
         choices = _expert_choices(job, resources, devices, is_pipeline, last, table)
         of_team = [_Search(job, resources, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
+        # Where GPUs pay and hold all of it, no layer on the CPU makes it faster, and that search is the longest.
         if not (any(of_team) and table.gpus_pay):
+            # Experts leave the GPUs before whole layers do: most of the bytes, of which a token reads few.
             away = last if job.cpu_expert_layers is None else choices[-1]
             of_team.append(_Search(job, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
         found += [placed for placed in of_team if placed]
@@ -106,6 +109,7 @@ class _Table:
 
 def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...]) -> _Table:
     """Costs do not depend on the context, so they are computed once a start."""
+    # By identity: a start plans one model, and a hash by value would walk all its layers each time.
     key = (id(job.model), job.kv_type, job.ubatch, tuple(device.id for device in devices))
     if key not in resources.tables:
         roofline = Roofline(
@@ -236,6 +240,7 @@ class _Search:
         """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
         a time, of experts or of a layer on the CPU. So are K and V of such a layer, since its attention is computed
         there from 32 tokens on (ggml-backend.cpp, ggml_backend_sched_split_graph: "expand gpu up")."""
+        # Of the three matrices of an expert, gate, up and down, two are there at a time.
         experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
         dense = itertools.accumulate((layer.dense_bytes / 2 for layer in self._layers), max, initial=0.0)
         caches = itertools.accumulate((after - before for before, after in itertools.pairwise(self._kv)), max)
@@ -356,9 +361,11 @@ class _Search:
         beside = self._beside[at > 0]
         is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
+            # What lies beside does not grow with the run: the sum that ends the loop is without it, and `need` has it.
             most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
             for i in range(j - 1, -1, -1):
                 if most - held[i] > rooms[i]:
+                    # An earlier beginning is a longer run: it needs more, and a card's room stays what it is.
                     if is_unified:  # fewer layers on the CPU leave it more room
                         continue
                     break
@@ -387,6 +394,7 @@ class _Search:
         shares = tuple(
             GpuAllocation(
                 gpu=device,
+                # The engine numbers the cards that it is shown, and it is shown those that are used (server.py).
                 device=f"CUDA{at}",
                 layers=end - start,
                 memory=self._need(int(at > 0), start, end),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
+from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, padded, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
@@ -57,7 +57,7 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
-    kv = kv_mib(model, context_plan.kv_type, context_plan.context, settings.ubatch or 512, slots(settings))
+    kv = kv_mib(model, context_plan.kv_type, context_plan.context, settings.ubatch or UBATCH, slots(settings))
     words = f"{kv:,.0f} MiB of KV at {context_plan.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
     shares = context_plan.placed.placement.shares
     if not shares:

@@ -50,6 +50,7 @@ def _logits(plan: Plan) -> float:
 def _share(share: GpuAllocation, sizes: tuple[float, float, float], logits: float) -> GpuAllocation:
     model, context, compute = sizes
     memory = share.memory
+    # The loader reckons the KV cache and recurrent states as one.
     kv = max(0.0, context - memory.state)
     return replace(share, memory=replace(memory, weights=model, kv=kv, compute=_compute(memory, compute, logits)))
 

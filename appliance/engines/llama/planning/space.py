@@ -12,7 +12,6 @@ from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.context import Aim, ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
     BATCH,
-    UBATCH,
     PlanInputs,
     check,
     context_for,
@@ -26,7 +25,7 @@ from appliance.engines.llama.planning.decide import (
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
-from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.now import plan_now, with_caches
 from appliance.engines.llama.planning.placement import Placed, place
