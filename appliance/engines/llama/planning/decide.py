@@ -12,6 +12,7 @@ from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -79,7 +80,13 @@ class PlanInputs:
             parallel=slots(self.settings),
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
+            has_flash=self.no_flash is None,
         )
+
+    @property
+    def no_flash(self) -> str | None:
+        """Why flash attention is off."""
+        return why_no_kernel(self.model) if self.resources.devices else None
 
     @property
     def parallel(self) -> int:
@@ -122,6 +129,8 @@ def plan_inputs(
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
     devices = _chosen(settings, found)
+    if devices:
+        _check_flash(settings, model)
     usable = limits.of_host(hardware.memory)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     more = 0.0 if devices else copies(model, kernels.isa).more
@@ -138,6 +147,14 @@ def plan_inputs(
         notes=notes,
         limits=limits,
     )
+
+
+def _check_flash(settings: Settings, model: Model) -> None:
+    """Raises ConfigError for a type of the V cache that needs flash attention where no GPU has a kernel for it."""
+    why = why_no_kernel(model)
+    if why and settings.kv_type not in ("auto", *EXACT_TYPES):
+        message = f"setting kv_type needs flash attention: '{settings.kv_type}' ({settings.sources['kv_type']}), {why}"
+        raise ConfigError(message, hint="use f16, or --devices none")
 
 
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
@@ -247,7 +264,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             batch=max(BATCH, ubatch),
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
-            flash_attention=True,
+            flash_attention=inputs.no_flash is None,
             load_mode=load_mode,
             checkpoints=checkpoints,
             rope=rope_for(settings, model, context_plan.context),
@@ -271,7 +288,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.ubatch(settings, ubatch),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
-            *reasons.fixed(),
+            *reasons.fixed(inputs.no_flash),
             loading,
         ),
     )

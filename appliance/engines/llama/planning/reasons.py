@@ -250,13 +250,15 @@ def ubatch(settings: Settings, size: int) -> Choice:
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 
 
-def fixed() -> tuple[Choice, ...]:
+def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
+    keeps = "no scores of context by ubatch are kept, and a quantized V cache needs it"
+    lacks = f"{no_flash}: it would run on the CPU; so scores of context by ubatch are kept, and no quantized V cache"
     return (
         Choice(
             name="flash_attention",
-            value="on",
-            reason="no scores of context by ubatch are kept, and a quantized V cache needs it",
-            source="default",
+            value="off" if no_flash else "on",
+            reason=lacks if no_flash else keeps,
+            source="model" if no_flash else "default",
         ),
         Choice(
             name="priority",
