@@ -214,6 +214,8 @@ def cache(model: Model, kv_type: str, size: float, left: float, most: float) -> 
     per_token = kv_bytes_per_token(model, kv_type)
     tokens = f": about {int(size * MIB / per_token):,} tokens" if per_token else ""
     why = f"half of the {max(left, 0):,.0f} MiB that are left, at most {most:,.0f}{tokens}"
+    if not int(size):
+        why = "off: the model would not fit beside it; another request costs a conversation what its slot then loses"
     return Choice(name="cache_ram_mib", value=f"{size:.0f}", reason=why, source="memory")
 
 
