@@ -104,6 +104,14 @@ def test_misspelt_settings(stocked: str, argv: tuple[str, ...], env: dict[str, s
     assert words in said
 
 
+def test_a_read_only_root_without_a_folder_to_write_to(stocked: str) -> None:
+    code, words = ended(stocked, tmpfs={})
+    assert code == 10
+    assert "setting runtime_dir names a folder that cannot be written: /tmp (default): read-only file system" in words
+    assert "start it with --tmpfs /tmp" in words
+    assert "Traceback" not in words
+
+
 def test_misspelt_setting_in_the_file(empty: str) -> None:
     put(empty, {"appliance.yaml": b"ctx_szie: 4096\n"}, folder=".")
     code, words = ended(empty)
