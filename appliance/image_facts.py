@@ -23,6 +23,14 @@ BAKED_MODELS_PATH = "/opt/models"  # a hub cache that is only read: weights that
 # Chips of Jetson and of DRIVE: machine code neither comes from another chip nor goes to one, whatever the numbers say.
 # CUDA C++ Programming Guide, 6.1.2; images/facts/nvidia.yaml has the same, and a test holds the two together.
 TEGRA = frozenset({"87", "101", "110"})
+# For which chips of a CUDA release there is an image of one chip: of build_matrix.yaml, and a test holds them together.
+CUDA_CHIPS: Mapping[str, str] = {
+    "13.4": "75 80 86 89 90 100 103 110 120 121",
+    "13.0": "75 80 86 89 90 100 103 110 120 121",
+    "12.9": "103 121",
+    "12.8": "75 80 86 89 90 100 120",
+    "12.4": "75 80 86 89 90",
+}
 
 
 Tier = Literal["quality", "balanced", "compact"]

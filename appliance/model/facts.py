@@ -20,7 +20,9 @@ from appliance.model.parts import plain_name
 from appliance.model.stack import (
     LOOKED_UP,
     Layer,
+    Weights,
     attends,
+    check_projections,
     parse_heads,
     parse_stack,
     parse_weights,
@@ -150,8 +152,9 @@ def parse_facts(gguf: Gguf) -> Model:
             f"embedding {embedding_length}"
         )
     weights = parse_weights(keys, gguf.tensors, layers)
+    check_projections(keys, gguf.tensors, heads)
     stack = parse_stack(keys, heads, embedding_length, weights) if reason is None else ()
-    experts = keys.number("expert_count", default=0, high=EXPERTS_LIMIT)
+    experts = _experts(keys, weights)
     return Model(
         path=gguf.path,
         parts=gguf.parts or (gguf.path,),
@@ -233,21 +236,30 @@ def _feed_forward_length(keys: Keys, layers: int) -> int:
     return keys.number("expert_feed_forward_length", default=0)
 
 
+def _experts(keys: Keys, weights: Weights) -> int:
+    experts = keys.number("expert_count", default=0, high=EXPERTS_LIMIT)
+    if not experts and any(weights.expert_bytes):
+        keys.fail(f"it holds tensors of experts, and its key {keys.architecture}.expert_count tells of none")
+    return experts
+
+
 def _experts_used(keys: Keys, layers: int, experts: int) -> int:
-    used = max(keys.by_layer("expert_used_count", layers, default=0)) if experts else 0
-    if used > experts:
-        keys.fail(f"its key {keys.architecture}.expert_used_count is more than its {experts} experts: {used}")
+    if not experts:
+        return 0
+    used = max(keys.by_layer("expert_used_count", layers, default=0))
+    if not 0 < used <= experts:
+        keys.fail(f"its key {keys.architecture}.expert_used_count must be from 1 to its {experts} experts: {used}")
     return used
 
 
 def _vocabulary(keys: Keys, tensors: tuple[Tensor, ...]) -> int:
-    tokens = keys.entries("tokenizer.ggml.tokens")
-    if tokens:
-        return tokens
+    """Of a file without a vocabulary the engine makes up as many tokens as `vocab_size` says: that can be 2^32."""
+    tokens = keys.entries("tokenizer.ggml.tokens") or keys.number("vocab_size", default=0)
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
-    if embedding is not None and len(embedding.shape) == 2:
-        return embedding.shape[1]
-    return keys.number("vocab_size", low=1)
+    rows = embedding.shape[1] if embedding is not None and len(embedding.shape) == 2 else 0
+    if tokens and rows and tokens != rows:
+        keys.fail(f"its header tells of {tokens} tokens, and its embedding has {rows} rows")
+    return tokens or rows or keys.number("vocab_size", low=1)
 
 
 def _channels(keys: Keys) -> int:

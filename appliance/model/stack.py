@@ -22,6 +22,7 @@ LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 # What -ncmoe and --cpu-moe move: LLM_FFN_EXPS_REGEX of common/common.h; it takes biases and scales of experts, too.
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+_K_PROJECTION = re.compile(r"blk\.(\d+)\.attn_k\.weight")
 # Looked up by row, never multiplied, and kept in host memory by the engine.
 LOOKED_UP = ("token_embd.", "per_layer_token_embd.", "position_embd.", "token_types.")
 # Keys below `<arch>.` that tell of a cache which only some architectures have; the words say what it would be.
@@ -138,6 +139,8 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
         if int(block[1]) >= layers:
             keys.fail(f"it holds tensors of layer {block[1]}, and its header tells of {layers} layers")
         (experts if _EXPERTS.search(tensor.name) else dense)[int(block[1])] += tensor.size_bytes
+    if layers > 1 and not dense[-1] + experts[-1]:
+        keys.fail(f"its header tells of {layers} layers, and it holds no tensors of layer {layers - 1}")
     tied = 0 if "output.weight" in sums else sums["token_embd.weight"]
     return Weights(
         embedding_bytes=sums["embedding"],
@@ -145,6 +148,22 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
         dense_bytes=tuple(dense),
         expert_bytes=tuple(experts),
     )
+
+
+def check_projections(keys: Keys, tensors: Iterable[Tensor], heads: Heads) -> None:
+    """No cache row is longer than what the layer's K projection gives: a lie here is terabytes of cache."""
+    shortest = min(heads.key_length, heads.sliding_key_length)
+    for tensor in tensors:
+        found = _K_PROJECTION.fullmatch(tensor.name)
+        if not found or len(tensor.shape) != 2:
+            continue
+        layer = int(found[1])
+        needed = heads.kv_heads[layer] * shortest
+        if needed > tensor.shape[1]:
+            keys.fail(
+                f"its header tells of {heads.kv_heads[layer]} KV heads of {shortest} in layer {layer}, "
+                f"and {tensor.name} has {tensor.shape[1]} rows"
+            )
 
 
 def parse_stack(keys: Keys, heads: Heads, embedding_length: int, weights: Weights) -> tuple[Layer, ...]:

@@ -6,6 +6,7 @@ Pure. What the engine itself said of its devices is passed in by the caller, who
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from appliance.errors import (
     DriverTooOldError,
@@ -13,11 +14,9 @@ from appliance.errors import (
     GpuUnusableError,
     NoKernelError,
 )
-from appliance.image_facts import ImageFacts, runs_on
+from appliance.image_facts import CUDA_CHIPS, ImageFacts, runs_on
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
-
-SELECT = "`python -m images select`"
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
@@ -64,10 +63,26 @@ def why_fewer(image: ImageFacts, hardware: Hardware, devices: tuple[str, ...]) -
     return f"the engine sees {len(devices)} of {len(whole)} GPUs: {', '.join(devices)} of {_names(tuple(whole))}"
 
 
-def tag_for(image: ImageFacts, sm: str) -> str:
-    """The tag of this CUDA release's image for a chip, by the rule that names cells; not every one exists."""
-    release = (image.cuda or "").replace(".", "")
-    return f"{image.engine}-cu{release}-sm{sm}"
+def tags_for(image: ImageFacts, sm: str) -> tuple[str, ...]:
+    """The image for one chip: of this CUDA release, else of the others that have one, the newest first."""
+    releases = [release for release, chips in CUDA_CHIPS.items() if sm in chips.split()]
+    own = [release for release in releases if release == image.cuda]
+    return tuple(f"{image.engine}-cu{release.replace('.', '')}-sm{sm}" for release in own or releases)
+
+
+def select_command(hardware: Hardware, gpus: Sequence[Gpu]) -> str:
+    """What names the image for these GPUs, or says why there is none: which tags exist the build's matrix knows."""
+    chips = "".join(f" --sm {sm}" for sm in sorted({gpu.sm for gpu in gpus if gpu.sm}))
+    driver = f" --driver {hardware.gpus.driver}" if hardware.gpus.driver else ""
+    return f"`python -m images select{driver}{chips}`"
+
+
+def _other_image(image: ImageFacts, hardware: Hardware, gpus: Sequence[Gpu]) -> str:
+    """Only tags that can be built are named; a cell that names no chip carries all that its engine has."""
+    sms = dict.fromkeys(gpu.sm for gpu in gpus if gpu.sm)
+    tags = [tag for sm in sms for tag in tags_for(image, sm)[:1]] if image.cuda is None or "-sm" in image.cell else []
+    use = f"use the image {' or '.join(tags)}; " if tags else "" if image.cuda else "use an image for this GPU; "
+    return f"{use}{select_command(hardware, gpus)} says which there is, or why there is none"
 
 
 def _refuse_idle_gpu(image: ImageFacts, hardware: Hardware) -> None:
@@ -75,9 +90,7 @@ def _refuse_idle_gpu(image: ImageFacts, hardware: Hardware) -> None:
         return
     seen = _names(hardware.gpus.gpus) or hardware.gpus.problem or "a GPU"
     message = f"a GPU was asked for and this image has no GPU kernels: {image.cell}, given {seen}"
-    sms = sorted({gpu.sm for gpu in hardware.gpus.gpus if gpu.sm})
-    tags = f", its tag ends in {' or '.join(f'-sm{sm}' for sm in sms)}" if sms else ""
-    hint = f"use an image for this GPU{tags} ({SELECT} names it), or start without --gpus to use the CPU"
+    hint = f"{_other_image(image, hardware, hardware.gpus.gpus)}, or start without --gpus to use the CPU"
     raise GpuUnusableError(message, hint=hint)
 
 
@@ -121,12 +134,10 @@ def check_driver(image: ImageFacts, hardware: Hardware) -> None:
     if driver is None or floor is None or _numbers(driver) >= _numbers(floor):
         return
     message = f"the NVIDIA driver is too old for this image: {driver}, {image.cell} needs {floor} or newer"
-    sms = sorted({gpu.sm for gpu in hardware.gpus.gpus if gpu.sm})
-    chips = "".join(f" --sm {sm}" for sm in sms)
     runs = f"This driver runs CUDA {hardware.gpus.cuda_driver}: " if hardware.gpus.cuda_driver else ""
     hint = (
         f"update the driver on the host, or take an image for an older CUDA. {runs}"
-        f"`python -m images select --driver {driver}{chips}` names its tag"
+        f"{select_command(hardware, hardware.gpus.gpus)} names its tag"
     )
     raise DriverTooOldError(message, hint=hint)
 
@@ -136,11 +147,8 @@ def _without_kernels(image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
     strangers = [gpu for gpu in hardware.gpus.gpus if gpu not in usable]
     has = f"{image.cell} has kernels for SM {', '.join(image.sm) or 'none'}"
     if not usable:
-        tags = " or ".join(dict.fromkeys(tag_for(image, gpu.sm or "") for gpu in strangers))
         message = f"this image has no kernels for {_names(tuple(strangers))}: {has}"
-        # A cell that names no chip carries all that its engine has: no other tag of the release helps.
-        other = f"use the image {tags}; " if "-sm" in image.cell else ""
-        raise NoKernelError(message, hint=f"{other}{SELECT} says whether there is one")
+        raise NoKernelError(message, hint=_other_image(image, hardware, strangers))
     return tuple(f"{_names((gpu,))} is left out: {has}" for gpu in strangers)
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
 from appliance.serve.status import documents_of, listed_of, measure_now
@@ -37,13 +38,24 @@ async def open_gateway(
     gateway = await Gateway.open(app, settings.host, settings.port)
     report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
     address = settings.address_path
-    address.write_text(f"{settings.host} {gateway.port}\n", encoding="ascii")
+    _write_address(settings, gateway.port)
     try:
         yield gateway
     finally:
         address.unlink(missing_ok=True)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(gateway.drain(settings.drain_s))
+
+
+def _write_address(settings: Settings, port: int) -> None:
+    path = settings.address_path
+    try:
+        path.write_text(f"{settings.host} {port}\n", encoding="ascii")
+    except OSError as error:
+        source = settings.sources.get("runtime_dir", "default")
+        why = (error.strerror or str(error)).lower()
+        message = f"setting runtime_dir names a folder that cannot be written: {path.parent} ({source}): {why}"
+        raise ConfigError(message, hint="with a read-only root, start it with --tmpfs /tmp") from error
 
 
 def _backend(model: ServedModel | AwaitedModel) -> Backend:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import docker
 import pytest
+import requests
 
 from tests.container.stages.containers import IMAGE, MODEL, STRANGER, ended, started, volume, wait_for
 
@@ -103,6 +104,14 @@ def test_misspelt_settings(stocked: str, argv: tuple[str, ...], env: dict[str, s
     assert words in said
 
 
+def test_a_read_only_root_without_a_folder_to_write_to(stocked: str) -> None:
+    code, words = ended(stocked, tmpfs={})
+    assert code == 10
+    assert "setting runtime_dir names a folder that cannot be written: /tmp (default): read-only file system" in words
+    assert "start it with --tmpfs /tmp" in words
+    assert "Traceback" not in words
+
+
 def test_misspelt_setting_in_the_file(empty: str) -> None:
     put(empty, {"appliance.yaml": b"ctx_szie: 4096\n"}, folder=".")
     code, words = ended(empty)
@@ -163,6 +172,19 @@ def test_cpu_and_memory_limits_are_obeyed(stocked: str) -> None:
     assert plan["launch"]["threads"] == 1
     assert plan["memory"]["total"] < 700
     assert plan["launch"]["cache_ram_mib"] >= 128
+
+
+def test_a_limit_of_400_mib_serves_the_demo_model(stocked: str) -> None:
+    """92 MiB of weights and as much of copies: what is optional goes, and a long prompt is answered within it."""
+    with started(stocked, mem_limit="400m", memswap_limit="400m") as stage:
+        stage.wait_ready()
+        body = {"messages": [{"role": "user", "content": "one two three " * 200}], "max_tokens": 16}
+        url = stage.base + "/v1/chat/completions"
+        answered = requests.post(url, json=body, headers=stage.authorized(), timeout=120)
+        plan = stage.get("/appliance/v1/plan", headers=stage.authorized()).json()
+        assert answered.status_code == 200
+        assert plan["memory"]["total"] < 400
+        assert "engine_exit" not in stage.names()
 
 
 def test_two_first_starts_on_one_volume_measure_once() -> None:

@@ -330,6 +330,7 @@ def write_model(path: Path, context: int = 4096) -> None:
     writer.add_token_list([f"token{number}" for number in range(100)])
     for name in ("token_embd.weight", "output.weight"):
         writer.add_tensor(name, np.zeros((100, 64), dtype=np.float32))
+    writer.add_tensor("blk.1.attn_norm.weight", np.zeros(64, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -74,6 +74,7 @@ def write_gguf(path: Path, *, layers: int, context: int, width: int = 64) -> Pat
     writer.add_token_list([f"token{number}" for number in range(100)])
     for name in ("token_embd.weight", "output.weight"):
         writer.add_tensor(name, np.zeros((100, width), dtype=np.float32))
+    writer.add_tensor(f"blk.{layers - 1}.attn_norm.weight", np.zeros(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -235,6 +236,7 @@ def write_huge(path: Path, *, gib: int) -> int:
     ):
         add(value)
     writer.add_tensor_info("token_embd.weight", (rows, 64), np.dtype(np.float32), rows * 64 * 4)
+    writer.add_tensor_info("blk.1.attn_norm.weight", (64,), np.dtype(np.float32), 64 * 4)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -52,7 +52,7 @@ def write_model(
         writer.add_token_list([f"token{number}" for number in range(tokens)])
         writer.add_token_merges([f"a{number} b" for number in range(tokens)])
         writer.add_token_scores([0.0] * tokens)
-    for name, shape, kind in LLAMA_TENSORS if tensors is None else tensors:
+    for name, shape, kind in _tensors(tokens) if tensors is None else tensors:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         data = np.zeros((*reversed(shape[1:]), shape[0] // block * size), dtype=np.uint8)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -61,6 +61,17 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def last_layer(layers: int) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]:
+    """A norm: without a tensor of its last layer a file is no model."""
+    return (f"blk.{layers - 1}.attn_norm.weight", (64,), F32)
+
+
+def _tensors(tokens: int) -> Sequence[tuple[str, tuple[int, ...], gguf.GGMLQuantizationType]]:
+    """An embedding has a row for every token."""
+    rows = tokens or 100
+    return [(name, (shape[0], rows) if shape[1] == 100 else shape, kind) for name, shape, kind in LLAMA_TENSORS]
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from appliance.errors import ModelUnreadableError
 from appliance.model import Model, read_model
-from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, write_model
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, Q8_0, last_layer, write_model
 
 
 def facts(
@@ -82,15 +83,38 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_more_used_experts_than_there_are_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnreadableError, match=r"llama\.expert_used_count is more than its 4 experts: 1000"):
+    with pytest.raises(ModelUnreadableError, match=r"llama\.expert_used_count must be from 1 to its 4 experts: 1000"):
         facts(tmp_path, llama__expert_count=4, llama__expert_used_count=1000)
 
 
+K_PROJECTION = ("blk.0.attn_k.weight", (64, 16), Q8_0)
+BANK = ("blk.0.ffn_up_exps.weight", (64, 32, 4), Q8_0)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"llama__block_count": 49}, "its header tells of 49 layers, and it holds no tensors of layer 48"),
+        ({"llama__attention__head_count_kv": 4096}, "4096 KV heads of 8 in layer 0, and blk.0.attn_k.weight has 16"),
+        ({"llama__attention__key_length": 1 << 20}, "2 KV heads of 1048576 in layer 0"),
+        ({}, "it holds tensors of experts, and its key llama.expert_count tells of none"),
+        ({"llama__expert_count": 4}, "expert_used_count must be from 1 to its 4 experts: 0"),
+        ({"llama__vocab_size": (1 << 32) - 1}, "tells of 4294967295 tokens, and its embedding has 100 rows"),
+    ],
+)
+def test_a_header_that_lies_about_its_tensors(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    """Each of them is a file that the engine refuses, or one that no memory would hold."""
+    tensors = [*LLAMA_TENSORS, K_PROJECTION, *([BANK] if not more or "llama__expert_count" in more else [])]
+    with pytest.raises(ModelUnreadableError, match=re.escape(words)):
+        facts(tmp_path, tensors=tensors, tokens=0, **more)
+
+
 def test_a_tied_output_is_multiplied_with_and_a_mere_lookup_is_not(tmp_path: Path) -> None:
-    untied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0), ("output.weight", (64, 103), Q8_0)])
+    lookup = [("token_embd.weight", (64, 104), Q8_0)]
+    untied = facts(tmp_path, tokens=0, tensors=[*lookup, ("output.weight", (64, 103), Q8_0), last_layer(2)])
     (output,) = untied.matrices
     assert (untied.output_is_tied, output.is_tied, output.rows_by, output.columns_by) == (False, False, 1, 32)
-    tied = facts(tmp_path, tensors=[("token_embd.weight", (64, 104), Q8_0)])
+    tied = facts(tmp_path, tokens=0, tensors=[*lookup, last_layer(2)])
     (output,) = tied.matrices
     assert (tied.output_is_tied, output.is_tied, output.rows_by) == (True, True, 8)
     assert output.size_bytes == 64 * 104 // 32 * 34

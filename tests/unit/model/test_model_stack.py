@@ -17,7 +17,7 @@ from appliance.model.facts import parse_facts
 from appliance.model.gguf import Gguf, Tensor
 from tests.builders import examples
 from tests.shapes import PUBLISHED, SMALL, write_gguf
-from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, write_model
+from tests.unit.model.gguf_files import F32, LLAMA, LLAMA_TENSORS, last_layer, write_model
 
 MAMBA2_STATE = 4 * (3 * (512 + 2 * 2 * 64) + 64 * 512)
 DELTA_STATE = 4 * (3 * (256 + 2 * 2 * 64) + 64 * 256)
@@ -99,9 +99,8 @@ def test_patterns_are_those_of_set_swa_pattern(tmp_path: Path, name: str, layers
     period = sliding.period or 0
     metadata = {key.replace("llama", name, 1): value for key, value in LLAMA.items()}
     metadata |= {f"{name}.block_count": layers, f"{name}.attention.sliding_window": 128}
-    model = read_model(
-        write_model(tmp_path / "m.gguf", architecture=name, metadata=metadata, tensors=LLAMA_TENSORS[:1])
-    )
+    tensors = [*LLAMA_TENSORS[:1], last_layer(layers)]
+    model = read_model(write_model(tmp_path / "m.gguf", architecture=name, metadata=metadata, tensors=tensors))
     slides = [
         number % period != 0 if sliding.dense_first else number % period < period - 1 for number in range(layers)
     ]  # llama-hparams.cpp, word for word
@@ -113,7 +112,8 @@ def test_exaone_slides_in_one_size_only(tmp_path: Path) -> None:
     for layers, expected in ((64, {4096}), (30, set())):
         metadata = {key.replace("llama", "exaone4", 1): value for key, value in LLAMA.items()}
         metadata["exaone4.block_count"] = layers
-        path = write_model(tmp_path / "m.gguf", architecture="exaone4", metadata=metadata, tensors=LLAMA_TENSORS[:1])
+        tensors = [*LLAMA_TENSORS[:1], last_layer(layers)]
+        path = write_model(tmp_path / "m.gguf", architecture="exaone4", metadata=metadata, tensors=tensors)
         assert windows(read_model(path)) == expected
 
 
@@ -187,7 +187,8 @@ def test_chunked_and_merged_experts_are_routed_ones_and_shared_ones_dense(tmp_pa
     names = ("ffn_up_exps", "ffn_down_chexps", "ffn_gate_up_exps", "ffn_up_shexp")
     bank = [(f"blk.0.{name}.weight", (64, 32, 4), LLAMA_TENSORS[0][2]) for name in names]
     norm = [("blk.1.ffn_norm_exps.weight", (64,), F32)]  # arctic's: a norm, which no flag moves
-    model = read_model(write_model(tmp_path / "m.gguf", tensors=[*LLAMA_TENSORS, *bank, *norm]))
+    metadata = {**LLAMA, "llama.expert_count": 4, "llama.expert_used_count": 2}
+    model = read_model(write_model(tmp_path / "m.gguf", metadata=metadata, tensors=[*LLAMA_TENSORS, *bank, *norm]))
     each = 64 * 32 * 4 // 32 * 34
     plain = read_model(write_model(tmp_path / "plain.gguf", tensors=LLAMA_TENSORS))
     added = [now.dense_bytes - before.dense_bytes for now, before in zip(model.stack, plain.stack, strict=True)]

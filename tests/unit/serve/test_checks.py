@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import appliance
 from appliance.errors import DriverTooOldError, FatalError, GpuUnusableError, NoKernelError
-from appliance.image_facts import TEGRA, ImageFacts, runs_on
+from appliance.image_facts import CUDA_CHIPS, TEGRA, ImageFacts, runs_on
 from appliance.probe import Gpu, GpuProbe, Hardware
-from appliance.serve.checks import check_devices, check_supported, tag_for, usable_gpus, why_fewer
+from appliance.serve.checks import check_devices, check_supported, tags_for, usable_gpus, why_fewer
 from appliance.settings import Settings
 from images import compat
+from images.matrix import load
 from tests.builders import IMAGE, machine
 
 AUTO = Settings()
@@ -82,7 +86,23 @@ def test_a_gpu_without_kernels_is_20_and_names_the_tag_that_has_them() -> None:
     assert "RTX 2080 Ti (SM 75)" in error.message
     assert "kernels for SM 86" in error.message
     assert "llama-cu130-sm75" in (error.hint or "")
-    assert tag_for(replace(CUDA_IMAGE, cuda="12.8"), "120") == "llama-cu128-sm120"
+    assert "images select --driver 580.82.07 --sm 75" in (error.hint or "")
+
+
+def test_only_tags_that_the_matrix_can_build_are_named() -> None:
+    built = {cell.id for cell in load(Path(appliance.__file__).parents[1]).cells}
+    named = {
+        tag
+        for sm in ("61", "70", *" ".join(CUDA_CHIPS.values()).split())
+        for tag in tags_for(replace(CUDA_IMAGE, cuda=None), sm)
+    }
+    assert named == {cell for cell in built if re.fullmatch(r"llama-cu\d+-sm\d+", cell)}
+    assert tags_for(replace(CUDA_IMAGE, cuda="12.8"), "120") == ("llama-cu128-sm120",)
+    assert tags_for(replace(CUDA_IMAGE, cuda="12.4"), "121")[0] == "llama-cu134-sm121"  # 12.4 has none
+    for stranger in ("61", "999"):
+        hint = api_error(CUDA_IMAGE, given(gpu(stranger, name="Tesla P40"))).hint or ""
+        assert "use the image" not in hint
+        assert f"--sm {stranger}` says which there is, or why there is none" in hint
 
 
 def test_of_several_gpus_those_without_kernels_are_left_out_with_a_reason() -> None:

@@ -12,6 +12,7 @@ from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -29,8 +30,8 @@ from appliance.engines.llama.planning.memory import (
 )
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.rope import check_context, rope_for, served_context
+from appliance.engines.llama.planning.slots import NO_ROOM, conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.slots import choices as slot_choices
-from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -63,6 +64,7 @@ class PlanInputs:
     notes: tuple[str, ...]  # devices that are not used, and why
     kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
     limits: Limits = NO_LIMITS
+    is_bare: bool = False  # memory is so short that there is a model, or the prompt cache and context checkpoints
 
     @property
     def usable_mib(self) -> float:
@@ -79,7 +81,13 @@ class PlanInputs:
             parallel=slots(self.settings),
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
+            has_flash=self.no_flash is None,
         )
+
+    @property
+    def no_flash(self) -> str | None:
+        """Why flash attention is off."""
+        return why_no_kernel(self.model) if self.resources.devices else None
 
     @property
     def parallel(self) -> int:
@@ -122,13 +130,15 @@ def plan_inputs(
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
     devices = _chosen(settings, found)
+    if devices:
+        _check_flash(settings, model)
     usable = limits.of_host(hardware.memory)
-    least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     more = 0.0 if devices else copies(model, kernels.isa).more
-    spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more
+    bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - more
+    spare = bare - least_cache(settings) - slots(settings) * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     dram = (measured or assumptions.DRAM_GB_S.value) * assumptions.DRAM_SHARE.value
-    return PlanInputs(
+    inputs = PlanInputs(
         settings=settings,
         engine=engine,
         hardware=hardware,
@@ -138,6 +148,32 @@ def plan_inputs(
         notes=notes,
         limits=limits,
     )
+    return inputs if _has_room(inputs) else _bared(inputs, bare)
+
+
+def _has_room(inputs: PlanInputs) -> bool:
+    """For the smallest context that would be served, and the least caches beside it."""
+    model = inputs.model
+    least = inputs.settings.ctx_size or min(model.native_context, MIN_CONTEXT)
+    return place(replace(inputs.job, context=padded(least)), inputs.resources) is not None
+
+
+def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
+    """What is optional goes before a model is refused, slots last; what was asked for stays."""
+    asked = inputs.settings.cache_ram_mib or 0.0
+    found = replace(inputs, resources=replace(inputs.resources, spare_mib=bare_mib - asked), is_bare=True)
+    settings = inputs.settings
+    if _has_room(found) or settings.is_set("parallel"):
+        return found
+    return replace(found, settings=replace(settings, parallel=1, sources={**settings.sources, "parallel": NO_ROOM}))
+
+
+def _check_flash(settings: Settings, model: Model) -> None:
+    """Raises ConfigError for a type of the V cache that needs flash attention where no GPU has a kernel for it."""
+    why = why_no_kernel(model)
+    if why and settings.kv_type not in ("auto", *EXACT_TYPES):
+        message = f"setting kv_type needs flash attention: '{settings.kv_type}' ({settings.sources['kv_type']}), {why}"
+        raise ConfigError(message, hint="use f16, or --devices none")
 
 
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
@@ -185,14 +221,18 @@ def offered_kinds(inputs: PlanInputs) -> tuple[str, ...]:
 def _from_disk(inputs: PlanInputs, tokens: int) -> int:
     """Without a limit every context would fit: where the weights exceed memory, a small one is taken."""
     usable = inputs.spare_mib
-    bounded = replace(inputs.resources, spare_mib=usable - least_cache(inputs.settings) - host_overhead_mib())
+    bounded = replace(
+        inputs.resources, spare_mib=usable - least_cache(inputs.settings) - host_overhead_mib(inputs.model)
+    )
     request = ContextRequest(tokens=tokens, is_explicit=False, kinds=("f16",))
     context_plan = choose_context(inputs.job, bounded, request)
     return context_plan.context if context_plan else padded(min(tokens, 4096))
 
 
-def least_cache(settings: Settings) -> float:
-    return float(settings.cache_ram_mib) if settings.cache_ram_mib is not None else CACHE_MIN_MIB
+def least_cache(settings: Settings, *, is_bare: bool = False) -> float:
+    if settings.cache_ram_mib is not None:
+        return float(settings.cache_ram_mib)
+    return 0.0 if is_bare else CACHE_MIN_MIB
 
 
 def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitError:
@@ -202,7 +242,11 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     anywhere = replace(inputs.resources, devices=(), spare_mib=float("inf"))
     job = replace(inputs.job, context=padded(least), kv_type=kv_type, gpu_layers=None, cpu_expert_layers=None)
     placed = place(job, anywhere)
-    need = replace(placed.host, cache=least_cache(settings), overhead=host_overhead_mib()) if placed else None
+    need = (
+        replace(placed.host, cache=least_cache(settings, is_bare=True), overhead=host_overhead_mib(inputs.model))
+        if placed
+        else None
+    )
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
@@ -247,7 +291,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             batch=max(BATCH, ubatch),
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
-            flash_attention=True,
+            flash_attention=inputs.no_flash is None,
             load_mode=load_mode,
             checkpoints=checkpoints,
             rope=rope_for(settings, model, context_plan.context),
@@ -271,7 +315,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.ubatch(settings, ubatch),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
-            *reasons.fixed(),
+            *reasons.fixed(inputs.no_flash),
             loading,
         ),
     )
@@ -291,7 +335,7 @@ def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool
     return replace(
         found,
         weights=found.weights + copied.more,
-        overhead=host_overhead_mib(),
+        overhead=host_overhead_mib(inputs.model),
         repacked=copied.made,
         mapped_twice=copied.originals + drafts_mib(inputs.model) if is_mapped else 0.0,
     )
@@ -310,22 +354,24 @@ def kept_checkpoints(
     each = checkpoint_mib(inputs.model, kv_type) * slots(inputs.settings)
     if not each:
         return None, host, ()
-    left = spare_mib - host.total - least_cache(inputs.settings)
-    count = int(max(1, min(CHECKPOINTS_MAX, min(CACHE_MAX_MIB, left * CHECKPOINTS_SHARE) / each)))
+    left = spare_mib - host.total - least_cache(inputs.settings, is_bare=inputs.is_bare)
+    count = int(
+        max(0 if inputs.is_bare else 1, min(CHECKPOINTS_MAX, min(CACHE_MAX_MIB, left * CHECKPOINTS_SHARE) / each))
+    )
     return count, replace(host, checkpoints=count * each), (reasons.checkpoints(count, each, CHECKPOINTS_MAX),)
 
 
 def prompt_cache(
     inputs: PlanInputs, host: Memory, kv_type: str, spare_mib: float, longest_mib: float
 ) -> tuple[Memory, Choice]:
-    """The prompt cache is never off by itself: without it a side request costs the conversation a whole prefill. It is
-    larger than the engine's default where one conversation can be."""
+    """Without it a side request costs the conversation a whole prefill: it is off only where the model would not fit
+    beside it. It is larger than the engine's default where one conversation can be."""
     asked = inputs.settings.cache_ram_mib
     if asked is not None:
         return replace(host, cache=float(asked)), reasons.cache_asked(inputs.settings)
     left = spare_mib - host.total
     most = max(CACHE_MAX_MIB, float(math.ceil(longest_mib * (1 + CACHE_SPARE))))
-    size = float(int(min(most, max(CACHE_MIN_MIB, left / 2))))
+    size = float(int(min(most, max(least_cache(inputs.settings, is_bare=inputs.is_bare), left / 2))))
     return replace(host, cache=size), reasons.cache(inputs.model, kv_type, size, left, most)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.memory import can_keep
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
@@ -60,5 +61,7 @@ def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
 
 def _usable(kinds: tuple[str, ...], engine: EngineFacts, model: Model, *, on_gpu: bool) -> tuple[str, ...]:
     offered = tuple(kind for kind in kinds if kind in engine.kv_types and can_keep(model, kind))
+    if on_gpu and why_no_kernel(model):
+        offered = tuple(kind for kind in offered if kind in EXACT_TYPES)
     fast = tuple(kind for kind in offered if is_fast_pair(engine, kind))
     return (fast or offered) if on_gpu else offered

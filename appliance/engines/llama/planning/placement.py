@@ -46,6 +46,7 @@ class PlacementJob:
     parallel: int
     gpu_layers: int | None = None
     cpu_expert_layers: int | None = None
+    has_flash: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +202,9 @@ class _Search:
         self._ubatch = min(job.ubatch, padded(job.context))
         self._sizes()
         copies = SCHED_COPIES if is_pipeline and not experts_on_cpu else 1
-        self._mask_mib = mask_bytes(job.model, self._ubatch, job.context, job.parallel) / MIB
-        self._whole_mib = compute_mib(job.model, job.ubatch, job.context, job.parallel)
+        of_batch = (self._ubatch, job.context, job.parallel)
+        self._mask_mib = mask_bytes(job.model, *of_batch, has_flash=job.has_flash) / MIB
+        self._whole_mib = compute_mib(job.model, *of_batch, has_flash=job.has_flash)
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
         flash = self._flash_copies()
@@ -250,6 +252,8 @@ class _Search:
     def _flash_copies(self) -> float:
         """Of the widest layer: layers follow one another, and any stretch of them has such a one but for a few."""
         job = self._job
+        if not job.has_flash:
+            return 0.0
         sizes = (flash_copy_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) for layer in self._layers)
         return max(sizes) / MIB
 

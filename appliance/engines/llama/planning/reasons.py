@@ -214,6 +214,8 @@ def cache(model: Model, kv_type: str, size: float, left: float, most: float) -> 
     per_token = kv_bytes_per_token(model, kv_type)
     tokens = f": about {int(size * MIB / per_token):,} tokens" if per_token else ""
     why = f"half of the {max(left, 0):,.0f} MiB that are left, at most {most:,.0f}{tokens}"
+    if not int(size):
+        why = "off: the model would not fit beside it; another request costs a conversation what its slot then loses"
     return Choice(name="cache_ram_mib", value=f"{size:.0f}", reason=why, source="memory")
 
 
@@ -250,13 +252,15 @@ def ubatch(settings: Settings, size: int) -> Choice:
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 
 
-def fixed() -> tuple[Choice, ...]:
+def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
+    keeps = "no scores of context by ubatch are kept, and a quantized V cache needs it"
+    lacks = f"{no_flash}: it would run on the CPU; so scores of context by ubatch are kept, and no quantized V cache"
     return (
         Choice(
             name="flash_attention",
-            value="on",
-            reason="no scores of context by ubatch are kept, and a quantized V cache needs it",
-            source="default",
+            value="off" if no_flash else "on",
+            reason=lacks if no_flash else keeps,
+            source="model" if no_flash else "default",
         ),
         Choice(
             name="priority",

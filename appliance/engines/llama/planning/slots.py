@@ -19,6 +19,7 @@ from appliance.model import Model
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 
+NO_ROOM = "memory, which has no room for more"
 SPARE = 1  # one slot more than users, for a title or an editor's call
 
 
@@ -58,7 +59,7 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
         "lies behind a beginning that both share if that is more than half of it"
     )
     kept = "another request costs a conversation only what the prompt cache does not take, and each turn a copy to it"
-    asked = "asked for: " if settings.is_set("parallel") else ""
+    asked = "asked for: " if settings.is_set("parallel") and settings.sources["parallel"] != NO_ROOM else ""
     source = "parallel" if settings.is_set("parallel") or count == settings.parallel else "users"
     return Choice(
         name="parallel",

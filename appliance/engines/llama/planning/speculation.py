@@ -227,7 +227,7 @@ def _draft_adds(plan: Plan, draft: Model, isa: tuple[str, ...], *, on_gpus: bool
         NOTHING,
         weights=weights_mib(draft) + copied.more,
         kv=kv_mib(draft, draft_kv_type(plan, draft), plan.context, launch.ubatch, plan.parallel),
-        compute=compute_mib(draft, launch.ubatch, plan.context, plan.parallel),
+        compute=compute_mib(draft, launch.ubatch, plan.context, plan.parallel, has_flash=launch.flash_attention),
         output=output_mib(draft, plan.parallel),
         state=state_mib(draft, plan.parallel),
         repacked=copied.made,
@@ -239,7 +239,7 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     """The model's own last layers with a cache and a context of theirs; states are kept for every token that may have
     to be taken back, and the graph works on one layer's of them."""
     kept = [layer for layer in layers_of(model) if layer.is_draft]
-    ubatch = launch_of(plan).ubatch
+    ubatch, has_flash = launch_of(plan).ubatch, launch_of(plan).flash_attention
     per_cell = sum(
         (layer.k_elements + layer.v_elements) * cells(layer, plan.context, ubatch, plan.parallel) for layer in kept
     )
@@ -253,7 +253,7 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
         NOTHING,
         weights=loaded + copied.more,
         kv=per_cell * KV_BYTES[kv_type] / MIB,
-        compute=compute_mib(model, ubatch, plan.context, plan.parallel) + tokens * one_state,
+        compute=compute_mib(model, ubatch, plan.context, plan.parallel, has_flash=has_flash) + tokens * one_state,
         output=output_mib(model, plan.parallel),
         state=state_mib(model, plan.parallel) * tokens,
         repacked=copied.made,
@@ -270,8 +270,9 @@ def _with_checks(plan: Plan, adds: Memory, model: Model, tokens: int) -> Memory:
     at_once = min(outputs, launch.ubatch)
     # Seen: 14.2 MiB for 68 outputs and 51.3 for 256, of a vocabulary of 49,152 and a width of 576.
     graph = 4 * at_once * (model.vocabulary + 5 * model.embedding_length)
-    graph += int(mask_bytes(model, launch.ubatch, plan.context, plan.parallel))
-    before = compute_mib(model, launch.ubatch, plan.context, plan.parallel)
+    of_batch, has_flash = (launch.ubatch, plan.context, plan.parallel), launch.flash_attention
+    graph += int(mask_bytes(model, *of_batch, has_flash=has_flash))
+    before = compute_mib(model, *of_batch, has_flash=has_flash)
     logits = 4 * model.vocabulary * outputs / MIB - output_mib(model, plan.parallel)
     return replace(
         adds,

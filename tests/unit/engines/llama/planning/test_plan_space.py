@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
+from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import ModelDoesNotFitError
+from appliance.model import Model
 from appliance.plan import CHAT_TOKENS_IN, Plan
 from appliance.probe import Hardware
 from tests.builders import examples, model, some
@@ -73,8 +75,10 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     copied_ms = costs.copy_ms / min(launch_of(best).ubatch, CHAT_TOKENS_IN)
     depth_ms = costs.prefill_depth_us * DEPTH / 1000
     prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + copied_ms + depth_ms
-    assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02)
-    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.02)
+    # Slopes are straight where windows are not, and a rounded cache makes a CPU's slopes seven times as steep.
+    exact = best.kv_type == "f16" or bool(best.placement.shares)
+    assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02 if exact else 0.04)
+    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.02 if exact else 0.12)
     assert here.now(best) == best
 
 
@@ -240,5 +244,35 @@ def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: st
 
 def test_a_type_of_the_cache_that_carries_less_than_any_mode_would_serve_is_left_out() -> None:
     here = space(with_host(MACHINES["cpu-16g"], 6000), shape("qwen3-8b"))
-    assert (here.best.kv_type, here.best.context) == ("q8_0", 6912)  # f16 carries 3,584
-    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 6912)}
+    assert (here.best.kv_type, here.best.context) == ("q8_0", 7936)  # f16 carries 4,352
+    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 7936)}
+
+
+def test_what_is_optional_goes_before_a_model_is_refused() -> None:
+    of = shape("gemma-3-12b")
+    roomy, short = (space(with_host(MACHINES["cpu-16g"], mib), of).best for mib in (14_000, 8_000))
+    assert roomy.memory.cache >= 128
+    assert roomy.memory.checkpoints > 0
+    assert short.memory.cache < 128
+    assert launch_of(short).checkpoints == 0
+    assert short.memory.total <= 0.97 * 8_000
+    assert not _is_served(of, 7_000)  # its weights alone are 6,956
+
+
+def test_slots_go_last_and_only_those_that_nobody_asked_for() -> None:
+    of = shape("qwen3.6-27b")  # states of recurrent layers for each slot
+    weights = of.weights_bytes / MIB
+    least = next(mib for mib in range(int(weights), 40_000, 25) if _is_served(of, mib))
+    short = space(with_host(MACHINES["cpu-16g"], least), of).best
+    assert short.parallel == 1
+    assert next(choice for choice in short.choices if choice.name == "parallel").source.startswith("memory")
+    assert not _is_served(of, least, parallel="4")
+
+
+def _is_served(of: Model, mib: int, parallel: str = "") -> bool:
+    flags = {"parallel": parallel} if parallel else {}
+    hardware = with_host(MACHINES["cpu-16g"], mib)
+    try:
+        return bool(space(hardware, of, engine=None, **flags).best)
+    except ModelDoesNotFitError:
+        return False
