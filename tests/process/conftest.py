@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +17,13 @@ from tests.fakes.machines import build_library
 from tests.process.stages.boot import Home
 from tests.process.stages.nvml import PutMachine, put_machine
 from tests.process.stages.supervisor import MakeCommand, fake_command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """A run that a shell has put behind it with `&` ignores SIGINT, and so would every program that a test starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
