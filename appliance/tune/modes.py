@@ -10,14 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.plan import CONTEXT_STEP, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass
 
 Mode = Literal["speed", "balanced", "context"]
-READABLE_TOKENS_PER_S = 15.0  # context: about what one reads along with
 NOISE = 0.03  # two plans nearer than this are as fast as each other
 ROOM = 64  # tokens that are still to be decoded when a context is called full
 

@@ -156,6 +156,11 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
     return tuple(dict.fromkeys(by_name[name] for name in names))
 
 
+def aim_of(settings: Settings) -> Aim:
+    aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
+    return aims[settings.mode]
+
+
 def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     request = wanted_context(inputs, aim)
     context_plan = choose_context(inputs.job, inputs.resources, request)

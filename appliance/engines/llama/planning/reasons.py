@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, padded, weights_mib
+from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
@@ -32,32 +32,80 @@ def needs(memory: Memory, kv_type: str, context: int) -> str:
 
 
 def context(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> Choice:
-    sizes = _beside(settings, hardware, model, context_plan)
+    detail = _beside(settings, hardware, model, context_plan)
     value = f"{context_plan.context:,}"
+    native = f", of the model's native {model.native_context:,}"
+    placement = context_plan.placed.placement
     if settings.ctx_size:
         rope = rope_for(settings, model, context_plan.context)
         beyond = f"; {in_words(rope)}" if rope else ""
-        return Choice(
-            name="context", value=value, reason=f"asked for{beyond}: {sizes}", source=settings.sources["ctx_size"]
-        )
-    if (
-        settings.allow_disk
-        and weights_mib(model) > hardware.memory.usable_mib
-        and not context_plan.placed.placement.shares
-    ):
-        why, source = f"weights exceed memory and --allow-disk is on: {sizes}", "allow_disk"
+        why, source = f"asked for{beyond}{_price(context_plan)}", settings.sources["ctx_size"]
+    elif settings.allow_disk and weights_mib(model) > hardware.memory.usable_mib and not placement.shares:
+        why, source = "weights exceed memory and --allow-disk is on", "allow_disk"
     elif context_plan.context >= model.native_context:
-        why, source = f"the model's native length, and it fits: {sizes}", "model"
+        why, source = f"the model's native length{_price(context_plan)}", "model"
+    elif not placement.shares:
+        why, source = f"what memory carries{native}", limit(hardware)
     else:
-        why = (
-            f"what memory carries, of the model's native {model.native_context:,}: {sizes}{_more(context_plan, model)}"
-        )
-        source = limit(hardware) if not context_plan.placed.placement.shares else "memory of the GPUs, and speed"
-    return Choice(name="context", value=value, reason=why, source=source)
+        why = f"{_bound(context_plan, native)}{_price(context_plan)}{_more(context_plan)}"
+        source = "memory of the GPUs, and speed"
+    return Choice(name="context", value=value, reason=why, source=source, detail=detail)
+
+
+def _bound(context_plan: ContextPlan, native: str) -> str:
+    """What ended it."""
+    gpus = f"GPU{'s' * (len(context_plan.placed.placement.shares) > 1)}"
+    where = {"leave the GPUs": f"everything on the {gpus}", "take attention off the GPUs": f"attention on the {gpus}"}
+    if context_plan.bound in where:
+        return f"the most at {context_plan.kv_type} with {where[context_plan.bound]}{native}"
+    if context_plan.bound == "not fit":
+        return f"the most at {context_plan.kv_type} that fits{native}"
+    ended = f"; more would {context_plan.bound}" if context_plan.bound else ""
+    return f"the most at {context_plan.kv_type} that is worth its price{native}{ended}"
+
+
+def _price(context_plan: ContextPlan) -> str:
+    """What it costs, against the same model with a context that leaves more on the GPUs."""
+    before, placed = context_plan.before, context_plan.placed
+    if before is None:
+        return ""
+    return (
+        f"; {before.context:,} at {before.kv_type} {_where(before.placed)} would decode "
+        f"{_tokens(before.placed)} tok/s, this {_tokens(placed)}"
+    )
+
+
+def _more(context_plan: ContextPlan) -> str:
+    """What the next context that is worth its name would cost."""
+    if not context_plan.next_tokens:
+        return ""
+    if context_plan.larger is None:
+        return f"; {context_plan.next_tokens:,} would not fit"
+    larger = context_plan.larger
+    speeds = f"decode {_tokens(context_plan.placed)} -> {_tokens(larger.placed)} tok/s"
+    half_full = f", half full {_rate(context_plan.half_full)} -> {_rate(larger.half_full)}"
+    return f"; {larger.context:,} {_where(larger.placed)}: {speeds}{half_full}"
+
+
+def _where(placed: Placed) -> str:
+    found = placed.placement
+    if found.cpu_layers:
+        return f"with {found.cpu_layers} of {found.cpu_layers + found.gpu_layers} layers on the CPU"
+    if found.cpu_expert_layers:
+        return f"with the experts of {found.cpu_expert_layers} layers in host memory"
+    return f"with everything on the GPU{'s' * (len(found.shares) > 1)}" if found.shares else "on the CPU"
+
+
+def _tokens(placed: Placed) -> str:
+    return _rate(placed.speed.decode_tokens_per_s)
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
-    kv = kv_mib(model, context_plan.kv_type, context_plan.context, settings.ubatch or 512, slots(settings))
+    kv = kv_mib(model, context_plan.kv_type, context_plan.context, context_plan.ubatch, slots(settings))
     words = f"{kv:,.0f} MiB of KV at {context_plan.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
     shares = context_plan.placed.placement.shares
     if not shares:
@@ -74,44 +122,44 @@ def _held(shares: tuple[GpuAllocation, ...]) -> float:
     return sum(share.gpu.held_back_mib for share in shares)
 
 
-def _more(context_plan: ContextPlan, model: Model) -> str:
-    """What twice the context would need."""
-    larger = min(2 * padded(context_plan.context), padded(model.native_context))
-    if not context_plan.placed.placement.shares or larger <= context_plan.context:
-        return ""
-    enough = [kind for kind, tokens in context_plan.carried.items() if tokens >= larger]
-    if enough and context_plan.kv_type not in enough:
-        return f"; {larger:,} would need {enough[0]}"
-    if not context_plan.larger:
-        return f"; {2 * padded(context_plan.context):,} would not fit at all"
-    kind, seconds = min(context_plan.larger.items(), key=lambda item: item[1])
-    times = seconds / context_plan.placed.speed.job_s
-    return (
-        f"; {2 * padded(context_plan.context):,} at {kind} would push layers off the GPUs, and a job would take "
-        f"{times:.1f} times as long"
-    )
-
-
 def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[KvCheck], *, is_slow: bool) -> Choice:
+    kind = context_plan.kv_type
     if settings.kv_type != "auto":
         slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
         return Choice(
             name="kv_type",
-            value=context_plan.kv_type,
+            value=kind,
             reason=f"asked for{slow}",
             source=settings.sources["kv_type"],
             is_refusal=is_slow,
         )
     carried: Mapping[str, int] = context_plan.carried
-    proof = next((v for v in kv_checks if v.kv_type == context_plan.kv_type), None)
+    proof = next((v for v in kv_checks if v.kv_type == kind), None)
     if proof is not None and "q8_0" in carried:
-        why = f"q8_0 would carry only {carried['q8_0']:,} tokens, {proof.kv_type} carries {carried[proof.kv_type]:,}: "
-        return Choice(name="kv_type", value=context_plan.kv_type, reason=why + proof.why, source="memory, and measured")
-    if context_plan.kv_type == "q8_0" and "f16" in carried:
-        why = f"f16 would carry only {carried['f16']:,} tokens, q8_0 carries {carried['q8_0']:,} at almost no loss"
-    else:
-        why = f"exact, and carries {max(context_plan.context, carried[context_plan.kv_type]):,} tokens here"
-    return Choice(name="kv_type", value=context_plan.kv_type, reason=why, source="memory")
+        why = f"q8_0 would carry only {_with(context_plan, 'q8_0')}, {kind} carries {carried[kind]:,}: {proof.why}"
+        return Choice(name="kv_type", value=kind, reason=why, source="memory, and measured")
+    if kind != "f16" and "f16" in carried:
+        return Choice(name="kv_type", value=kind, reason=_why_rounded(context_plan), source="memory")
+    others = [other for other in carried if other != kind and carried[other] > context_plan.context]
+    less = f"; {others[0]} would carry {_with(context_plan, others[0])}" if others else ""
+    return Choice(name="kv_type", value=kind, reason=f"exact{less}", source="memory")
+
+
+def _why_rounded(context_plan: ContextPlan) -> str:
+    carried = context_plan.carried
+    if carried["f16"] < context_plan.context and not context_plan.is_explicit:
+        return f"f16 would carry only {_with(context_plan, 'f16')}; rounded at almost no loss"
+    exact = context_plan.others.get("f16")
+    if exact is None:
+        return "f16 would not fit; rounded at almost no loss"
+    slower = f"decode {_tokens(exact)} tok/s, not {_tokens(context_plan.placed)}"
+    return f"f16 would carry as much {_where(exact)}: {slower}; rounded at almost no loss"
+
+
+def _with(context_plan: ContextPlan, kind: str) -> str:
+    """Tokens that another type carries, and with everything on the GPUs where that is fewer."""
+    most, knee = context_plan.carried[kind], context_plan.knees.get(kind, 0)
+    return f"{most:,} tokens" + (f" ({knee:,} with everything on the GPUs)" if 0 < knee < most else "")
 
 
 def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], settings: Settings) -> Choice:

@@ -9,11 +9,12 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.context import Aim, ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.context import ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
     BATCH,
     UBATCH,
     PlanInputs,
+    aim_of,
     check,
     context_for,
     host_memory,
@@ -83,7 +84,7 @@ class Space:
         self._inputs = replace(inputs, kv_checks=tuple(kv_checks))
         self._image = image
         self._draft = draft
-        self._aim = _aim(settings)
+        self._aim = aim_of(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
@@ -173,23 +174,23 @@ class Space:
                 yield _again(self._inputs, context_plan, ubatch=ubatch, experts=experts)
 
     def _contexts(self, kv_type: str) -> tuple[int, ...]:
-        """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
+        """The largest that fits, that with everything on GPUs, that of the prediction, and powers of two below where a
+        larger one costs something."""
         settings, best = self._inputs.settings, self.best
         if settings.ctx_size:
             return (best.context,)
-        largest = best.context if kv_type == best.kv_type else self.context_plan.carried.get(kv_type, 0)
+        carried, knee = (of.get(kv_type, 0) for of in (self.context_plan.carried, self.context_plan.knees))
+        largest = max(carried, knee, best.context if kv_type == best.kv_type else 0)
         if not largest:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
-        if kv_type != best.kv_type and self._aim != "context":
-            # Another type is for speed here: which one is worth a larger context was decided with the prediction.
-            widest, largest = min(widest, best.context), min(largest, best.context)
         least = min(self.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
         if not has_gpu:
             return (widest,) if widest >= least else ()
         below = (SMALLEST_CONTEXT << at for at in range(12))
-        sizes = {widest, largest, *(size for size in below if size < widest)}
+        of_best = {best.context} if widest >= best.context else set()
+        sizes = {widest, largest, *of_best, *({knee} if knee else ()), *(size for size in below if size < widest)}
         return tuple(sorted((size for size in sizes if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
@@ -296,11 +297,6 @@ class Space:
         return tuple(
             (f"CUDA{at}", share.memory.total, share.gpu.free_mib + share.gpu.held_back_mib) for at, share in shares
         )
-
-
-def _aim(settings: Settings) -> Aim:
-    aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
-    return aims[settings.mode]
 
 
 def _with_threads(plan: Plan, threads: int) -> Plan:

@@ -73,8 +73,8 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     copied_ms = costs.copy_ms / min(launch_of(best).ubatch, CHAT_TOKENS_IN)
     depth_ms = costs.prefill_depth_us * DEPTH / 1000
     prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + copied_ms + depth_ms
-    assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02)
-    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.02)
+    assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.03)
+    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.03)
     assert here.now(best) == best
 
 
