@@ -11,6 +11,7 @@ from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
+    CONTEXT_WORTH,
     KINDS,
     NOTHING,
     READABLE_TOKENS_PER_S,
@@ -39,6 +40,7 @@ __all__ = [
     "CHAT_TOKENS_IN",
     "CHAT_TOKENS_OUT",
     "CONTEXT_STEP",
+    "CONTEXT_WORTH",
     "KINDS",
     "NOTHING",
     "PREDICTED",

@@ -15,6 +15,7 @@ from appliance.values import dataclass
 SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
 READABLE_TOKENS_PER_S = 15.0  # about what one reads along with: what a full context has to decode in mode context
 SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
+CONTEXT_WORTH = 1.5  # times the context that costs no speed: for less than this no speed is given up
 # The chat job: placements are compared by it, and plans where nothing else is asked for.
 CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
 Kind = Literal["draft", "mtp", "ngram"]

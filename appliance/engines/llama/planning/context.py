@@ -19,6 +19,7 @@ from appliance.engines.llama.planning.placement import Placed, PlacementJob, Res
 from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.plan import (
     CONTEXT_STEP,
+    CONTEXT_WORTH,
     READABLE_TOKENS_PER_S,
     SMALLEST_CONTEXT,
     SPEED_KEPT,
@@ -33,7 +34,6 @@ KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0
 
 GOOD_CONTEXT = 32768  # up to here a context is judged near empty only, and no other type is checked for more
 SMALL_CONTEXT = 4096  # what speeds are compared at
-WORTH_MORE = 1.5  # times the context, to give up speed for it
 AS_FAST = 0.9  # of the speed: what an exact cache may cost
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
 NOTICED = 0.97  # a loss of less is not worth a word
@@ -236,7 +236,7 @@ class _Asked:
             return False
         least = min(self._request.tokens, SMALLEST_CONTEXT)
         if new.context > old.context:
-            is_much_more = new.context >= WORTH_MORE * old.context or old.context < least or not self._share
+            is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
             return is_much_more or (new.kv_type != old.kv_type and self._is_as_fast_there(new.kv_type, old))
         if new.context < old.context or new.kv_type == old.kv_type:
             return False
@@ -251,7 +251,7 @@ class _Asked:
         return self._job_ms(kind, placed, depth) * AS_FAST <= self._job_ms(old.kv_type, old.placed, depth)
 
     def next_tokens(self, chosen: Candidate) -> int:
-        tokens = min(padded(int(WORTH_MORE * chosen.context)), self._request.tokens)
+        tokens = min(padded(int(CONTEXT_WORTH * chosen.context)), self._request.tokens)
         return tokens if tokens > chosen.context and self._resources.devices else 0
 
     def faster(self, chosen: Candidate) -> Candidate | None:

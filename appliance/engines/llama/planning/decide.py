@@ -9,9 +9,20 @@ import math
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions, reasons
+from appliance.engines.llama.planning.batch import (
+    BATCH,
+    PINNED,
+    UBATCH,
+    copies_weights,
+    load_mode,
+    predicted_speed,
+    ubatch_words,
+    with_batch,
+)
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.job_time import placement_costs
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -40,8 +51,6 @@ from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-UBATCH = 512
-BATCH = 2048
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
@@ -166,6 +175,7 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     context_plan = choose_context(inputs.job, inputs.resources, request)
     if context_plan is None or (not request.is_explicit and context_plan.context < min(request.tokens, MIN_CONTEXT)):
         raise _refusal(inputs, request.kinds[0], request.tokens)
+    context_plan = with_batch(context_plan, inputs.job, inputs.resources, request, inputs.settings)
     if request.is_explicit:
         return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
     return context_plan
@@ -226,10 +236,13 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
 
 def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
-    load_mode, loading = _load_mode(settings, hardware, model)
-    ubatch = min(settings.ubatch or UBATCH, padded(context_plan.context))
+    placement = context_plan.placed.placement
+    ubatch = min(context_plan.ubatch, padded(context_plan.context))
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    mode, loading = _load_mode(inputs, job, context_plan.placed)
+    costs = placement_costs(job, inputs.resources, placement, is_pinned=mode in PINNED)
     threads, by_threads = thread_counts(settings, hardware)
-    host = host_memory(inputs, context_plan.placed.host, load_mode, bool(context_plan.placed.placement.shares))
+    host = host_memory(inputs, context_plan.placed.host, mode, bool(placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
     checkpoints, host, by_checkpoints = kept_checkpoints(inputs, host, context_plan.kv_type, spare)
     longest = conversation_mib(
@@ -253,14 +266,14 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
             flash_attention=True,
-            load_mode=load_mode,
+            load_mode=mode,
             checkpoints=checkpoints,
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
         cpu_variant=inputs.kernels.variant,
         placement=context_plan.placed.placement,
-        speed=context_plan.placed.speed,
+        speed=predicted_speed(placement, context_plan.placed.speed, costs, settings),
         choices=(
             reasons.context(settings, hardware, model, context_plan),
             reasons.kv_type(
@@ -269,12 +282,12 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
                 inputs.kv_checks,
                 is_slow=bool(inputs.resources.devices) and not is_fast_pair(inputs.engine, context_plan.kv_type),
             ),
-            *_placement_choices(inputs, context_plan.placed),
+            *_placement_choices(inputs, context_plan),
             by_cache,
             *by_checkpoints,
             by_threads,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
-            reasons.ubatch(settings, ubatch),
+            reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if copies_weights(placement) else ""),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,
@@ -282,9 +295,10 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     )
 
 
-def _placement_choices(inputs: PlanInputs, placed: Placed) -> tuple[Choice, ...]:
+def _placement_choices(inputs: PlanInputs, context_plan: ContextPlan) -> tuple[Choice, ...]:
     """Said where there is a GPU, or one that is left out; numbers that mean nothing without one are refused."""
     devices, settings = inputs.resources.devices, inputs.settings
+    placed = context_plan.placed
     where = (reasons.placement(placed, inputs.resources, inputs.notes, settings),) if devices or inputs.notes else ()
     return where if devices else (*where, *reasons.without_gpu(settings))
 
@@ -345,11 +359,14 @@ def thread_counts(settings: Settings, hardware: Hardware) -> tuple[tuple[int, ..
     return tuple(dict.fromkeys((first, most, max(1, first // 2)))), reasons.threads(cpu, first)
 
 
-def _load_mode(settings: Settings, hardware: Hardware, model: Model) -> tuple[str, Choice]:
+def _load_mode(inputs: PlanInputs, job: PlacementJob, placed: Placed) -> tuple[str, Choice]:
     """Locking only where the limit allows it: a refusal is said here and is not fatal."""
+    settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     if settings.load_mode == "auto":
-        why = "pages are read once, shared between containers on one volume, and dropped under pressure, not swapped"
-        return "mmap", Choice(name="load_mode", value="mmap", reason=why, source="default")
+        needed = placed.host.total + least_cache(settings) + host_overhead_mib()
+        fits = needed <= inputs.spare_mib - unified_mib(inputs, placed.placement)
+        mode, why = load_mode(job, inputs.resources, placed.placement, settings, fits=fits)
+        return mode, Choice(name="load_mode", value=mode, reason=why, source="default" if mode == "mmap" else "memory")
     source = settings.sources["load_mode"]
     lockable = hardware.memory.memlock_limit_mib
     if "mlock" in settings.load_mode and lockable is not None and lockable < weights_mib(model):

@@ -291,9 +291,11 @@ def threads(cpu: Cpu, first: int) -> Choice:
     return Choice(name="threads", value=str(first), reason=why, source="probe")
 
 
-def ubatch(settings: Settings, size: int) -> Choice:
+def ubatch(settings: Settings, size: int, words: str) -> Choice:
     if settings.ubatch:
         return Choice(name="ubatch", value=str(size), reason="asked for", source=settings.sources["ubatch"])
+    if words:
+        return Choice(name="ubatch", value=str(size), reason=words, source="default")
     why = "llama.cpp's default, a good start; its neighbours are measured"
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 

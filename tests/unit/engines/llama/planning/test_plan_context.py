@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.planning.context import HOST_KV_MIB, WORTH_MORE, is_whole
+from appliance.engines.llama.planning.context import HOST_KV_MIB, is_whole
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model, read_model
-from appliance.plan import CONTEXT_STEP, READABLE_TOKENS_PER_S, Plan
+from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, Plan
 from appliance.settings import resolve_settings
 from tests.builders import facts
 from tests.fakes.machines import hardware_of
@@ -164,7 +164,7 @@ def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
 def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
     here = space("mig20", "27b")
     found, knee = here.best, here.context_plan.knees["q8_0"]
-    assert found.context >= WORTH_MORE * knee
+    assert found.context >= CONTEXT_WORTH * knee
     assert 0.7 <= decode(found) / decode(space("mig20", "27b", ctx_size=str(knee)).best) < 0.9
     words = reason(found, "context")
     assert f"{knee:,} at q8_0 with everything on the GPU would decode" in words
