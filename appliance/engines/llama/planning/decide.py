@@ -45,7 +45,7 @@ from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan
+from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan, k_and_v
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -107,7 +107,7 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
-    if settings.kv_type != "auto" and settings.kv_type not in engine.kv_types:
+    if settings.kv_type != "auto" and not set(k_and_v(settings.kv_type)) <= set(engine.kv_types):
         message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
         raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")
     if settings.kv_type != "auto" and not can_keep(model, settings.kv_type):
