@@ -119,7 +119,8 @@ class Speed:
     job_s: float
 
     def describe(self) -> str:
-        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
+        decode = f"{self.decode_tokens_per_s:.{0 if self.decode_tokens_per_s >= 9.95 else 1}f}"
+        return f"{decode} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,8 @@ def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: 
 def ubatch_words(costs: Costs, settings: Settings) -> str:
     """What a ubatch is taken for, where weights are copied for every one of a prompt."""
     tokens = long_prompt(settings)
+    if costs.batch == UBATCH:
+        return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     here, usual = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in (costs, replace(costs, batch=UBATCH)))
     return (
         f"weights in host memory are copied to the GPU for each: a prompt of {tokens:,} tokens is read at "

@@ -6,7 +6,9 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.batch import (
@@ -45,7 +47,7 @@ from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan, k_and_v
+from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan, Speed, k_and_v
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
@@ -221,8 +223,10 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
-        f"model does not fit: {inputs.model.title} needs {sizes}, "
-        f"and {inputs.usable_mib:,.0f} MiB are usable ({reasons.limit(inputs.hardware)}){gpus}"
+        f"model does not fit: {inputs.model.title} needs {sizes}, and {inputs.spare_mib:,.0f} of "
+        f"{inputs.usable_mib:,.0f} MiB may be used ({reasons.limit(inputs.hardware)}; "
+        f"{SPARE_SHARE:.0%} stay free){gpus}"
+        f"{_lacking(inputs, replace(inputs.job, context=padded(least), kv_type=kv_type))}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
     if inputs.resources.devices:
@@ -234,6 +238,41 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     )
 
 
+def _lacking(inputs: PlanInputs, job: PlacementJob) -> str:
+    """How much more it takes to fit, in each place alone: of the host's memory, or on the first GPU."""
+    resources = inputs.resources
+
+    def with_host(more: int) -> Resources:
+        return replace(resources, spare_mib=resources.spare_mib + more)
+
+    def with_gpu(at: int, more: int) -> Resources:
+        grown = tuple(
+            replace(device, free_mib=device.free_mib + (more if index == at else 0))
+            for index, device in enumerate(resources.devices)
+        )
+        return replace(resources, devices=grown)
+
+    ways = [("of host memory", with_host)]
+    ways += [
+        (f"on {device.name}", partial(with_gpu, at))
+        for at, device in enumerate(resources.devices[:1])
+        if not device.is_unified
+    ]
+    found = [f"{more:,} MiB {where}" for where, grown in ways if (more := _least_more(job, grown)) is not None]
+    return f"; missing are {' or '.join(found)}" if found else ""
+
+
+def _least_more(job: PlacementJob, grown: Callable[[int], Resources]) -> int | None:
+    """MiB, by halving; None where no amount helps."""
+    low, high = 0, int(2 * weights_mib(job.model)) + 65536
+    if place(job, grown(high)) is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if place(job, grown(middle)) else (middle, high)
+    return high
+
+
 def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     placement = context_plan.placed.placement
@@ -241,6 +280,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
     mode, loading = _load_mode(inputs, job, context_plan.placed)
     costs = placement_costs(job, inputs.resources, placement, is_pinned=mode in PINNED)
+    speed = predicted_speed(placement, context_plan.placed.speed, costs, settings)
     threads, by_threads = thread_counts(settings, hardware)
     host = host_memory(inputs, context_plan.placed.host, mode, bool(placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
@@ -273,7 +313,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         ),
         cpu_variant=inputs.kernels.variant,
         placement=context_plan.placed.placement,
-        speed=predicted_speed(placement, context_plan.placed.speed, costs, settings),
+        speed=speed,
         choices=(
             reasons.context(settings, hardware, model, context_plan),
             reasons.kv_type(
@@ -282,7 +322,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
                 inputs.kv_checks,
                 is_slow=bool(inputs.resources.devices) and not is_fast_pair(inputs.engine, context_plan.kv_type),
             ),
-            *_placement_choices(inputs, context_plan),
+            *_placement_choices(inputs, placement, speed),
             by_cache,
             *by_checkpoints,
             by_threads,
@@ -295,11 +335,11 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     )
 
 
-def _placement_choices(inputs: PlanInputs, context_plan: ContextPlan) -> tuple[Choice, ...]:
+def _placement_choices(inputs: PlanInputs, placement: Placement, speed: Speed) -> tuple[Choice, ...]:
     """Said where there is a GPU, or one that is left out; numbers that mean nothing without one are refused."""
     devices, settings = inputs.resources.devices, inputs.settings
-    placed = context_plan.placed
-    where = (reasons.placement(placed, inputs.resources, inputs.notes, settings),) if devices or inputs.notes else ()
+    lost = reasons.left_out(inputs.notes)
+    where = (reasons.placement(placement, speed, inputs.resources, settings), *lost) if devices or lost else ()
     return where if devices else (*where, *reasons.without_gpu(settings))
 
 

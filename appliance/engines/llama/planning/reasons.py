@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from appliance.engines.llama.planning.context import ContextPlan
 from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, weights_mib
@@ -10,7 +11,7 @@ from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
 from appliance.model import Model
-from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement
+from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -67,7 +68,7 @@ def _bound(context_plan: ContextPlan, native: str) -> str:
 def _price(context_plan: ContextPlan) -> str:
     """What it costs, against the same model with a context that leaves more on the GPUs."""
     before, placed = context_plan.before, context_plan.placed
-    if before is None:
+    if before is None or _tokens(before.placed) == _tokens(placed):
         return ""
     return (
         f"; {before.context:,} at {before.kv_type} {_where(before.placed)} would decode "
@@ -162,39 +163,64 @@ def _with(context_plan: ContextPlan, kind: str) -> str:
     return f"{most:,} tokens" + (f" ({knee:,} with everything on the GPUs)" if 0 < knee < most else "")
 
 
-def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], settings: Settings) -> Choice:
-    found = placed.placement
-    parts = [_holds(at, share) for at, share in enumerate(found.shares)]
-    if found.cpu_layers:
-        parts.append(f"the CPU holds {_first(found.cpu_layers)}")
-    if found.cpu_expert_layers:
-        parts.append(f"the experts of {_first(found.cpu_expert_layers)} stay in host memory")
-    if not found.shares:
-        parts.append("the CPU holds everything: no GPU has room for a part that pays")
-    parts += _reordered(found, resources)
-    used = {share.gpu.id for share in found.shares}
-    for device in resources.devices:
-        if device.id not in used:
-            parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
-        if device.note:
-            parts.append(f"{device.name}: {device.note}")
+def placement(found: Placement, speed: Speed, resources: Resources, settings: Settings) -> Choice:
     how = "measured" if resources.dram_is_measured else "assumed"
     dram = f"DRAM {resources.dram_gb_s:.0f} GB/s, {how}"
-    parts.append(f"predicted: {placed.speed.describe()}, from bandwidths ({dram})")
+    parts = [
+        *_held_where(found),
+        *_reordered(found, resources),
+        *_left_out(found, resources),
+        *(f"{device.name}: {device.note}" for device in resources.devices if device.note),
+        f"predicted: {speed.describe()}, from bandwidths ({dram})",
+    ]
     asked = [
         settings.sources[name]
         for name in ("gpu_layers", "n_cpu_moe", "devices")
         if settings.sources.get(name, "default") != "default"
     ]
     wants_cpu = settings.devices == "none" or settings.gpu_layers == 0
-    source = ", ".join(asked) or "memory and bandwidths"
     return Choice(
         name="placement",
         value=found.summary(),
-        reason="; ".join((*parts, *notes)),
-        source=source,
+        reason="; ".join(parts),
+        detail="; ".join(_holds(share) for share in found.shares),
+        source=", ".join(asked) or "memory and bandwidths",
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
+    """GPUs that cannot be used: a line of its own, since a lost card is not looked for behind the figures of others."""
+    if not notes:
+        return ()
+    return (Choice(name="left_out", value=str(len(notes)), reason="; ".join(notes), source="probe"),)
+
+
+def _held_where(found: Placement) -> Iterator[str]:
+    """Which layers lie where."""
+    held = (f"{share.device} ({share.gpu.name}) {share.layers} layers" for share in found.shares)
+    yield ", ".join(held) if found.shares else "the CPU holds everything: no GPU has room for a part that pays"
+    if _are_linked(found):
+        yield "linked by NVLink"
+    if found.cpu_layers:
+        yield f"the CPU holds {_first(found.cpu_layers)}"
+    if found.cpu_expert_layers:
+        yield f"the experts of {_first(found.cpu_expert_layers)} stay in host memory"
+
+
+def _are_linked(found: Placement) -> bool:
+    used = [share.gpu for share in found.shares]
+    return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
+
+
+def _left_out(found: Placement, resources: Resources) -> Iterator[str]:
+    """Cards that could be used. Of equal slices one sentence."""
+    used = {share.gpu.id for share in found.shares}
+    unused = [device for device in resources.devices if device.id not in used]
+    for (name, index), group in itertools.groupby(unused, key=lambda each: (each.name, each.index)):
+        first, *more = group
+        what = f"{len(more) + 1} of {name} (GPU {index}) are" if more else f"{name} (GPU {index}) is"
+        yield f"{what} left out: {_why_not(first, found)}"
 
 
 def _reordered(found: Placement, resources: Resources) -> list[str]:
@@ -241,7 +267,7 @@ def _first(count: int) -> str:
     return "the first layer" if count == 1 else f"the first {count} layers"
 
 
-def _holds(at: int, share: GpuAllocation) -> str:
+def _holds(share: GpuAllocation) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
     card = f"{share.device} ({share.gpu.name}, {share.gpu.bandwidth_gb_s:,.0f} GB/s estimated)"

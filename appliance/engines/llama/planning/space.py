@@ -255,7 +255,9 @@ class Space:
         if not plan.speed:
             return plan
         speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings)
-        return replace(plan, speed=speed)
+        where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
+        choices = tuple(where if choice.name == "placement" else choice for choice in plan.choices)
+        return replace(plan, speed=speed, choices=choices)
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The same plan with a smaller context; None where it cannot be placed again."""
@@ -350,10 +352,7 @@ def _with(inputs: PlanInputs, best: Plan, placed: Placed, *, ubatch: int) -> Pla
     launch = launch_of(best)
     host = host_memory(inputs, placed.host, launch.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
-    where = reasons.placement(placed, inputs.resources, inputs.notes, inputs.settings)
-    words = {"placement": (where.value, where.reason)}
-    if ubatch != launch.ubatch:
-        words["ubatch"] = (str(ubatch), f"measured beside {launch.ubatch}")
+    words = {} if ubatch == launch.ubatch else {"ubatch": (str(ubatch), f"measured beside {launch.ubatch}")}
     return replace(
         _reworded(best, **words),
         launch=replace(launch, ubatch=ubatch, batch=max(BATCH, ubatch)),
