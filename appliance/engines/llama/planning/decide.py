@@ -132,7 +132,7 @@ def plan_inputs(
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
-    devices = _chosen(settings, found)
+    devices = tuple(_beside_pages(device, settings, model) for device in _chosen(settings, found))
     usable = limits.of_host(hardware.memory)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
     more = 0.0 if devices else copies(model, kernels.isa).more
@@ -149,6 +149,14 @@ def plan_inputs(
         notes=notes,
         limits=limits,
     )
+
+
+def _beside_pages(device: Device, settings: Settings, model: Model) -> Device:
+    """Memory that GPU and host share is free as MemAvailable says, pages of files included: the kernel gives them up
+    (llama.cpp#17368, NVIDIA's known issues of DGX Spark). But a mapped file's pages come back while it is read."""
+    if not device.is_unified or "mmap" not in settings.load_mode:
+        return device
+    return replace(device, free_mib=max(0.0, device.free_mib - weights_mib(model)))
 
 
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:

@@ -85,4 +85,10 @@ def test_memory_that_gpu_and_host_share_is_not_filled_with_pages_of_the_file() -
     found = space("gb10").best
     assert launch_of(found).load_mode == "dio"
     assert "GPU and host share one memory" in reason(found, "load_mode")
-    assert launch_of(space("gb10", load_mode="mmap").best).load_mode == "mmap"
+    assert launch_of(space("gb10", load_mode="mmap", ctx_size="8192").best).load_mode == "mmap"
+
+
+def test_a_mapped_file_takes_its_room_in_shared_memory_beside_the_weights() -> None:
+    mapped, past = (space("gb10", load_mode=mode, ctx_size="8192").best for mode in ("mmap", "auto"))
+    (of_mapped,), (of_past,) = mapped.placement.shares, past.placement.shares
+    assert of_mapped.memory.total <= of_mapped.gpu.free_mib < of_past.gpu.free_mib - 60_000
