@@ -141,6 +141,7 @@ def _add_model(verb: argparse.ArgumentParser) -> None:
 def _add_plan(verb: argparse.ArgumentParser) -> None:
     _add_model(verb)
     verb.add_argument("--explain", action="store_true", help="every value with its reason and its source (default)")
+    verb.add_argument("--verbose", action="store_true", help="with the figures behind each reason")
     verb.add_argument("--dry-run", action="store_true", help="print the engine's command line and nothing else")
     words = (
         "what could be served of a recipe or a repository: size, place, context, speed, verdict; * is chosen, + here"
@@ -202,6 +203,7 @@ _OTHER_FLAGS = (
         "--help",
         "--json",
         "--explain",
+        "--verbose",
         "--dry-run",
         "--files",
         "--sha256",
@@ -282,7 +284,8 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
 
             candidate = found.fetches.candidate
             print(f"not on the volume: a start fetches {candidate.name} first, {in_column(candidate.missing_bytes)}\n")
-        print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explain(chosen))}\n")
+        explained = explain(chosen, is_verbose=options.verbose)
+        print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explained)}\n")
         if modelled := found.space.modelled(chosen):
             print(f"expert cache, not served by this engine: {modelled}\n")
         print(

@@ -106,6 +106,15 @@ def parse_jobs(value: str) -> tuple[tuple[str, float], ...]:
     return tuple(jobs)
 
 
+def _kv_type(value: str) -> str:
+    """One type, or those of K and V as in "q8_0/q4_0"."""
+    k, slash, v = value.partition("/")
+    if not slash:
+        return _one_of(*KV_TYPES)(value)
+    of_each = _one_of(*KV_TYPES[1:])
+    return k if of_each(k) == of_each(v) else value
+
+
 def _workload(value: str) -> str:
     parse_jobs(value)
     return value
@@ -174,7 +183,9 @@ class Settings:
         "auto: as the model says; yarn: reach a --ctx-size above the model's native length, at some loss",
         "KIND",
     )
-    kv_type: str = _setting(_one_of(*KV_TYPES), "auto", "type of the KV cache: f16, q8_0 and others", "TYPE")
+    kv_type: str = _setting(
+        _kv_type, "auto", "type of the KV cache: f16, q8_0 and others; of K and V as in q8_0/q4_0", "TYPE"
+    )
     threads: int | None = _setting(_integer(1, 4096), None, "threads of the engine (default: measured)", "N")
     cpu_variant: str = _setting(
         _text, "auto", "the engine's build of its CPU kernels, as haswell (default: the fastest that runs here)", "NAME"

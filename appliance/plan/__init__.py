@@ -7,12 +7,15 @@ from appliance.plan.device import Device
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
 from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
+from appliance.plan.kv_pair import k_and_v
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
+    CONTEXT_WORTH,
     KINDS,
     NOTHING,
+    READABLE_TOKENS_PER_S,
     SIZES,
     SMALLEST_CONTEXT,
     SPECULATION_GOALS,
@@ -38,9 +41,11 @@ __all__ = [
     "CHAT_TOKENS_IN",
     "CHAT_TOKENS_OUT",
     "CONTEXT_STEP",
+    "CONTEXT_WORTH",
     "KINDS",
     "NOTHING",
     "PREDICTED",
+    "READABLE_TOKENS_PER_S",
     "SIZES",
     "SMALLEST_CONTEXT",
     "SPECULATION_GOALS",
@@ -72,6 +77,7 @@ __all__ = [
     "explain",
     "explain_memory",
     "explain_settings",
+    "k_and_v",
     "summary",
     "with_choice",
     "with_measured",

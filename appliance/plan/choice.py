@@ -13,4 +13,5 @@ class Choice:
     value: str
     reason: str
     source: str
+    detail: str = ""  # figures behind the reason, for those who ask for them
     is_refusal: bool = False  # something was asked for and is not done: said at the start, not only when asked

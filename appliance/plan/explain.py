@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from appliance.plan.choice import Choice
 from appliance.plan.plan import Plan
 from appliance.settings import SETTINGS, Settings
 
 
-def explain(plan: Plan) -> str:
-    """One line a choice: value, reason, and the fact or setting that decided."""
+def explain(plan: Plan, *, is_verbose: bool = False) -> str:
+    """One line a choice: value, reason, and the fact or setting that decided. `is_verbose`: with the figures."""
     width = max(len(choice.name) for choice in plan.choices)
-    lines = [f"{c.name:<{width}}  {c.value}: {c.reason} [{c.source}]" for c in plan.choices]
+    lines = [f"{c.name:<{width}}  {c.value}: {_reason(c, is_verbose=is_verbose)} [{c.source}]" for c in plan.choices]
     return "\n".join((*lines, f"{'memory':<{width}}  {explain_memory(plan)}"))
+
+
+def _reason(choice: Choice, *, is_verbose: bool) -> str:
+    return f"{choice.reason}; {choice.detail}" if is_verbose and choice.detail else choice.reason
 
 
 def summary(plan: Plan) -> str:

@@ -13,7 +13,9 @@ from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
 
 SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
+READABLE_TOKENS_PER_S = 15.0  # about what one reads along with: what a full context has to decode in mode context
 SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
+CONTEXT_WORTH = 1.5  # times the context that costs no speed: for less than this no speed is given up
 # The chat job: placements are compared by it, and plans where nothing else is asked for.
 CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
 Kind = Literal["draft", "mtp", "ngram"]
@@ -117,7 +119,8 @@ class Speed:
     job_s: float
 
     def describe(self) -> str:
-        return f"{self.decode_tokens_per_s:.0f} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
+        decode = f"{self.decode_tokens_per_s:.{0 if self.decode_tokens_per_s >= 9.95 else 1}f}"
+        return f"{decode} tok/s of decode, {self.prefill_tokens_per_s:.0f} of prefill"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
 from appliance.values import dataclass
 
 Mode = Literal["speed", "balanced", "context"]
-READABLE_TOKENS_PER_S = 15.0  # context: about what one reads along with
 NOISE = 0.03  # two plans nearer than this are as fast as each other
+NOTICED = 0.1  # of the speed: what some more context may cost
 ROOM = 64  # tokens that are still to be decoded when a context is called full
 
 
@@ -91,13 +91,31 @@ def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
 def _balanced(usable: Sequence[Scored], job: Mix) -> Chosen:
     best = best_ms(usable, job.depth)
     kept = [plan for plan in usable if _kept(plan, best, job.depth) >= SPEED_KEPT]
-    largest = max(plan.context for plan in kept)
+    largest = _worth_its_price(kept, best, job.depth)
     plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
     share = _kept(plan, best, job.depth)
     kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
-    why = f"the largest context that {kept_in_words}: it keeps {share:.0%}"
+    more = max(kept, key=lambda plan: (plan.context, _kept(plan, best, job.depth)))
+    price = 1 - _kept(more, best, job.depth) / share
+    beyond = f", {more.context:,} would cost {price:.0%} of that" if more.context > largest else ""
+    why = f"the largest context that {kept_in_words}: it keeps {share:.0%}{beyond}"
     return Chosen(scored=plan, at=job.depth, speed=speed, why=why)
+
+
+def _worth_its_price(kept: Sequence[Scored], best: float, depth: float) -> int:
+    """The largest context; but not for more than a tenth of the speed of one that is two thirds as large."""
+    fastest: dict[int, float] = {}
+    for plan in kept:
+        fastest[plan.context] = max(_kept(plan, best, depth), fastest.get(plan.context, 0.0))
+    largest = max(fastest)
+    while cheaper := [
+        context
+        for context, share in fastest.items()
+        if context < largest < CONTEXT_WORTH * context and fastest[largest] < (1 - NOTICED) * share
+    ]:
+        largest = max(cheaper)
+    return largest
 
 
 def at_same_depths(plans: Sequence[Scored]) -> list[Scored]:

@@ -85,7 +85,7 @@ def text(case: Case) -> str:
     argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
     variables = environment(first, Path("/opt/llama"), Path("/data/cache/golden"))
     cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith(("CUDA", "GGML")))
-    lines = [_wrapped(line, indent="    ") for line in explain(first).splitlines()]
+    lines = [_wrapped(line, indent="    ") for line in explain(first, is_verbose=True).splitlines()]
     return "\n".join(
         (
             head,

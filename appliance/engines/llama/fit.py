@@ -15,7 +15,7 @@ from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.server import environment, placement_arguments
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan
+from appliance.plan import Plan, k_and_v
 from appliance.run import RunTimeout, run
 
 BINARY = "llama-fit-params"
@@ -40,8 +40,8 @@ def projection_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     sizes = {
         "--model": plan.model_path,
         "--ctx-size": plan.context,
-        "--cache-type-k": plan.kv_type,
-        "--cache-type-v": plan.kv_type,
+        "--cache-type-k": k_and_v(plan.kv_type)[0],
+        "--cache-type-v": k_and_v(plan.kv_type)[1],
         "--flash-attn": "on" if launch.flash_attention else "off",
         "--batch-size": launch.batch,
         "--ubatch-size": launch.ubatch,

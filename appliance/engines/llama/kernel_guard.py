@@ -11,7 +11,7 @@ from appliance.engines.engine import Inputs, Install
 from appliance.engines.llama.kernel_record import Checked, KernelStore
 from appliance.engines.llama.kernels import CPU_PROGRAM, Asked, KernelReport, asked_of, is_there, query_kernels
 from appliance.engines.llama.planning.kv_types import kv_candidates
-from appliance.plan import KvCheck, RuledOut
+from appliance.plan import KvCheck, RuledOut, k_and_v
 from appliance.report import Report
 
 
@@ -105,4 +105,5 @@ def asked_for(inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Asked:
     """What the kernels of a plan for these models have to work with."""
     models = (inputs.model, *((inputs.draft,) if inputs.draft else ()))
     types = {matrices.type_name for each in models for matrices in each.matrices}
-    return asked_of(types, kv_candidates(inputs.settings, inputs.facts, inputs.model, kv_checks, on_gpu=False))
+    kinds = kv_candidates(inputs.settings, inputs.facts, inputs.model, kv_checks, on_gpu=False)
+    return asked_of(types, {each for kind in kinds for each in k_and_v(kind)})

@@ -17,7 +17,7 @@ from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.server import command_of_job, placement_arguments, rope_arguments
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan
+from appliance.plan import Plan, k_and_v
 
 BINARY = "llama-perplexity"
 
@@ -34,8 +34,8 @@ def arguments(plan: Plan, facts: EngineFacts, text: Path, chunk_spec: ChunkSpec)
         "--ctx-size": chunk_spec.chunk_tokens,
         "--batch-size": chunk_spec.chunk_tokens,  # one piece at a time, and so one line for each
         "--ubatch-size": min(launch.ubatch, chunk_spec.chunk_tokens),
-        "--cache-type-k": plan.kv_type,
-        "--cache-type-v": plan.kv_type,
+        "--cache-type-k": k_and_v(plan.kv_type)[0],
+        "--cache-type-v": k_and_v(plan.kv_type)[1],
         "--flash-attn": "on" if launch.flash_attention else "off",
         "--threads": launch.threads,
         "--threads-batch": launch.threads_batch,

@@ -15,7 +15,7 @@ from appliance.engines.llama.log import is_error
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Allocated, Plan
+from appliance.plan import Allocated, Plan, k_and_v
 
 _SPECULATION = {"draft": "draft-simple", "mtp": "draft-mtp", "ngram": "ngram-mod"}
 # `parse_allocated` reads buffer sizes, and what every library says at its level "info" appears at 4, not at the default
@@ -57,8 +57,8 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.need("--host", str(socket_path))
     flags.need("--fit", "off")  # its own fit reads the host's memory, knows no cgroup, and costs 0.17 s a start
     flags.need("--ctx-size", plan.context)
-    flags.need("--cache-type-k", plan.kv_type)
-    flags.need("--cache-type-v", plan.kv_type)
+    flags.need("--cache-type-k", k_and_v(plan.kv_type)[0])
+    flags.need("--cache-type-v", k_and_v(plan.kv_type)[1])
     flags.need("--flash-attn", "on" if launch.flash_attention else "off")
     flags.need("--threads", launch.threads)
     flags.need("--threads-batch", launch.threads_batch)
@@ -134,8 +134,8 @@ def speculation_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
         flags.need("--spec-ngram-mod-n-min", 1)  # its own 48 gives up whatever is known of fewer tokens
         return tuple(flags.argv)
     flags.need("--spec-draft-n-max", speculation.tokens)
-    flags.use("--cache-type-k-draft", speculation.draft_kv_type)
-    flags.use("--cache-type-v-draft", speculation.draft_kv_type)
+    flags.use("--cache-type-k-draft", k_and_v(speculation.draft_kv_type)[0])
+    flags.use("--cache-type-v-draft", k_and_v(speculation.draft_kv_type)[1])
     if speculation.draft_path is not None:
         flags.need("--model-draft", speculation.draft_path)
         if speculation.device is not None:

@@ -1,26 +1,51 @@
-"""How large the context is and in which type it is kept, and so where the layers lie: pure.
+"""How large the context is and in which type it is kept, and so where the layers lie: one decision. Pure.
 
-Memory carries a context in many ways: more of it is paid for with layers, or experts, that leave the GPU. So the window
-is the largest whose predicted job is not much slower than with a small one; on the CPU alone that is what fits.
+Memory carries a context in many ways: more of it is paid for with layers, or experts, that leave the GPU. Candidates
+are, for each type of the cache, the knee (the largest context with everything on the GPUs) and the most that the aim
+pays for. A candidate is judged by its job near empty, and half full where it is larger than 32,768 tokens, against the
+fastest placement of any type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, replace
+from typing import Literal, TypeGuard
 
+from appliance.engines.llama.planning.job_time import decode_ms, job_ms, placement_costs
+from appliance.engines.llama.planning.kv_types import TRUSTED
 from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
-from appliance.plan import CONTEXT_STEP, SPEED_KEPT
+from appliance.engines.llama.planning.roofline import DEPTH
+from appliance.plan import (
+    CONTEXT_STEP,
+    CONTEXT_WORTH,
+    READABLE_TOKENS_PER_S,
+    SMALLEST_CONTEXT,
+    SPEED_KEPT,
+    Costs,
+    Placement,
+)
 from appliance.values import dataclass
 
 Aim = Literal["balanced", "speed", "context"]
 KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0.0}
-"""Of the fastest plan's speed at a small context, what a larger one has to keep."""
+"""Of the fastest plan's speed, what a larger context has to keep."""
 
-GOOD_CONTEXT = 32768  # f16 is kept down to here before q8_0 buys a larger context
+GOOD_CONTEXT = 32768  # up to here a context is judged near empty only, and no other type is checked for more
 SMALL_CONTEXT = 4096  # what speeds are compared at
+AS_FAST = 0.9  # of the speed: what an exact cache may cost
+HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
+NOTICED = 0.97  # a loss of less is not worth a word
+CHANCE = 0.995  # what differs less is the rounding of whole layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    kv_type: str
+    context: int
+    placed: Placed
+    half_full: float = 0.0  # decode, tokens a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,86 +53,238 @@ class ContextPlan:
     kv_type: str
     context: int
     placed: Placed
-    carried: Mapping[str, int]  # tokens, by type of the cache
-    larger: Mapping[str, float]  # seconds of that job with twice the context, by type that can carry it
+    carried: Mapping[str, int]  # tokens that the aim pays for, by type of the cache
+    knees: Mapping[str, int] = field(default_factory=dict)  # tokens with everything on GPUs, by type; 0: none
+    ubatch: int = 512
+    bound: str = ""  # what ended it, as in "memory"
+    half_full: float = 0.0  # decode, tokens a second
+    next_tokens: int = 0  # the next context that would be worth its price; 0: there is none, or nobody asks
+    larger: Candidate | None = None  # that context, where it fits
+    others: Mapping[str, Placed] = field(default_factory=dict)  # with this context in another type, by type
+    before: Candidate | None = None  # what is faster, and smaller: what this one costs
+    is_explicit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRequest:
     tokens: int
     is_explicit: bool  # then nothing less will do
-    kinds: tuple[str, ...]  # types of the cache that may be used, the best first
+    kinds: tuple[str, ...]  # types of the cache that may be used, the most exact first
     aim: Aim = "balanced"
+
+
+def is_whole(placement: Placement) -> bool:
+    return bool(placement.shares) and not (placement.cpu_layers or placement.cpu_expert_layers)
 
 
 def choose_context(job: PlacementJob, resources: Resources, request: ContextRequest) -> ContextPlan | None:
     """None when not even the smallest context fits, or the one that was asked for."""
-    at = _Asked(job, resources)
-    small = min(request.tokens, SMALL_CONTEXT)
-    # Each type by its own speed: that a smaller one is read faster is no reason against an exact one.
-    fast = {kind: placed.cost for kind in request.kinds if (placed := at(kind, small) or at(kind, CONTEXT_STEP))}
-    if not fast:
+    at = _Asked(job, resources, request)
+    if not at.fast:
         return None
-    share = KEPT[request.aim]
-    limits = {kind: cost / share if share else float("inf") for kind, cost in fast.items()}
-    carried = {kind: at.most(kind, request.tokens, limits[kind]) if kind in limits else 0 for kind in request.kinds}
-    kind = _kind(request, carried, at)
-    context = request.tokens if request.is_explicit else min(carried[kind], request.tokens)
-    placed = at(kind, context) if context else None
-    if placed is None:
+    knees = {kind: at.knee(kind) for kind in request.kinds} if resources.devices else {}
+    carried = {kind: max(at.carried(kind), knees.get(kind, 0)) for kind in request.kinds}
+    found = list(at.explicit() if request.is_explicit else _candidates(at, request, knees, carried))
+    chosen, before = _best(found, at)
+    if chosen is None:
         return None
-    larger = 2 * padded(context)
+    others = {kind: placed for kind in request.kinds if kind != chosen.kv_type and (placed := at(kind, chosen.context))}
+    next_tokens = 0 if request.is_explicit else at.next_tokens(chosen)
     return ContextPlan(
-        kv_type=kind,
-        context=context,
-        placed=placed,
+        kv_type=chosen.kv_type,
+        context=chosen.context,
+        placed=chosen.placed,
         carried=carried,
-        larger={kind: placed.speed.job_s for kind in request.kinds if (placed := at(kind, larger))},
+        knees=knees,
+        ubatch=job.ubatch,
+        next_tokens=next_tokens,
+        larger=at.candidate(chosen.kv_type, next_tokens) if next_tokens else None,
+        others=others,
+        bound="" if request.is_explicit else at.bound(chosen),
+        half_full=at.half_full(chosen),
+        before=before or at.faster(chosen),
+        is_explicit=request.is_explicit,
     )
 
 
-def _kind(request: ContextRequest, carried: Mapping[str, int], at: _Asked) -> str:
-    """The most exact that carries enough; if none does, what carries the most, or is fastest with what was asked."""
-    good = next((kind for kind in request.kinds if carried[kind] >= enough_of(request)), None)
-    if good is None and request.is_explicit:
-        fits = {kind: placed.cost for kind in request.kinds if (placed := at(kind, request.tokens))}
-        return min(fits, key=lambda kind: fits[kind], default=request.kinds[0])
-    return good or max(request.kinds, key=lambda kind: carried[kind])
+def _candidates(
+    at: _Asked, request: ContextRequest, knees: Mapping[str, int], carried: Mapping[str, int]
+) -> Iterator[Candidate]:
+    """Knees first, and of each the most exact type first: what comes later has to be better."""
+    of_kinds = [(kind, tokens) for of_all in (knees, carried) for kind, tokens in of_all.items() if tokens]
+    for kind, tokens in dict.fromkeys(of_kinds):
+        if placed := at(kind, tokens):
+            yield Candidate(kv_type=kind, context=min(tokens, request.tokens), placed=placed)
+
+
+def _best(found: list[Candidate], at: _Asked) -> tuple[Candidate | None, Candidate | None]:
+    """The best, and the one that it was taken in place of where it is slower."""
+    if not found:
+        return None, None
+    best, before = found[0], None
+    for each in found[1:]:
+        if at.is_better(each, best):
+            before = best if each.placed.cost * NOTICED > best.placed.cost else None
+            best = each
+    return best, before
 
 
 def enough_of(request: ContextRequest) -> int:
-    """Tokens beyond which no exactness is given up for more."""
+    """Tokens beyond which no type is checked that was not shown to be harmless."""
     return request.tokens if request.is_explicit or request.aim == "context" else min(request.tokens, GOOD_CONTEXT)
 
 
 class _Asked:
-    """Placements of one model by kind of cache and context, each found once."""
+    """Placements of one model by type of the cache and context, each found once, and how they compare."""
 
-    def __init__(self, job: PlacementJob, resources: Resources) -> None:
+    def __init__(self, job: PlacementJob, resources: Resources, request: ContextRequest) -> None:
         self._job = job
         self._resources = resources
+        self._request = request
+        self._share = KEPT[request.aim]
         self._found: dict[tuple[str, int], Placed | None] = {}
+        self._has_experts = bool(job.model.experts)
+        small = min(request.tokens, SMALL_CONTEXT)
+        placed = {kind: self(kind, small) or self(kind, CONTEXT_STEP) for kind in request.kinds}
+        self.fast: dict[str, Placed] = {kind: each for kind, each in placed.items() if each}
+        self._limit = min((each.cost for each in self.fast.values()), default=0) / self._share if self._share else None
+        self._ideal = [self._without_host_cache(kind, each) for kind, each in self.fast.items()]
 
     def __call__(self, kind: str, context: int) -> Placed | None:
         key = (kind, padded(context))
         if key not in self._found:
-            job = replace(self._job, kv_type=kind, context=padded(context))
-            self._found[key] = place(job, self._resources)
+            self._found[key] = place(replace(self._job, kv_type=kind, context=padded(context)), self._resources)
         return self._found[key]
 
-    def most(self, kind: str, tokens: int, limit: float) -> int:
-        """The largest multiple of the step, at most `tokens` padded, whose job is within the limit; 0 for none."""
-        low, high = 0, padded(tokens) // CONTEXT_STEP
-        if self._is_within(kind, high * CONTEXT_STEP, limit):
+    def knee(self, kind: str) -> int:
+        """Tokens with everything on GPUs; 0 where the weights alone do not fit there."""
+        if kind not in self.fast or not is_whole(self.fast[kind].placement):
+            return 0
+        return self._most(
+            lambda tokens: self._is_paid_empty(placed := self(kind, tokens)) and is_whole(placed.placement)
+        )
+
+    def carried(self, kind: str) -> int:
+        """Tokens that the aim pays for. Of experts attention stays on the GPUs where that leaves a usable context."""
+        if kind not in self.fast:
+            return 0
+        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        if self._has_experts and self._resources.devices and self._share:
+            tokens = self._most(lambda tokens: self._is_paid(kind, tokens) and self._attends_on_gpus(kind, tokens))
+            if tokens >= least:
+                return tokens
+        return self._most(lambda tokens: self._is_paid(kind, tokens))
+
+    def _is_paid(self, kind: str, tokens: int) -> bool:
+        """Whether the aim pays for that context: near empty, and half full where it is larger than most need."""
+        return not self._objection(kind, tokens)
+
+    def _objection(self, kind: str, tokens: int) -> str:
+        """Why the aim does not pay for it, in words that follow "more would"; empty where it does."""
+        placed = self(kind, tokens)
+        if placed is None:
+            return "not fit"
+        if not self._is_paid_empty(placed):
+            return f"keep less than {self._share:.0%} of the best speed"
+        if not self._share or is_whole(placed.placement):
+            return ""
+        if placed.placement.cpu_layers and placed.host.kv > HOST_KV_MIB:
+            return f"put more than {HOST_KV_MIB:,.0f} MiB of the cache into host memory"
+        return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT else ""
+
+    def _is_paid_empty(self, placed: Placed | None) -> TypeGuard[Placed]:
+        return placed is not None and (self._limit is None or placed.cost <= self._limit)
+
+    def _objection_half_full(self, kind: str, tokens: int, placed: Placed) -> str:
+        """Attention in host memory beside a GPU has to stay readable, too."""
+        costs = self._costs(kind, placed)
+        if placed.placement.cpu_layers and decode_ms(costs, tokens / 2) * READABLE_TOKENS_PER_S > 1000:
+            return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s half full, with attention on the CPU"
+        fastest = min(job_ms(ideal, tokens / 2) for ideal in self._ideal)
+        is_paid = job_ms(costs, tokens / 2) * self._share <= fastest
+        return "" if is_paid else f"keep less than {self._share:.0%} of the best speed half full"
+
+    def bound(self, chosen: Candidate) -> str:
+        """What kept it from being larger, as `_objection`."""
+        more = chosen.context + CONTEXT_STEP
+        if chosen.context >= self._request.tokens:
+            return ""
+        placed = self(chosen.kv_type, more)
+        if placed and is_whole(chosen.placed.placement) and not is_whole(placed.placement):
+            return "leave the GPUs"
+        if placed and not self._attends_on_gpus(chosen.kv_type, more) and not chosen.placed.placement.cpu_layers:
+            return "take attention off the GPUs"
+        return self._objection(chosen.kv_type, more)
+
+    def half_full(self, found: Candidate) -> float:
+        depth = found.context / 2
+        return 1000 / decode_ms(self._costs(found.kv_type, found.placed), depth)
+
+    def _attends_on_gpus(self, kind: str, tokens: int) -> bool:
+        placed = self(kind, tokens)
+        return placed is not None and not (placed.placement.cpu_layers or not placed.placement.shares)
+
+    def explicit(self) -> Iterator[Candidate]:
+        tokens = self._request.tokens
+        yield from (found for kind in self._request.kinds if (found := self.candidate(kind, tokens)))
+
+    def is_better(self, new: Candidate, old: Candidate) -> bool:
+        """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or carries more and
+        is not slower with as much, or is faster by a tenth with as much. More of the same type has to be 1.5 times as
+        much; below what clients work with, and where context is the aim, any more will do."""
+        if new.kv_type not in (*TRUSTED, old.kv_type) and old.context >= enough_of(self._request):
+            return False
+        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        if new.context > old.context:
+            is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
+            return is_much_more or (new.kv_type != old.kv_type and self._is_as_fast_there(new.kv_type, old))
+        if new.context < old.context or new.kv_type == old.kv_type:
+            return False
+        return new.placed.cost < max(AS_FAST, self._share) * old.placed.cost
+
+    def _is_as_fast_there(self, kind: str, old: Candidate) -> bool:
+        """With the context of the other, near empty, and half full but for what exactness may cost."""
+        placed = self(kind, old.context)
+        if placed is None or placed.cost * CHANCE > old.placed.cost:
+            return False
+        depth = old.context / 2
+        return self._job_ms(kind, placed, depth) * AS_FAST <= self._job_ms(old.kv_type, old.placed, depth)
+
+    def next_tokens(self, chosen: Candidate) -> int:
+        tokens = min(padded(int(CONTEXT_WORTH * chosen.context)), self._request.tokens)
+        return tokens if tokens > chosen.context and self._resources.devices else 0
+
+    def faster(self, chosen: Candidate) -> Candidate | None:
+        """A small context, where that is so by more than a word is worth."""
+        small = self.fast.get(chosen.kv_type)
+        if small is None or chosen.placed.cost * NOTICED <= small.cost:
+            return None
+        return Candidate(kv_type=chosen.kv_type, context=min(self._request.tokens, SMALL_CONTEXT), placed=small)
+
+    def candidate(self, kind: str, tokens: int) -> Candidate | None:
+        placed = self(kind, tokens)
+        if placed is None:
+            return None
+        found = Candidate(kv_type=kind, context=tokens, placed=placed)
+        return replace(found, half_full=self.half_full(found))
+
+    def _job_ms(self, kind: str, placed: Placed, depth: float) -> float:
+        return job_ms(self._costs(kind, placed), max(DEPTH, depth))
+
+    def _costs(self, kind: str, placed: Placed) -> Costs:
+        return placement_costs(replace(self._job, kv_type=kind), self._resources, placed.placement)
+
+    def _without_host_cache(self, kind: str, placed: Placed) -> Costs:
+        """What a larger context is measured by half full: attention in host memory counts as a loss beside a GPU."""
+        costs = self._costs(kind, placed)
+        return replace(costs, cpu_depth_us=0.0) if placed.placement.shares else costs
+
+    def _most(self, holds: Callable[[int], bool]) -> int:
+        """The largest multiple of the step, at most the request padded, for which it holds; 0 for none."""
+        low, high = 0, padded(self._request.tokens) // CONTEXT_STEP
+        if holds(high * CONTEXT_STEP):
             return high * CONTEXT_STEP
         while high - low > 1:
             middle = (low + high) // 2
-            if self._is_within(kind, middle * CONTEXT_STEP, limit):
-                low = middle
-            else:
-                high = middle
+            low, high = (middle, high) if holds(middle * CONTEXT_STEP) else (low, middle)
         return low * CONTEXT_STEP
-
-    def _is_within(self, kind: str, context: int, limit: float) -> bool:
-        placed = self(kind, context)
-        return placed is not None and placed.cost <= limit

@@ -6,13 +6,25 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from appliance.engines.llama.planning import assumptions, reasons
+from appliance.engines.llama.planning.batch import (
+    BATCH,
+    PINNED,
+    copies_weights,
+    load_mode,
+    predicted_speed,
+    ubatch_words,
+    with_batch,
+)
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
 from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
+from appliance.engines.llama.planning.job_time import placement_costs
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -36,13 +48,12 @@ from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, plain_name
-from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan
+from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan, Speed, k_and_v
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
-BATCH = 2048
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
@@ -106,7 +117,7 @@ def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
-    if settings.kv_type != "auto" and settings.kv_type not in engine.kv_types:
+    if settings.kv_type != "auto" and not set(k_and_v(settings.kv_type)) <= set(engine.kv_types):
         message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
         raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")
     if settings.kv_type != "auto" and not can_keep(model, settings.kv_type):
@@ -129,7 +140,7 @@ def plan_inputs(
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits)
-    devices = _chosen(settings, found)
+    devices = tuple(_beside_pages(device, settings, model) for device in _chosen(settings, found))
     if devices:
         _check_flash(settings, model)
     usable = limits.of_host(hardware.memory)
@@ -176,6 +187,14 @@ def _check_flash(settings: Settings, model: Model) -> None:
         raise ConfigError(message, hint="use f16, or --devices none")
 
 
+def _beside_pages(device: Device, settings: Settings, model: Model) -> Device:
+    """Memory that GPU and host share is free as MemAvailable says, pages of files included: the kernel gives them up
+    (llama.cpp#17368, NVIDIA's known issues of DGX Spark). But a mapped file's pages come back while it is read."""
+    if not device.is_unified or "mmap" not in settings.load_mode:
+        return device
+    return replace(device, free_mib=max(0.0, device.free_mib - weights_mib(model)))
+
+
 def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
     """In the order that was asked for. Raises ConfigError for a device that is not there."""
     if settings.devices == "auto":
@@ -192,11 +211,17 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
     return tuple(dict.fromkeys(by_name[name] for name in names))
 
 
+def aim_of(settings: Settings) -> Aim:
+    aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
+    return aims[settings.mode]
+
+
 def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     request = wanted_context(inputs, aim)
     context_plan = choose_context(inputs.job, inputs.resources, request)
     if context_plan is None or (not request.is_explicit and context_plan.context < min(request.tokens, MIN_CONTEXT)):
         raise _refusal(inputs, request.kinds[0], request.tokens)
+    context_plan = with_batch(context_plan, inputs.job, inputs.resources, request, inputs.settings)
     if request.is_explicit:
         return replace(context_plan, context=served_context(inputs.settings, inputs.model, context_plan.context))
     return context_plan
@@ -250,8 +275,10 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
-        f"model does not fit: {inputs.model.title} needs {sizes}, "
-        f"and {inputs.usable_mib:,.0f} MiB are usable ({reasons.limit(inputs.hardware)}){gpus}"
+        f"model does not fit: {inputs.model.title} needs {sizes}, and {inputs.spare_mib:,.0f} of "
+        f"{inputs.usable_mib:,.0f} MiB may be used ({reasons.limit(inputs.hardware)}; "
+        f"{SPARE_SHARE:.0%} stay free){gpus}"
+        f"{_lacking(inputs, replace(inputs.job, context=padded(least), kv_type=kv_type))}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
     if inputs.resources.devices:
@@ -263,12 +290,51 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     )
 
 
+def _lacking(inputs: PlanInputs, job: PlacementJob) -> str:
+    """How much more it takes to fit, in each place alone: of the host's memory, or on the first GPU."""
+    resources = inputs.resources
+
+    def with_host(more: int) -> Resources:
+        return replace(resources, spare_mib=resources.spare_mib + more)
+
+    def with_gpu(at: int, more: int) -> Resources:
+        grown = tuple(
+            replace(device, free_mib=device.free_mib + (more if index == at else 0))
+            for index, device in enumerate(resources.devices)
+        )
+        return replace(resources, devices=grown)
+
+    ways = [("of host memory", with_host)]
+    ways += [
+        (f"on {device.name}", partial(with_gpu, at))
+        for at, device in enumerate(resources.devices[:1])
+        if not device.is_unified
+    ]
+    found = [f"{more:,} MiB {where}" for where, grown in ways if (more := _least_more(job, grown)) is not None]
+    return f"; missing are {' or '.join(found)}" if found else ""
+
+
+def _least_more(job: PlacementJob, grown: Callable[[int], Resources]) -> int | None:
+    """MiB, by halving; None where no amount helps."""
+    low, high = 0, int(2 * weights_mib(job.model)) + 65536
+    if place(job, grown(high)) is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if place(job, grown(middle)) else (middle, high)
+    return high
+
+
 def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
-    load_mode, loading = _load_mode(settings, hardware, model)
-    ubatch = min(settings.ubatch or UBATCH, padded(context_plan.context))
+    placement = context_plan.placed.placement
+    ubatch = min(context_plan.ubatch, padded(context_plan.context))
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    mode, loading = _load_mode(inputs, job, context_plan.placed)
+    costs = placement_costs(job, inputs.resources, placement, is_pinned=mode in PINNED)
+    speed = predicted_speed(placement, context_plan.placed.speed, costs, settings)
     threads, by_threads = thread_counts(settings, hardware)
-    host = host_memory(inputs, context_plan.placed.host, load_mode, bool(context_plan.placed.placement.shares))
+    host = host_memory(inputs, context_plan.placed.host, mode, bool(placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
     checkpoints, host, by_checkpoints = kept_checkpoints(inputs, host, context_plan.kv_type, spare)
     longest = conversation_mib(
@@ -292,14 +358,14 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
             flash_attention=inputs.no_flash is None,
-            load_mode=load_mode,
+            load_mode=mode,
             checkpoints=checkpoints,
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
         cpu_variant=inputs.kernels.variant,
         placement=context_plan.placed.placement,
-        speed=context_plan.placed.speed,
+        speed=speed,
         choices=(
             reasons.context(settings, hardware, model, context_plan),
             reasons.kv_type(
@@ -308,12 +374,12 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
                 inputs.kv_checks,
                 is_slow=bool(inputs.resources.devices) and not is_fast_pair(inputs.engine, context_plan.kv_type),
             ),
-            *_placement_choices(inputs, context_plan.placed),
+            *_placement_choices(inputs, placement, speed),
             by_cache,
             *by_checkpoints,
             by_threads,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
-            reasons.ubatch(settings, ubatch),
+            reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if copies_weights(placement) else ""),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(inputs.no_flash),
             loading,
@@ -321,10 +387,11 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     )
 
 
-def _placement_choices(inputs: PlanInputs, placed: Placed) -> tuple[Choice, ...]:
+def _placement_choices(inputs: PlanInputs, placement: Placement, speed: Speed) -> tuple[Choice, ...]:
     """Said where there is a GPU, or one that is left out; numbers that mean nothing without one are refused."""
     devices, settings = inputs.resources.devices, inputs.settings
-    where = (reasons.placement(placed, inputs.resources, inputs.notes, settings),) if devices or inputs.notes else ()
+    lost = reasons.left_out(inputs.notes)
+    where = (reasons.placement(placement, speed, inputs.resources, settings), *lost) if devices or lost else ()
     return where if devices else (*where, *reasons.without_gpu(settings))
 
 
@@ -386,11 +453,14 @@ def thread_counts(settings: Settings, hardware: Hardware) -> tuple[tuple[int, ..
     return tuple(dict.fromkeys((first, most, max(1, first // 2)))), reasons.threads(cpu, first)
 
 
-def _load_mode(settings: Settings, hardware: Hardware, model: Model) -> tuple[str, Choice]:
+def _load_mode(inputs: PlanInputs, job: PlacementJob, placed: Placed) -> tuple[str, Choice]:
     """Locking only where the limit allows it: a refusal is said here and is not fatal."""
+    settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     if settings.load_mode == "auto":
-        why = "pages are read once, shared between containers on one volume, and dropped under pressure, not swapped"
-        return "mmap", Choice(name="load_mode", value="mmap", reason=why, source="default")
+        needed = placed.host.total + least_cache(settings, is_bare=inputs.is_bare) + host_overhead_mib(model)
+        fits = needed <= inputs.spare_mib - unified_mib(inputs, placed.placement)
+        mode, why = load_mode(job, inputs.resources, placed.placement, settings, fits=fits)
+        return mode, Choice(name="load_mode", value=mode, reason=why, source="default" if mode == "mmap" else "memory")
     source = settings.sources["load_mode"]
     lockable = hardware.memory.memlock_limit_mib
     if "mlock" in settings.load_mode and lockable is not None and lockable < weights_mib(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.handicaps import handicaps
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.plan import Device
@@ -88,6 +89,7 @@ def _note(gpu: Gpu) -> str:
         notes.append(f"in use by {held}")
     if gpu.display:
         notes.append("a screen is attached")
+    notes += handicaps(gpu)
     if gpu.bandwidth_gb_s is None:
         notes.append(f"its bandwidth is unknown, taken as {assumptions.GPU_GB_S.value:g} GB/s")
     return "; ".join(notes)

@@ -12,12 +12,13 @@ from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.memory import can_keep
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import KvCheck
+from appliance.plan import KvCheck, k_and_v
 from appliance.settings import Settings
 
 TRUSTED = ("f16", "q8_0")
-BELOW_Q8 = ("q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first
-WORTH_A_CHECK = 1.3  # times the tokens that a trusted type carries
+MIXED = "q8_0/q4_0"  # K in the type that rounding hurts more (llama.cpp#7412), V in half of its bytes
+BELOW_Q8 = (MIXED, "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")  # the most exact first
+WORTH_A_CHECK = 1.2  # times the tokens that a trusted type carries
 
 
 def kv_candidates(
@@ -54,13 +55,20 @@ def worth_checking(carried: Mapping[str, int], *, enough: int) -> tuple[str, ...
     return tuple(sorted(kinds, key=lambda kind: -min(carried[kind], enough)))
 
 
+def is_offered(engine: EngineFacts, kv_type: str) -> bool:
+    """Two types at once only where there are kernels for the pair: elsewhere every token would be converted."""
+    k, v = k_and_v(kv_type)
+    return {k, v} <= set(engine.kv_types) and (k == v or (k, v) in engine.kv_pairs)
+
+
 def is_fast_pair(engine: EngineFacts, kv_type: str) -> bool:
     """Whether flash attention on a GPU takes this type as it is; other pairs are converted for every token."""
-    return not engine.kv_pairs or (kv_type, kv_type) in engine.kv_pairs
+    pair = k_and_v(kv_type)
+    return pair in engine.kv_pairs if engine.kv_pairs else pair[0] == pair[1]
 
 
 def _usable(kinds: tuple[str, ...], engine: EngineFacts, model: Model, *, on_gpu: bool) -> tuple[str, ...]:
-    offered = tuple(kind for kind in kinds if kind in engine.kv_types and can_keep(model, kind))
+    offered = tuple(kind for kind in kinds if is_offered(engine, kind) and can_keep(model, kind))
     if on_gpu and why_no_kernel(model):
         offered = tuple(kind for kind in offered if kind in EXACT_TYPES)
     fast = tuple(kind for kind in offered if is_fast_pair(engine, kind))

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from appliance.engines.llama.planning.assumptions import APPLIANCE_MIB, ENGINE_MIB, VOCABULARY_KIB
 from appliance.model import Layer, Matrices, Model
-from appliance.plan import CONTEXT_STEP
+from appliance.plan import CONTEXT_STEP, k_and_v
 from appliance.values import dataclass
 
 MIB = 2**20
@@ -163,8 +163,14 @@ def cells(layer: Layer, context: int, ubatch: int, parallel: int) -> int:
 
 
 def layer_kv_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
-    elements = layer.k_elements + layer.v_elements
-    return elements * KV_BYTES[kv_type] * cells(layer, context, ubatch, parallel) if elements else 0.0
+    each = cell_bytes(layer, kv_type)
+    return each * cells(layer, context, ubatch, parallel) if each else 0.0
+
+
+def cell_bytes(layer: Layer, kv_type: str) -> float:
+    """Of one token in a layer's cache."""
+    k, v = k_and_v(kv_type)
+    return layer.k_elements * KV_BYTES[k] + layer.v_elements * KV_BYTES[v]
 
 
 def flash_copy_bytes(layer: Layer, kv_type: str, context: int, ubatch: int, parallel: int) -> float:
@@ -181,7 +187,7 @@ def can_keep(model: Model, kv_type: str) -> bool:
 def kv_bytes_per_token(model: Model, kv_type: str) -> float:
     """Of every further token: layers that see only a window take none."""
     growing = [layer for layer in layers_of(model) if layer.window is None and not layer.is_draft]
-    return sum(layer.k_elements + layer.v_elements for layer in growing) * KV_BYTES[kv_type]
+    return sum(cell_bytes(layer, kv_type) for layer in growing)
 
 
 def kv_mib(model: Model, kv_type: str, context: int, ubatch: int = UBATCH, parallel: int = 4) -> float:
@@ -198,7 +204,7 @@ def checkpoint_mib(model: Model, kv_type: str) -> float:
     """One context checkpoint of one slot: what cannot be rolled back, states and the windows of sliding layers."""
     kept = [layer for layer in layers_of(model) if not layer.is_draft]
     states = sum(layer.state_bytes for layer in kept)
-    windows = sum((la.k_elements + la.v_elements) * la.window for la in kept if la.window) * KV_BYTES[kv_type]
+    windows = sum(cell_bytes(layer, kv_type) * layer.window for layer in kept if layer.window)
     return (states + windows) / MIB
 
 

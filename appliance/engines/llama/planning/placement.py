@@ -10,7 +10,7 @@ and bandwidth is as fast but for noise, it is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 
 from appliance.engines.llama.planning.memory import (
@@ -126,14 +126,20 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
 
 
 def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:
-    def row(costs: Iterable[Costs], output: Costs) -> tuple[Cost, ...]:
-        each = zip(layers, costs, strict=True)
-        return (*(Cost() if layer.is_draft else roofline.job(cost) for layer, cost in each), roofline.job(output))
+    def row(on: Callable[[Layer], Costs], output: Costs) -> tuple[Cost, ...]:
+        known: dict[Layer, Cost] = {}  # most layers of a model are alike
+        for layer in layers:
+            if layer not in known:
+                known[layer] = Cost() if layer.is_draft else roofline.job(on(layer))
+        return (*(known[layer] for layer in layers), roofline.job(output))
 
     def on_each(on: Callable[[Layer, Device], Costs]) -> tuple[tuple[Cost, ...], ...]:
-        return tuple(row((on(la, device) for la in layers), roofline.output_on_gpu(device)) for device in devices)
+        def on_card(device: Device) -> tuple[Cost, ...]:
+            return row(lambda layer: on(layer, device), roofline.output_on_gpu(device))
 
-    cpu, gpus = row(map(roofline.on_cpu, layers), roofline.output_on_cpu()), on_each(roofline.on_gpu)
+        return tuple(map(on_card, devices))
+
+    cpu, gpus = row(roofline.on_cpu, roofline.output_on_cpu()), on_each(roofline.on_gpu)
     apart = on_each(roofline.experts_on_cpu) if roofline.model.experts else gpus
     pairs = (pair for on_gpu in gpus for pair in zip(on_gpu[:-1], cpu[:-1], strict=True))
     pay = all(2 * gpu.job <= on_cpu.job for gpu, on_cpu in pairs)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from appliance.engines.llama.planning.context import ContextPlan
-from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, padded, weights_mib
+from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
 from appliance.model import Model
-from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement
+from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -32,32 +33,80 @@ def needs(memory: Memory, kv_type: str, context: int) -> str:
 
 
 def context(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> Choice:
-    sizes = _beside(settings, hardware, model, context_plan)
+    detail = _beside(settings, hardware, model, context_plan)
     value = f"{context_plan.context:,}"
+    native = f", of the model's native {model.native_context:,}"
+    placement = context_plan.placed.placement
     if settings.ctx_size:
         rope = rope_for(settings, model, context_plan.context)
         beyond = f"; {in_words(rope)}" if rope else ""
-        return Choice(
-            name="context", value=value, reason=f"asked for{beyond}: {sizes}", source=settings.sources["ctx_size"]
-        )
-    if (
-        settings.allow_disk
-        and weights_mib(model) > hardware.memory.usable_mib
-        and not context_plan.placed.placement.shares
-    ):
-        why, source = f"weights exceed memory and --allow-disk is on: {sizes}", "allow_disk"
+        why, source = f"asked for{beyond}{_price(context_plan)}", settings.sources["ctx_size"]
+    elif settings.allow_disk and weights_mib(model) > hardware.memory.usable_mib and not placement.shares:
+        why, source = "weights exceed memory and --allow-disk is on", "allow_disk"
     elif context_plan.context >= model.native_context:
-        why, source = f"the model's native length, and it fits: {sizes}", "model"
+        why, source = f"the model's native length{_price(context_plan)}", "model"
+    elif not placement.shares:
+        why, source = f"what memory carries{native}", limit(hardware)
     else:
-        why = (
-            f"what memory carries, of the model's native {model.native_context:,}: {sizes}{_more(context_plan, model)}"
-        )
-        source = limit(hardware) if not context_plan.placed.placement.shares else "memory of the GPUs, and speed"
-    return Choice(name="context", value=value, reason=why, source=source)
+        why = f"{_bound(context_plan, native)}{_price(context_plan)}{_more(context_plan)}"
+        source = "memory of the GPUs, and speed"
+    return Choice(name="context", value=value, reason=why, source=source, detail=detail)
+
+
+def _bound(context_plan: ContextPlan, native: str) -> str:
+    """What ended it."""
+    gpus = f"GPU{'s' * (len(context_plan.placed.placement.shares) > 1)}"
+    where = {"leave the GPUs": f"everything on the {gpus}", "take attention off the GPUs": f"attention on the {gpus}"}
+    if context_plan.bound in where:
+        return f"the most at {context_plan.kv_type} with {where[context_plan.bound]}{native}"
+    if context_plan.bound == "not fit":
+        return f"the most at {context_plan.kv_type} that fits{native}"
+    ended = f"; more would {context_plan.bound}" if context_plan.bound else ""
+    return f"the most at {context_plan.kv_type} that is worth its price{native}{ended}"
+
+
+def _price(context_plan: ContextPlan) -> str:
+    """What it costs, against the same model with a context that leaves more on the GPUs."""
+    before, placed = context_plan.before, context_plan.placed
+    if before is None or _tokens(before.placed) == _tokens(placed):
+        return ""
+    return (
+        f"; {before.context:,} at {before.kv_type} {_where(before.placed)} would decode "
+        f"{_tokens(before.placed)} tok/s, this {_tokens(placed)}"
+    )
+
+
+def _more(context_plan: ContextPlan) -> str:
+    """What the next context that is worth its name would cost."""
+    if not context_plan.next_tokens:
+        return ""
+    if context_plan.larger is None:
+        return f"; {context_plan.next_tokens:,} would not fit"
+    larger = context_plan.larger
+    speeds = f"decode {_tokens(context_plan.placed)} -> {_tokens(larger.placed)} tok/s"
+    half_full = f", half full {_rate(context_plan.half_full)} -> {_rate(larger.half_full)}"
+    return f"; {larger.context:,} {_where(larger.placed)}: {speeds}{half_full}"
+
+
+def _where(placed: Placed) -> str:
+    found = placed.placement
+    if found.cpu_layers:
+        return f"with {found.cpu_layers} of {found.cpu_layers + found.gpu_layers} layers on the CPU"
+    if found.cpu_expert_layers:
+        return f"with the experts of {found.cpu_expert_layers} layers in host memory"
+    return f"with everything on the GPU{'s' * (len(found.shares) > 1)}" if found.shares else "on the CPU"
+
+
+def _tokens(placed: Placed) -> str:
+    return _rate(placed.speed.decode_tokens_per_s)
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.1f}"
 
 
 def _beside(settings: Settings, hardware: Hardware, model: Model, context_plan: ContextPlan) -> str:
-    kv = kv_mib(model, context_plan.kv_type, context_plan.context, settings.ubatch or UBATCH, slots(settings))
+    kv = kv_mib(model, context_plan.kv_type, context_plan.context, context_plan.ubatch, slots(settings))
     words = f"{kv:,.0f} MiB of KV at {context_plan.kv_type} beside {weights_mib(model):,.0f} MiB of weights"
     shares = context_plan.placed.placement.shares
     if not shares:
@@ -74,79 +123,104 @@ def _held(shares: tuple[GpuAllocation, ...]) -> float:
     return sum(share.gpu.held_back_mib for share in shares)
 
 
-def _more(context_plan: ContextPlan, model: Model) -> str:
-    """What twice the context would need."""
-    larger = min(2 * padded(context_plan.context), padded(model.native_context))
-    if not context_plan.placed.placement.shares or larger <= context_plan.context:
-        return ""
-    enough = [kind for kind, tokens in context_plan.carried.items() if tokens >= larger]
-    if enough and context_plan.kv_type not in enough:
-        return f"; {larger:,} would need {enough[0]}"
-    if not context_plan.larger:
-        return f"; {2 * padded(context_plan.context):,} would not fit at all"
-    kind, seconds = min(context_plan.larger.items(), key=lambda item: item[1])
-    times = seconds / context_plan.placed.speed.job_s
-    return (
-        f"; {2 * padded(context_plan.context):,} at {kind} would push layers off the GPUs, and a job would take "
-        f"{times:.1f} times as long"
-    )
-
-
 def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[KvCheck], *, is_slow: bool) -> Choice:
+    kind = context_plan.kv_type
     if settings.kv_type != "auto":
         slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
         return Choice(
             name="kv_type",
-            value=context_plan.kv_type,
+            value=kind,
             reason=f"asked for{slow}",
             source=settings.sources["kv_type"],
             is_refusal=is_slow,
         )
     carried: Mapping[str, int] = context_plan.carried
-    proof = next((v for v in kv_checks if v.kv_type == context_plan.kv_type), None)
+    proof = next((v for v in kv_checks if v.kv_type == kind), None)
     if proof is not None and "q8_0" in carried:
-        why = f"q8_0 would carry only {carried['q8_0']:,} tokens, {proof.kv_type} carries {carried[proof.kv_type]:,}: "
-        return Choice(name="kv_type", value=context_plan.kv_type, reason=why + proof.why, source="memory, and measured")
-    if context_plan.kv_type == "q8_0" and "f16" in carried:
-        why = f"f16 would carry only {carried['f16']:,} tokens, q8_0 carries {carried['q8_0']:,} at almost no loss"
-    else:
-        why = f"exact, and carries {max(context_plan.context, carried[context_plan.kv_type]):,} tokens here"
-    return Choice(name="kv_type", value=context_plan.kv_type, reason=why, source="memory")
+        why = f"q8_0 would carry only {_with(context_plan, 'q8_0')}, {kind} carries {carried[kind]:,}: {proof.why}"
+        return Choice(name="kv_type", value=kind, reason=why, source="memory, and measured")
+    if kind != "f16" and "f16" in carried:
+        return Choice(name="kv_type", value=kind, reason=_why_rounded(context_plan), source="memory")
+    others = [other for other in carried if other != kind and carried[other] > context_plan.context]
+    less = f"; {others[0]} would carry {_with(context_plan, others[0])}" if others else ""
+    return Choice(name="kv_type", value=kind, reason=f"exact{less}", source="memory")
 
 
-def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], settings: Settings) -> Choice:
-    found = placed.placement
-    parts = [_holds(at, share) for at, share in enumerate(found.shares)]
-    if found.cpu_layers:
-        parts.append(f"the CPU holds {_first(found.cpu_layers)}")
-    if found.cpu_expert_layers:
-        parts.append(f"the experts of {_first(found.cpu_expert_layers)} stay in host memory")
-    if not found.shares:
-        parts.append("the CPU holds everything: no GPU has room for a part that pays")
-    parts += _reordered(found, resources)
-    used = {share.gpu.id for share in found.shares}
-    for device in resources.devices:
-        if device.id not in used:
-            parts.append(f"{device.name} (GPU {device.index}) is left out: {_why_not(device, found)}")
-        if device.note:
-            parts.append(f"{device.name}: {device.note}")
+def _why_rounded(context_plan: ContextPlan) -> str:
+    carried = context_plan.carried
+    if carried["f16"] < context_plan.context and not context_plan.is_explicit:
+        return f"f16 would carry only {_with(context_plan, 'f16')}; rounded at almost no loss"
+    exact = context_plan.others.get("f16")
+    if exact is None:
+        return "f16 would not fit; rounded at almost no loss"
+    slower = f"decode {_tokens(exact)} tok/s, not {_tokens(context_plan.placed)}"
+    return f"f16 would carry as much {_where(exact)}: {slower}; rounded at almost no loss"
+
+
+def _with(context_plan: ContextPlan, kind: str) -> str:
+    """Tokens that another type carries, and with everything on the GPUs where that is fewer."""
+    most, knee = context_plan.carried[kind], context_plan.knees.get(kind, 0)
+    return f"{most:,} tokens" + (f" ({knee:,} with everything on the GPUs)" if 0 < knee < most else "")
+
+
+def placement(found: Placement, speed: Speed, resources: Resources, settings: Settings) -> Choice:
     how = "measured" if resources.dram_is_measured else "assumed"
     dram = f"DRAM {resources.dram_gb_s:.0f} GB/s, {how}"
-    parts.append(f"predicted: {placed.speed.describe()}, from bandwidths ({dram})")
+    parts = [
+        *_held_where(found),
+        *_reordered(found, resources),
+        *_left_out(found, resources),
+        *(f"{device.name}: {device.note}" for device in resources.devices if device.note),
+        f"predicted: {speed.describe()}, from bandwidths ({dram})",
+    ]
     asked = [
         settings.sources[name]
         for name in ("gpu_layers", "n_cpu_moe", "devices")
         if settings.sources.get(name, "default") != "default"
     ]
     wants_cpu = settings.devices == "none" or settings.gpu_layers == 0
-    source = ", ".join(asked) or "memory and bandwidths"
     return Choice(
         name="placement",
         value=found.summary(),
-        reason="; ".join((*parts, *notes)),
-        source=source,
+        reason="; ".join(parts),
+        detail="; ".join(_holds(share) for share in found.shares),
+        source=", ".join(asked) or "memory and bandwidths",
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:
+    """GPUs that cannot be used: a line of its own, since a lost card is not looked for behind the figures of others."""
+    if not notes:
+        return ()
+    return (Choice(name="left_out", value=str(len(notes)), reason="; ".join(notes), source="probe"),)
+
+
+def _held_where(found: Placement) -> Iterator[str]:
+    """Which layers lie where."""
+    held = (f"{share.device} ({share.gpu.name}) {share.layers} layers" for share in found.shares)
+    yield ", ".join(held) if found.shares else "the CPU holds everything: no GPU has room for a part that pays"
+    if _are_linked(found):
+        yield "linked by NVLink"
+    if found.cpu_layers:
+        yield f"the CPU holds {_first(found.cpu_layers)}"
+    if found.cpu_expert_layers:
+        yield f"the experts of {_first(found.cpu_expert_layers)} stay in host memory"
+
+
+def _are_linked(found: Placement) -> bool:
+    used = [share.gpu for share in found.shares]
+    return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
+
+
+def _left_out(found: Placement, resources: Resources) -> Iterator[str]:
+    """Cards that could be used. Of equal slices one sentence."""
+    used = {share.gpu.id for share in found.shares}
+    unused = [device for device in resources.devices if device.id not in used]
+    for (name, index), group in itertools.groupby(unused, key=lambda each: (each.name, each.index)):
+        first, *more = group
+        what = f"{len(more) + 1} of {name} (GPU {index}) are" if more else f"{name} (GPU {index}) is"
+        yield f"{what} left out: {_why_not(first, found)}"
 
 
 def _reordered(found: Placement, resources: Resources) -> list[str]:
@@ -193,7 +267,7 @@ def _first(count: int) -> str:
     return "the first layer" if count == 1 else f"the first {count} layers"
 
 
-def _holds(at: int, share: GpuAllocation) -> str:
+def _holds(share: GpuAllocation) -> str:
     m = share.memory
     state = f", {m.state:,.0f} states" if m.state else ""
     card = f"{share.device} ({share.gpu.name}, {share.gpu.bandwidth_gb_s:,.0f} GB/s estimated)"
@@ -245,9 +319,11 @@ def threads(cpu: Cpu, first: int) -> Choice:
     return Choice(name="threads", value=str(first), reason=why, source="probe")
 
 
-def ubatch(settings: Settings, size: int) -> Choice:
+def ubatch(settings: Settings, size: int, words: str) -> Choice:
     if settings.ubatch:
         return Choice(name="ubatch", value=str(size), reason="asked for", source=settings.sources["ubatch"])
+    if words:
+        return Choice(name="ubatch", value=str(size), reason=words, source="default")
     why = "llama.cpp's default, a good start; its neighbours are measured"
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 

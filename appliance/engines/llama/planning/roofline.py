@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions
-from appliance.engines.llama.planning.memory import KV_BYTES, layers_of
+from appliance.engines.llama.planning.memory import KV_BYTES, cell_bytes, layers_of
 from appliance.model import Layer, Model
-from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
 from appliance.values import dataclass
 
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
@@ -101,7 +101,7 @@ class Roofline:
 
     def _dense_on_gpu(self, layer: Layer, device: Device, used: float) -> Costs:
         gb_s, gain = device.bandwidth_gb_s, assumptions.PREFILL_GAIN_GPU.value
-        cache = (layer.k_elements + layer.v_elements) * KV_BYTES[self.kv_type]
+        cache = cell_bytes(layer, self.kv_type)
         # A state is read and written.
         read = _ms(layer.dense_bytes + 2 * layer.state_bytes + cache * self._held(layer) + used, gb_s)
         depth_us = 1000 * _ms(cache, gb_s) if self._grows(layer) else 0.0
@@ -201,8 +201,9 @@ def cpu_costs(
 def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
     """Bytes for each token in the cache, as a decoded token and as one of a prompt spend time on them. A rounded cache
     is smaller than f16, and slower all the same."""
-    if KV_BYTES[kv_type] >= KV_BYTES["f16"]:
-        return values * KV_BYTES[kv_type], values * KV_BYTES[kv_type]
+    least = min(KV_BYTES[kind] for kind in k_and_v(kv_type))
+    if least >= KV_BYTES["f16"]:
+        return values * least, values * least
     exact = values * KV_BYTES["f16"]
     return exact * assumptions.ROUNDED_CACHE_DECODE.value, exact * assumptions.ROUNDED_CACHE_PREFILL.value
 

@@ -64,7 +64,8 @@ def _parallel(settings: Settings, model: Model, context: int) -> Choice:
     return Choice(
         name="parallel",
         value=str(count),
-        reason=f"{asked}slots share one context, so {what}; {beside}; {lost if count > 1 else kept}",
+        reason=f"{asked}slots share one context, so {what}; {beside}",
+        detail=lost if count > 1 else kept,
         source=settings.sources.get(source, "default"),
     )
 

@@ -9,10 +9,11 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.context import Aim, ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.batch import BATCH, PINNED, UBATCHES_GPU, copies_weights, predicted_speed
+from appliance.engines.llama.planning.context import ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
-    BATCH,
     PlanInputs,
+    aim_of,
     check,
     context_for,
     host_memory,
@@ -22,6 +23,7 @@ from appliance.engines.llama.planning.decide import (
     thread_counts,
     wanted_context,
 )
+from appliance.engines.llama.planning.job_time import placement_costs
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -29,7 +31,7 @@ from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.now import plan_now, with_caches
 from appliance.engines.llama.planning.placement import Placed, place
-from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
+from appliance.engines.llama.planning.roofline import with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -53,7 +55,6 @@ from appliance.probe import Hardware
 from appliance.settings import Settings
 
 UBATCHES = (128, 256, 512, 1024)
-UBATCHES_GPU = (256, 512, 1024, 2048, 4096)  # host weights are copied once a batch: twice the batch, half the copies
 EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
 
 
@@ -82,7 +83,7 @@ class Space:
         self._inputs = replace(inputs, kv_checks=tuple(kv_checks))
         self._image = image
         self._draft = draft
-        self._aim = _aim(settings)
+        self._aim = aim_of(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
@@ -172,23 +173,23 @@ class Space:
                 yield _again(self._inputs, context_plan, ubatch=ubatch, experts=experts)
 
     def _contexts(self, kv_type: str) -> tuple[int, ...]:
-        """The largest that fits, that of the prediction, and powers of two below where a larger one costs something."""
+        """The largest that fits, that with everything on GPUs, that of the prediction, and powers of two below where a
+        larger one costs something."""
         settings, best = self._inputs.settings, self.best
         if settings.ctx_size:
             return (best.context,)
-        largest = best.context if kv_type == best.kv_type else self.context_plan.carried.get(kv_type, 0)
+        carried, knee = (of.get(kv_type, 0) for of in (self.context_plan.carried, self.context_plan.knees))
+        largest = max(carried, knee, best.context if kv_type == best.kv_type else 0)
         if not largest:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
-        if kv_type != best.kv_type and self._aim != "context":
-            # Another type is for speed here: which one is worth a larger context was decided with the prediction.
-            widest, largest = min(widest, best.context), min(largest, best.context)
         least = min(self.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
         if not has_gpu:
             return (widest,) if widest >= least else ()
         below = (SMALLEST_CONTEXT << at for at in range(12))
-        sizes = {widest, largest, *(size for size in below if size < widest)}
+        of_best = {best.context} if widest >= best.context else set()
+        sizes = {widest, largest, *of_best, *({knee} if knee else ()), *(size for size in below if size < widest)}
         return tuple(sorted((size for size in sizes if size >= least), reverse=True))
 
     def _widest(self, kv_type: str, carried: int) -> int:
@@ -207,10 +208,10 @@ class Space:
         counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
         modes = [launch_of(plan).load_mode]
         if works_on_cpu and inputs.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
-            modes.append("none")
-        for threads in counts:
-            for mode in modes:
-                yield _with_threads(_loaded(plan, mode), threads)
+            modes = list(dict.fromkeys((*modes, "none", "mmap")))
+        for mode in modes:
+            loaded = self._loaded(plan, mode)
+            yield from (_with_threads(loaded, threads) for threads in counts)
         if "row" in inputs.engine.split_modes and not works_on_cpu and _are_linked(inputs, placement):
             yield _split_by_rows(plan)
 
@@ -225,6 +226,7 @@ class Space:
     def _at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
         """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
+        plan = self._loaded(plan, self._usual_mode(plan))
         if (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return with_caches(self._inputs, plan) or plan
         words = {
@@ -233,6 +235,29 @@ class Space:
         }
         plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
         return with_caches(self._inputs, plan) or plan
+
+    def _usual_mode(self, plan: Plan) -> str:
+        """That of the prediction; without weights to copy there is nothing to pin."""
+        mode = launch_of(self.best).load_mode
+        is_pinned = self._inputs.settings.load_mode == "auto" and mode == "none"
+        return "mmap" if is_pinned and not copies_weights(plan.placement) else mode
+
+    def _loaded(self, plan: Plan, mode: str) -> Plan:
+        """With the speed that it has so."""
+        launch, inputs = launch_of(plan), self._inputs
+        if mode != launch.load_mode:
+            why = "pages of the file, shared and dropped under pressure; measured beside others"
+            if mode != "mmap":
+                why = "weights are loaded, not mapped: for a GPU they are pinned; measured beside mmap"
+            memory = host_memory(inputs, plan.memory, mode, bool(plan.placement.shares))
+            memory = replace(plan.memory, mapped_twice=memory.mapped_twice)
+            plan = _reworded(with_launch(replace(plan, memory=memory), load_mode=mode), load_mode=(mode, why))
+        if not plan.speed:
+            return plan
+        speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings)
+        where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
+        choices = tuple(where if choice.name == "placement" else choice for choice in plan.choices)
+        return replace(plan, speed=speed, choices=choices)
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The same plan with a smaller context; None where it cannot be placed again."""
@@ -245,7 +270,7 @@ class Space:
         placed = place(job, self._inputs.resources)
         if placed is None:
             return None
-        found = _loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
+        found = self._loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
         return _with_threads(found, launch.threads)
 
     def now(self, measured: Plan) -> Plan | str:
@@ -262,23 +287,17 @@ class Space:
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def costs(self, plan: Plan) -> Costs:
-        launch, inputs = launch_of(plan), self._inputs
-        key = (plan.placement.summary(), plan.kv_type, launch.ubatch)
-        if key not in self._costs:
-            self._costs[key] = self._costs_of(plan, launch.ubatch)
-        return with_threads(self._costs[key], launch.threads, max(1, inputs.hardware.cpu.cores))
+        return with_threads(self._costs_of(plan), launch_of(plan).threads, max(1, self._inputs.hardware.cpu.cores))
 
-    def _costs_of(self, plan: Plan, ubatch: int) -> Costs:
-        resources, shares = self._inputs.resources, plan.placement.shares
-        devices = {device.id: device for device in resources.devices}
-        roofline = Roofline(
-            model=self._inputs.model,
-            kv_type=plan.kv_type,
-            ubatch=ubatch,
-            dram_gb_s=resources.dram_gb_s,
-            upload=devices[shares[0].gpu.id] if shares else None,
-        )
-        return costs_of(roofline, plan.placement, devices)
+    def _costs_of(self, plan: Plan) -> Costs:
+        """With every core at work."""
+        launch, inputs = launch_of(plan), self._inputs
+        is_pinned = launch.load_mode in PINNED
+        key = (plan.placement.summary(), plan.kv_type, launch.ubatch, is_pinned)
+        if key not in self._costs:
+            job = replace(inputs.job, context=padded(plan.context), kv_type=plan.kv_type, ubatch=launch.ubatch)
+            self._costs[key] = placement_costs(job, inputs.resources, plan.placement, is_pinned=is_pinned)
+        return self._costs[key]
 
     @property
     def knob_effects(self) -> Mapping[str, KnobEffect]:
@@ -297,23 +316,9 @@ class Space:
         )
 
 
-def _aim(settings: Settings) -> Aim:
-    aims: dict[str, Aim] = {"speed": "speed", "balanced": "balanced", "context": "context"}
-    return aims[settings.mode]
-
-
 def _with_threads(plan: Plan, threads: int) -> Plan:
     is_same = threads == launch_of(plan).threads
     return plan if is_same else with_launch(plan, threads=threads, threads_batch=threads)
-
-
-def _loaded(plan: Plan, mode: str) -> Plan:
-    if mode == launch_of(plan).load_mode:
-        return plan
-    # Then host weights are pinned, and copies of them twice as fast; from disk they are read only while mapped.
-    why = "weights are loaded, not mapped: for a GPU they are pinned; measured beside mmap"
-    memory = replace(plan.memory, mapped_twice=0.0)
-    return _reworded(with_launch(replace(plan, memory=memory), load_mode=mode), load_mode=(mode, why))
 
 
 def _split_by_rows(plan: Plan) -> Plan:
@@ -347,10 +352,7 @@ def _with(inputs: PlanInputs, best: Plan, placed: Placed, *, ubatch: int) -> Pla
     launch = launch_of(best)
     host = host_memory(inputs, placed.host, launch.load_mode, bool(placed.placement.shares))
     host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
-    where = reasons.placement(placed, inputs.resources, inputs.notes, inputs.settings)
-    words = {"placement": (where.value, where.reason)}
-    if ubatch != launch.ubatch:
-        words["ubatch"] = (str(ubatch), f"measured beside {launch.ubatch}")
+    words = {} if ubatch == launch.ubatch else {"ubatch": (str(ubatch), f"measured beside {launch.ubatch}")}
     return replace(
         _reworded(best, **words),
         launch=replace(launch, ubatch=ubatch, batch=max(BATCH, ubatch)),

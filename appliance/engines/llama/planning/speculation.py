@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.memory import (
-    KV_BYTES,
     MIB,
     Copies,
     can_keep,
-    cells,
     compute_mib,
     copies,
     drafts_mib,
     kv_mib,
+    layer_kv_bytes,
     layers_of,
     mask_bytes,
     output_mib,
@@ -240,10 +239,8 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     to be taken back, and the graph works on one layer's of them."""
     kept = [layer for layer in layers_of(model) if layer.is_draft]
     ubatch, has_flash = launch_of(plan).ubatch, launch_of(plan).flash_attention
-    per_cell = sum(
-        (layer.k_elements + layer.v_elements) * cells(layer, plan.context, ubatch, plan.parallel) for layer in kept
-    )
     kv_type = draft_kv_type(plan, model)
+    held = sum(layer_kv_bytes(layer, kv_type, plan.context, ubatch, plan.parallel) for layer in kept)
     one_state = max((layer.state_bytes for layer in layers_of(model)), default=0) * plan.parallel / MIB
     loaded = drafts_mib(model)
     all_copied = Copies() if on_gpus else copies(model, isa)
@@ -252,7 +249,7 @@ def _mtp_adds(plan: Plan, model: Model, tokens: int, isa: tuple[str, ...], *, on
     return replace(
         NOTHING,
         weights=loaded + copied.more,
-        kv=per_cell * KV_BYTES[kv_type] / MIB,
+        kv=held / MIB,
         compute=compute_mib(model, ubatch, plan.context, plan.parallel, has_flash=has_flash) + tokens * one_state,
         output=output_mib(model, plan.parallel),
         state=state_mib(model, plan.parallel) * tokens,

@@ -15,7 +15,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.model import Model
-from appliance.plan import Plan, as_document, explain, with_measured
+from appliance.plan import Plan, as_document, explain, k_and_v, with_measured
 from appliance.probe import Hardware
 from appliance.settings import KV_TYPES, resolve_settings
 from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine
@@ -31,7 +31,7 @@ def reason(found: Plan, name: str) -> str:
 
 def test_a_setting_may_ask_for_every_type_of_which_the_size_is_known() -> None:
     assert ("auto", *KV_BYTES) == KV_TYPES
-    assert {*TRUSTED, *BELOW_Q8} <= KV_BYTES.keys()
+    assert {each for kind in (*TRUSTED, *BELOW_Q8) for each in k_and_v(kind)} <= KV_BYTES.keys()
 
 
 def test_kv_bytes_are_the_published_ones() -> None:

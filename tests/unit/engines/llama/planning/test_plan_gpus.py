@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from appliance.plan import Device, Plan, as_document, with_measured
 from appliance.probe import Gpu, Hardware
 from appliance.settings import resolve_settings
 from tests.builders import examples, facts, model, some
+from tests.fakes.machines import hardware_of
 from tests.golden.machines import MACHINES
 from tests.shapes import PUBLISHED
 
@@ -201,7 +203,7 @@ def test_what_the_image_has_no_kernels_for_is_left_out_and_said() -> None:
     only_ada = replace(image, sm=("89",))
     found = Space(resolve_settings({}, {}), only_ada, engine, MACHINES["3090+4090+5060"], shape("gpt-oss-120b")).best
     assert [share.gpu.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
-    assert "this image has kernels for SM 89 and none for SM 86" in reason(found, "placement")
+    assert "this image has kernels for SM 89 and none for SM 86" in reason(found, "left_out")
 
 
 def test_code_for_an_older_chip_of_the_same_generation_is_used_on_a_newer_one() -> None:
@@ -259,6 +261,48 @@ def test_numbers_for_gpus_are_no_reason_to_refuse_where_there_is_none() -> None:
         "gpu_layers": "20 was asked for, and there is no GPU to use",
         "n_cpu_moe": "5 was asked for, and there is no GPU to use",
     }
+
+
+def test_what_holds_a_card_back_is_named() -> None:
+    crippled = with_gpus(
+        MACHINES["2x4090"],
+        *(replace(card, power_limit_w=200.0, power_limit_default_w=450.0, ecc=True, pcie_width=4, pcie_width_max=16)
+          for card in MACHINES["2x4090"].gpus.gpus[:1]),
+    )  # fmt: skip
+    words = reason(best(crippled, shape("qwen3-8b")), "placement")
+    assert "its link has 4 of 16 lanes" in words
+    assert "ECC is on: it takes part of the bandwidth" in words
+    assert "its power is capped at 200 of 450 W" in words
+    assert "its link" not in reason(best(MACHINES["h200"], shape("qwen3-8b")), "placement")
+    assert "ECC" not in reason(best(MACHINES["h200"], shape("qwen3-8b")), "placement")  # HBM pays nothing for it
+
+
+def test_slices_that_are_not_used_are_one_sentence_and_links_are_named() -> None:
+    (card,) = hardware_of("mig20").gpus.gpus
+    cut = tuple(replace(card, uuid=f"MIG-{at}") for at in range(4))
+    words = reason(best(with_gpus(hardware_of("mig20"), *cut), shape("qwen3-8b")), "placement")
+    assert words.count("left out") == 1
+    assert "3 of NVIDIA A100-SXM4-80GB MIG 1g.20gb (GPU 0) are left out: a program can use one slice" in words
+    linked = best(MACHINES["2x2080ti-22g"], model("llama-3.1-8b", "F16"))
+    assert "linked by NVLink" in reason(linked, "placement")
+    assert "NVLink" not in reason(best(MACHINES["2x4090"], shape("gpt-oss-120b")), "placement")
+
+
+def test_a_refusal_says_what_would_be_enough() -> None:
+    laptop = MACHINES["laptop-5060"]
+    of = model("qwen3-30b-a3b", "Q4_K_M")
+
+    def with_host(mib: int) -> Hardware:
+        return replace(laptop, memory=replace(laptop.memory, available_mib=mib))
+
+    with pytest.raises(ModelDoesNotFitError, match=r"; missing are [0-9,]+ MiB of host memory or") as caught:
+        best(with_host(11_000), of)
+    assert "and 10,670 of 11,000 MiB may be used" in caught.value.message
+    assert "3% stay free" in caught.value.message
+    more = int(re.findall(r"missing are ([0-9,]+) MiB of host", caught.value.message)[0].replace(",", ""))
+    assert best(with_host(11_000 + int(more / 0.97) + 2), of).placement.shares
+    with pytest.raises(ModelDoesNotFitError):
+        best(with_host(11_000 + more - 100), of)
 
 
 def test_the_cpu_in_place_of_a_gpu_is_said_at_the_start_unless_it_was_asked_for() -> None:

@@ -1,0 +1,208 @@
+"""Context and type of the cache, one decision: plans that a hostile review found beaten by another of the same planner.
+
+Machines are those of the review; models of the same sizes as theirs.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from appliance.engines.llama.planning.context import HOST_KV_MIB, is_whole
+from appliance.engines.llama.planning.space import Space
+from appliance.model import Model, read_model
+from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, Plan
+from appliance.settings import resolve_settings
+from tests.builders import facts
+from tests.fakes.machines import hardware_of
+from tests.shapes import PUBLISHED, Shape, write_gguf
+
+SHAPES: dict[str, tuple[Shape, str]] = {
+    "8b": (PUBLISHED["llama-3.1-8b"], "Q5_K_M"),
+    "70b": (
+        PUBLISHED["llama-3.1-8b"].changed(
+            block_count=80, embedding_length=8192, feed_forward_length=28672, attention__head_count=64
+        ),
+        "Q4_K_M",
+    ),
+    "30b-a3b-2507": (PUBLISHED["qwen3-30b-a3b"].changed(context_length=262144), "Q4_K_M"),
+    "27b": (
+        PUBLISHED["gemma-3-12b"].changed(
+            block_count=62,
+            embedding_length=5376,
+            feed_forward_length=21504,
+            attention__head_count=32,
+            attention__head_count_kv=16,
+            attention__key_length=128,
+            attention__value_length=128,
+        ),
+        "Q4_K_M",
+    ),
+    "7b": (
+        PUBLISHED["qwen3-8b"].changed(
+            block_count=28,
+            context_length=128000,
+            embedding_length=3584,
+            feed_forward_length=18944,
+            attention__head_count=28,
+            attention__head_count_kv=4,
+        ),
+        "Q4_K_M",
+    ),
+    "32b": (
+        PUBLISHED["qwen3-8b"].changed(
+            block_count=64, embedding_length=5120, feed_forward_length=25600, attention__head_count=64
+        ),
+        "Q4_K_M",
+    ),
+}
+
+
+@cache
+def sized(name: str) -> Model:
+    shape, quantization = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        return read_model(write_gguf(Path(folder) / f"{name}.gguf", shape, quantization=quantization))
+
+
+def space(machine: str, name: str, **flags: str) -> Space:
+    return Space(resolve_settings(flags, {}), *facts(has_cuda=True), hardware_of(machine), sized(name))
+
+
+def decode(plan: Plan) -> float:
+    assert plan.speed
+    return plan.speed.decode_tokens_per_s
+
+
+def reason(plan: Plan, name: str) -> str:
+    return next(choice.reason for choice in plan.choices if choice.name == name)
+
+
+def readable(here: Space, plan: Plan) -> float:
+    """Decode half full, tokens a second."""
+    return here.context_plan.half_full
+
+
+ROWS = {  # what the review found possible with q8_0 and everything on GPUs, less what is counted since
+    ("h100", "70b"): 131072,
+    ("3060", "8b"): 80896,
+    ("t4", "8b"): 127488,
+    ("5090", "30b-a3b-2507"): 262144,
+    ("4090", "30b-a3b-2507"): 112384,
+    ("3090-display", "30b-a3b-2507"): 49408,
+    ("2x2080ti-22g", "30b-a3b-2507"): 262144,
+    ("mig20", "8b"): 131072,
+    ("4090", "27b"): 131072,
+    ("l8", "7b"): 66560,
+}
+
+
+@pytest.mark.parametrize(("machine", "name"), ROWS)
+def test_no_layer_leaves_the_gpu_for_an_exact_cache(machine: str, name: str) -> None:
+    here = space(machine, name)
+    found = here.best
+    assert found.kv_type == "q8_0"
+    assert found.context >= ROWS[machine, name]
+    assert is_whole(found.placement)
+    assert decode(found) >= 0.97 * decode(space(machine, name, ctx_size="4096", kv_type="q8_0").best)
+    assert "f16 would carry only" in reason(found, "kv_type")
+
+
+KNEES = {("4090", "32b"): 34304, ("2x4090", "70b"): 34304, ("2x2080ti-22g", "70b"): 13056}
+
+
+@pytest.mark.parametrize(("machine", "name"), KNEES)
+def test_the_last_tokens_are_not_bought_with_speed(machine: str, name: str) -> None:
+    here = space(machine, name)
+    found = here.best
+    assert is_whole(found.placement)
+    assert found.context >= KNEES[machine, name]
+    more = here.at_context(found, found.context + CONTEXT_STEP)
+    assert more is None  # nothing larger is as it is
+    words = reason(found, "context")
+    assert "the most at q8_0 with everything on the GPU" in words
+    assert f"layers on the CPU: decode {decode(found):.0f} -> " in words
+
+
+@pytest.mark.parametrize(("machine", "name"), [*ROWS, *KNEES, ("l8", "30b-a3b-2507"), ("4090", "70b"), ("l8", "27b")])
+def test_no_plan_is_larger_and_faster(machine: str, name: str) -> None:
+    here = space(machine, name)
+    best = here.best
+    assert best.speed
+    beaten = [
+        plan
+        for plan in here.all()
+        if plan.context > best.context and plan.speed and plan.speed.job_s < 0.97 * best.speed.job_s
+    ]
+    assert not beaten
+
+
+def test_attention_stays_on_the_gpu_before_experts() -> None:
+    here = space("l8", "30b-a3b-2507")
+    found = here.best
+    assert (found.placement.cpu_layers, found.memory.kv) == (0, 0)
+    assert found.context >= 65536
+    assert readable(here, found) > READABLE_TOKENS_PER_S
+    asked = space("l8", "30b-a3b-2507", ctx_size="196608").best  # then nothing else holds it
+    assert asked.placement.cpu_layers > 0
+    assert asked.placement.cpu_expert_layers == 48
+
+
+@pytest.mark.parametrize("machine", ["4090", "3090-display", "mig20", "24+8"])
+def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
+    found = space(machine, "70b").best
+    assert found.placement.cpu_layers > 0
+    assert found.memory.kv <= HOST_KV_MIB
+    assert 16384 <= found.context <= 32768
+    assert "more would decode less than 15 tok/s half full" in reason(found, "context")
+
+
+def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
+    here = space("mig20", "27b")
+    found, knee = here.best, here.context_plan.knees["q8_0"]
+    assert found.context >= CONTEXT_WORTH * knee
+    assert 0.7 <= decode(found) / decode(space("mig20", "27b", ctx_size=str(knee)).best) < 0.9
+    words = reason(found, "context")
+    assert f"{knee:,} at q8_0 with everything on the GPU would decode" in words
+    assert f"this {decode(found):.0f}" in words
+
+
+def test_the_tuner_may_measure_each_type_at_its_knee_and_beyond_the_prediction() -> None:
+    here = space("3060", "8b", mode="speed")
+    whole = {(plan.kv_type, plan.context) for plan in here.all() if is_whole(plan.placement)}
+    for kind, knee in here.context_plan.knees.items():
+        assert (kind, knee) in whole
+    assert max(plan.context for plan in here.all() if plan.kv_type == "q8_0") == 131072
+
+
+def test_exactness_wins_ties() -> None:
+    whole = space("h100", "8b").best
+    assert (whole.kv_type, whole.context) == ("f16", 131072)
+    assert reason(whole, "kv_type") == "exact"
+    asked = space("mig20", "8b", ctx_size="100000").best
+    assert asked.kv_type == "f16"
+    slower = space("mig20", "8b", ctx_size="131072").best  # f16 would push layers off the GPU
+    assert slower.kv_type == "q8_0"
+    assert "f16 would carry as much with" in reason(slower, "kv_type")
+    assert "layers on the CPU: decode" in reason(slower, "kv_type")
+
+
+@pytest.mark.parametrize("mode", ["speed", "balanced", "context"])
+@pytest.mark.parametrize(("machine", "name"), [("l8", "30b-a3b-2507"), ("4090", "32b"), ("t4", "8b")])
+def test_no_reason_names_more_than_the_model_was_trained_for(machine: str, name: str, mode: str) -> None:
+    here = space(machine, name, mode=mode)
+    numbers = [int(word.replace(",", "")) for word in re.findall(r"\d[\d,]+", reason(here.best, "context"))]
+    assert max(numbers) <= here.native
+    assert (here.best.context == here.native) is ("the model's native length" in reason(here.best, "context"))
+
+
+def test_modes_are_in_order() -> None:
+    for machine, name in [("l8", "30b-a3b-2507"), ("4090", "32b"), ("24+8", "70b"), ("mig20", "27b")]:
+        plans = [space(machine, name, mode=mode).best for mode in ("speed", "balanced", "context")]
+        assert [plan.context for plan in plans] == sorted(plan.context for plan in plans)
+        speeds = [decode(plan) for plan in plans]
+        assert speeds == sorted(speeds, reverse=True)
