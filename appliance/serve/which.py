@@ -220,13 +220,13 @@ def _of_hub(
     is_file = request.count("/") == 1 and request.lower().endswith(".gguf")  # of a folder on the volume
     if is_file or not looks_remote(request):
         return Located(path=_refused(request, settings, serves, recipe))
-    from appliance.weights.cache import lookup  # here: as above, it costs a start that fetches nothing
+    from appliance.weights.stores import lookup  # here: as above, it costs a start that fetches nothing
 
     found_hub = hub()
     reference = parse_reference(request, found_hub.endpoint)
     roots = (settings.models_dir, *found_hub.read_only_roots)
     is_folder = serves == "safetensors"
-    if found := lookup(reference, roots, is_folder=is_folder):
+    if found := lookup(reference, roots, serves):
         return Located(path=found[0].parent if is_folder else found[0], names=(request,))
     return FromHub(reference=reference)
 

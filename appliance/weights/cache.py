@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from appliance.errors import ConfigError
-from appliance.reference import Reference, file_name, is_safe_path
+from appliance.reference import is_safe_path
 from appliance.values import dataclass
-from appliance.weights.quants import folder_files, gguf_sets, pick, projector_of
-from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo, folder_of_url
+from appliance.weights.wanted import Wanted, WantedFile
 
 # Another user of group 0 must be able to go on, and to remove: folders hand their group on.
 FOLDER_MODE = 0o2775
 FILE_MODE = 0o664
-_FILES_LIMIT = 10_000  # of one snapshot; the largest sets of weights have some hundreds
 _SNAPSHOTS_LIMIT = 1_000
 _UNKNOWN_NAMES = 64  # digits of a sha256: a blob whose name is shorter tells nothing about its content
 
@@ -130,62 +126,6 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
     return True
 
 
-def lookup(
-    reference: Reference,
-    roots: Sequence[Path],
-    *,
-    is_folder: bool = False,
-    on_unreadable: OnUnreadable = ignore_unreadable,
-) -> tuple[Path, ...] | None:
-    """Without a network: the newest snapshot that has the whole of what is meant; None where no root has it.
-
-    `is_folder`: a folder of safetensors is wanted, not a GGUF file. A quantization that several files bear is refused.
-    """
-    if reference.repo is None:
-        return _lookup_url(reference.url or "", roots, on_unreadable)
-    for root in roots:
-        folder = RepoFolder(root=root, name=folder_of_repo(reference.repo))
-        for snapshot in _newest_first(folder, reference.revision, on_unreadable):
-            names = _names(snapshot)
-            found = folder_files(names) if is_folder else _gguf_set(names, reference)
-            if found and all(_is_readable(snapshot / name, on_unreadable) for name in found):
-                return tuple(snapshot / name for name in found)
-    return None
-
-
-def _lookup_url(url: str, roots: Sequence[Path], on_unreadable: OnUnreadable) -> tuple[Path, ...] | None:
-    """The file that came last from there."""
-    for root in roots:
-        folder = RepoFolder(root=root, name=folder_of_url(url, urlsplit(url).hostname or ""))
-        path = folder.snapshot(read_ref(folder, "main") or "none") / file_name(url)
-        if path.exists() and _is_readable(path, on_unreadable):
-            return (path,)
-    return None
-
-
-def _gguf_set(names: Sequence[str], reference: Reference) -> tuple[str, ...]:
-    sets = [each for each in gguf_sets(names) if not each.missing]
-    if reference.path:
-        sets = [each for each in sets if reference.path in each.paths]
-    if not sets:
-        return ()
-    try:
-        picked = pick(sets, reference.quant, reference.repo or "", lambda _: "")
-    except ConfigError:  # this snapshot lacks it; another may have it
-        return ()
-    projector = projector_of(names)
-    return (*picked.paths, projector) if projector else picked.paths
-
-
-def _newest_first(folder: RepoFolder, revision: str | None, on_unreadable: OnUnreadable) -> list[Path]:
-    """Of a revision that was named only that; else what `main` points to, then the others by age."""
-    commit = read_ref(folder, revision or "main")
-    if revision:
-        return [folder.snapshot(commit or revision)]
-    found = sorted(_snapshots(folder, on_unreadable), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return sorted(found, key=lambda path: path.name != commit)
-
-
 def read_ref(folder: RepoFolder, name: str) -> str | None:
     """The commit that a branch or tag led to when it was last asked for."""
     try:
@@ -204,36 +144,6 @@ def _snapshots(folder: RepoFolder, on_unreadable: OnUnreadable) -> list[Path]:
         on_unreadable(folder.path, error)
         return []
     return sorted(found)[:_SNAPSHOTS_LIMIT]
-
-
-def _names(snapshot: Path) -> list[str]:
-    """Files that are there, links that lead nowhere left out."""
-    found = []
-    for path in _files(snapshot, 3):
-        if path.exists():
-            found.append(path.relative_to(snapshot).as_posix())
-        if len(found) >= _FILES_LIMIT:
-            break
-    return found
-
-
-def _files(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:  # gone since it was listed, or not for us: a snapshot that cannot be listed has no model
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False) and depth:
-            yield from _files(Path(entry.path), depth - 1)
-        elif not entry.is_dir(follow_symlinks=False):
-            yield Path(entry.path)
-
-
-def _is_readable(path: Path, on_unreadable: OnUnreadable) -> bool:
-    if os.access(path, os.R_OK, effective_ids=True):
-        return True
-    on_unreadable(path, PermissionError(13, "Permission denied"))
-    return False
 
 
 def link_snapshot(wanted: Wanted, folder: RepoFolder, blobs: Sequence[Path]) -> tuple[Path, ...]:

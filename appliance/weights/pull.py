@@ -16,13 +16,14 @@ from appliance.image_facts import is_projector
 from appliance.reference import Reference, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
-from appliance.weights.cache import RepoFolder, find, lookup, read_ref
+from appliance.weights.cache import RepoFolder, find, read_ref
 from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
 from appliance.weights.meter import FetchProgress
 from appliance.weights.room import size_of
 from appliance.weights.show import Counted, shown
 from appliance.weights.size import as_size
+from appliance.weights.stores import Format, lookup
 from appliance.weights.transfer import digest_file
 from appliance.weights.wanted import Wanted, folder_of_repo
 
@@ -130,7 +131,8 @@ async def _pull(
 
 
 def _offline(text: str, place: Place) -> Pulled:
-    found = lookup(parse_reference(text, place.hub.endpoint), place.roots, is_folder=place.is_folder)
+    serves: Format = "safetensors" if place.is_folder else "gguf"
+    found = lookup(parse_reference(text, place.hub.endpoint), place.roots, serves)
     if not found:
         raise offline_error(text)
     size = sum(path.stat().st_size for path in found)

@@ -79,10 +79,11 @@ class Counted:
         self._is_terminal = self._stream.isatty()
         self._is_shown, self._at = False, now()
         self._done = 0
-        self._meter = Meter(total, self._show, now)
-        self._meter.begin(doing, 0)
+        self._doing, self._meter = doing, Meter(total, self._show, now)
 
     def __call__(self, count: int) -> None:
+        if not self._done:  # what is refused before a byte is read has no line
+            self._meter.begin(self._doing, 0)
         self._done += count
         self._meter.received(self._done, count)
 

@@ -17,12 +17,14 @@ from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
 from appliance.model.parts import PART
-from appliance.reference import HUB_HOSTS
+from appliance.reference import HUB_HOSTS, Reference
 from appliance.settings import Settings, parse_folders
 from appliance.values import dataclass
 from appliance.weights.ollama import is_store, list_ollama, parse_name
+from appliance.weights.quants import GgufSet, label_of, pick
 
 __all__ = [
+    "Format",
     "Listing",
     "Store",
     "StoredModel",
@@ -34,6 +36,7 @@ __all__ = [
     "is_named",
     "lies_below",
     "list_store",
+    "lookup",
     "model_at",
     "ollama_stores",
     "other_stores",
@@ -259,6 +262,41 @@ def find_stored(request: str, stores: Sequence[Store]) -> tuple[StoredModel, ...
             return tuple(whole)
         partly += found
     return tuple(partly)
+
+
+def lookup(reference: Reference, roots: Sequence[Path], serves: Format) -> tuple[Path, ...] | None:
+    """All files of what is meant in the first hub cache that has it whole, without a network; None where none has. Of
+    several quantizations the usual one. What may not be read is passed over."""
+    for root in roots:
+        store = Store(tool="volume", folder=root)
+        try:
+            found = [_of_cache(store, model) for model in find_cached(_as_asked(reference), root)]
+        except ModelUnreadableError:
+            continue
+        whole = [model for model in found if model.format == serves and not model.problem]
+        if model := _usual(whole, reference.quant):
+            return (*model.files, *([model.projector] if model.projector else []))
+    return None
+
+
+def _as_asked(reference: Reference) -> str:
+    """Without a host and a scheme, which caches know nothing of."""
+    if reference.url or reference.repo is None:
+        return reference.url or ""
+    revision = f"@{reference.revision}" if reference.revision else ""
+    quant = f":{reference.quant}" if reference.quant else ""
+    return f"{reference.repo}{revision}{quant}{f'/{reference.path}' if reference.path else ''}"
+
+
+def _usual(models: Sequence[StoredModel], quant: str | None) -> StoredModel | None:
+    if len(models) < 2:
+        return models[0] if models else None
+    by_paths = {tuple(path.name for path in model.files): model for model in models}
+    sets = [GgufSet(label=label_of(model.file), paths=paths) for paths, model in by_paths.items()]
+    try:
+        return by_paths[pick(sets, quant, "", lambda _: "").paths]
+    except ConfigError:  # it means several: the hub says which there are
+        return None
 
 
 def _named(request: str, store: Store) -> list[StoredModel]:

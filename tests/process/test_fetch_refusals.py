@@ -70,7 +70,7 @@ SHOULD = [
     Case("org/Words", 10, "whole GGUF model: org/Words; it holds 1 files, no weights", "repository of GGUF files"),
     Case(REPO, 10, "a sha256 is for plain URLs", "leave --sha256 away", flags=(f"sha256={'0' * 64}",)),
     Case("http://127.0.0.1:1/a.gguf", 10, "not a sha256: '12'", "64 digits", flags=("sha256=12",)),
-    Case("oci://ghcr.io/org/model", 10, "OCI artifacts are not fetched: oci://ghcr.io/org/model", "at the hub"),
+    Case("oci://ghcr.io/org/model", 10, "OCI artifacts are not fetched: oci://ghcr.io/org/model", "on Hugging Face"),
     Case(
         REPO,
         32,

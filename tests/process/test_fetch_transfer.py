@@ -14,13 +14,14 @@ import pytest
 from appliance.errors import DownloadError
 from appliance.reference import parse_reference
 from appliance.settings import HubSettings
-from appliance.weights.cache import RepoFolder, lookup
+from appliance.weights.cache import RepoFolder
 from appliance.weights.fetch import fetch
 from appliance.weights.hub import offers, read_remote_header, resolve
 from appliance.weights.listing import list_files
 from appliance.weights.meter import FetchProgress
 from appliance.weights.ranges import open_range, open_session
 from appliance.weights.retry import Transient
+from appliance.weights.stores import lookup
 from appliance.weights.wanted import Wanted, WantedFile
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
 
@@ -351,7 +352,7 @@ async def test_a_plain_address(volume: Volume, shelf: Path, knobs: list[str]) ->
         wanted = await resolve(url, hub.settings(token="hf_good"))
         (path,) = await volume.fetch(wanted, hub.settings(token="hf_good"))
         assert await volume.fetch(wanted, hub.settings()) == (path,)
-        assert lookup(parse_reference(url), [volume.models]) == (path,)
+        assert lookup(parse_reference(url), [volume.models], "gguf") == (path,)
         assert {row["authorization"] for row in hub.requests()} == {None}
     assert path.name == NAME
     assert path.resolve().name == SHA256

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from appliance.image_facts import dump_facts
 from tests.builders import IMAGE
 from tests.fakes.hub.running import RunningHub
+from tests.mounts import tmpfs
 from tests.process.stages.boot import eventually
 from tests.process.stages.recipe import BEST, REPO, cached, empty_home, error_of, fill_hub, put
 
@@ -140,6 +143,39 @@ def test_a_download_that_fails_ends_the_start_with_32(
         assert words in text
         assert "hint:" in text
         assert list((home.data / "models").glob("*/snapshots/*/*.gguf")) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_ends_the_start_and_gets_its_room_back(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights, "--bytes-per-s=2000000") as (home, _):
+        shutil.rmtree(home.data)
+        with tmpfs(home.data, "size=40m"):
+            with home.serving(model="tiny:large-q8_0") as serving:
+                eventually(
+                    lambda: cached(home, ".incomplete") and cached(home, ".incomplete")[0].stat().st_size > 2**20
+                )
+                free = shutil.disk_usage(home.data).free
+                (home.data / "filler").write_bytes(bytes(free - 2**20))
+                assert serving.wait_exit() == 50, serving.text
+                assert "became full while Tiny-large-q8_0.gguf was fetched" in serving.text
+            assert cached(home) == []
+            assert home.command("models", "list").stdout.startswith("no models in")
+            assert shutil.disk_usage(home.data).free > 2**20
+            (home.data / "filler").unlink()
+            with home.serving(model="tiny:small") as serving:
+                serving.wait_ready()
+                assert serving.chat()[0] == 200
+
+
+def test_a_volume_that_is_read_only_itself_ends_the_start_with_50(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        shutil.rmtree(home.data)
+        with tmpfs(home.data, "size=40m"):
+            (home.data / "models").mkdir()
+            put(home, weights, "Tiny-small-q8_0.gguf")
+            subprocess.run(["mount", "-o", "remount,ro", str(home.data)], check=True)
+            code, text = error_of(home)
+        assert (code, "volume is read-only" in text) == (50, True), text
+        assert hub.requests() == []
 
 
 def test_nothing_is_fetched_offline(tmp_path: Path, weights: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from appliance.reference import parse_reference
-from appliance.weights.cache import RepoFolder, find, link_snapshot, lookup, make_folders
+from appliance.weights.cache import RepoFolder, find, link_snapshot, make_folders
 from appliance.weights.locks import if_free, locked
+from appliance.weights.stores import lookup
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
 
 REPO = "org/Tiny-GGUF"
@@ -70,7 +71,7 @@ def test_other_bytes_are_not(tmp_path: Path, other: bytes) -> None:
 def test_a_set_that_lacks_a_part_is_not(tmp_path: Path) -> None:
     put(tmp_path, {"a-00001-of-00002.gguf": b"1"})
     assert find(wanted_of({"a-00001-of-00002.gguf": b"1", "a-00002-of-00002.gguf": b"2"}), [tmp_path]) is None
-    assert lookup(parse_reference(REPO), [tmp_path]) is None
+    assert lookup(parse_reference(REPO), [tmp_path], "gguf") is None
 
 
 def test_a_file_without_a_link_is_taken_at_its_own_commit_alone(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_link_that_leads_nowhere_is_passed_over(tmp_path: Path) -> None:
     wanted = put(tmp_path, {"a.gguf": b"a"})
     RepoFolder(root=tmp_path, name=wanted.folder).blob(wanted.files[0].key).unlink()
     assert find(wanted, [tmp_path]) is None
-    assert lookup(parse_reference(REPO), [tmp_path]) is None
+    assert lookup(parse_reference(REPO), [tmp_path], "gguf") is None
 
 
 def test_without_a_network_the_branch_tells_first_and_age_after_it(tmp_path: Path) -> None:
@@ -99,26 +100,27 @@ def test_without_a_network_the_branch_tells_first_and_age_after_it(tmp_path: Pat
         (f"{REPO}/a-Q8_0.gguf", b"8", "2" * 40),
         (f"{REPO}@main", b"new", COMMIT),
     ):
-        found = lookup(parse_reference(text), [tmp_path])
+        found = lookup(parse_reference(text), [tmp_path], "gguf")
         assert found, text
         assert found[0].read_bytes() == data
         assert found[0].parent.name == commit
     for text in (f"{REPO}:Q2_K", f"{REPO}@{'3' * 40}", "org/other", "https://host/a.gguf"):
-        assert lookup(parse_reference(text), [tmp_path]) is None
+        assert lookup(parse_reference(text), [tmp_path], "gguf") is None
 
 
 def test_a_folder_is_found_where_a_folder_is_served(tmp_path: Path) -> None:
     put(tmp_path, {"config.json": b"{}", "model.safetensors": b"s", "a-Q8_0.gguf": b"8"})
-    found = lookup(parse_reference(REPO), [tmp_path], is_folder=True)
+    found = lookup(parse_reference(REPO), [tmp_path], "safetensors")
     assert found
-    assert [path.name for path in found] == ["config.json", "model.safetensors"]
+    assert {"config.json", "model.safetensors"} <= {path.name for path in found}
+    assert {path.parent for path in found} == {RepoFolder(root=tmp_path, name=folder_of_repo(REPO)).snapshot(COMMIT)}
 
 
 @pytest.mark.parametrize("text", ["../../../etc", "a/b", "", "x\ny"])
 def test_a_hostile_ref_is_none(tmp_path: Path, text: str) -> None:
     wanted = put(tmp_path, {"a.gguf": b"a"})
     RepoFolder(root=tmp_path, name=wanted.folder).ref("main").write_text(text)
-    found = lookup(parse_reference(REPO), [tmp_path])
+    found = lookup(parse_reference(REPO), [tmp_path], "gguf")
     assert found
     assert found[0].parent.name == COMMIT
 
@@ -172,6 +174,6 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
     (folder.path / "snapshots").chmod(0o600)
     with another_user(*parents, tmp_path):
         assert find(wanted, [tmp_path], lambda path, error: named.append((path, error.strerror))) is None
-        assert lookup(parse_reference(REPO), [tmp_path]) is None
+        assert lookup(parse_reference(REPO), [tmp_path], "gguf") is None
     assert named[:2] == [(path, "Permission denied")] * 2
     assert (folder.path, "Permission denied") in named
