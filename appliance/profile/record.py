@@ -28,11 +28,11 @@ from appliance.tune.speeds import measured_speeds, predicted_speeds
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 6
+SCHEMA = 7
 # For speed.
 SETTINGS_THAT_MATTER = (
-    "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "rope_scaling",
-    "speculation", "threads", "ubatch", "users", "workload",
+    "ctx_size", "devices", "draft_model", "engine_arg", "gpu_layers", "kv_type", "load_mode", "lora", "n_cpu_moe",
+    "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch", "users", "workload",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
+from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
@@ -82,6 +83,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.use("--load-mode", launch.load_mode)
     if plan.is_embedding:
         flags.need("--embeddings")
+    flags.argv += extra_arguments(launch.extras, facts)
     flags.use("--offline")
     flags.use("--no-ui")
     flags.use("--no-slots")
@@ -102,6 +104,16 @@ def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
         flags.need("--rope-scale", f"{rope.factor:.6g}")
         flags.need("--yarn-orig-ctx", rope.original)
     return tuple(flags.argv)
+
+
+def extra_arguments(extras: Extras, facts: EngineFacts) -> tuple[str, ...]:
+    """A user's own arguments are last: of two of a kind the engine takes the later."""
+    flags = _Flags(facts)
+    if extras.chat_template_file is not None:
+        flags.need("--chat-template-file", extras.chat_template_file)
+    if extras.reasoning_format is not None:
+        flags.need("--reasoning-format", extras.reasoning_format)
+    return (*flags.argv, *extras.engine_args)
 
 
 def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:

@@ -294,6 +294,19 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert int(count[1].replace(",", "")) > 4
 
 
+def test_arguments_for_the_engine_are_taken_though_they_begin_with_a_hyphen(house: House) -> None:
+    house.add("a.gguf", context=4096)
+    words = ("--engine-arg", "--top-k 20", "--engine-arg", "--no-warmup", "--engine-arg=--temp -1")
+    said = house.run("plan", "--dry-run", *words)
+    assert said.code == 0, said.err
+    assert " --top-k 20 --no-warmup --temp -1 " in said.out
+    assert "  --top-k 20 --no-warmup --temp -1 [flag --engine-arg]" in house.run("plan", *words).out
+    assert house.run("plan", "--engine-arg").code == 2
+    refused = house.run("plan", "--engine-arg", "--threads 2")
+    assert refused.code == 10
+    assert refused.err.endswith("hint: use --threads N\n")
+
+
 def test_probe_shows_what_may_be_used(house: House) -> None:
     document = json.loads(house.run("probe", "--json").out)
     assert document["cpu"]["threads_max"] >= 1

@@ -12,6 +12,8 @@ from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.engine_args import check_engine_args
+from appliance.engines.llama.planning.extras import extra_choices, extras_of
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -95,6 +97,7 @@ class PlanInputs:
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
     check_context(settings, model)
+    check_engine_args(settings, engine)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
@@ -120,7 +123,7 @@ def plan_inputs(
 ) -> PlanInputs:
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
-    found, notes = usable_devices(hardware, image, engine, limits)
+    found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
     devices = _chosen(settings, found)
     usable = limits.of_host(hardware.memory)
     least = least_cache(settings) + slots(settings) * checkpoint_mib(model, "f16") + host_overhead_mib()
@@ -250,6 +253,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             flash_attention=True,
             load_mode=load_mode,
             checkpoints=checkpoints,
+            extras=extras_of(settings),
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
@@ -273,6 +277,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,
+            *extra_choices(settings, inputs.resources.devices),
         ),
     )
 
