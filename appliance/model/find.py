@@ -47,19 +47,25 @@ def is_folder_model(path: Path) -> bool:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The multimodal projector that lies beside a GGUF model, `mmproj` in its name: the one whose name is most like it.
+    return next(iter(find_projectors(model)), None)
 
-    Where several models share a folder it has to name the model's family, or any of them would get another's.
+
+def find_projectors(model: Path) -> tuple[Path, ...]:
+    """Multimodal projectors that lie beside a GGUF model, `mmproj` in their names: the one whose name is most like its
+    own first.
+
+    Where several models share a folder they have to name the model's family, or any of them would get another's. What
+    was fetched of one repository is of one family.
     """
     try:
         names = [path.name for path in model.parent.glob("*.gguf")]
     except OSError:
-        return None
+        return ()
     found = [name for name in names if is_projector(name)]
-    if sum(map(_is_served, names)) > 1:
+    if model.parent.parent.name != "snapshots" and sum(map(_is_served, names)) > 1:
         found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
     near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
-    return model.parent / near[0] if near else None
+    return tuple(model.parent / name for name in near)
 
 
 def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
@@ -94,10 +100,21 @@ def find_model(request: str, models_dir: Path) -> Path | None:
 def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
+    if len(models) > 1:  # a LoRA adapter is a file like any other by its name
+        models = [path for path in models if not _is_adapter(path)]
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
     return _checked(models[0]) if models else None
+
+
+def _is_adapter(path: Path) -> bool:
+    from appliance.model.gguf import read_gguf  # here: no start with one model needs it
+
+    try:
+        return not _is_folder(path) and read_gguf(path).metadata.get("general.type") == "adapter"
+    except ModelUnreadableError:
+        return False
 
 
 def _requested(request: str, models_dir: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
@@ -62,13 +62,16 @@ def make_key(
     *,
     gpus: Sequence[Gpu] | None = None,
     cpu_variant: str | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Key:
-    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all."""
+    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all. `beside` is what
+    is loaded with the model."""
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware, gpus).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     if draft is not None:
         parts["draft"] = draft.key
+    parts |= beside or {}
     return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
-from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model
+from appliance.model import Format, Model, list_models, plain_name, read_model, resolve_model, with_projector
 from appliance.model.find import ENTRIES_LIMIT, find_projector
 from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, read_ref
@@ -315,7 +315,7 @@ def read_stored(stored: StoredModel, serves: Format) -> Model:
     model = read_model(stored.path, serves=serves)
     if stored.store.tool != "Ollama":
         return model
-    return replace(model, called=stored.name, projector=stored.projector)
+    return replace(with_projector(model, stored.projector), called=stored.name)
 
 
 def refuse_artifact(reference: str) -> None:

@@ -81,8 +81,8 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)
     flags.use("--load-mode", launch.load_mode)
-    if plan.is_embedding:
-        flags.need("--embeddings")
+    flags.argv += pooling_arguments(plan, facts)
+    flags.argv += beside_arguments(plan, facts)
     flags.argv += extra_arguments(launch.extras, facts)
     flags.use("--offline")
     flags.use("--no-ui")
@@ -103,6 +103,32 @@ def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
         flags.need("--rope-scaling", "yarn")
         flags.need("--rope-scale", f"{rope.factor:.6g}")
         flags.need("--yarn-orig-ctx", rope.original)
+    return tuple(flags.argv)
+
+
+def pooling_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """Nothing for a model that gives text."""
+    flags, pooling = _Flags(facts), launch_of(plan).extras.pooling
+    if not plan.is_embedding:
+        return ()
+    if pooling == "rank":
+        flags.need("--reranking")
+        return tuple(flags.argv)
+    flags.need("--embeddings")
+    if pooling is not None:
+        flags.need("--pooling", pooling)
+    return tuple(flags.argv)
+
+
+def beside_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """The projector takes the first GPU that the engine sees, if not told otherwise: also where the plan uses none."""
+    flags, extras = _Flags(facts), launch_of(plan).extras
+    if extras.projector is not None:
+        flags.need("--mmproj", extras.projector)
+        if not plan.placement.shares and has_gpu_backend(facts):
+            flags.need("--no-mmproj-offload")
+    if extras.adapters:
+        flags.need("--lora-scaled", ",".join(f"{path}:{scale:g}" for path, scale in extras.adapters))
     return tuple(flags.argv)
 
 
@@ -230,9 +256,10 @@ _AS_IT_SHOULD = (
     r"srv +stop: cancel task, id_task = \d+$",
 )
 _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
-_KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
+_OF_PROJECTOR = "reserve_compute_meta"  # its own buffer, which is no part of the plan's compute buffer
+_KINDS = {"model": "model", "LoRA": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
 _COPIES = ("CPU_REPACK", "AMX")  # layouts of the CPU backend's own
 _GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
 
@@ -244,7 +271,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
     is_drafting = False
     for line in lines:
         is_drafting = is_drafting or _DRAFTING in line
-        if not (found := _BUFFER.search(line)):
+        if _OF_PROJECTOR in line or not (found := _BUFFER.search(line)):
             continue
         place, kind, size = found[1], _KINDS[found[2]], float(found[3])
         if is_drafting and kind == "compute":

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions, reasons
+from appliance.engines.llama.planning.beside import with_adapters
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
@@ -122,6 +123,7 @@ def plan_inputs(
     limits: Limits = NO_LIMITS,
 ) -> PlanInputs:
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
+    model = with_adapters(model)
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
     found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
     devices = _chosen(settings, found)
@@ -205,7 +207,8 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     anywhere = replace(inputs.resources, devices=(), spare_mib=float("inf"))
     job = replace(inputs.job, context=padded(least), kv_type=kv_type, gpu_layers=None, cpu_expert_layers=None)
     placed = place(job, anywhere)
-    need = replace(placed.host, cache=least_cache(settings), overhead=host_overhead_mib()) if placed else None
+    overhead = host_overhead_mib() + (placed.host.overhead if placed else 0.0)
+    need = replace(placed.host, cache=least_cache(settings), overhead=overhead) if placed else None
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
@@ -213,6 +216,7 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
         f"and {inputs.usable_mib:,.0f} MiB are usable ({reasons.limit(inputs.hardware)}){gpus}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
+    smaller += "--mmproj off, " if inputs.model.projector else ""
     if inputs.resources.devices:
         smaller += "a smaller --gpu-layers, " if settings.gpu_layers else ""
         smaller += "another --n-cpu-moe, " if settings.n_cpu_moe else ""
@@ -253,7 +257,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             flash_attention=True,
             load_mode=load_mode,
             checkpoints=checkpoints,
-            extras=extras_of(settings),
+            extras=extras_of(settings, model),
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
@@ -277,7 +281,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,
-            *extra_choices(settings, inputs.resources.devices),
+            *extra_choices(settings, model, context_plan.placed.placement, inputs.resources.devices),
         ),
     )
 
@@ -296,7 +300,7 @@ def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool
     return replace(
         found,
         weights=found.weights + copied.more,
-        overhead=host_overhead_mib(),
+        overhead=host_overhead_mib() + found.overhead,
         repacked=copied.made,
         mapped_twice=copied.originals + drafts_mib(inputs.model) if is_mapped else 0.0,
     )

@@ -3,8 +3,10 @@ was measured long ago. Pure."""
 
 from __future__ import annotations
 
+from appliance.engines.llama.planning.beside import adapters_mib, projector_mib
 from appliance.engines.llama.planning.engine_args import engine_args_choice
-from appliance.plan import Device
+from appliance.model import Model
+from appliance.plan import Device, Placement
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -15,18 +17,27 @@ class Extras:
     engine_args: tuple[str, ...] = ()
     chat_template_file: str | None = None
     reasoning_format: str | None = None
+    projector: str | None = None  # paths
+    adapters: tuple[tuple[str, float], ...] = ()  # with their scales
+    pooling: str | None = None  # where it is not the header's, and of rerankers
 
 
-def extras_of(settings: Settings) -> Extras:
+def extras_of(settings: Settings, model: Model) -> Extras:
+    is_asked = settings.pooling != "auto"
     return Extras(
+        projector=str(model.projector.path) if model.projector else None,
+        adapters=tuple((str(adapter.path), adapter.scale) for adapter in model.adapters),
+        pooling=model.pooling if is_asked or model.is_reranker else None,
         engine_args=settings.engine_arg,
         chat_template_file=str(settings.chat_template_file) if settings.chat_template_file else None,
         reasoning_format=None if settings.reasoning_format == "auto" else settings.reasoning_format,
     )
 
 
-def extra_choices(settings: Settings, devices: tuple[Device, ...]) -> tuple[Choice, ...]:
-    """Those that were asked for."""
+def extra_choices(
+    settings: Settings, model: Model, placement: Placement, devices: tuple[Device, ...]
+) -> tuple[Choice, ...]:
+    """What is loaded beside the model, and what was asked for."""
     words = {
         "reserve_mib": (
             f"{settings.reserve_mib:,}",
@@ -41,4 +52,39 @@ def extra_choices(settings: Settings, devices: tuple[Device, ...]) -> tuple[Choi
         if settings.is_set(name)
     )
     passed = engine_args_choice(settings)
-    return (*found, passed) if passed else found
+    loaded = (*_projector(settings, model, placement), *_adapters(settings, model), *_pooling(settings, model))
+    return (*loaded, *found, *((passed,) if passed else ()))
+
+
+def _projector(settings: Settings, model: Model, placement: Placement) -> tuple[Choice, ...]:
+    """Also where there is one and it was turned off."""
+    projector, source = model.projector, settings.sources["mmproj"]
+    if projector is None:
+        why = "asked for: the model is served for text alone"
+        off = Choice(name="mmproj", value="off", reason=why, source=source)
+        return (off,) if settings.mmproj == "off" else ()
+    on_gpu = bool(placement.shares)
+    where = f"on {placement.shares[0].device}" if on_gpu else "in host memory"
+    mib = projector_mib(projector, on_gpu=on_gpu)
+    why = (
+        f"{' and '.join(projector.reads)}: {projector.weights_mib:,.0f} MiB {where}, "
+        f"{mib - projector.weights_mib:,.0f} more to work in; --mmproj off serves text alone"
+    )
+    source = source if settings.is_set("mmproj") else "beside the model"
+    return (Choice(name="mmproj", value=projector.path.name, reason=why, source=source),)
+
+
+def _adapters(settings: Settings, model: Model) -> tuple[Choice, ...]:
+    if not model.adapters:
+        return ()
+    names = ", ".join(f"{adapter.path.name}:{adapter.scale:g}" for adapter in model.adapters)
+    why = f"{adapters_mib(model):,.1f} MiB, with the layers that they change; every token reads them, too"
+    return (Choice(name="lora", value=names, reason=why, source=settings.sources["lora"]),)
+
+
+def _pooling(settings: Settings, model: Model) -> tuple[Choice, ...]:
+    if not model.is_embedding_model:
+        return ()
+    gives = "a reranker: it scores documents for a query, and gives no vectors" if model.is_reranker else "vectors"
+    source = settings.sources["pooling"] if settings.pooling != "auto" else "model"
+    return (Choice(name="pooling", value=model.pooling or "none", reason=gives, source=source),)

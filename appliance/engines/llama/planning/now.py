@@ -73,7 +73,7 @@ def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
     if kernels := inputs.kernels.choice:  # a pinned profile may be of an image with other variants
         choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
         there = replace(there, choices=tuple(choices))
-    return with_launch(there, extras=extras_of(settings))
+    return with_launch(there, extras=extras_of(settings, model))
 
 
 def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field
 
+from appliance.engines.llama.planning.beside import projector_mib
 from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
@@ -202,8 +203,10 @@ class _Search:
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
         flash = self._flash_copies()
+        self._projector_mib = projector_mib(job.model.projector, on_gpu=bool(devices))
         # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
-        self._beside = ([size + flash for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
+        first = flash + self._projector_mib
+        self._beside = ([size + first for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -282,10 +285,10 @@ class _Search:
             weights=self._weights[end] - self._weights[start],
             kv=self._kv[end] - self._kv[start],
             state=self._state[end] - self._state[start],
-            compute=self._compute_mib(at, start, end),
+            compute=self._compute_mib(at, start, end) - (0.0 if at else self._projector_mib),
             output=0.0,
             cache=0.0,
-            overhead=0.0,
+            overhead=0.0 if at else self._projector_mib,
         )
 
     def _host(self, cpu_layers: int) -> Memory:
@@ -303,7 +306,7 @@ class _Search:
             compute=self._whole_mib if cpu_layers else inputs,
             output=self._logits_mib,
             cache=0.0,
-            overhead=0.0,
+            overhead=0.0 if self._devices else self._projector_mib,
         )
 
     def _outside_mib(self) -> float:

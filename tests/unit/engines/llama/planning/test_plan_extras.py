@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from appliance.engines.llama import server
 from appliance.engines.llama.planning.engine_args import OWNED, UNOFFERED
 from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, ModelDoesNotFitError
+from appliance.model import Adapter, Model, Projector
 from appliance.plan import Plan
 from appliance.profile import Key, make_key
 from appliance.profile.record import parse_plan
@@ -194,3 +196,151 @@ def test_memory_is_left_alone_on_each_card() -> None:
 
 def test_a_card_that_is_left_alone_as_a_whole_is_not_used() -> None:
     assert not on_card(reserve_mib="65536").placement.shares
+
+
+def projector(*, work_mib: float = 121.0, kind: str = "gemma3") -> Projector:
+    return Projector(
+        path=Path("/data/models/mmproj-F16.gguf"),
+        kind=kind,
+        reads=("image",),
+        length=4096,
+        weights_bytes=800 * MIB,
+        work_bytes=int(work_mib * MIB),
+        header_bytes=1000,
+    )
+
+
+def adapter(*, each: int = MIB, layers: int = 32) -> Adapter:
+    return Adapter(
+        path=Path("/data/models/style.gguf"),
+        scale=0.5,
+        layer_bytes=tuple((layer, each) for layer in range(layers)),
+        other_bytes=2 * MIB,
+        size=(layers * each) + 2 * MIB,
+        header_bytes=1000,
+    )
+
+
+def of(machine_name: str, model: Model, **flags: str) -> Space:
+    image, engine = facts(has_cuda=bool(MACHINES[machine_name].gpus.gpus))
+    return Space(resolve_settings(flags, {}), image, engine, MACHINES[machine_name], model)
+
+
+EIGHT = model("llama-3.1-8b", "Q4_K_M")
+SEEING = replace(EIGHT, projector=projector())
+
+
+@pytest.mark.parametrize(("work_mib", "counted"), [(121.0, 512.0), (700.0, 700.0), (5000.0, 1024.0)])
+def test_a_projector_lies_on_the_first_card_with_room_to_work(work_mib: float, counted: float) -> None:
+    seeing = replace(EIGHT, projector=projector(work_mib=work_mib))
+    plain, found = of(CARD, EIGHT, ctx_size="32768").best, of(CARD, seeing, ctx_size="32768").best
+    (before,), (after,) = plain.placement.shares, found.placement.shares
+    assert after.memory.total - before.memory.total == pytest.approx(800 + counted)
+    assert after.memory.overhead == pytest.approx(800 + counted)
+    assert found.memory.overhead == plain.memory.overhead  # none of it on the host
+    words = arguments(found, facts(has_cuda=True)[1], SOCKET)
+    assert words[words.index("--mmproj") + 1] == "/data/models/mmproj-F16.gguf"
+    assert "--no-mmproj-offload" not in words
+    value, reason, source = choice(found, "mmproj")
+    assert (value, source) == ("mmproj-F16.gguf", "beside the model")
+    assert reason == f"image: 800 MiB on CUDA0, {counted:,.0f} more to work in; --mmproj off serves text alone"
+
+
+def test_with_several_cards_only_the_first_holds_it() -> None:
+    shares = of("2x2080ti-22g", replace(model("qwen3.6-27b", "Q8_0"), projector=projector())).best.placement.shares
+    assert [share.memory.overhead for share in shares] == [pytest.approx(1312), 0.0]
+    assert all(share.memory.total <= share.gpu.free_mib for share in shares)
+
+
+def test_without_a_card_it_lies_in_host_memory() -> None:
+    plain, found = of("cpu-16g", EIGHT, ctx_size="8192").best, of("cpu-16g", SEEING, ctx_size="8192").best
+    assert found.memory.overhead - plain.memory.overhead == pytest.approx(800 + 121)
+    assert found.memory.cache <= plain.memory.cache - 400  # which gives way
+    assert choice(found, "mmproj")[1].startswith("image: 800 MiB in host memory, 121 more to work in")
+    assert "--no-mmproj-offload" not in arguments(found, ENGINE, SOCKET)  # the engine sees no GPU
+
+
+def test_an_engine_with_gpu_kernels_is_told_to_leave_it_on_the_host() -> None:
+    _, engine = facts(has_cuda=True)
+    found = of(CARD, SEEING, devices="none", ctx_size="4096").best
+    assert "--no-mmproj-offload" in arguments(found, engine, SOCKET)
+
+
+def test_a_card_without_room_for_it_holds_fewer_layers() -> None:
+    plain, found = of("laptop-5060", EIGHT).best, of("laptop-5060", SEEING).best
+    (share,) = found.placement.shares
+    assert share.memory.total <= share.gpu.free_mib
+    assert (found.context, found.placement.gpu_layers) < (plain.context, plain.placement.gpu_layers)
+
+
+def test_what_does_not_fit_with_it_is_told_so() -> None:
+    with pytest.raises(ModelDoesNotFitError) as caught:
+        _ = of("cpu-limit-8g", replace(SEEING, projector=projector(work_mib=1000)), ctx_size="16384").best
+    assert "--mmproj off" in (caught.value.hint or "")
+    assert of("cpu-limit-8g", EIGHT, ctx_size="16384").best.context == 16384
+
+
+def test_the_projector_of_today_is_served_with_a_plan_of_earlier() -> None:
+    earlier = of(CARD, SEEING).best
+    now = of(CARD, replace(SEEING, projector=replace(projector(), path=Path("/mnt/mmproj.gguf")))).now(earlier)
+    assert isinstance(now, Plan)
+    assert launch_of(now).extras.projector == "/mnt/mmproj.gguf"
+
+
+def test_that_it_was_turned_off_is_said() -> None:
+    plan = space(mmproj="off").best
+    assert choice(plan, "mmproj") == ("off", "asked for: the model is served for text alone", "flag --mmproj")
+    assert "--mmproj" not in argv(plan)
+
+
+def test_adapters_lie_with_their_layers_and_slow_every_token() -> None:
+    changed = replace(EIGHT, adapters=(adapter(each=8 * MIB),))
+    plain, found = of(CARD, EIGHT, ctx_size="16384").best, of(CARD, changed, ctx_size="16384").best
+    (before,), (after,) = plain.placement.shares, found.placement.shares
+    assert after.memory.weights - before.memory.weights == pytest.approx(32 * 8 + 2)
+    assert plain.speed
+    assert found.speed
+    assert found.speed.decode_tokens_per_s < plain.speed.decode_tokens_per_s
+    words = argv(found)
+    assert words[words.index("--lora-scaled") + 1] == "/data/models/style.gguf:0.5"
+    said = "258.0 MiB, with the layers that they change; every token reads them, too"
+    assert choice(found, "lora")[:2] == ("style.gguf:0.5", said)
+
+
+def test_adapters_of_layers_in_host_memory_are_counted_there() -> None:
+    changed = replace(EIGHT, adapters=(adapter(), replace(adapter(), path=Path("/data/models/b.gguf"), scale=-1.0)))
+    plain, found = of("cpu-16g", EIGHT, ctx_size="4096").best, of("cpu-16g", changed, ctx_size="4096").best
+    assert found.memory.weights - plain.memory.weights == pytest.approx(2 * 34)
+    words = argv(found)
+    assert words[words.index("--lora-scaled") + 1] == "/data/models/style.gguf:0.5,/data/models/b.gguf:-1"
+
+
+def test_the_engines_log_counts_adapters_as_weights_and_no_buffer_of_a_projector() -> None:
+    found = server.parse_allocated(
+        (
+            "0.00.017.196 I load_tensors:   CPU_Mapped model buffer size =     1.75 MiB",
+            "0.00.128.990 I llama_adapter_lora_init_impl:        CPU LoRA buffer size =     0.25 MiB",
+            "0.00.132.682 I sched_reserve:        CPU compute buffer size =     6.50 MiB",
+            "0.00.325.573 I reserve_compute_meta:        CPU compute buffer size =   121.25 MiB",
+        )
+    )
+    assert (found.model, found.compute) == (2.0, 6.5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "flags", "words"),
+    [
+        ("mean", {}, ("--embeddings",)),
+        ("rank", {}, ("--reranking",)),
+        ("last", {"pooling": "last"}, ("--embeddings", "--pooling", "last")),
+        ("rank", {"pooling": "rank"}, ("--reranking",)),
+    ],
+)
+def test_what_gives_vectors_or_scores_is_served_as_that(
+    pooling: str, flags: dict[str, str], words: tuple[str, ...]
+) -> None:
+    of_scores = replace(SMALL, pooling=pooling, is_embedding_model=True)
+    plan = Space(resolve_settings(flags, {}), IMAGE, ENGINE, machine(), of_scores).best
+    assert server.pooling_arguments(plan, ENGINE) == words
+    assert choice(plan, "pooling")[0] == pooling
+    assert server.pooling_arguments(space().best, ENGINE) == ()

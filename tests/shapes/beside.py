@@ -1,0 +1,95 @@
+"""What lies beside a model: projectors and adapters of random weights, in shapes that the engine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+SCALE = np.float32(0.02)
+
+
+class _Writer:
+    def __init__(self, path: Path, architecture: str, seed: int) -> None:
+        self.gguf = gguf.GGUFWriter(path, architecture)
+        self._random = np.random.default_rng(seed)
+
+    def matrix(self, name: str, rows: int, columns: int) -> None:
+        self.add(name, (rows, columns))
+
+    def linear(self, name: str, rows: int, columns: int) -> None:
+        self.matrix(f"{name}.weight", rows, columns)
+        self.gguf.add_tensor(f"{name}.bias", np.zeros(rows, dtype=np.float32))
+
+    def norm(self, name: str, width: int) -> None:
+        self.gguf.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
+        self.gguf.add_tensor(f"{name}.bias", np.zeros(width, dtype=np.float32))
+
+    def add(self, name: str, shape: tuple[int, ...], kind: type[np.floating] = np.float16) -> None:
+        values = self._random.standard_normal(shape, dtype=np.float32) * SCALE
+        self.gguf.add_tensor(name, values.astype(kind))
+
+    def close(self) -> None:
+        self.gguf.write_header_to_file()
+        self.gguf.write_kv_data_to_file()
+        self.gguf.write_tensors_to_file()
+        self.gguf.close()
+
+
+def write_projector(
+    path: Path,
+    embedding: int,
+    *,
+    width: int = 64,
+    wide: int = 128,
+    layers: int = 2,
+    heads: int = 2,
+    side: int = 64,
+    patch: int = 8,
+    seed: int = 0,
+) -> Path:
+    """For images, as Gemma 3's: SigLIP, a mean of 4 x 4 patches, one matrix to the model's `embedding`."""
+    writer = _Writer(path, "clip", seed)
+    meta = writer.gguf
+    meta.add_type("mmproj")
+    meta.add_bool("clip.has_vision_encoder", True)
+    meta.add_string("clip.projector_type", "gemma3")
+    for key, value in (("embedding_length", width), ("feed_forward_length", wide), ("block_count", layers),
+                       ("attention.head_count", heads), ("projection_dim", embedding), ("image_size", side),
+                       ("patch_size", patch)):  # fmt: skip
+        meta.add_uint32(f"clip.vision.{key}", value)
+    meta.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    meta.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    meta.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    meta.add_bool("clip.use_gelu", True)
+    writer.add("v.patch_embd.weight", (width, 3, patch, patch))
+    meta.add_tensor("v.patch_embd.bias", np.zeros(width, dtype=np.float32))
+    writer.add("v.position_embd.weight", ((side // patch) ** 2, width), np.float32)
+    for at in range(layers):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            writer.linear(f"v.blk.{at}.{name}", width, width)
+        writer.linear(f"v.blk.{at}.ffn_up", wide, width)
+        writer.linear(f"v.blk.{at}.ffn_down", width, wide)
+        writer.norm(f"v.blk.{at}.ln1", width)
+        writer.norm(f"v.blk.{at}.ln2", width)
+    writer.norm("v.post_ln", width)
+    writer.add("mm.input_projection.weight", (width, embedding))
+    meta.add_tensor("mm.soft_emb_norm.weight", np.ones(width, dtype=np.float32))
+    writer.close()
+    return path
+
+
+def write_adapter(
+    path: Path, shapes: dict[str, tuple[int, int]], *, architecture: str = "llama", rank: int = 4, seed: int = 0
+) -> Path:
+    """A LoRA of these matrices of its base: by name the rows and columns of each."""
+    writer = _Writer(path, architecture, seed)
+    writer.gguf.add_type("adapter")
+    writer.gguf.add_string("adapter.type", "lora")
+    writer.gguf.add_float32("adapter.lora.alpha", 2.0 * rank)
+    for name, (rows, columns) in shapes.items():
+        writer.matrix(f"{name}.lora_a", rank, columns)
+        writer.matrix(f"{name}.lora_b", rows, rank)
+    writer.close()
+    return path
