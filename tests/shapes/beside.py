@@ -1,4 +1,4 @@
-"""What lies beside a model: projectors and adapters of random weights, in shapes that the engine runs."""
+"""Projectors, adapters, embedders and rerankers of random weights, in shapes that the engine runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-SCALE = np.float32(0.02)
+MEAN, RANK = 1, 4  # llama_pooling_type
 
 
 class _Writer:
     def __init__(self, path: Path, architecture: str, seed: int) -> None:
         self.gguf = gguf.GGUFWriter(path, architecture)
+        self.scale = np.float32(0.02)  # the deviation of its weights
         self._random = np.random.default_rng(seed)
 
     def matrix(self, name: str, rows: int, columns: int) -> None:
@@ -27,7 +28,7 @@ class _Writer:
         self.gguf.add_tensor(f"{name}.bias", np.zeros(width, dtype=np.float32))
 
     def add(self, name: str, shape: tuple[int, ...], kind: type[np.floating] = np.float16) -> None:
-        values = self._random.standard_normal(shape, dtype=np.float32) * SCALE
+        values = self._random.standard_normal(shape, dtype=np.float32) * self.scale
         self.gguf.add_tensor(name, values.astype(kind))
 
     def close(self) -> None:
@@ -91,5 +92,57 @@ def write_adapter(
     for name, (rows, columns) in shapes.items():
         writer.matrix(f"{name}.lora_a", rank, columns)
         writer.matrix(f"{name}.lora_b", rows, rank)
+    writer.close()
+    return path
+
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,?!"
+
+
+def write_bert(
+    path: Path,
+    pooling: int,
+    *,
+    width: int = 64,
+    wide: int = 128,
+    layers: int = 2,
+    context: int = 512,
+    scale: float = 0.5,
+    seed: int = 0,
+) -> Path:
+    """BERT with a word piece for each letter; of pooling type RANK (4) with the head of a cross-encoder."""
+    writer = _Writer(path, "bert", seed)
+    writer.scale = np.float32(scale)
+    meta = writer.gguf
+    meta.add_block_count(layers)
+    meta.add_context_length(context)
+    meta.add_embedding_length(width)
+    meta.add_feed_forward_length(wide)
+    meta.add_head_count(2)
+    meta.add_layer_norm_eps(1e-12)
+    meta.add_causal_attention(False)
+    meta.add_uint32("bert.pooling_type", pooling)
+    tokens = [*_SPECIAL, *(f"▁{letter}" for letter in _LETTERS), *_LETTERS]
+    meta.add_tokenizer_model("bert")
+    meta.add_token_list(tokens)
+    meta.add_token_types([3] * len(_SPECIAL) + [1] * (len(tokens) - len(_SPECIAL)))
+    meta.add_token_type_count(2)
+    for name, at in (("padding", 0), ("unknown", 1), ("bos", 2), ("cls", 2), ("seperator", 3), ("eos", 3), ("mask", 4)):
+        meta.add_uint32(f"tokenizer.ggml.{name}_token_id", at)
+    writer.matrix("token_embd.weight", len(tokens), width)
+    writer.add("token_types.weight", (2, width), np.float32)
+    writer.add("position_embd.weight", (context, width), np.float32)
+    writer.norm("token_embd_norm", width)
+    for at in range(layers):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            writer.linear(f"blk.{at}.{name}", width, width)
+        writer.linear(f"blk.{at}.ffn_up", wide, width)
+        writer.linear(f"blk.{at}.ffn_down", width, wide)
+        writer.norm(f"blk.{at}.attn_output_norm", width)
+        writer.norm(f"blk.{at}.layer_output_norm", width)
+    if pooling == RANK:
+        writer.linear("cls", width, width)
+        writer.linear("cls.output", 1, width)
     writer.close()
     return path
