@@ -106,6 +106,7 @@ class Model:
     output_bytes: int = 0  # output matrix, final norm, the rest; a tied embedding is counted here a second time
     projector: Projector | None = None  # that lies beside the model, or was asked for
     adapters: tuple[Adapter, ...] = ()  # that were asked for
+    is_causal: bool = True  # a token attends to those before it alone
     pooling: str | None = None  # one of POOLINGS: how it makes one vector of many; None: the header does not tell
     embedding_type: str | None = None  # of the token embedding
     recurrent_length: int = 0  # inner width of recurrent layers
@@ -117,6 +118,13 @@ class Model:
     file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
     calls_tools: bool = False  # by its chat template
     reasons: bool = False  # before it answers, by its chat template
+
+    @property
+    def reads_whole(self) -> bool:
+        """A text is computed in one batch or not at all: what it attends to, or is pooled over, is all of it
+        (llama.cpp's tools/server/server-context.cpp, can_split)."""
+        can_split = self.pooling == "last" or (self.is_reranker and self.is_causal)
+        return self.is_embedding_model and not can_split
 
     @property
     def is_reranker(self) -> bool:
@@ -194,6 +202,7 @@ def parse_facts(gguf: Gguf) -> Model:
         has_chat_template=TEMPLATE in gguf.metadata,
         is_embedding_model=_is_embedding_model(keys),
         pooling=_pooling(keys),
+        is_causal=keys.is_true("attention.causal", default=True),
         cache_kind="attention" if reason is None else "unsupported",
         cache_reason=reason,
         stack=stack,

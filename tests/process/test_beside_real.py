@@ -144,7 +144,7 @@ def test_a_reranker_scores_documents_and_gives_no_vectors(tmp_path: Path) -> Non
 
 def test_an_embedder_gives_vectors_and_no_scores(tmp_path: Path) -> None:
     home = real_home(tmp_path / "home")
-    write_bert(home.data / "models/embed.gguf", MEAN)
+    write_bert(home.data / "models/embed.gguf", MEAN, context=1024)
     with home.serving() as serving:
         serving.wait_ready()
         assert listed(serving)["architecture"]["output_modalities"] == ["embedding"]
@@ -152,6 +152,7 @@ def test_an_embedder_gives_vectors_and_no_scores(tmp_path: Path) -> None:
         assert status == 200
         assert [len(each["embedding"]) for each in answer["data"]] == [64, 64]
         assert rank(serving, "x")[0] == 501
+        assert post(serving, "/v1/embeddings", {"input": "a " * 1000})[0] == 200  # longer than the usual batch
 
 
 def test_a_model_of_text_gives_vectors_where_it_is_asked_to(home: Home) -> None:

@@ -45,6 +45,7 @@ from appliance.values import dataclass
 
 UBATCH = 512
 BATCH = 2048
+WHOLE_UBATCH_MAX = 8192  # of a model that reads a text in one batch; the masks grow with its square
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
@@ -78,7 +79,7 @@ class PlanInputs:
             model=self.model,
             context=0,
             kv_type="f16",
-            ubatch=self.settings.ubatch or UBATCH,
+            ubatch=usual_ubatch(self.settings, self.model),
             parallel=slots(self.settings),
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
@@ -93,6 +94,17 @@ class PlanInputs:
     def spare_mib(self) -> float:
         """Of host memory, what may be filled."""
         return self.usable_mib * (1 - SPARE_SHARE)
+
+
+def is_whole(settings: Settings, model: Model) -> bool:
+    """Whether the batch is as long as the longest text."""
+    return model.reads_whole and not settings.ubatch
+
+
+def usual_ubatch(settings: Settings, model: Model) -> int:
+    if is_whole(settings, model):
+        return min(padded(settings.ctx_size or model.native_context), WHOLE_UBATCH_MAX)
+    return settings.ubatch or UBATCH
 
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
@@ -229,7 +241,7 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
 def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     load_mode, loading = _load_mode(settings, hardware, model)
-    ubatch = min(settings.ubatch or UBATCH, padded(context_plan.context))
+    ubatch = min(usual_ubatch(settings, model), padded(context_plan.context))
     threads, by_threads = thread_counts(settings, hardware)
     host = host_memory(inputs, context_plan.placed.host, load_mode, bool(context_plan.placed.placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
@@ -277,7 +289,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *by_checkpoints,
             by_threads,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
-            reasons.ubatch(settings, ubatch),
+            reasons.whole_ubatch(ubatch) if is_whole(settings, model) else reasons.ubatch(settings, ubatch),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,

@@ -204,6 +204,8 @@ def checkpoint_mib(model: Model, kv_type: str) -> float:
 def mask_bytes(model: Model, ubatch: int, context: int, parallel: int) -> float:
     """One f16 mask for all layers that see everything, and one for those that see a window."""
     sizes = {cells(layer, context, ubatch, parallel) for layer in layers_of(model) if layer.k_elements}
+    if not sizes and model.reads_whole:  # it keeps no cache, and attends within the batch
+        sizes = {ubatch}
     return 2.0 * ubatch * sum(sizes)
 
 

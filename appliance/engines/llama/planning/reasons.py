@@ -250,6 +250,11 @@ def ubatch(settings: Settings, size: int) -> Choice:
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 
 
+def whole_ubatch(size: int) -> Choice:
+    why = "this model computes a text in one batch, and takes none that is longer"
+    return Choice(name="ubatch", value=str(size), reason=why, source="model")
+
+
 def fixed() -> tuple[Choice, ...]:
     return (
         Choice(

@@ -19,13 +19,14 @@ from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.model import Adapter, Model, Projector
+from appliance.model import Adapter, Model, Projector, read_model
 from appliance.plan import Plan
 from appliance.profile import Key, make_key
 from appliance.profile.record import parse_plan
 from appliance.settings import SETTINGS, is_flag, resolve_settings
 from tests.builders import DIGEST, ENGINE, IMAGE, SMALL, USAGE, facts, machine, model
 from tests.golden.machines import MACHINES
+from tests.shapes.beside import MEAN, write_bert
 
 SOCKET = Path("/tmp/e.sock")
 CARD = "t4"
@@ -344,3 +345,24 @@ def test_what_gives_vectors_or_scores_is_served_as_that(
     assert server.pooling_arguments(plan, ENGINE) == words
     assert choice(plan, "pooling")[0] == pooling
     assert server.pooling_arguments(space().best, ENGINE) == ()
+
+
+def test_a_model_that_reads_a_text_as_a_whole_has_a_batch_as_long_as_its_context(tmp_path: Path) -> None:
+    found = read_model(write_bert(tmp_path / "m.gguf", MEAN, width=384, wide=1536, context=8192))
+    plan = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), found).best
+    assert (plan.context, launch_of(plan).ubatch, launch_of(plan).batch) == (8192, 8192, 8192)
+    # The engine's log: "sched_reserve: CPU compute buffer size = 212.22 MiB".
+    assert 212.22 <= plan.memory.compute + plan.memory.output < 400
+    assert choice(plan, "ubatch")[1] == "this model computes a text in one batch, and takes none that is longer"
+    smaller = Space(resolve_settings({"ubatch": "256"}, {}), IMAGE, ENGINE, machine(), found).best
+    assert (launch_of(smaller).ubatch, choice(smaller, "ubatch")[2]) == (256, "flag --ubatch")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_causal", "is_whole"),
+    [("mean", False, True), ("mean", True, True), ("last", True, False), ("rank", True, False), ("rank", False, True)],
+)
+def test_what_can_be_read_in_pieces_has_the_usual_batch(pooling: str, is_causal: bool, is_whole: bool) -> None:
+    found = replace(SMALL, pooling=pooling, is_causal=is_causal, is_embedding_model=True)
+    plan = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), found).best
+    assert (launch_of(plan).ubatch == min(plan.context, 8192)) == is_whole
