@@ -13,7 +13,7 @@ from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_fa
 from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
 from appliance.model.parts import plain_name, read_whole
-from appliance.model.projector import Projector, check_match, read_projector
+from appliance.model.projector import Projector, check_match, read_projector, unread_projector
 from appliance.model.stack import Layer, LayerKind
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "read_model",
     "read_projector",
     "resolve_model",
+    "unread_projector",
     "with_projector",
 ]
 

@@ -55,17 +55,21 @@ def find_projectors(model: Path) -> tuple[Path, ...]:
     own first.
 
     Where several models share a folder they have to name the model's family, or any of them would get another's. What
-    was fetched of one repository is of one family.
+    was fetched of one repository is of one family, also where the quantizations have folders of their own.
     """
+    snapshot = next((folder for folder in model.parents[:3] if folder.parent.name == "snapshots"), None)
     try:
-        names = [path.name for path in model.parent.glob("*.gguf")]
+        paths = [path for folder in {model.parent, snapshot or model.parent} for path in folder.glob("*.gguf")]
     except OSError:
         return ()
-    found = [name for name in names if is_projector(name)]
-    if model.parent.parent.name != "snapshots" and sum(map(_is_served, names)) > 1:
-        found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
-    near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
-    return tuple(model.parent / name for name in near)
+    found = [path for path in paths if is_projector(path.name)]
+    if snapshot is None and sum(_is_served(path.name) for path in paths) > 1:
+        found = [path for path in found if _family(path.name) and _family(path.name) in model.name.casefold()]
+    return tuple(sorted(found, key=lambda path: (-_likeness(path.name, model.name), path)))
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:

@@ -66,6 +66,7 @@ _LENGTHS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
 _ANY_SIZE = ("dots_ocr", "exaone4_5", "glm4v", "glm5v", "kimik25", "kimivl", "lightonocr", "paddleocr", "pixtral",
              "qwen2.5o", "qwen2.5vl_merger", "qwen2vl_merger", "qwen3vl_merger", "youtuvl")  # fmt: skip
 _PATCHES_ANY_SIZE = 16384
+_USUAL_WORK_BYTES = 512 * MIB
 _FRAMES = 3000  # of 30 s of sound, which is what an encoder reads at once
 
 
@@ -106,6 +107,19 @@ def read_projector(path: Path) -> Projector:
         weights_bytes=sum(tensor.size_bytes for tensor in gguf.tensors),
         work_bytes=sum(_work_bytes(keys, tower, kind) for tower in towers),
         header_bytes=gguf.header_bytes,
+    )
+
+
+def unread_projector(path: Path, size: int) -> Projector:
+    """Of one that is not here yet: its length, and what such files were seen to work in."""
+    return Projector(
+        path=path,
+        kind="",
+        reads=("image",),
+        length=None,
+        weights_bytes=size,
+        work_bytes=_USUAL_WORK_BYTES,
+        header_bytes=0,
     )
 
 

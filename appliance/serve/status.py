@@ -49,7 +49,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "build_id": image.build_id,
         "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
         "model": served.name,
-        "projector": model.projector.path.name if model.projector else None,
+        "projector": model.projector.path.name if model.projector and plan and plan.launch.reads else None,
         "adapters": [{"name": adapter.path.name, "scale": adapter.scale} for adapter in model.adapters],
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
@@ -97,6 +97,7 @@ def listed_of(served: ServedModel) -> ListedModel:
     from appliance.gateway.models import ListedModel  # here: above, the gateway would delay the engine's start
 
     model, plan, name = served.inputs.model, served.host.plan, served.name
+    projected = model.projector.reads if model.projector else ()
     return ListedModel(
         id=name,
         phase=served.report.progress.phase,
@@ -106,7 +107,7 @@ def listed_of(served: ServedModel) -> ListedModel:
         native_context=model.native_context,
         calls_tools=model.calls_tools,
         reasons=model.reasons,
-        input_modalities=("text", *(model.projector.reads if model.projector else ())),
+        input_modalities=("text", *(plan.launch.reads if plan else projected)),
         is_embedding=model.is_embedding_model,
         is_reranker=model.is_reranker,
         adapters=tuple((adapter.path.name, adapter.scale) for adapter in model.adapters),

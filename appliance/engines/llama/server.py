@@ -121,11 +121,11 @@ def pooling_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
 
 
 def beside_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
-    """The projector takes the first GPU that the engine sees, if not told otherwise: also where the plan uses none."""
+    """The projector takes the first GPU that the engine sees, if not told otherwise."""
     flags, extras = _Flags(facts), launch_of(plan).extras
     if extras.projector is not None:
         flags.need("--mmproj", extras.projector)
-        if not plan.placement.shares and has_gpu_backend(facts):
+        if extras.projector_on_host and has_gpu_backend(facts):
             flags.need("--no-mmproj-offload")
     if extras.adapters:
         flags.need("--lora-scaled", ",".join(f"{path}:{scale:g}" for path, scale in extras.adapters))

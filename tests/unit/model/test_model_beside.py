@@ -184,3 +184,12 @@ def test_a_pooling_type_that_is_unknown_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", SMALL["gqa"].changed(pooling_type=5))
     with pytest.raises(ModelUnreadableError, match=r"pooling_type must be a whole number from 0 to 4: 5"):
         read_model(path)
+
+
+def test_a_quantization_in_a_folder_of_its_own_has_the_repositorys_projector(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--o--r/snapshots/abc"
+    (snapshot / "Q8_0").mkdir(parents=True)
+    model = write_gguf(snapshot / "Q8_0/m-Q8_0.gguf", SMALL["gqa"], quantization="Q8_0")
+    write_projector(snapshot / "mmproj-F16.gguf", WIDTH)
+    assert (found := read_model(model).projector)
+    assert found.path == snapshot / "mmproj-F16.gguf"

@@ -6,6 +6,7 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.llama.planning import assumptions, reasons
@@ -36,7 +37,7 @@ from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_
 from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
+from appliance.model import Model, Projector, plain_name
 from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
@@ -67,6 +68,8 @@ class PlanInputs:
     notes: tuple[str, ...]  # devices that are not used, and why
     kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
     limits: Limits = NO_LIMITS
+    projector_on_host: bool = False  # though there is a GPU
+    left_away: Projector | None = None  # since the model would not fit beside it
 
     @property
     def usable_mib(self) -> float:
@@ -81,6 +84,7 @@ class PlanInputs:
             kv_type="f16",
             ubatch=usual_ubatch(self.settings, self.model),
             parallel=slots(self.settings),
+            projector_on_host=self.projector_on_host,
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
         )
@@ -173,6 +177,17 @@ def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]
     return tuple(dict.fromkeys(by_name[name] for name in names))
 
 
+def with_less(inputs: PlanInputs) -> Iterator[PlanInputs]:
+    """The inputs, then with what can be done without moved and left away: no model is refused for its projector,
+    unless that was named."""
+    yield inputs
+    projector = inputs.model.projector
+    if projector and inputs.resources.devices:
+        yield replace(inputs, projector_on_host=True)
+    if projector and inputs.settings.mmproj == "auto":
+        yield replace(inputs, model=replace(inputs.model, projector=None), left_away=projector)
+
+
 def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     request = wanted_context(inputs, aim)
     context_plan = choose_context(inputs.job, inputs.resources, request)
@@ -250,6 +265,8 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         model, context_plan.kv_type, context_plan.context, ubatch=ubatch, checkpoints=checkpoints
     )
     host, by_cache = prompt_cache(inputs, host, context_plan.kv_type, spare, longest)
+    is_on_host = inputs.projector_on_host or not context_plan.placed.placement.shares
+    extras = extras_of(settings, model, on_host=is_on_host)
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
@@ -269,7 +286,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             flash_attention=True,
             load_mode=load_mode,
             checkpoints=checkpoints,
-            extras=extras_of(settings, model),
+            extras=extras,
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
@@ -293,7 +310,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(),
             loading,
-            *extra_choices(settings, model, context_plan.placed.placement, inputs.resources.devices),
+            *extra_choices(inputs.settings, model, extras, inputs.left_away, inputs.resources.devices),
         ),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from appliance.engines.llama.planning.beside import adapters_mib, projector_mib
 from appliance.engines.llama.planning.engine_args import engine_args_choice
-from appliance.model import Model
-from appliance.plan import Device, Placement
+from appliance.model import Model, Projector
+from appliance.plan import Device
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -18,14 +18,19 @@ class Extras:
     chat_template_file: str | None = None
     reasoning_format: str | None = None
     projector: str | None = None  # paths
+    projector_on_host: bool = False
+    reads: tuple[str, ...] = ()  # image, audio
     adapters: tuple[tuple[str, float], ...] = ()  # with their scales
     pooling: str | None = None  # where it is not the header's, and of rerankers
 
 
-def extras_of(settings: Settings, model: Model) -> Extras:
-    is_asked = settings.pooling != "auto"
+def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
+    """`on_host` is where its projector lies."""
+    is_asked, projector = settings.pooling != "auto", model.projector
     return Extras(
-        projector=str(model.projector.path) if model.projector else None,
+        projector=str(projector.path) if projector else None,
+        projector_on_host=on_host and projector is not None,
+        reads=projector.reads if projector else (),
         adapters=tuple((str(adapter.path), adapter.scale) for adapter in model.adapters),
         pooling=model.pooling if is_asked or model.is_reranker else None,
         engine_args=settings.engine_arg,
@@ -35,9 +40,9 @@ def extras_of(settings: Settings, model: Model) -> Extras:
 
 
 def extra_choices(
-    settings: Settings, model: Model, placement: Placement, devices: tuple[Device, ...]
+    settings: Settings, model: Model, extras: Extras, left_away: Projector | None, devices: tuple[Device, ...]
 ) -> tuple[Choice, ...]:
-    """What is loaded beside the model, and what was asked for."""
+    """What is loaded beside the model, or left away, and what was asked for."""
     words = {
         "reserve_mib": (
             f"{settings.reserve_mib:,}",
@@ -52,22 +57,30 @@ def extra_choices(
         if settings.is_set(name)
     )
     passed = engine_args_choice(settings)
-    loaded = (*_projector(settings, model, placement), *_adapters(settings, model), *_pooling(settings, model))
+    loaded = (
+        *_projector(settings, model.projector, extras, left_away),
+        *_adapters(settings, model),
+        *_pooling(settings, model),
+    )
     return (*loaded, *found, *((passed,) if passed else ()))
 
 
-def _projector(settings: Settings, model: Model, placement: Placement) -> tuple[Choice, ...]:
-    """Also where there is one and it was turned off."""
-    projector, source = model.projector, settings.sources["mmproj"]
+def _projector(
+    settings: Settings, projector: Projector | None, extras: Extras, left_away: Projector | None
+) -> tuple[Choice, ...]:
+    """Also where there is one and it is not served."""
+    source = settings.sources["mmproj"]
+    if left_away is not None:
+        why = f"{left_away.path.name} is left away, since the model does not fit beside it: no images or audio are read"
+        return (Choice(name="mmproj", value="off", reason=why, source="memory", is_refusal=True),)
     if projector is None:
         why = "asked for: the model is served for text alone"
         off = Choice(name="mmproj", value="off", reason=why, source=source)
         return (off,) if settings.mmproj == "off" else ()
-    on_gpu = bool(placement.shares)
-    where = f"on {placement.shares[0].device}" if on_gpu else "in host memory"
-    mib = projector_mib(projector, on_gpu=on_gpu)
+    mib = projector_mib(projector, on_gpu=not extras.projector_on_host)
     why = (
-        f"{' and '.join(projector.reads)}: {projector.weights_mib:,.0f} MiB {where}, "
+        f"{' and '.join(projector.reads)}: {projector.weights_mib:,.0f} MiB "
+        f"{'in host memory' if extras.projector_on_host else 'on CUDA0'}, "
         f"{mib - projector.weights_mib:,.0f} more to work in; --mmproj off serves text alone"
     )
     source = source if settings.is_set("mmproj") else "beside the model"

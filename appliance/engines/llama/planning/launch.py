@@ -33,6 +33,10 @@ class LlamaLaunch(Launch):
         return (("threads", self.threads), ("ubatch", self.ubatch), ("load_mode", self.load_mode))
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        return self.extras.reads
+
+    @property
     def tie_break(self) -> int:
         """Mapped weights: the kernel may share them and drop them."""
         return int(self.load_mode == "mmap")

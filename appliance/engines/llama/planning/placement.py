@@ -44,6 +44,7 @@ class PlacementJob:
     kv_type: str
     ubatch: int
     parallel: int
+    projector_on_host: bool = False
     gpu_layers: int | None = None
     cpu_expert_layers: int | None = None
 
@@ -203,7 +204,9 @@ class _Search:
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
         flash = self._flash_copies()
-        self._projector_mib = projector_mib(job.model.projector, on_gpu=bool(devices))
+        is_on_gpu = bool(devices) and not job.projector_on_host
+        beside_mib = projector_mib(job.model.projector, on_gpu=is_on_gpu)
+        self._projector_mib, self._host_projector_mib = (beside_mib, 0.0) if is_on_gpu else (0.0, beside_mib)
         # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
         first = flash + self._projector_mib
         self._beside = ([size + first for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
@@ -306,7 +309,7 @@ class _Search:
             compute=self._whole_mib if cpu_layers else inputs,
             output=self._logits_mib,
             cache=0.0,
-            overhead=0.0 if self._devices else self._projector_mib,
+            overhead=self._host_projector_mib,
         )
 
     def _outside_mib(self) -> float:

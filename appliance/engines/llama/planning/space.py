@@ -22,6 +22,7 @@ from appliance.engines.llama.planning.decide import (
     predicted,
     thread_counts,
     wanted_context,
+    with_less,
 )
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
@@ -33,6 +34,7 @@ from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
+from appliance.errors import ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import (
@@ -80,15 +82,30 @@ class Space:
         facts = (settings, image, engine, hardware, model)
         self._with_limits = partial(Space, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft)
         inputs = plan_inputs(*facts, kernels, limits)
-        self._inputs = replace(inputs, kv_checks=tuple(kv_checks))
+        self._given = replace(inputs, kv_checks=tuple(kv_checks))
         self._image = image
         self._draft = draft
         self._aim = _aim(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
+    def _decided(self) -> tuple[PlanInputs, ContextPlan]:
+        """With as much beside the model as fits."""
+        refusal: ModelDoesNotFitError | None = None
+        for inputs in with_less(self._given):
+            try:
+                return inputs, context_for(inputs, self._aim)
+            except ModelDoesNotFitError as error:
+                refusal = error  # the last says what is needed at least
+        raise refusal or AssertionError
+
+    @property
+    def _inputs(self) -> PlanInputs:
+        return self._decided[0]
+
+    @property
     def context_plan(self) -> ContextPlan:
-        return context_for(self._inputs, self._aim)
+        return self._decided[1]
 
     @cached_property
     def best(self) -> Plan:
@@ -107,11 +124,11 @@ class Space:
     def offers(self) -> tuple[Offer, ...]:
         """Every kind of speculative decoding, the likeliest first. Raises ConfigError for one that was asked for and
         cannot be done."""
-        return kinds(self._inputs.settings, self._inputs.model, self._inputs.engine, self._draft)
+        return kinds(self._given.settings, self._given.model, self._given.engine, self._draft)
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
         """What it adds to the plan."""
-        inputs = self._inputs
+        inputs = self._given
         return estimate(plan, kind, tokens, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
@@ -125,12 +142,12 @@ class Space:
     @property
     def native(self) -> int:
         """The model's own context length, or the one that was asked for."""
-        return self._inputs.settings.ctx_size or self._inputs.model.native_context
+        return self._given.settings.ctx_size or self._given.model.native_context
 
     def kinds_to_check(self) -> tuple[str, ...]:
         """Types of the KV cache that would carry a much larger context, if they were shown to be harmless; what helps
         most first. The best plan that is possible already is what they are checked with."""
-        inputs = self._inputs
+        inputs = self._given
         request = wanted_context(inputs, self._aim)
         on_gpu = bool(inputs.resources.devices)
         more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
@@ -251,10 +268,10 @@ class Space:
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
-        return plan_now(self._inputs, measured)
+        return plan_now(self._given, measured)
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        inputs = self._inputs
+        inputs = self._given
         found = missing(inputs.hardware, plan, shortage, inputs.settings, inputs.limits)
         if found is None:
             return None
@@ -263,17 +280,17 @@ class Space:
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def costs(self, plan: Plan) -> Costs:
-        launch, inputs = launch_of(plan), self._inputs
+        launch, inputs = launch_of(plan), self._given
         key = (plan.placement.summary(), plan.kv_type, launch.ubatch)
         if key not in self._costs:
             self._costs[key] = self._costs_of(plan, launch.ubatch)
         return with_threads(self._costs[key], launch.threads, max(1, inputs.hardware.cpu.cores))
 
     def _costs_of(self, plan: Plan, ubatch: int) -> Costs:
-        resources, shares = self._inputs.resources, plan.placement.shares
+        resources, shares = self._given.resources, plan.placement.shares
         devices = {device.id: device for device in resources.devices}
         roofline = Roofline(
-            model=self._inputs.model,
+            model=self._given.model,
             kv_type=plan.kv_type,
             ubatch=ubatch,
             dram_gb_s=resources.dram_gb_s,
@@ -287,7 +304,7 @@ class Space:
 
     def modelled(self, plan: Plan) -> str | None:
         """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
-        return modelled(self._inputs.model, self._inputs.resources, plan.placement)
+        return modelled(self._given.model, self._given.resources, plan.placement)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:

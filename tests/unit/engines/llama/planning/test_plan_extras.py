@@ -274,11 +274,41 @@ def test_a_card_without_room_for_it_holds_fewer_layers() -> None:
     assert (found.context, found.placement.gpu_layers) < (plain.context, plain.placement.gpu_layers)
 
 
-def test_what_does_not_fit_with_it_is_told_so() -> None:
+TIGHT = {"ctx_size": "16384"}
+LARGE = replace(SEEING, projector=projector(work_mib=1000))
+
+
+def test_a_projector_moves_to_the_host_before_the_model_is_refused() -> None:
+    wide = replace(projector(), weights_bytes=2000 * MIB)
+    found = of("laptop-5060", replace(EIGHT, projector=wide), ctx_size="4096", gpu_layers="33").best
+    (share,) = found.placement.shares
+    assert (share.layers, share.memory.overhead) == (33, 0.0)
+    plain = of("laptop-5060", EIGHT, ctx_size="4096", gpu_layers="33").best
+    assert found.memory.overhead - plain.memory.overhead == pytest.approx(2000 + 121)
+    words = arguments(found, facts(has_cuda=True)[1], SOCKET)
+    assert "--no-mmproj-offload" in words
+    assert choice(found, "mmproj")[1].startswith("image: 2,000 MiB in host memory, 121 more to work in")
+
+
+def test_a_projector_is_left_away_before_the_model_is_refused_and_that_is_said() -> None:
+    space = of("cpu-limit-8g", LARGE, **TIGHT)
+    (said,) = [each for each in space.best.choices if each.name == "mmproj"]
+    assert said.is_refusal
+    assert said.reason == (
+        "mmproj-F16.gguf is left away, since the model does not fit beside it: no images or audio are read"
+    )
+    assert space.best.launch.reads == ()
+    assert "--mmproj" not in argv(space.best)
+    now = space.now(space.best)
+    assert isinstance(now, Plan)
+    assert launch_of(now).extras == launch_of(space.best).extras
+
+
+def test_one_that_was_named_is_not_left_away() -> None:
     with pytest.raises(ModelDoesNotFitError) as caught:
-        _ = of("cpu-limit-8g", replace(SEEING, projector=projector(work_mib=1000)), ctx_size="16384").best
+        _ = of("cpu-limit-8g", LARGE, mmproj="mmproj-F16.gguf", **TIGHT).best
     assert "--mmproj off" in (caught.value.hint or "")
-    assert of("cpu-limit-8g", EIGHT, ctx_size="16384").best.context == 16384
+    assert of("cpu-limit-8g", EIGHT, **TIGHT).best.context == 16384
 
 
 def test_the_projector_of_today_is_served_with_a_plan_of_earlier() -> None:
