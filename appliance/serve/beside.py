@@ -17,6 +17,15 @@ from appliance.settings import Settings, parse_adapter
 TEMPLATE_LIMIT_BYTES = 1024 * 1024  # the longest there are have 30 KiB
 
 
+def check_named(settings: Settings) -> None:
+    """Before a model is fetched for hours. Raises ConfigError (10) for a file that is not there; a projector may come
+    with the model."""
+    for word in settings.lora:
+        _adapter_path(parse_adapter(word)[0], settings)
+    if settings.chat_template_file is not None:
+        _read_template(settings.chat_template_file, settings.sources["chat_template_file"])
+
+
 def with_beside(model: Model, settings: Settings) -> Model:
     """The model as it is asked for. Raises ConfigError (10) for a file that is not there, ModelUnreadableError (30) for
     one that is of another model."""

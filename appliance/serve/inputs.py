@@ -14,7 +14,7 @@ from appliance.model import Model, digest, find_model, read_draft, read_model, w
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
-from appliance.serve.beside import sizes_beside, with_beside
+from appliance.serve.beside import check_named, sizes_beside, with_beside
 from appliance.serve.checks import check_supported, usable_gpus
 from appliance.serve.which import Located, Which, which_model
 from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
@@ -73,6 +73,7 @@ def read_contents(settings: Settings) -> Contents:
     image, facts = load_facts(settings)
     engine = load_engine(image)
     check_settings(settings, engine)
+    check_named(settings)
     recipe = load_recipe(settings, image)
     return Contents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe)
 

@@ -254,6 +254,8 @@ _AS_IT_SHOULD = (
     r"slot +\S+: id +\d+ \| task \d+ \| n_past was set to \d+$",
     # A client that left, or that had its answer: whoever stops a generation does so.
     r"srv +stop: cancel task, id_task = \d+$",
+    # One line a matrix: the CPU's own layouts take no adapters, which are small, and are multiplied as they are.
+    r"llama_adapter_lora_init_impl: lora for '\S+' cannot use buft '\S+', fallback to CPU$",
 )
 _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA) buffer size\s*=\s*([0-9.]+) MiB")

@@ -307,6 +307,15 @@ def test_arguments_for_the_engine_are_taken_though_they_begin_with_a_hyphen(hous
     assert refused.err.endswith("hint: use --threads N\n")
 
 
+@pytest.mark.parametrize("verb", ["plan", "serve"])
+def test_what_is_named_and_missing_is_told_before_anything_is_fetched(house: House, verb: str) -> None:
+    flags = ("--model", "org/far-away:Q4_K_M", "--offline", "on")
+    said = house.run(verb, *flags, "--lora", "style")
+    assert (said.code, "setting lora names no file: 'style' (flag --lora)" in said.err) == (10, True)
+    said = house.run(verb, *flags, "--chat-template-file", "/none.jinja")
+    assert (said.code, "setting chat_template_file cannot be read: '/none.jinja'" in said.err) == (10, True)
+
+
 def test_probe_shows_what_may_be_used(house: House) -> None:
     document = json.loads(house.run("probe", "--json").out)
     assert document["cpu"]["threads_max"] >= 1
