@@ -202,7 +202,7 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 def load_model(contents: Contents, environment: Mapping[str, str]) -> Model:
     """The one that a start would serve, where it is here."""
     located = locate(contents, environment, cache(partial(look_at_machine, contents, environment)))
-    return read_located(located, contents.engine)
+    return with_beside(read_located(located, contents.engine), contents.settings)
 
 
 def read_located(located: Located, engine: Engine) -> Model:

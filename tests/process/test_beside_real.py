@@ -74,6 +74,7 @@ def test_a_projector_of_another_model_ends_the_start(home: Home) -> None:
         assert (
             "mmproj-model.gguf (beside the model) gives vectors of 128 values, and model.gguf takes 256" in done.stderr
         )
+    assert home.command("doctor").returncode == 30
     assert home.command("plan", mmproj="off").returncode == 0
     other = write_projector(home.folder / "elsewhere.gguf", WIDTH)
     assert f"--mmproj {other}" in home.command("plan", "--dry-run", mmproj=str(other)).stdout
