@@ -16,6 +16,7 @@ from appliance.engines.llama import server
 from appliance.engines.llama.planning.engine_args import OWNED, UNOFFERED
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import MIB
+from appliance.engines.llama.planning.refine import Projection, refine
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
 from appliance.errors import ConfigError, ModelDoesNotFitError
@@ -344,6 +345,16 @@ def test_adapters_of_layers_in_host_memory_are_counted_there() -> None:
     assert found.memory.weights - plain.memory.weights == pytest.approx(2 * 34)
     words = argv(found)
     assert words[words.index("--lora-scaled") + 1] == "/data/models/style.gguf:0.5,/data/models/b.gguf:-1"
+
+
+def test_the_loader_which_knows_no_adapters_does_not_take_them_off() -> None:
+    found = of(CARD, replace(EIGHT, adapters=(adapter(each=8 * MIB),)), ctx_size="16384").best
+    (share,) = found.placement.shares
+    sizes = (share.memory.weights - 258, share.memory.kv, share.memory.compute)
+    (refined,) = refine([found], [Projection(devices=(sizes,), host=(0, 0, 0))])
+    assert refined.placement.shares[0].memory.weights == share.memory.weights
+    (plain,) = refine([of(CARD, EIGHT, ctx_size="16384").best], [Projection(devices=(sizes,), host=(0, 0, 0))])
+    assert plain.placement.shares[0].memory.weights == sizes[0]
 
 
 def test_the_engines_log_counts_adapters_as_weights_and_no_buffer_of_a_projector() -> None:
