@@ -104,21 +104,23 @@ def find_model(request: str, models_dir: Path) -> Path | None:
 def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
-    if len(models) > 1:  # a LoRA adapter is a file like any other by its name
-        models = [path for path in models if not _is_adapter(path)]
+    if len(models) > 1:  # an adapter, and a projector without `mmproj` in its name, is a file like any other
+        models = [path for path in models if not _is_beside(path)]
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
     return _checked(models[0]) if models else None
 
 
-def _is_adapter(path: Path) -> bool:
+def _is_beside(path: Path) -> bool:
+    """Whether it is a file that is loaded beside a model, by its header."""
     from appliance.model.gguf import read_gguf  # here: no start with one model needs it
 
     try:
-        return not _is_folder(path) and read_gguf(path).metadata.get("general.type") == "adapter"
+        metadata = {} if _is_folder(path) else read_gguf(path).metadata
     except ModelUnreadableError:
         return False
+    return metadata.get("general.type") in ("adapter", "mmproj") or metadata.get("general.architecture") == "clip"
 
 
 def _requested(request: str, models_dir: Path) -> Path:

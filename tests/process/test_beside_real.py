@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.process.stages.boot import Home, Serving
-from tests.process.stages.real import listed, picture, post, real_home
+from tests.process.stages.real import listed, picture, post, real_home, sound
 from tests.shapes import SMALL, write_gguf
-from tests.shapes.beside import MEAN, RANK, write_adapter, write_bert, write_projector
+from tests.shapes.beside import MEAN, RANK, write_adapter, write_bert, write_ears, write_projector
 
 WIDTH = 256  # of SMALL["gqa"]
 PATCHES = (64 // 8 // 4) ** 2  # tokens of an image
@@ -53,6 +53,23 @@ def test_an_image_is_read_by_the_projector_beside_the_model(home: Home) -> None:
         assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
         assert logprobs(first) != logprobs(second)  # it was looked at
         assert serving.terminate() < 10
+
+
+def test_sound_is_heard_by_a_projector_that_is_named(home: Home) -> None:
+    ears = write_ears(home.data / "models/ears.gguf", WIDTH)
+
+    def hear(serving: Serving, hertz: float) -> tuple[int, Any]:
+        part = {"type": "input_audio", "input_audio": {"data": sound(hertz), "format": "wav"}}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "temperature": 0}
+        asked = {**body, "ignore_eos": True, "logprobs": True, "top_logprobs": 5}
+        return post(serving, "/v1/chat/completions", asked)
+
+    with home.serving(mmproj=str(ears), **ONE) as serving:
+        serving.wait_ready()
+        assert listed(serving)["architecture"]["input_modalities"] == ["text", "audio"]
+        answers = [hear(serving, hertz) for hertz in (220.0, 3000.0)]
+        assert [status for status, _ in answers] == [200, 200], answers
+        assert logprobs(answers[0][1]) != logprobs(answers[1][1])
 
 
 def test_a_projector_that_is_off_leaves_a_model_of_text(home: Home) -> None:

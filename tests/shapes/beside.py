@@ -81,6 +81,37 @@ def write_projector(
     return path
 
 
+def write_ears(path: Path, embedding: int, *, width: int = 64, wide: int = 128, layers: int = 2, seed: int = 0) -> Path:
+    """For sound, as Qwen2-Audio's: Whisper's encoder and one matrix to the model's `embedding`."""
+    writer = _Writer(path, "clip", seed)
+    writer.scale = np.float32(0.2)
+    meta = writer.gguf
+    meta.add_type("mmproj")
+    meta.add_bool("clip.has_audio_encoder", True)
+    meta.add_string("clip.projector_type", "qwen2a")
+    for key, value in (("embedding_length", width), ("feed_forward_length", wide), ("block_count", layers),
+                       ("attention.head_count", 2), ("projection_dim", embedding), ("num_mel_bins", 128)):  # fmt: skip
+        meta.add_uint32(f"clip.audio.{key}", value)
+    meta.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+    writer.add("a.conv1d.1.weight", (width, 128, 3))
+    writer.add("a.conv1d.2.weight", (width, width, 3))
+    for at in (1, 2):
+        meta.add_tensor(f"a.conv1d.{at}.bias", np.zeros((width, 1), dtype=np.float32))
+    writer.add("a.position_embd.weight", (1500, width), np.float32)
+    for at in range(layers):
+        for name in ("attn_q", "attn_v", "attn_out"):
+            writer.linear(f"a.blk.{at}.{name}", width, width)
+        writer.matrix(f"a.blk.{at}.attn_k.weight", width, width)
+        writer.linear(f"a.blk.{at}.ffn_up", wide, width)
+        writer.linear(f"a.blk.{at}.ffn_down", width, wide)
+        writer.norm(f"a.blk.{at}.ln1", width)
+        writer.norm(f"a.blk.{at}.ln2", width)
+    writer.norm("a.post_ln", width)
+    writer.linear("mm.a.fc", embedding, width)
+    writer.close()
+    return path
+
+
 def write_adapter(
     path: Path, shapes: dict[str, tuple[int, int]], *, architecture: str = "llama", rank: int = 4, seed: int = 0
 ) -> Path:

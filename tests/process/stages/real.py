@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -35,6 +36,16 @@ def listed(serving: Serving) -> Any:
     status, document = serving.ask("GET", "/v1/models", key=serving.home.key)
     assert status == 200
     return document["data"][0]
+
+
+def sound(hertz: float, *, seconds: float = 1.0) -> str:
+    """A tone as a WAV file, in base64."""
+    rate = 16000
+    samples = (int(20000 * math.sin(2 * math.pi * hertz * at / rate)) for at in range(int(rate * seconds)))
+    data = b"".join(struct.pack("<h", sample) for sample in samples)
+    head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(data), b"WAVE", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16,
+                       b"data", len(data))  # fmt: skip
+    return base64.b64encode(head + data).decode()
 
 
 def picture(red: int, green: int, blue: int, *, side: int = 64) -> str:

@@ -160,8 +160,9 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, model: Model, cut: i
             assert caught.value.exit_code == 30
 
 
-def test_an_adapter_is_not_among_the_models_to_choose_from(path: Path) -> None:
+def test_what_lies_beside_a_model_is_not_among_the_models_to_choose_from(path: Path) -> None:
     write_adapter(path.with_name("style.gguf"), QUERY)
+    write_projector(path.with_name("eyes.gguf"), WIDTH)
     assert only_model(path.parent) == path
     write_gguf(path.with_name("other.gguf"), SMALL["gqa"])
     with pytest.raises(ConfigError, match="no model was named and 2 are on the volume"):
