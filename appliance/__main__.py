@@ -68,6 +68,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    argv = _with_engine_args(argv)
     parser, known = _parser(argv)
     # Before argparse looks: it would take the value of a misspelt flag for a word of the verb, and blame that.
     for word in argv:
@@ -77,6 +78,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         raise _unknown(unknown[0], known)
     return options
+
+
+def _with_engine_args(argv: Sequence[str]) -> list[str]:
+    """Each with its value in one word: the value begins with a hyphen, so that argparse would take it for a flag."""
+    flag, found, rest = SETTINGS["engine_arg"].flag, [], iter(argv)
+    for word in rest:
+        value = next(rest, None) if word == flag else None
+        found.append(word if value is None else f"{word}={value}")
+    return found
 
 
 def _unknown(word: str, known: Sequence[str]) -> UsageError:
@@ -126,8 +136,10 @@ def _add_host_verbs(verbs: argparse._SubParsersAction[_Parser]) -> None:
 def _add_settings(verb: argparse.ArgumentParser) -> None:
     group = verb.add_argument_group("settings")
     for setting in SETTINGS.values():
-        default = "" if setting.default is None else f" [{_shown(setting.default)}]"
-        group.add_argument(setting.flag, metavar=setting.metavar, help=(setting.help + default).replace("%", "%%"))
+        default = "" if setting.default in (None, ()) else f" [{_shown(setting.default)}]"
+        words = (setting.help + default).replace("%", "%%")
+        action = "append" if setting.is_list else "store"
+        group.add_argument(setting.flag, metavar=setting.metavar, help=words, action=action)
 
 
 def _shown(value: object) -> str:

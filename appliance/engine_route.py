@@ -19,4 +19,5 @@ class EngineRoute:
     upstream: str
     methods: tuple[str, ...] = ("POST",)
     dialect: Dialect = "openai"
+    not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events

@@ -10,13 +10,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from appliance.errors import ConfigError
+from appliance.errors import ConfigError, printable
 from appliance.values import dataclass
 
 PREFIX = "APPLIANCE_"
@@ -135,17 +135,87 @@ def _folders(value: str) -> str:
     return value
 
 
-def _setting(parse: Callable[[str], Any], default: Any, help_text: str, metavar: str) -> Any:  # noqa: ANN401
-    return field(default=default, metadata={"parse": parse, "help": help_text, "metavar": metavar})
+_FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9._-]*")
 
 
+def is_flag(word: str) -> bool:
+    """And no value: `-1` and `-0.5` are numbers."""
+    return _FLAG.fullmatch(word) is not None
+
+
+def _engine_arguments(value: str) -> tuple[str, ...]:
+    """Words of one or more flags with their values, quoted as in a shell: `--top-k 20 --chat-template "a b"`."""
+    import shlex  # here: few starts need it
+
+    if not value.isprintable():
+        message = "holds a line break or another character that no argument has"
+        raise ValueError(message)
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        message = "has a quotation mark that is not closed"
+        raise ValueError(message) from None
+    split = [half for word in words for half in _halves(word)]
+    if not split or not is_flag(split[0]):
+        message = "does not begin with a flag of the engine"
+        raise ValueError(message)
+    return tuple(split)
+
+
+def _halves(word: str) -> tuple[str, ...]:
+    """`--top-k=20` as the engine takes it."""
+    flag, equals, value = word.partition("=")
+    return (flag, value) if equals and is_flag(flag) else (word,)
+
+
+LORA_SCALE_MAX = 100.0
+
+
+def _adapters(value: str) -> tuple[str, ...]:
+    """Names with commas, each with a scale behind a colon, or without."""
+    words = tuple(word.strip() for word in value.split(","))
+    for word in words:
+        parse_adapter(word)
+    return words
+
+
+def parse_adapter(word: str) -> tuple[str, float]:
+    """Name and scale of `style.gguf:0.5`. Raises ValueError for what the engine's own form could not say."""
+    name, colon, scale = word.partition(":")
+    if not name or not word.isprintable():
+        message = "holds an empty name" if not name else "holds a character that no file's name should have"
+        raise ValueError(message)
+    if colon and not re.fullmatch(r"-?\d{1,3}(\.\d{1,6})?", scale):
+        message = f"has a scale that is no number: '{printable(scale)}'"
+        raise ValueError(message)
+    number = float(scale) if colon else 1.0
+    if abs(number) > LORA_SCALE_MAX:
+        message = f"has a scale outside -{LORA_SCALE_MAX:g} to {LORA_SCALE_MAX:g}"
+        raise ValueError(message)
+    return name, number
+
+
+def _setting(
+    parse: Callable[[str], Any],
+    default: Any,  # noqa: ANN401
+    help_text: str,
+    metavar: str,
+    *,
+    is_list: bool = False,
+) -> Any:  # noqa: ANN401
+    metadata = {"parse": parse, "help": help_text, "metavar": metavar, "is_list": is_list}
+    return field(default=default, metadata=metadata)
+
+
+POOLINGS = ("none", "mean", "cls", "last", "rank")
 KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
 # What an engine may do something with, or nothing: each says which of them it takes.
 ENGINE_SETTINGS = frozenset({
-    "allow_disk", "cache_ram_mib", "cpu_variant", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode",
-    "n_cpu_moe", "parallel", "rope_scaling", "speculation", "threads", "ubatch",
+    "allow_disk", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model", "engine_arg",
+    "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "parallel", "pooling", "reasoning_format",
+    "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -202,6 +272,9 @@ class Settings:
     n_cpu_moe: int | None = _setting(
         _integer(0, 1024), None, "first layers whose experts stay in host memory (default: the fastest that fits)", "N"
     )
+    reserve_mib: int = _setting(
+        _integer(0, 2**20), 0, "memory of each GPU that is left alone, for a game or another program, MiB", "MIB"
+    )
     tier: str = _setting(
         _one_of("auto", "quality", "balanced", "compact"),
         "auto",
@@ -235,6 +308,46 @@ class Settings:
     )
     draft_model: str | None = _setting(
         _text, None, "draft model for speculative decoding: a file name on the volume, or a path", "MODEL"
+    )
+    mmproj: str = _setting(
+        _text,
+        "auto",
+        "projector for images and audio: auto: the one that lies beside the model; off; "
+        "or a file name on the volume, or a path",
+        "auto|off|FILE",
+    )
+    lora: tuple[str, ...] = _setting(
+        _adapters,
+        (),
+        "LoRA adapter: a file name on the volume, or a path, and :SCALE if not 1; may be given several times, "
+        "or several with commas",
+        "NAME[:SCALE]",
+        is_list=True,
+    )
+    pooling: str = _setting(
+        _one_of("auto", *POOLINGS),
+        "auto",
+        "how vectors are made. auto: as the model says; none, mean, cls or last: serve it for embeddings; "
+        "rank: serve it as a reranker",
+        "TYPE",
+    )
+    chat_template_file: Path | None = _setting(
+        Path, None, "Jinja template of the chat instead of the model's own", "FILE"
+    )
+    reasoning_format: str = _setting(
+        _one_of("auto", "none", "deepseek", "deepseek-legacy"),
+        "auto",
+        "where thoughts go in answers. auto: as the engine does; none: left in the text; deepseek: reasoning_content; "
+        "deepseek-legacy: both",
+        "FORMAT",
+    )
+    engine_arg: tuple[str, ...] = _setting(
+        _engine_arguments,
+        (),
+        'arguments passed to the engine as they are, quoted as in a shell: "--top-k 20 --no-warmup"; may be given '
+        "several times; what the plan decides is refused",
+        '"--FLAG VALUE"',
+        is_list=True,
     )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
@@ -317,6 +430,7 @@ class Setting:
     metavar: str
     default: object
     parse: Callable[[str], Any]
+    is_list: bool = False  # may be given several times; `parse` makes a tuple of each
 
     @property
     def flag(self) -> str:
@@ -335,6 +449,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             metavar=f.metadata["metavar"],
             default=f.default if f.default is not MISSING else None,
             parse=f.metadata["parse"],
+            is_list=f.metadata["is_list"],
         )
         for f in fields(Settings)
         if f.metadata
@@ -347,8 +462,11 @@ def process_environment() -> Mapping[str, str]:
     return dict(os.environ)
 
 
+Texts = str | Sequence[str]  # several where a setting may be given several times
+
+
 def resolve_settings(
-    flags: Mapping[str, str], environment: Mapping[str, str], file_text: str | None = None, file_name: str = FILE_NAME
+    flags: Mapping[str, Texts], environment: Mapping[str, str], file_text: str | None = None, file_name: str = FILE_NAME
 ) -> Settings:
     """Least specific first. Raises ConfigError that names the value and where it came from."""
     values: dict[str, Any] = {}
@@ -370,7 +488,7 @@ def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(folders))
 
 
-def load_settings(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
+def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) -> Settings:
     """Reads the file on the volume that flags and environment point to, then resolves."""
     without_file = resolve_settings(flags, environment)
     path = without_file.data_dir / FILE_NAME
@@ -431,7 +549,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-_Row = tuple[str, str, str]  # name, text, source
+_Row = tuple[str, Texts, str]  # name, text, source
 
 
 def _from_file(text: str | None, file_name: str) -> list[_Row]:
@@ -452,12 +570,24 @@ def _from_file(text: str | None, file_name: str) -> list[_Row]:
     rows: list[_Row] = []
     for key, value in data.items():
         name = _known(str(key).replace("-", "_"), f"file {file_name}", str(key), tuple(SETTINGS))
-        if isinstance(value, dict | list):
-            message = f"setting {key} in {file_name} takes one value, not a {type(value).__name__}"
-            raise ConfigError(message, hint=f"lines look like `{key}: {SETTINGS[name].metavar}`")
         if value is not None:
-            rows.append((name, _yaml_word(value), f"file {file_name}"))
+            rows.append((name, _yaml_texts(name, str(key), value, file_name), f"file {file_name}"))
     return rows
+
+
+def _yaml_texts(name: str, key: str, value: object, file_name: str) -> Texts:
+    """A list where the setting may be given several times."""
+    items = value if isinstance(value, list) and SETTINGS[name].is_list else [value]
+    wrong = next((item for item in items if item is None or isinstance(item, dict | list)), items)
+    if wrong is not items:
+        message = f"setting {key} in {file_name} takes one value, not a {type(wrong).__name__}"
+        if SETTINGS[name].is_list:
+            message = (
+                f"setting {key} in {file_name} takes a value or a list of them, and holds a {type(wrong).__name__}"
+            )
+        raise ConfigError(message, hint=f"lines look like `{key}: {SETTINGS[name].metavar}`")
+    texts = [_yaml_word(item) for item in items]
+    return texts if SETTINGS[name].is_list else texts[0]
 
 
 def _yaml_word(value: object) -> str:
@@ -490,11 +620,13 @@ def _known(name: str, where: str, shown: str, names: tuple[str, ...]) -> str:
     raise ConfigError(message, hint=f"perhaps you meant '{near[0]}'" if near else f"known are {', '.join(names)}")
 
 
-def _parsed(name: str, text: str, source: str) -> Any:  # noqa: ANN401
+def _parsed(name: str, text: Texts, source: str) -> Any:  # noqa: ANN401
+    if not isinstance(text, str):
+        return tuple(word for each in text for word in _parsed(name, each, source))
     try:
         return SETTINGS[name].parse(text)
     except ValueError as problem:
-        message = f"setting {name} {problem}: '{text}' ({source})"
+        message = f"setting {name} {problem}: '{printable(text)}' ({source})"
         raise ConfigError(
             message, hint=f"{SETTINGS[name].flag} {SETTINGS[name].metavar}: {SETTINGS[name].help}"
         ) from None

@@ -124,7 +124,10 @@ def _has_models(settings: Settings, engine: Engine) -> bool:
 
 
 def _shown(model: Model) -> str:
-    return f"{model.title}: {model.architecture}, {model.quantization}, {model.file_bytes / 2**20:,.0f} MiB"
+    beside = [each.path.name for each in ([model.projector] if model.projector else [])]
+    beside += [adapter.path.name for adapter in model.adapters]
+    size = f"{model.file_bytes / 2**20:,.0f} MiB"
+    return ", ".join((f"{model.title}: {model.architecture}, {model.quantization}, {size}", *beside))
 
 
 def _answers(settings: Settings) -> bool:

@@ -21,7 +21,7 @@ from appliance.gateway.by_model import ByModel, overall_progress
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
-from appliance.gateway.models import Endpoint, list_routes
+from appliance.gateway.models import Endpoint, NotForRerankers, list_routes
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 
@@ -88,7 +88,7 @@ def _engine_restarts(backends: Sequence[Backend]) -> Callable[[], int] | None:
 def _engine_routes(
     backends: Sequence[Backend], reading: Traffic, max_body_bytes: int, tell_every_s: float
 ) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
-    by_path: dict[str, dict[str, EngineEndpoint]] = {}
+    by_path: dict[str, dict[str, Endpoint]] = {}
     first: dict[str, EngineRoute] = {}
     for backend in backends:
         for route in backend.routes:
@@ -101,7 +101,9 @@ def _engine_routes(
                 max_body_bytes=max_body_bytes,
                 tell_every_s=tell_every_s,
             )
-            by_path.setdefault(route.path, {})[backend.name] = endpoint
+            by_path.setdefault(route.path, {})[backend.name] = (
+                NotForRerankers(endpoint, route, backend.listed) if route.not_for_rerankers else endpoint
+            )
 
     def endpoint_of(path: str) -> Endpoint:
         route, endpoints = first[path], by_path[path]

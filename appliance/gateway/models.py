@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from appliance.gateway.api_error import unknown_model
+from appliance.engine_route import EngineRoute
+from appliance.gateway.api_error import ApiError, unknown_model
 from appliance.gateway.forward import ResponseWriter
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase
@@ -41,7 +42,9 @@ class ListedModel:
     input_modalities: tuple[str, ...] = ("text",)
     calls_tools: bool = False
     reasons: bool = False
-    is_embedding: bool = False
+    is_embedding: bool = False  # it gives no text: vectors, or scores if it is a reranker
+    is_reranker: bool = False
+    adapters: tuple[tuple[str, float], ...] = ()  # LoRA, with their scales
     format: str = ""
     architecture: str = ""
     quantization: str = ""
@@ -72,6 +75,21 @@ def find(name: str, backends: Sequence[Backend]) -> Backend | None:
     if not found and ":" in name:
         found = [each for each in backends if any(n.casefold().startswith(wanted) for n in each.listed().names)]
     return found[0] if len(found) == 1 else None
+
+
+class NotForRerankers:
+    """The ASGI application of a route at which a reranker would answer nonsense. Raises ApiError (400) for one."""
+
+    def __init__(self, endpoint: Endpoint, route: EngineRoute, listed: Callable[[], ListedModel]) -> None:
+        self._endpoint = endpoint
+        self._route = route
+        self._listed = listed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (model := self._listed()).is_reranker:
+            detail = f"{model.id} is a reranker and gives scores, not what {self._route.path} is for: ask /v1/rerank"
+            raise ApiError(400, "model_is_reranker", detail)
+        await self._endpoint(scope, receive, send)
 
 
 class ModelList:
@@ -144,12 +162,14 @@ def entry(model: ListedModel) -> dict[str, Any]:
         "arch": model.architecture,
         "quantization": model.quantization,
         "format": model.format,
+        "adapters": [{"name": name, "scale": scale} for name, scale in model.adapters] or None,
     })  # fmt: skip
 
 
 def lm_studio_entry(model: ListedModel) -> dict[str, Any]:
     """For /api/v0/models, which clients of LM Studio parse strictly: these fields, and these words for the state."""
     state = "loaded" if model.phase in _SERVES else "loading" if model.phase in _COMES else "not-loaded"
+    # There is no word for a reranker, and one that is unknown refuses the list.
     kind = "embeddings" if model.is_embedding else "vlm" if "image" in model.input_modalities else "llm"
     return _known({
         "id": model.id,
@@ -192,7 +212,7 @@ def detailed(model: ListedModel) -> dict[str, Any]:
 
 
 def _architecture(model: ListedModel) -> dict[str, Any]:
-    made = "embedding" if model.is_embedding else "text"
+    made = "rerank" if model.is_reranker else "embedding" if model.is_embedding else "text"
     read = "+".join(model.input_modalities)
     modalities = {"input_modalities": list(model.input_modalities), "output_modalities": [made]}
     return {"modality": f"{read}->{made}", **modalities}
@@ -213,7 +233,7 @@ def _capabilities(model: ListedModel) -> list[str]:
 
 def _ollama_capabilities(model: ListedModel) -> list[str]:
     if model.is_embedding:
-        return ["embedding"]
+        return ["rerank" if model.is_reranker else "embedding"]
     others = (
         ("tools", model.calls_tools),
         ("thinking", model.reasons),

@@ -6,31 +6,39 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
+from appliance.model.adapter import Adapter, read_adapter
 from appliance.model.digest import ModelDigest, digest
 from appliance.model.draft import read_draft
 from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
-from appliance.model.find import find_model, find_projector, is_folder_model, list_models, only_model, resolve_model
+from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
-from appliance.model.gguf import read_gguf
 from appliance.model.parts import plain_name, read_whole
+from appliance.model.projector import Projector, check_match, read_projector, unread_projector
 from appliance.model.stack import Layer, LayerKind
 
 __all__ = [
+    "Adapter",
     "Format",
     "Layer",
     "LayerKind",
     "Matrices",
     "Model",
     "ModelDigest",
+    "Projector",
     "RopeScaling",
+    "check_match",
     "digest",
     "find_model",
     "list_models",
     "only_model",
     "plain_name",
+    "read_adapter",
     "read_draft",
     "read_model",
+    "read_projector",
     "resolve_model",
+    "unread_projector",
+    "with_projector",
 ]
 
 
@@ -47,14 +55,20 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
 
 
 def _with_projector(model: Model) -> Model:
-    """A projector is named, not loaded; one that cannot be read is as none, since the model can do without."""
-    path = find_projector(model.path)
-    if path is None:
-        return model
+    """The nearest by name whose vectors the model takes, or else the nearest. One that cannot be read is as none, since
+    the model can do without."""
+    found = [projector for path in find_projectors(model.path) if (projector := _readable(path))]
+    fitting = [each for each in found if each.length in (None, model.embedding_length)]
+    return replace(model, projector=next(iter([*fitting, *found]), None))
+
+
+def with_projector(model: Model, path: Path | None) -> Model:
+    """With this one, whatever lies beside it."""
+    return replace(model, projector=_readable(path) if path else None)
+
+
+def _readable(path: Path) -> Projector | None:
     try:
-        gguf = read_gguf(path)
+        return read_projector(path)
     except ModelUnreadableError:
-        return model
-    if gguf.metadata.get("general.architecture") != "clip":
-        return model
-    return replace(model, projector=path)
+        return None

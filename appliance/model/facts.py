@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from appliance.model.adapter import Adapter
 from appliance.model.ggml_types import FILE_TYPES
 from appliance.model.gguf import TEMPLATE, Gguf, Tensor
 from appliance.model.keys import Keys
 from appliance.model.parts import plain_name
+from appliance.model.projector import Projector
 from appliance.model.stack import (
     LOOKED_UP,
     Layer,
@@ -33,7 +35,7 @@ from appliance.values import dataclass
 LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
 FACTOR_LIMIT = 4096.0  # of a RoPE scaling: beyond it no file was published
-_POOLING_NONE = 0
+POOLINGS = ("none", "mean", "cls", "last", "rank")  # llama.h, llama_pooling_type
 _MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
 
 # What a chat template calls where the model was trained for it: the list of tools, and a text before the answer.
@@ -104,7 +106,10 @@ class Model:
     stack: tuple[Layer, ...] = ()  # every layer in order, draft layers last
     embedding_bytes: int = 0  # the token embedding and what else is looked up: a token reads one row
     output_bytes: int = 0  # output matrix, final norm, the rest; a tied embedding is counted here a second time
-    projector: Path | None = None  # a multimodal projector that lies beside the model
+    projector: Projector | None = None  # that lies beside the model, or was asked for
+    adapters: tuple[Adapter, ...] = ()  # that were asked for
+    is_causal: bool = True  # a token attends to those before it alone
+    pooling: str | None = None  # one of POOLINGS: how it makes one vector of many; None: the header does not tell
     embedding_type: str | None = None  # of the token embedding
     recurrent_length: int = 0  # inner width of recurrent layers
     recurrent_channels: int = 0  # that their convolution runs over
@@ -115,6 +120,23 @@ class Model:
     file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
     calls_tools: bool = False  # by its chat template
     reasons: bool = False  # before it answers, by its chat template
+
+    @property
+    def reads_whole(self) -> bool:
+        """A text is computed in one batch or not at all: what it attends to, or is pooled over, is all of it
+        (llama.cpp's tools/server/server-context.cpp, can_split)."""
+        can_split = self.pooling == "last" or (self.is_reranker and self.is_causal)
+        return self.is_embedding_model and not can_split
+
+    @property
+    def is_reranker(self) -> bool:
+        """It gives scores: a vector of such a model is one number, and good for nothing else."""
+        return self.pooling == "rank"
+
+    @property
+    def gives(self) -> str:
+        """In words."""
+        return "scores" if self.is_reranker else "vectors" if self.is_embedding_model else "text"
 
     @property
     def label(self) -> str:
@@ -182,6 +204,8 @@ def parse_facts(gguf: Gguf) -> Model:
         output_is_tied=_is_tied(gguf.tensors),
         has_chat_template=TEMPLATE in gguf.metadata,
         is_embedding_model=_is_embedding_model(keys),
+        pooling=_pooling(keys),
+        is_causal=keys.is_true("attention.causal", default=True),
         cache_kind="attention" if reason is None else "unsupported",
         cache_reason=reason,
         stack=stack,
@@ -272,10 +296,12 @@ def _is_tied(tensors: Iterable[Tensor]) -> bool:
     return not any(tensor.name == "output.weight" for tensor in tensors)
 
 
+def _pooling(keys: Keys) -> str | None:
+    return POOLINGS[keys.number("pooling_type", high=len(POOLINGS) - 1)] if keys.has("pooling_type") else None
+
+
 def _is_embedding_model(keys: Keys) -> bool:
-    return keys.number("pooling_type", default=_POOLING_NONE) != _POOLING_NONE or not keys.is_true(
-        "attention.causal", default=True
-    )
+    return _pooling(keys) not in (None, "none") or not keys.is_true("attention.causal", default=True)
 
 
 def _matrices(tensors: tuple[Tensor, ...]) -> tuple[Matrices, ...]:

@@ -48,19 +48,29 @@ def is_folder_model(path: Path) -> bool:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The multimodal projector that lies beside a GGUF model, `mmproj` in its name: the one whose name is most like it.
+    return next(iter(find_projectors(model)), None)
 
-    Where several models share a folder it has to name the model's family, or any of them would get another's.
+
+def find_projectors(model: Path) -> tuple[Path, ...]:
+    """Multimodal projectors that lie beside a GGUF model, `mmproj` in their names: the one whose name is most like its
+    own first.
+
+    Where several models share a folder they have to name the model's family, or any of them would get another's. What
+    was fetched of one repository is of one family, also where the quantizations have folders of their own.
     """
+    snapshot = next((folder for folder in model.parents[:3] if folder.parent.name == "snapshots"), None)
     try:
-        names = [path.name for path in model.parent.glob("*.gguf")]
+        paths = [path for folder in {model.parent, snapshot or model.parent} for path in folder.glob("*.gguf")]
     except OSError:
-        return None
-    found = [name for name in names if is_projector(name)]
-    if sum(map(_is_served, names)) > 1:
-        found = [name for name in found if _family(name) and _family(name) in model.name.casefold()]
-    near = sorted(found, key=lambda name: (-difflib.SequenceMatcher(None, name, model.name).ratio(), name))
-    return model.parent / near[0] if near else None
+        return ()
+    found = [path for path in paths if is_projector(path.name)]
+    if snapshot is None and sum(_is_served(path.name) for path in paths) > 1:
+        found = [path for path in found if _family(path.name) and _family(path.name) in model.name.casefold()]
+    return tuple(sorted(found, key=lambda path: (-_likeness(path.name, model.name), path)))
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gguf") -> Path:
@@ -96,10 +106,23 @@ def only_model(models_dir: Path, *, serves: Format = "gguf") -> Path | None:
     """None where the volume has none of this format. Raises ConfigError where it has several."""
     models = [path for path in list_models(models_dir) if _is_folder(path) == (serves == "safetensors")]
     models = [path for path in models if os.path.exists(path)] or models  # noqa: PTH110 - links that lead nowhere
+    if len(models) > 1:  # an adapter, and a projector without `mmproj` in its name, is a file like any other
+        models = [path for path in models if not _is_beside(path)]
     if len(models) > 1:
         message = f"no model was named and {len(models)} are on the volume: {models_dir}{_listing(models)}"
         raise ConfigError(message, hint=f"name one with APPLIANCE_MODEL, for instance {printable(models[0].stem)}")
     return _checked(models[0]) if models else None
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether it is a file that is loaded beside a model, by its header."""
+    from appliance.model.gguf import read_gguf  # here: no start with one model needs it
+
+    try:
+        metadata = {} if _is_folder(path) else read_gguf(path).metadata
+    except ModelUnreadableError:
+        return False
+    return metadata.get("general.type") in ("adapter", "mmproj") or metadata.get("general.architecture") == "clip"
 
 
 def _requested(request: str, models_dir: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from appliance.errors import printable
 from appliance.plan.choice import Choice
 from appliance.plan.plan import Plan
 from appliance.settings import SETTINGS, Settings
@@ -53,7 +54,13 @@ def explain_memory(plan: Plan) -> str:
 def explain_settings(settings: Settings) -> str:
     """Each setting with its value and where it came from."""
     width = max(len(name) for name in SETTINGS)
-    return "\n".join(f"{name:<{width}}  {getattr(settings, name)} [{settings.sources[name]}]" for name in SETTINGS)
+    rows = ((name, _shown(getattr(settings, name)), settings.sources[name]) for name in SETTINGS)
+    return "\n".join(f"{name:<{width}}  {value} [{source}]" for name, value, source in rows)
+
+
+def _shown(value: object) -> str:
+    """One line; of several values with a space between, none where there is none."""
+    return printable(" ".join(map(str, value)) or "None" if isinstance(value, tuple) else str(value))
 
 
 def as_document(plan: Plan) -> dict[str, Any]:

@@ -21,6 +21,11 @@ class Launch:
         return ()
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Beside text: image, audio."""
+        return ()
+
+    @property
     def tie_break(self) -> int:
         """Of two plans as fast as each other, the one with more is taken."""
         return 0

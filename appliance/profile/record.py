@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
@@ -28,11 +28,11 @@ from appliance.tune.speeds import measured_speeds, predicted_speeds
 from appliance.tune.workload import parse_mix
 from appliance.values import dataclass
 
-SCHEMA = 6
+SCHEMA = 7
 # For speed.
 SETTINGS_THAT_MATTER = (
-    "ctx_size", "devices", "draft_model", "gpu_layers", "kv_type", "load_mode", "n_cpu_moe", "parallel", "rope_scaling",
-    "speculation", "threads", "ubatch", "users", "workload",
+    "ctx_size", "devices", "draft_model", "engine_arg", "gpu_layers", "kv_type", "load_mode", "lora", "n_cpu_moe",
+    "parallel", "pooling", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch", "users", "workload",
 )  # fmt: skip
 
 
@@ -62,13 +62,16 @@ def make_key(
     *,
     gpus: Sequence[Gpu] | None = None,
     cpu_variant: str | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> Key:
-    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all."""
+    """`gpus` are those that the image can use: what else is in the machine changes nothing. None: all. `beside` is what
+    is loaded with the model."""
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware, gpus).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
     if draft is not None:
         parts["draft"] = draft.key
+    parts |= beside or {}
     return Key(parts=json.loads(json.dumps(parts)))  # as it will be read back: tuples are lists there
 
 

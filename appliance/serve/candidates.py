@@ -16,8 +16,8 @@ from appliance.errors import (
     ModelUnreadableError,
     VolumeError,
 )
-from appliance.image_facts import Recipe, Rung
-from appliance.model import Model, plain_name, read_model
+from appliance.image_facts import Recipe, Rung, is_projector
+from appliance.model import Model, Projector, plain_name, read_model, unread_projector
 from appliance.model.described import describe_model
 from appliance.probe import Speeds
 from appliance.serve.forecast import forecast
@@ -239,7 +239,15 @@ def _generation(rung: Rung, recipe: Recipe) -> float:
 def _forecast(contents: Contents, machine: Machine, each: Offered, wanted: int) -> Forecast | str:
     if each.model is None:
         return ""
-    return forecast(contents.engine, inputs_of(contents, _with_memory_speed(machine), each.model), wanted)
+    model = each.model if each.model.projector else replace(each.model, projector=_projector_to_come(each.wanted))
+    return forecast(contents.engine, inputs_of(contents, _with_memory_speed(machine), model), wanted)
+
+
+def _projector_to_come(wanted: Wanted | None) -> Projector | None:
+    """That would be fetched with the weights."""
+    files = wanted.files if wanted else ()
+    file = next((each for each in files if is_projector(each.path)), None)
+    return unread_projector(Path(file.path), file.bytes or 0) if file else None
 
 
 def _with_memory_speed(machine: Machine) -> Machine:

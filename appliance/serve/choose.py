@@ -45,7 +45,7 @@ async def _choose_plan(served: ServedModel) -> Plan:
     if profile is None and (changed := store.why_unused(served.key, model.path.name)):
         report.info("profile_unused", f"no profile for this start; since the last one changed: {changed}")
     if model.is_embedding_model and served.settings.tune != "off":
-        report.info("tune_off", "the model gives vectors, not text: serving the prediction")
+        report.info("tune_off", f"the model gives {model.gives}, not text: serving the prediction")
         return served.space.best
     with store.tuning(served.key) as is_ours:
         profile = store.load(served.key)

@@ -10,10 +10,11 @@ from pathlib import Path
 from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
-from appliance.model import Model, digest, find_model, read_draft, read_model
+from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
 from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
 from appliance.probe import Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
+from appliance.serve.beside import check_named, sizes_beside, with_beside
 from appliance.serve.checks import check_supported, usable_gpus
 from appliance.serve.which import Located, Which, which_model
 from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
@@ -72,6 +73,7 @@ def read_contents(settings: Settings) -> Contents:
     image, facts = load_facts(settings)
     engine = load_engine(image)
     check_settings(settings, engine)
+    check_named(settings)
     recipe = load_recipe(settings, image)
     return Contents(settings=settings, image=image, facts=facts, engine=engine, recipe=recipe)
 
@@ -109,7 +111,7 @@ def read_inputs(settings: Settings, environment: Mapping[str, str], *, located: 
 
 def with_model(contents: Contents, located: Located, look: Callable[[], Machine]) -> StartInputs:
     """The model is read before the machine is looked at: what is wrong with it is the more likely mistake."""
-    model = read_located(located, contents.engine)
+    model = with_beside(read_located(located, contents.engine), contents.settings)
     machine = look()
     inputs = inputs_of(contents, machine, model)
     return StartInputs(
@@ -124,6 +126,8 @@ def with_model(contents: Contents, located: Located, look: Callable[[], Machine]
 
 def inputs_of(contents: Contents, machine: Machine, model: Model) -> Inputs:
     settings = contents.settings
+    if settings.mmproj == "off":
+        model = replace(model, projector=None)
     if settings.engine_dir is None:
         sources = {**settings.sources, "engine_dir": "image"}
         settings = replace(settings, engine_dir=machine.install.engine_dir, sources=sources)
@@ -160,6 +164,7 @@ def _key_of(inputs: Inputs) -> Key:
         digest(draft.parts, draft.header_bytes) if draft else None,
         gpus=used_gpus(inputs),
         cpu_variant=inputs.kernels.variant,
+        beside=sizes_beside(model),
     )
 
 
@@ -197,12 +202,12 @@ def check_settings(settings: Settings, engine: Engine) -> None:
 def load_model(contents: Contents, environment: Mapping[str, str]) -> Model:
     """The one that a start would serve, where it is here."""
     located = locate(contents, environment, cache(partial(look_at_machine, contents, environment)))
-    return read_located(located, contents.engine)
+    return with_beside(read_located(located, contents.engine), contents.settings)
 
 
 def read_located(located: Located, engine: Engine) -> Model:
     model = read_model(located.path, serves=engine.model_format)
-    return replace(model, called=located.called, projector=located.projector) if located.called else model
+    return replace(with_projector(model, located.projector), called=located.called) if located.called else model
 
 
 def load_recipe(settings: Settings, image: ImageFacts) -> Recipe | None:

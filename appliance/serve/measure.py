@@ -62,7 +62,7 @@ async def measure_alone(served: ServedModel) -> None:
     it is pinned, and while another container measures for the same key: two would spoil each other's."""
     model = served.inputs.model
     if model.is_embedding_model:
-        message = f"nothing can be measured: {model.title} gives vectors, not text"
+        message = f"nothing can be measured: {model.title} gives {model.gives}, not text"
         raise ConfigError(message, hint="serve it: its plan is the prediction")
     _refuse_pinned(served)
     with served.store.tuning(served.key) as is_ours:

@@ -119,10 +119,11 @@ class ServedModel:
 
 
 def files_of(inputs: Inputs) -> tuple[Path, ...]:
-    """All that the engine may be given: weights, the projector, the draft model."""
+    """All that the engine may be given: weights, the projector, adapters, the draft model."""
     model, draft = inputs.model, inputs.draft
-    projector = (model.projector,) if model.projector else ()
-    return (*model.parts, *projector, *(draft.parts if draft else ()))
+    projector = (model.projector.path,) if model.projector else ()
+    adapters = (adapter.path for adapter in model.adapters)
+    return (*model.parts, *projector, *adapters, *(draft.parts if draft else ()))
 
 
 def socket_paths(runtime_dir: Path, number: int) -> tuple[Path, Path, Path]:

@@ -40,7 +40,7 @@ def documents_of(served: ServedModel) -> dict[str, Callable[[], dict[str, Any]]]
 def _status(served: ServedModel) -> dict[str, Any]:
     progress, image, facts = served.report.progress, served.inputs.image, served.inputs.facts
     plan, profile, drift = served.host.plan, served.profile, served.background.drift
-    measured = speeds_of(plan, profile)
+    measured, model = speeds_of(plan, profile), served.inputs.model
     return {
         "phase": str(progress.phase),
         "message": progress.sentence(),
@@ -49,6 +49,8 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "build_id": image.build_id,
         "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
         "model": served.name,
+        "projector": model.projector.path.name if model.projector and plan and plan.launch.reads else None,
+        "adapters": [{"name": adapter.path.name, "scale": adapter.scale} for adapter in model.adapters],
         "context": plan.context if plan else None,
         "chosen": summary(plan) if plan else None,
         "mode": served.settings.mode,
@@ -95,6 +97,7 @@ def listed_of(served: ServedModel) -> ListedModel:
     from appliance.gateway.models import ListedModel  # here: above, the gateway would delay the engine's start
 
     model, plan, name = served.inputs.model, served.host.plan, served.name
+    projected = model.projector.reads if model.projector else ()
     return ListedModel(
         id=name,
         phase=served.report.progress.phase,
@@ -104,7 +107,10 @@ def listed_of(served: ServedModel) -> ListedModel:
         native_context=model.native_context,
         calls_tools=model.calls_tools,
         reasons=model.reasons,
+        input_modalities=("text", *(plan.launch.reads if plan else projected)),
         is_embedding=model.is_embedding_model,
+        is_reranker=model.is_reranker,
+        adapters=tuple((adapter.path.name, adapter.scale) for adapter in model.adapters),
         format=model.format,
         architecture=model.architecture,
         quantization=model.label,
@@ -146,7 +152,7 @@ def _tuning_words(served: ServedModel, state: str) -> str:
     if state != "off":
         return _TUNING_WORDS[state]
     if served.inputs.model.is_embedding_model:
-        return "nothing is measured: the model gives vectors, not text"
+        return f"nothing is measured: the model gives {served.inputs.model.gives}, not text"
     if settings.tune == "off":
         return f"measuring is off: tune 'off' ({settings.sources.get('tune', 'default')})"
     return "another container on this volume measured meanwhile: its profile is used at the next start"

@@ -6,12 +6,24 @@ from appliance.engine_route import Dialect, EngineRoute
 
 
 def _post(
-    path: str, *, also: tuple[str, ...] = (), dialect: Dialect = "openai", can_stream: bool = False
+    path: str,
+    *,
+    also: tuple[str, ...] = (),
+    dialect: Dialect = "openai",
+    can_stream: bool = False,
+    not_for_rerankers: bool = False,
 ) -> tuple[EngineRoute, ...]:
     """`path`, and the same with another beginning in place of /v1."""
     spellings = (path, *(beginning + path.removeprefix("/v1") for beginning in also))
     return tuple(
-        EngineRoute(path=spelling, upstream=path, dialect=dialect, can_stream=can_stream) for spelling in spellings
+        EngineRoute(
+            path=spelling,
+            upstream=path,
+            dialect=dialect,
+            can_stream=can_stream,
+            not_for_rerankers=not_for_rerankers,
+        )
+        for spelling in spellings
     )
 
 
@@ -25,7 +37,7 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/chat/completions", also=_LM_STUDIO, can_stream=True),
     *_post("/v1/completions", also=_LM_STUDIO, can_stream=True),
     *_post("/v1/responses", also=_BARE, can_stream=True),
-    *_post("/v1/embeddings", also=_LM_STUDIO),
+    *_post("/v1/embeddings", also=_LM_STUDIO, not_for_rerankers=True),  # the score as a vector of one number
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic"),
     *_post("/v1/chat/completions/input_tokens", also=_BARE),

@@ -12,6 +12,7 @@ from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
+from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
@@ -80,8 +81,9 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)
     flags.use("--load-mode", launch.load_mode)
-    if plan.is_embedding:
-        flags.need("--embeddings")
+    flags.argv += pooling_arguments(plan, facts)
+    flags.argv += beside_arguments(plan, facts)
+    flags.argv += extra_arguments(launch.extras, facts)
     flags.use("--offline")
     flags.use("--no-ui")
     flags.use("--no-slots")
@@ -102,6 +104,42 @@ def rope_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
         flags.need("--rope-scale", f"{rope.factor:.6g}")
         flags.need("--yarn-orig-ctx", rope.original)
     return tuple(flags.argv)
+
+
+def pooling_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """Nothing for a model that gives text."""
+    flags, pooling = _Flags(facts), launch_of(plan).extras.pooling
+    if not plan.is_embedding:
+        return ()
+    if pooling == "rank":
+        flags.need("--reranking")
+        return tuple(flags.argv)
+    flags.need("--embeddings")
+    if pooling is not None:
+        flags.need("--pooling", pooling)
+    return tuple(flags.argv)
+
+
+def beside_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
+    """The projector takes the first GPU that the engine sees, if not told otherwise."""
+    flags, extras = _Flags(facts), launch_of(plan).extras
+    if extras.projector is not None:
+        flags.need("--mmproj", extras.projector)
+        if extras.projector_on_host and has_gpu_backend(facts):
+            flags.need("--no-mmproj-offload")
+    if extras.adapters:
+        flags.need("--lora-scaled", ",".join(f"{path}:{scale:g}" for path, scale in extras.adapters))
+    return tuple(flags.argv)
+
+
+def extra_arguments(extras: Extras, facts: EngineFacts) -> tuple[str, ...]:
+    """A user's own arguments are last: of two of a kind the engine takes the later."""
+    flags = _Flags(facts)
+    if extras.chat_template_file is not None:
+        flags.need("--chat-template-file", extras.chat_template_file)
+    if extras.reasoning_format is not None:
+        flags.need("--reasoning-format", extras.reasoning_format)
+    return (*flags.argv, *extras.engine_args)
 
 
 def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
@@ -216,11 +254,14 @@ _AS_IT_SHOULD = (
     r"slot +\S+: id +\d+ \| task \d+ \| n_past was set to \d+$",
     # A client that left, or that had its answer: whoever stops a generation does so.
     r"srv +stop: cancel task, id_task = \d+$",
+    # One line a matrix: the CPU's own layouts take no adapters, which are small, and are multiplied as they are.
+    r"llama_adapter_lora_init_impl: lora for '\S+' cannot use buft '\S+', fallback to CPU$",
 )
 _SHOWN = re.compile(rf"\S+ (?:E |W (?!(?:{'|'.join(_AS_IT_SHOULD)})))|error")
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|compute|output|LoRA) buffer size\s*=\s*([0-9.]+) MiB")
 _DRAFTING = "adding speculative implementation"
-_KINDS = {"model": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
+_OF_PROJECTOR = "reserve_compute_meta"  # its own buffer, which is no part of the plan's compute buffer
+_KINDS = {"model": "model", "LoRA": "model", "KV": "kv", "RS": "recurrent", "compute": "compute", "output": "output"}
 _COPIES = ("CPU_REPACK", "AMX")  # layouts of the CPU backend's own
 _GPU = re.compile(r"CUDA\d+")  # and neither CUDA_Host, which is pinned host memory, nor CPU_Mapped
 
@@ -232,7 +273,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
     is_drafting = False
     for line in lines:
         is_drafting = is_drafting or _DRAFTING in line
-        if not (found := _BUFFER.search(line)):
+        if _OF_PROJECTOR in line or not (found := _BUFFER.search(line)):
             continue
         place, kind, size = found[1], _KINDS[found[2]], float(found[3])
         if is_drafting and kind == "compute":

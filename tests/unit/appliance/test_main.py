@@ -296,6 +296,28 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert int(count[1].replace(",", "")) > 4
 
 
+def test_arguments_for_the_engine_are_taken_though_they_begin_with_a_hyphen(house: House) -> None:
+    house.add("a.gguf", context=4096)
+    words = ("--engine-arg", "--top-k 20", "--engine-arg", "--no-warmup", "--engine-arg=--temp -1")
+    said = house.run("plan", "--dry-run", *words)
+    assert said.code == 0, said.err
+    assert " --top-k 20 --no-warmup --temp -1 " in said.out
+    assert "  --top-k 20 --no-warmup --temp -1 [flag --engine-arg]" in house.run("plan", *words).out
+    assert house.run("plan", "--engine-arg").code == 2
+    refused = house.run("plan", "--engine-arg", "--threads 2")
+    assert refused.code == 10
+    assert refused.err.endswith("hint: use --threads N\n")
+
+
+@pytest.mark.parametrize("verb", ["plan", "serve"])
+def test_what_is_named_and_missing_is_told_before_anything_is_fetched(house: House, verb: str) -> None:
+    flags = ("--model", "org/far-away:Q4_K_M", "--offline", "on")
+    said = house.run(verb, *flags, "--lora", "style")
+    assert (said.code, "setting lora names no file: 'style' (flag --lora)" in said.err) == (10, True)
+    said = house.run(verb, *flags, "--chat-template-file", "/none.jinja")
+    assert (said.code, "setting chat_template_file cannot be read: '/none.jinja'" in said.err) == (10, True)
+
+
 def test_probe_shows_what_may_be_used(house: House) -> None:
     document = json.loads(house.run("probe", "--json").out)
     assert document["cpu"]["threads_max"] >= 1

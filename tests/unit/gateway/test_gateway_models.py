@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from appliance.engine_route import EngineRoute
+from appliance.engines.llama.routes import ROUTES
 from appliance.gateway.app import create_app
 from appliance.gateway.backend import Backend
 from appliance.gateway.models import ListedModel, find
@@ -39,21 +41,22 @@ QWEN = ListedModel(
 PLAIN = replace(QWEN, id="small", aliases=(), input_modalities=("text",), calls_tools=False, reasons=False)
 FETCHED = ListedModel(id="Qwen3-8B-Q4_K_M", phase=Phase.FETCHING, context=CONTEXT)
 VECTORS = replace(PLAIN, id="vectors", is_embedding=True)
+SCORES = replace(VECTORS, id="scores", is_reranker=True)
 
 
-def backend(listed: ListedModel) -> Backend:
+def backend(listed: ListedModel, routes: tuple[EngineRoute, ...] = ()) -> Backend:
     return Backend(
         name=listed.id,
         socket_path=Path("/nonexistent/e.sock"),
-        routes=(),
+        routes=routes,
         progress=lambda: Progress(phase=listed.phase),
         documents={},
         listed=lambda: listed,
     )
 
 
-def ask(path: str, *listed: ListedModel, method: str = "GET") -> tuple[int, Any]:
-    app = create_app([backend(model) for model in listed], keys=None)
+def ask(path: str, *listed: ListedModel, method: str = "GET", routes: tuple[EngineRoute, ...] = ()) -> tuple[int, Any]:
+    app = create_app([backend(model, routes) for model in listed], keys=None)
     sent: list[Mapping[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -257,3 +260,28 @@ def test_a_name_goes_before_another_models_alias() -> None:
     named = replace(PLAIN, id="qwen")
     backends = [backend(QWEN), backend(named)]
     assert find("qwen", backends) is backends[1]
+
+
+def test_a_reranker_is_listed_as_one_and_asked_for_no_vectors() -> None:
+    document = models(SCORES)
+    assert document["data"][0]["architecture"] == {
+        "modality": "text->rerank", "input_modalities": ["text"], "output_modalities": ["rerank"],
+    }  # fmt: skip
+    assert document["models"][0]["capabilities"] == ["rerank"]
+    paths = [route.path for route in ROUTES if route.not_for_rerankers]
+    assert paths == ["/v1/embeddings", "/embeddings", "/api/v0/embeddings"]
+    for path in paths:
+        status, refused = ask(path, SCORES, method="POST", routes=ROUTES)
+        assert (status, refused["error"]["code"]) == (400, "model_is_reranker")
+
+
+def test_adapters_are_listed_with_their_scales() -> None:
+    (found,) = models(replace(PLAIN, adapters=(("style.gguf", 0.5),)))["data"]
+    assert found["adapters"] == [{"name": "style.gguf", "scale": 0.5}]
+    assert "adapters" not in models(PLAIN)["data"][0]
+
+
+def test_sound_and_images_are_told_apart() -> None:
+    (found,) = models(replace(PLAIN, input_modalities=("text", "image", "audio")))["data"]
+    assert found["architecture"]["modality"] == "text+image+audio->text"
+    assert models(replace(PLAIN, input_modalities=("text", "audio")))["data"][0]["capabilities"] == []

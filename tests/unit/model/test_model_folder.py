@@ -14,7 +14,8 @@ from appliance.errors import ModelUnreadableError
 from appliance.model import Model, digest, read_model
 from appliance.model.folder import read_folder
 from tests.builders import examples
-from tests.unit.model.gguf_files import F32, write_model
+from tests.shapes.beside import write_projector
+from tests.unit.model.gguf_files import write_model
 from tests.unit.model.safetensors_files import CONFIG, DENSE, Tensors, read_or_words, write_folder, write_shards
 
 SAME_FOLDER = settings(
@@ -249,10 +250,9 @@ def test_any_config_is_read_or_refused_in_words(tmp_path: Path, change: dict[str
 def test_a_projector_beside_the_model_is_found(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m.gguf")
     assert read_model(model).projector is None
-    beside = write_model(
-        tmp_path / "mmproj-m.gguf", architecture="clip", metadata={}, tokens=0, tensors=[("v.weight", (64, 64), F32)]
-    )
-    assert read_model(model).projector == beside
+    beside = write_projector(tmp_path / "mmproj-m.gguf", 64)
+    assert (found := read_model(model).projector)
+    assert found.path == beside
     beside.write_bytes(b"GGUF and nothing else")
     assert read_model(model).projector is None
     write_model(beside)

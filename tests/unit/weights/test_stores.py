@@ -24,6 +24,7 @@ from appliance.weights.stores import (
     list_store,
     other_stores,
 )
+from tests.shapes.beside import write_projector
 from tests.unit.model.gguf_files import write_model
 from tests.unit.weights.cache_files import let_others_in, put_blob, put_cached, put_manifest, put_ollama
 
@@ -111,10 +112,11 @@ def test_a_model_of_ollama_is_served_by_its_name_there(tmp_path: Path, data: Pat
 
 
 def test_a_models_projector_comes_with_it(tmp_path: Path, data: Path, weights: bytes) -> None:
-    put_ollama(tmp_path / "ollama", "library/m/latest", weights, b"GGUF projector")
+    projector = write_projector(tmp_path / "mmproj.gguf", 64).read_bytes()
+    put_ollama(tmp_path / "ollama", "library/m/latest", weights, projector)
     model = served(settings_of(data, tmp_path / "ollama", model="m"))
     assert model.projector is not None
-    assert model.projector.read_bytes() == b"GGUF projector"
+    assert model.projector.read_bytes() == projector
 
 
 @pytest.mark.parametrize("request_text", ["hf.co/org/m-GGUF:Q4_K_M", "org/m-GGUF:Q4_K_M"])

@@ -50,7 +50,7 @@ def with_batch(
 ) -> ContextPlan:
     """The same decision with the ubatch that reads a long prompt soonest, its buffer counted. The context may become
     smaller for it, but stays worth its name."""
-    if settings.ubatch or not copies_weights(context_plan.placed.placement):
+    if settings.ubatch or job.model.reads_whole or not copies_weights(context_plan.placed.placement):
         return context_plan
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:

@@ -6,7 +6,7 @@ The first plan is the prediction; the others are space.py's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +20,12 @@ from appliance.engines.llama.planning.batch import (
     ubatch_words,
     with_batch,
 )
+from appliance.engines.llama.planning.beside import with_adapters
 from appliance.engines.llama.planning.context import Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.engine_args import check_engine_args
+from appliance.engines.llama.planning.extras import extra_choices, extras_of
 from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
 from appliance.engines.llama.planning.job_time import placement_costs
 from appliance.engines.llama.planning.kv_types import is_fast_pair, kv_candidates
@@ -47,13 +50,14 @@ from appliance.engines.llama.planning.slots import choices as slot_choices
 from appliance.engines.llama.planning.speculation import check_speculation
 from appliance.errors import ConfigError, ModelDoesNotFitError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
-from appliance.model import Model, plain_name
+from appliance.model import Model, Projector, plain_name
 from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, Memory, Placement, Plan, Speed, k_and_v
 from appliance.plan.choice import Choice
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
+WHOLE_UBATCH_MAX = 8192  # of a model that reads a text in one batch; the masks grow with its square
 MIN_CONTEXT = CONTEXT_STEP
 CACHE_MAX_MIB = 8192.0  # llama-server's own default
 CACHE_MIN_MIB = 128.0
@@ -76,6 +80,8 @@ class PlanInputs:
     kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
     limits: Limits = NO_LIMITS
     is_bare: bool = False  # memory is so short that there is a model, or the prompt cache and context checkpoints
+    projector_on_host: bool = False  # though there is a GPU
+    left_away: Projector | None = None  # since the model would not fit beside it
 
     @property
     def usable_mib(self) -> float:
@@ -88,8 +94,9 @@ class PlanInputs:
             model=self.model,
             context=0,
             kv_type="f16",
-            ubatch=self.settings.ubatch or UBATCH,
+            ubatch=usual_ubatch(self.settings, self.model),
             parallel=slots(self.settings),
+            projector_on_host=self.projector_on_host,
             gpu_layers=self.settings.gpu_layers,
             cpu_expert_layers=self.settings.n_cpu_moe,
             has_flash=self.no_flash is None,
@@ -111,9 +118,21 @@ class PlanInputs:
         return self.usable_mib * (1 - SPARE_SHARE)
 
 
+def is_read_whole(settings: Settings, model: Model) -> bool:
+    """Whether the batch is as long as the longest text."""
+    return model.reads_whole and not settings.ubatch
+
+
+def usual_ubatch(settings: Settings, model: Model) -> int:
+    if is_read_whole(settings, model):
+        return min(padded(settings.ctx_size or model.native_context), WHOLE_UBATCH_MAX)
+    return settings.ubatch or UBATCH
+
+
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
     check_context(settings, model)
+    check_engine_args(settings, engine)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
         raise ModelUnreadableError(message, hint="use a model of a supported architecture")
@@ -138,8 +157,9 @@ def plan_inputs(
     limits: Limits = NO_LIMITS,
 ) -> PlanInputs:
     """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
+    model = with_adapters(model)
     kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
-    found, notes = usable_devices(hardware, image, engine, limits)
+    found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
     devices = tuple(_beside_pages(device, settings, model) for device in _chosen(settings, found))
     if devices:
         _check_flash(settings, model)
@@ -216,6 +236,17 @@ def aim_of(settings: Settings) -> Aim:
     return aims[settings.mode]
 
 
+def with_less(inputs: PlanInputs) -> Iterator[PlanInputs]:
+    """The inputs, then with what can be done without moved and left away: no model is refused for its projector,
+    unless that was named."""
+    yield inputs
+    projector = inputs.model.projector
+    if projector and inputs.resources.devices:
+        yield replace(inputs, projector_on_host=True)
+    if projector and inputs.settings.mmproj == "auto":
+        yield replace(inputs, model=replace(inputs.model, projector=None), left_away=projector)
+
+
 def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
     request = wanted_context(inputs, aim)
     context_plan = choose_context(inputs.job, inputs.resources, request)
@@ -267,11 +298,8 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
     anywhere = replace(inputs.resources, devices=(), spare_mib=float("inf"))
     job = replace(inputs.job, context=padded(least), kv_type=kv_type, gpu_layers=None, cpu_expert_layers=None)
     placed = place(job, anywhere)
-    need = (
-        replace(placed.host, cache=least_cache(settings, is_bare=True), overhead=host_overhead_mib(inputs.model))
-        if placed
-        else None
-    )
+    overhead = host_overhead_mib(inputs.model) + (placed.host.overhead if placed else 0.0)
+    need = replace(placed.host, cache=least_cache(settings, is_bare=True), overhead=overhead) if placed else None
     sizes = reasons.needs(need, kv_type, padded(least)) if need else "more than anything"
     gpus = "".join(f"; {d.free_mib:,.0f} MiB on {d.name}" for d in inputs.resources.devices)
     message = (
@@ -281,6 +309,7 @@ def _refusal(inputs: PlanInputs, kv_type: str, request: int) -> ModelDoesNotFitE
         f"{_lacking(inputs, replace(inputs.job, context=padded(least), kv_type=kv_type))}"
     )
     smaller = "a smaller --ctx-size, " if settings.ctx_size else ""
+    smaller += "--mmproj off, " if inputs.model.projector else ""
     if inputs.resources.devices:
         smaller += "a smaller --gpu-layers, " if settings.gpu_layers else ""
         smaller += "another --n-cpu-moe, " if settings.n_cpu_moe else ""
@@ -341,6 +370,8 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         model, context_plan.kv_type, context_plan.context, ubatch=ubatch, checkpoints=checkpoints
     )
     host, by_cache = prompt_cache(inputs, host, context_plan.kv_type, spare, longest)
+    is_on_host = inputs.projector_on_host or not context_plan.placed.placement.shares
+    extras = extras_of(settings, model, on_host=is_on_host)
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
@@ -360,6 +391,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             flash_attention=inputs.no_flash is None,
             load_mode=mode,
             checkpoints=checkpoints,
+            extras=extras,
             rope=rope_for(settings, model, context_plan.context),
             idle_slots_stay=idle_slots_stay(settings, host.cache, longest),
         ),
@@ -379,10 +411,13 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *by_checkpoints,
             by_threads,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
-            reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if copies_weights(placement) else ""),
+            reasons.whole_ubatch(ubatch)
+            if is_read_whole(settings, model)
+            else reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if copies_weights(placement) else ""),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(inputs.no_flash),
             loading,
+            *extra_choices(inputs.settings, model, extras, inputs.left_away, inputs.resources.devices),
         ),
     )
 
@@ -402,7 +437,7 @@ def host_memory(inputs: PlanInputs, found: Memory, load_mode: str, has_gpu: bool
     return replace(
         found,
         weights=found.weights + copied.more,
-        overhead=host_overhead_mib(inputs.model),
+        overhead=host_overhead_mib(inputs.model) + found.overhead,
         repacked=copied.made,
         mapped_twice=copied.originals + drafts_mib(inputs.model) if is_mapped else 0.0,
     )

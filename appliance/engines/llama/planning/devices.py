@@ -11,10 +11,15 @@ from appliance.probe import Gpu, Hardware
 
 
 def usable_devices(
-    hardware: Hardware, image: ImageFacts, engine: EngineFacts, limits: Limits = NO_LIMITS
+    hardware: Hardware,
+    image: ImageFacts,
+    engine: EngineFacts,
+    limits: Limits = NO_LIMITS,
+    *,
+    reserve_mib: float = 0.0,
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """Fastest first, of equal ones that with the faster link, and in words those that cannot be used. None where the
-    engine has no backend for them."""
+    engine has no backend for them. `reserve_mib` of each is left alone."""
     if image.cuda is None and not any("cuda" in name for name in engine.backends):
         return (), ()
     devices: list[Device] = []
@@ -24,7 +29,7 @@ def usable_devices(
         if why := _unusable(gpu, image, sliced):
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
-            devices.append(_device(gpu, hardware, limits))
+            devices.append(_device(gpu, hardware, limits, reserve_mib))
     return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, -d.upload_gb_s, d.index, d.id))), tuple(refused)
 
 
@@ -43,8 +48,8 @@ def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
     return None
 
 
-def _device(gpu: Gpu, hardware: Hardware, limits: Limits) -> Device:
-    margin = assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
+def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) -> Device:
+    margin = reserve_mib + assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
     if gpu.is_unified:
         free = limits.of_host(hardware.memory)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.rope import Rope
 from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
 from appliance.plan.launch import Value
@@ -23,12 +24,17 @@ class LlamaLaunch(Launch):
     flash_attention: bool
     load_mode: str
     checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
+    extras: Extras = Extras()
     rope: Rope | None = None  # how a context above the native length is reached
     idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         return (("threads", self.threads), ("ubatch", self.ubatch), ("load_mode", self.load_mode))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.extras.reads
 
     @property
     def tie_break(self) -> int:

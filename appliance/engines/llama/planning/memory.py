@@ -212,6 +212,8 @@ def mask_bytes(model: Model, ubatch: int, context: int, parallel: int, *, has_fl
     """One mask for all layers that see everything, and one for those that see a window: f16, or f32 where no flash
     attention reads it."""
     sizes = {cells(layer, context, ubatch, parallel) for layer in layers_of(model) if layer.k_elements}
+    if not sizes and model.reads_whole:  # it keeps no cache, and attends within the batch
+        sizes = {ubatch}
     return (2.0 if has_flash else 4.0) * ubatch * sum(sizes)
 
 

@@ -11,6 +11,7 @@ from appliance.engines.llama.planning.decide import (
     prompt_cache,
     unified_mib,
 )
+from appliance.engines.llama.planning.extras import extras_of
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
 from appliance.model import plain_name
@@ -72,7 +73,10 @@ def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
     if kernels := inputs.kernels.choice:  # a pinned profile may be of an image with other variants
         choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
         there = replace(there, choices=tuple(choices))
-    return there
+    before = launch_of(measured).extras
+    if before.projector is None:  # the model did not fit beside it
+        model = replace(model, projector=None)
+    return with_launch(there, extras=extras_of(settings, model, on_host=before.projector_on_host))
 
 
 def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:

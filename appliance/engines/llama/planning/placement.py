@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import field
 
+from appliance.engines.llama.planning.beside import projector_mib
 from appliance.engines.llama.planning.memory import (
     MIB,
     SCHED_COPIES,
@@ -44,6 +45,7 @@ class PlacementJob:
     kv_type: str
     ubatch: int
     parallel: int
+    projector_on_host: bool = False
     gpu_layers: int | None = None
     cpu_expert_layers: int | None = None
     has_flash: bool = True
@@ -214,8 +216,12 @@ class _Search:
         self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
         self._logits_mib = output_mib(job.model, job.parallel)
         flash = self._flash_copies()
+        is_on_gpu = bool(devices) and not job.projector_on_host
+        beside_mib = projector_mib(job.model.projector, on_gpu=is_on_gpu)
+        self._projector_mib, self._host_projector_mib = (beside_mib, 0.0) if is_on_gpu else (0.0, beside_mib)
         # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
-        self._beside = ([size + flash for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
+        first = flash + self._projector_mib
+        self._beside = ([size + first for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -297,10 +303,10 @@ class _Search:
             weights=self._weights[end] - self._weights[start],
             kv=self._kv[end] - self._kv[start],
             state=self._state[end] - self._state[start],
-            compute=self._compute_mib(at, start, end),
+            compute=self._compute_mib(at, start, end) - (0.0 if at else self._projector_mib),
             output=0.0,
             cache=0.0,
-            overhead=0.0,
+            overhead=0.0 if at else self._projector_mib,
         )
 
     def _host(self, cpu_layers: int) -> Memory:
@@ -318,7 +324,7 @@ class _Search:
             compute=self._whole_mib if cpu_layers else inputs,
             output=self._logits_mib,
             cache=0.0,
-            overhead=0.0,
+            overhead=self._host_projector_mib,
         )
 
     def _outside_mib(self) -> float:

@@ -328,6 +328,11 @@ def ubatch(settings: Settings, size: int, words: str) -> Choice:
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
 
 
+def whole_ubatch(size: int) -> Choice:
+    why = "this model computes a text in one batch, and takes none that is longer"
+    return Choice(name="ubatch", value=str(size), reason=why, source="model")
+
+
 def fixed(no_flash: str | None = None) -> tuple[Choice, ...]:
     keeps = "no scores of context by ubatch are kept, and a quantized V cache needs it"
     lacks = f"{no_flash}: it would run on the CPU; so scores of context by ubatch are kept, and no quantized V cache"

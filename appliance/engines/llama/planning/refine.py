@@ -36,6 +36,8 @@ def _corrected(plan: Plan, found: Projection | None) -> Plan:
     of_shares = [0.0] * (len(shares) - 1) + [logits] if shares else []  # the output is the last GPU's
     rows = zip(shares, found.devices, of_shares, strict=True)
     corrected = tuple(_share(share, sizes, logits) for share, sizes, logits in rows)
+    if launch_of(plan).extras.adapters:  # which the loader does not load
+        corrected = tuple(_with_weights_of(share, before) for share, before in zip(corrected, shares, strict=True))
     memory = replace(plan.memory, compute=_compute(plan.memory, found.host[2], 0.0 if shares else logits))
     return replace(plan, memory=memory, placement=replace(plan.placement, shares=corrected))
 
@@ -53,6 +55,11 @@ def _share(share: GpuAllocation, sizes: tuple[float, float, float], logits: floa
     # The loader reckons the KV cache and recurrent states as one.
     kv = max(0.0, context - memory.state)
     return replace(share, memory=replace(memory, weights=model, kv=kv, compute=_compute(memory, compute, logits)))
+
+
+def _with_weights_of(share: GpuAllocation, before: GpuAllocation) -> GpuAllocation:
+    weights = max(share.memory.weights, before.memory.weights)
+    return replace(share, memory=replace(share.memory, weights=weights))
 
 
 def _compute(memory: Memory, projected: float, logits: float) -> float:

@@ -21,7 +21,9 @@ from appliance.engines.llama.planning.decide import (
     plan_inputs,
     predicted,
     thread_counts,
+    usual_ubatch,
     wanted_context,
+    with_less,
 )
 from appliance.engines.llama.planning.job_time import placement_costs
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
@@ -34,6 +36,7 @@ from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
+from appliance.errors import ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
 from appliance.plan import (
@@ -80,15 +83,30 @@ class Space:
         facts = (settings, image, engine, hardware, model)
         self._with_limits = partial(Space, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft)
         inputs = plan_inputs(*facts, kernels, limits)
-        self._inputs = replace(inputs, kv_checks=tuple(kv_checks))
+        self._given = replace(inputs, kv_checks=tuple(kv_checks))
         self._image = image
         self._draft = draft
         self._aim = aim_of(settings)
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     @cached_property
+    def _decided(self) -> tuple[PlanInputs, ContextPlan]:
+        """With as much beside the model as fits."""
+        refusal: ModelDoesNotFitError | None = None
+        for inputs in with_less(self._given):
+            try:
+                return inputs, context_for(inputs, self._aim)
+            except ModelDoesNotFitError as error:
+                refusal = error  # the last says what is needed at least
+        raise refusal or AssertionError
+
+    @property
+    def _inputs(self) -> PlanInputs:
+        return self._decided[0]
+
+    @property
     def context_plan(self) -> ContextPlan:
-        return context_for(self._inputs, self._aim)
+        return self._decided[1]
 
     @cached_property
     def best(self) -> Plan:
@@ -107,11 +125,11 @@ class Space:
     def offers(self) -> tuple[Offer, ...]:
         """Every kind of speculative decoding, the likeliest first. Raises ConfigError for one that was asked for and
         cannot be done."""
-        return kinds(self._inputs.settings, self._inputs.model, self._inputs.engine, self._draft)
+        return kinds(self._given.settings, self._given.model, self._given.engine, self._draft)
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
         """What it adds to the plan."""
-        inputs = self._inputs
+        inputs = self._given
         return estimate(plan, kind, tokens, model=inputs.model, draft=self._draft, isa=inputs.kernels.isa)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
@@ -125,12 +143,12 @@ class Space:
     @property
     def native(self) -> int:
         """The model's own context length, or the one that was asked for."""
-        return self._inputs.settings.ctx_size or self._inputs.model.native_context
+        return self._given.settings.ctx_size or self._given.model.native_context
 
     def kinds_to_check(self) -> tuple[str, ...]:
         """Types of the KV cache that would carry a much larger context, if they were shown to be harmless; what helps
         most first. The best plan that is possible already is what they are checked with."""
-        inputs = self._inputs
+        inputs = self._given
         request = wanted_context(inputs, self._aim)
         on_gpu = bool(inputs.resources.devices)
         more = unjudged(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
@@ -154,11 +172,13 @@ class Space:
     def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, context, ubatch and number of experts in host memory."""
         settings, has_gpu = self._inputs.settings, bool(self._inputs.resources.devices)
-        ubatches = UBATCHES_GPU if has_gpu else UBATCHES
+        usual = usual_ubatch(settings, self._inputs.model)
+        is_fixed = settings.ubatch or self._inputs.model.reads_whole  # then no smaller one takes the same texts
+        ubatches = (usual,) if is_fixed else dict.fromkeys((usual, *(UBATCHES_GPU if has_gpu else UBATCHES)))
         for kv_type in offered_kinds(self._inputs):
             for context in self._contexts(kv_type):
                 context_plan = replace(self.context_plan, kv_type=kv_type, context=context)
-                for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
+                for ubatch in ubatches:
                     if ubatch > padded(context):
                         continue
                     placed = _again(self._inputs, context_plan, ubatch=ubatch)
@@ -275,10 +295,10 @@ class Space:
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
-        return plan_now(self._inputs, measured)
+        return plan_now(self._given, measured)
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        inputs = self._inputs
+        inputs = self._given
         found = missing(inputs.hardware, plan, shortage, inputs.settings, inputs.limits)
         if found is None:
             return None
@@ -287,11 +307,11 @@ class Space:
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def costs(self, plan: Plan) -> Costs:
-        return with_threads(self._costs_of(plan), launch_of(plan).threads, max(1, self._inputs.hardware.cpu.cores))
+        return with_threads(self._costs_of(plan), launch_of(plan).threads, max(1, self._given.hardware.cpu.cores))
 
     def _costs_of(self, plan: Plan) -> Costs:
         """With every core at work."""
-        launch, inputs = launch_of(plan), self._inputs
+        launch, inputs = launch_of(plan), self._given
         is_pinned = launch.load_mode in PINNED
         key = (plan.placement.summary(), plan.kv_type, launch.ubatch, is_pinned)
         if key not in self._costs:
@@ -305,7 +325,7 @@ class Space:
 
     def modelled(self, plan: Plan) -> str | None:
         """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
-        return modelled(self._inputs.model, self._inputs.resources, plan.placement)
+        return modelled(self._given.model, self._given.resources, plan.placement)
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:

@@ -92,7 +92,7 @@ def check_speculation(settings: Settings, engine: EngineFacts, model: Model) -> 
 def _lacking(kind: Kind, engine: EngineFacts, model: Model) -> str | None:
     """What stands in the way of this kind, whatever the settings are."""
     if model.is_embedding_model:
-        return f"{model.title} gives vectors and no text"
+        return f"{model.title} gives {model.gives} and no text"
     if missing := [flag for flag in _FLAGS[kind] if flag not in engine.flags]:
         return f"this engine (build {engine.build}) has no flag {missing[0]}"
     if kind == "mtp" and not any(layer.is_draft for layer in layers_of(model)):

@@ -307,6 +307,11 @@ def test_no_log_makes_it_fail_but_one_that_says_sizes(lines: list[str]) -> None:
         # A prompt that is too long is refused and cancelled: the refusal stays.
         ("0.50.899.328 E srv    send_error: task id = 131, error: request (30001 tokens) exceeds …", True),
         ("0.50.899.408 W srv          stop: cancel task, id_task = 131", False),
+        (
+            "0.00.128.947 W llama_adapter_lora_init_impl: lora for 'blk.0.attn_q.weight' cannot use buft 'AMX', "
+            "fallback to CPU",
+            False,
+        ),
         # Of others that read alike nothing is kept back.
         ("0.01.991.196 E srv          stop: cancel task, id_task = 28", True),
         ("0.01.991.196 W srv          stop: cancel task, id_task = 28, which is not there", True),

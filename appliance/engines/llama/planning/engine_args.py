@@ -1,0 +1,131 @@
+"""Arguments of llama-server that a user passes through: known to this binary, and none that the plan decides. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from appliance.errors import ConfigError
+from appliance.image_facts import EngineFacts
+from appliance.plan.choice import Choice
+from appliance.settings import SETTINGS, Settings, is_flag
+
+# Flags of the plan's own with every other spelling, by the setting that says the same.
+_SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "alias": ("-a", "--alias"),
+    "auth": ("--api-key", "--api-key-file"),
+    "cache_ram_mib": (
+        "-cram", "--cache-ram", "--cache-idle-slots", "--no-cache-idle-slots", "-sps", "--slot-prompt-similarity",
+    ),
+    "chat_template_file": ("--chat-template-file",),
+    "ctx_size": ("-c", "--ctx-size"),
+    "devices": ("-dev", "--device", "-mg", "--main-gpu", "-ts", "--tensor-split", "-sm", "--split-mode"),
+    "draft_model": (
+        "-md", "--model-draft", "--spec-draft-model", "-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf",
+    ),
+    "gpu_layers": ("-ngl", "--gpu-layers", "--n-gpu-layers"),
+    "host": ("--host", "--reuse-port"),
+    "kv_type": ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
+    "load_mode": (
+        "-lm", "--load-mode", "--mlock", "--mmap", "--no-mmap", "-dio", "--direct-io", "-ndio", "--no-direct-io",
+    ),
+    "lora": ("--lora", "--lora-scaled", "--lora-init-without-apply"),
+    "mmproj": (
+        "-mm", "--mmproj", "-mmu", "--mmproj-url", "--mmproj-auto", "--no-mmproj", "--no-mmproj-auto",
+        "--mmproj-offload", "--no-mmproj-offload", "-mmdev", "--mmproj-device",
+    ),
+    "model": (
+        "-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file",
+        "-hft", "--hf-token", "--models-dir", "--models-preset", "--models-max", "--models-autoload",
+        "--no-models-autoload", "-cl", "--cache-list", "--gpt-oss-20b-default", "--gpt-oss-120b-default",
+        "--vision-gemma-4b-default", "--vision-gemma-12b-default",
+    ),
+    "n_cpu_moe": ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
+    "parallel": (
+        "-np", "--parallel", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--kv-unified-per-slot",
+    ),
+    "pooling": ("--pooling", "--embedding", "--embeddings", "--rerank", "--reranking"),
+    "port": ("--port",),
+    "reasoning_format": ("--reasoning-format",),
+    "reserve_mib": ("-fitt", "--fit-target"),
+    "rope_scaling": (
+        "--rope-scaling", "--rope-scale", "--yarn-orig-ctx", "--rope-freq-scale", "--rope-freq-base",
+    ),
+    "speculation": (
+        "--spec-type", "--spec-default", "--spec-draft-n-max", "--spec-draft-n-min", "--draft", "--draft-n",
+        "--draft-max", "--draft-min", "--draft-n-min", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min",
+        "-ctkd", "--cache-type-k-draft", "--spec-draft-type-k", "-ctvd", "--cache-type-v-draft", "--spec-draft-type-v",
+        "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
+        "--spec-draft-ngl",
+    ),
+    "threads": ("-t", "--threads", "-tb", "--threads-batch"),
+    "ubatch": ("-b", "--batch-size", "-ub", "--ubatch-size"),
+})  # fmt: skip
+# Those that no setting says, by the reason.
+_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "the plan decides it by model and machine": (
+        "-fa", "--flash-attn", "-fit", "--fit", "-fitc", "--fit-ctx", "-fitp", "--fit-print", "-ctxcp",
+        "--ctx-checkpoints", "--swa-checkpoints", "--swa-full",
+    ),
+    "the appliance reads the engine's log": (
+        "-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", "--log-verbose", "--log-disable", "--log-colors",
+        "--log-prefix", "--no-log-prefix", "--log-timestamps", "--no-log-timestamps", "--log-jsonl", "--no-log-jsonl",
+    ),
+    "the appliance listens for clients, and speaks to the engine on a socket of its own": (
+        "--ssl-key-file", "--ssl-cert-file", "--api-prefix", "--path", "--ui", "--webui", "--no-ui", "--no-webui",
+        "--slots", "--no-slots", "--offline",
+    ),
+    "the engine would print it and end": (
+        "-h", "--help", "--usage", "--version", "--license", "--list-devices", "--completion-bash",
+    ),
+})  # fmt: skip
+# Of these the plan's figures know nothing: memory or speed are others than predicted.
+NOT_COUNTED = frozenset({
+    "-cb", "-kvo", "-nkvo", "-nocb", "-nr", "-ot", "--cpu-ffn", "--kv-offload", "--n-cpu-ffn", "-ncffn", "--no-host",
+    "--no-kv-offload", "--no-op-offload", "--no-repack", "--op-offload", "--override-kv", "--override-tensor",
+    "--repack", "--control-vector", "--control-vector-scaled", "-lzm", "--lazy-mode", "--rpc",
+})  # fmt: skip
+OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
+UNOFFERED: Mapping[str, str] = MappingProxyType({flag: why for why, flags in _REASONS.items() for flag in flags})
+
+
+def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
+    """Raises ConfigError for a flag that the binary has not, or that is not the user's to give."""
+    for flag, values in grouped(settings.engine_arg):
+        source = settings.sources["engine_arg"]
+        if flag not in engine.flags:
+            near = difflib.get_close_matches(flag, engine.flags, 3)
+            message = f"setting engine_arg holds a flag that this engine has not: {flag} ({source})"
+            hint = f"perhaps you meant {' or '.join(near)}" if near else f"it is build {engine.build} of llama.cpp"
+            raise ConfigError(message, hint=hint)
+        if flag in OWNED:
+            name = OWNED[flag]
+            message = f"setting engine_arg holds a flag that the setting {name} stands for: {flag} ({source})"
+            raise ConfigError(message, hint=f"use {SETTINGS[name].flag} {SETTINGS[name].metavar}")
+        if flag in UNOFFERED:
+            message = f"setting engine_arg holds a flag that cannot be given: {flag} ({source}): {UNOFFERED[flag]}"
+            raise ConfigError(message, hint="take it out")
+        if flag == "--override-kv" and any(".context_length=" in value for value in values):
+            message = f"setting engine_arg holds a key that the setting ctx_size stands for: {values[0]} ({source})"
+            raise ConfigError(message, hint="use --ctx-size N --rope-scaling yarn")
+
+
+def grouped(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each flag with its values, of which most have one or none. The first word is a flag."""
+    starts = [at for at, word in enumerate(words) if is_flag(word)]
+    for at, end in itertools.pairwise([*starts, len(words)]):
+        yield words[at], tuple(words[at + 1 : end])
+
+
+def engine_args_choice(settings: Settings) -> Choice | None:
+    if not settings.engine_arg:
+        return None
+    unknown = [flag for flag, _ in grouped(settings.engine_arg) if flag in NOT_COUNTED]
+    why = "passed to the engine as it is"
+    if unknown:
+        why += f"; the figures here are without {' and '.join(unknown)}"
+    words = shlex.join(settings.engine_arg)
+    return Choice(name="engine_arg", value=words, reason=why, source=settings.sources["engine_arg"])

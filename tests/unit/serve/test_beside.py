@@ -1,0 +1,150 @@
+"""Files that settings name beside the model: found, matched, or refused with the code of what is wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from appliance.errors import FatalError
+from appliance.model import Model, read_model
+from appliance.serve.beside import TEMPLATE_LIMIT_BYTES, sizes_beside, with_beside
+from appliance.settings import resolve_settings
+from tests.shapes import SMALL, write_gguf
+from tests.shapes.beside import write_adapter, write_projector
+
+WIDTH = 256
+QUERY = {"blk.0.attn_q.weight": (512, WIDTH)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    (tmp_path / "models").mkdir()
+    return read_model(write_gguf(tmp_path / "models/model.gguf", SMALL["gqa"], quantization="Q8_0"))
+
+
+def beside(model: Model, **flags: str | list[str]) -> Model:
+    data_dir = next(folder.parent for folder in model.path.parents if folder.name == "models")
+    return with_beside(model, resolve_settings({"data_dir": str(data_dir), **flags}, {}))
+
+
+def refusal(model: Model, **flags: str | list[str]) -> tuple[int, str, str]:
+    with pytest.raises(FatalError) as caught:
+        beside(model, **flags)
+    return caught.value.exit_code, caught.value.message, caught.value.hint or ""
+
+
+@pytest.mark.parametrize("where", ["volume", "beside", "path"])
+def test_a_projector_is_found_by_name_or_path(model: Model, tmp_path: Path, where: str) -> None:
+    deep = replace(model, path=tmp_path / "models/org/repo/model.gguf")
+    places = {"volume": tmp_path / "models", "beside": deep.path.parent, "path": tmp_path}
+    places[where].mkdir(parents=True, exist_ok=True)
+    path = write_projector(places[where] / "eyes.gguf", WIDTH)
+    found = beside(deep, mmproj=str(path) if where == "path" else "eyes.gguf")
+    assert found.projector
+    assert found.projector.path == path
+    assert beside(found, mmproj="off").projector is None
+
+
+def test_a_projector_that_is_missing_or_wrong_is_refused(model: Model, tmp_path: Path) -> None:
+    code, message, hint = refusal(model, mmproj="eyes.gguf")
+    assert (code, message) == (10, "setting mmproj names no file: 'eyes.gguf' (flag --mmproj)")
+    assert f"into {tmp_path}/models" in hint
+    wrong = write_projector(tmp_path / "wrong.gguf", 512)
+    assert refusal(model, mmproj=str(wrong))[:2] == (
+        30,
+        "projector is of another model: wrong.gguf (flag --mmproj) gives vectors of 512 values, "
+        "and model.gguf takes 256",
+    )
+    code, message, _ = refusal(model, mmproj=str(model.path))
+    assert (code, message.endswith("it is no multimodal projector but a model of llama")) == (30, True)
+
+
+@pytest.mark.parametrize("request_", ["\0", "a" * 300, "x\x1b[31m"])
+def test_what_no_file_is_called_is_refused_without_control_sequences(model: Model, request_: str) -> None:
+    code, message, _ = refusal(model, mmproj=request_)
+    assert code == 10
+    assert message.isprintable()
+
+
+def test_adapters_are_found_with_their_scales(model: Model, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "models/Style.gguf", QUERY)
+    elsewhere = write_adapter(tmp_path / "b.gguf", QUERY)
+    found = beside(model, lora=["style", f"{elsewhere}:-0.5"])
+    assert [(adapter.path.name, adapter.scale) for adapter in found.adapters] == [("Style.gguf", 1.0), ("b.gguf", -0.5)]
+    assert sizes_beside(found) == {"adapters": [2 * 4 * (512 + WIDTH)] * 2}
+    assert sizes_beside(model) == {}
+
+
+def test_adapters_that_cannot_be_loaded_are_refused(model: Model, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "models/style.gguf", QUERY)
+    assert refusal(model, lora="stile") == (
+        10,
+        "setting lora names no file: 'stile' (flag --lora)",
+        "perhaps you meant style",
+    )
+    assert refusal(model, lora=["style", "style:2"])[:2] == (
+        10,
+        f"setting lora names one adapter twice: {tmp_path}/models/style.gguf (flag --lora)",
+    )
+    (tmp_path / "a'b\"c").mkdir()
+    odd = write_adapter(tmp_path / "a'b\"c/x.gguf", QUERY)
+    assert refusal(model, lora=str(odd))[0] == 10
+    other = write_adapter(tmp_path / "other.gguf", {"blk.9.attn_q.weight": (512, WIDTH)})
+    assert refusal(model, lora=str(other))[0] == 30
+    assert refusal(model, lora="model")[0] == 30
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("", "holds an empty name"),
+        ("a,,b", "holds an empty name"),
+        (":2", "holds an empty name"),
+        ("a:x", "has a scale that is no number: 'x'"),
+        ("a:inf", "has a scale that is no number: 'inf'"),
+        ("a:101", "has a scale outside -100 to 100"),
+        ("a\nb", "holds a character that no file's name should have"),
+    ],
+)
+def test_what_is_no_name_and_scale_is_refused(model: Model, word: str, said: str) -> None:
+    code, message, _ = refusal(model, lora=word)
+    assert (code, said in message, message.isprintable()) == (10, True, True)
+
+
+def test_the_template_that_is_used_tells_what_the_model_can_do(model: Model, tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{% if tools %}{{ tools }}{% endif %}<think>")
+    found = beside(model, chat_template_file=str(path))
+    assert (found.calls_tools, found.reasons) == (True, True)
+    path.write_text("plain")
+    found = beside(replace(model, calls_tools=True, reasons=True), chat_template_file=str(path))
+    assert (found.calls_tools, found.reasons) == (False, False)
+
+
+def test_a_template_that_cannot_be_read_is_refused(model: Model, tmp_path: Path) -> None:
+    long, pipe, bytes_ = tmp_path / "long", tmp_path / "pipe", tmp_path / "bytes"
+    with long.open("wb") as file:
+        file.truncate(TEMPLATE_LIMIT_BYTES + 1)
+    os.mkfifo(pipe)
+    bytes_.write_bytes(b"\xff\xfe")
+    said = {
+        str(tmp_path / "none"): "no such file",
+        str(tmp_path): "no such file",
+        str(pipe): "no such file",
+        str(long): "it is longer than 1,048,576 bytes",
+        str(bytes_): "it is no UTF-8",
+        "\0": "no such file",
+        "a" * 300: "file name too long",
+    }
+    for path, why in said.items():
+        code, message, _ = refusal(model, chat_template_file=path)
+        assert (code, message.split(": ")[-1]) == (10, why)
+
+
+def test_how_vectors_are_made_may_be_set(model: Model) -> None:
+    assert beside(model).gives == "text"
+    assert beside(model, pooling="mean").gives == "vectors"
+    assert beside(model, pooling="rank").gives == "scores"
