@@ -272,7 +272,8 @@ class _Asked:
         return job_ms(self._costs(kind, placed), max(DEPTH, depth))
 
     def _costs(self, kind: str, placed: Placed) -> Costs:
-        return placement_costs(replace(self._job, kv_type=kind), self._resources, placed.placement)
+        job, is_pinned = replace(self._job, kv_type=kind), self._resources.is_pinned
+        return placement_costs(job, self._resources, placed.placement, is_pinned=is_pinned)
 
     def _without_host_cache(self, kind: str, placed: Placed) -> Costs:
         """What a larger context is measured by half full: attention in host memory counts as a loss beside a GPU."""

@@ -34,7 +34,7 @@ def test_a_long_prompt_is_read_many_times_as_fast_as_with_the_engines_defaults(m
     assert prefill(found) > 4 * prefill(usual)
     assert found.speed
     assert usual.speed
-    assert found.speed.decode_tokens_per_s > 0.85 * usual.speed.decode_tokens_per_s
+    assert found.speed.decode_tokens_per_s > 0.8 * usual.speed.decode_tokens_per_s
 
 
 def test_the_words_say_what_each_of_both_brings() -> None:
