@@ -40,4 +40,5 @@ def speed_of(costs: Costs, depth: float, tokens_in: int) -> Speed:
         decode_tokens_per_s=1000 / decode_ms(costs, depth),
         prefill_tokens_per_s=1000 * tokens_in / prefill_ms(costs, depth, tokens_in),
         job_s=job_ms(costs, depth, tokens_in=tokens_in) / 1000,
+        prompt_tokens=tokens_in,
     )
