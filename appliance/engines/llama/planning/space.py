@@ -154,11 +154,15 @@ class Space:
     def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, context, ubatch and number of experts in host memory."""
         settings, has_gpu = self._inputs.settings, bool(self._inputs.resources.devices)
-        ubatches = UBATCHES_GPU if has_gpu else UBATCHES
+        ubatches: tuple[int, ...] = UBATCHES_GPU if has_gpu else UBATCHES
+        if copies_weights(self.best.placement):
+            # What a smaller one costs shows in long prompts only, and those that are measured with are short.
+            ubatches = tuple(size for size in ubatches if size >= launch_of(self.best).ubatch)
+        usual = () if copies_weights(self.best.placement) else (UBATCH,)
         for kv_type in offered_kinds(self._inputs):
             for context in self._contexts(kv_type):
                 context_plan = replace(self.context_plan, kv_type=kv_type, context=context)
-                for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((UBATCH, *ubatches)):
+                for ubatch in (settings.ubatch,) if settings.ubatch else dict.fromkeys((*usual, *ubatches)):
                     if ubatch > padded(context):
                         continue
                     placed = _again(self._inputs, context_plan, ubatch=ubatch)
