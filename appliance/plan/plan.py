@@ -112,11 +112,13 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise."""
+    """Predicted for the chat job from bandwidths alone: good for comparing placements, not a promise. Its prompt is
+    longer where weights are copied to a GPU for each batch of it."""
 
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
     job_s: float
+    prompt_tokens: int = CHAT_TOKENS_IN
 
     def describe(self) -> str:
         decode = f"{self.decode_tokens_per_s:.{0 if self.decode_tokens_per_s >= 9.95 else 1}f}"

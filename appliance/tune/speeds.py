@@ -26,18 +26,19 @@ def speeds_on(curve: Curve, plan: Plan, mix: Mix) -> Speeds:
 
 
 def predicted_speeds(plan: Plan) -> Speeds | None:
-    """Of the chat job, which predictions are made for, whatever the workload."""
+    """Of the chat job with the prompt that the prediction was made for, whatever the workload."""
     speed = plan.speed
     if speed is None:
         return None
     at = SpeedAt(
         depth=CHAT.depth,
         decode_tokens_per_s=speed.decode_tokens_per_s,
-        prefill_tokens=CHAT.tokens_in,
+        prefill_tokens=speed.prompt_tokens,
         prefill_tokens_per_s=speed.prefill_tokens_per_s,
     )
-    ttft_s = CHAT.tokens_in / speed.prefill_tokens_per_s + 1 / speed.decode_tokens_per_s
-    return Speeds(plan=plan.key, at=(at,), jobs=(_job(CHAT, ttft_s, speed.job_s),))
+    ttft_s = speed.prompt_tokens / speed.prefill_tokens_per_s + 1 / speed.decode_tokens_per_s
+    job = replace(CHAT, tokens_in=speed.prompt_tokens)
+    return Speeds(plan=plan.key, at=(at,), jobs=(_job(job, ttft_s, speed.job_s),))
 
 
 def _job_on(curve: Curve, job: Workload) -> JobSpeed:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.batch import LONG_PROMPTS, copies_weights
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.curve import Curve, Point
@@ -139,8 +140,9 @@ def test_a_prediction_has_the_planners_figures(part: int) -> None:
     assert plan.speed is not None
     (at,), (job,) = found.at, found.jobs
     assert (at.depth, at.decode_tokens_per_s) == (CHAT.depth, plan.speed.decode_tokens_per_s)
-    assert (at.prefill_tokens, at.prefill_tokens_per_s) == (CHAT.tokens_in, plan.speed.prefill_tokens_per_s)
-    prefill_s = CHAT.tokens_in / plan.speed.prefill_tokens_per_s
+    assert (at.prefill_tokens, at.prefill_tokens_per_s) == (job.tokens_in, plan.speed.prefill_tokens_per_s)
+    assert job.tokens_in == (LONG_PROMPTS["chat"] if copies_weights(plan.placement) else CHAT.tokens_in)
+    prefill_s = job.tokens_in / plan.speed.prefill_tokens_per_s
     assert job.ttft_s == pytest.approx(prefill_s + 1 / plan.speed.decode_tokens_per_s)
     assert job.job_s == pytest.approx(prefill_s + CHAT.tokens_out / plan.speed.decode_tokens_per_s)  # the same chat job
     decode, prefill = f"{at.decode_tokens_per_s:.0f} tok/s of decode", f"{at.prefill_tokens_per_s:.0f} of prefill"

@@ -84,8 +84,7 @@ def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources,
 def _long_job_ms(
     job: PlacementJob, resources: Resources, placement: Placement, tokens: int, settings: Settings
 ) -> float:
-    is_pinned = settings.load_mode in ("auto", *PINNED)
-    costs = placement_costs(job, resources, placement, is_pinned=is_pinned)
+    costs = placement_costs(job, resources, placement, is_pinned=resources.is_pinned)
     return job_ms(costs, tokens / 2, tokens_in=tokens)
 
 

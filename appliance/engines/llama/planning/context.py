@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
-from typing import Literal, TypeGuard
+from typing import Literal
 
 from appliance.engines.llama.planning.job_time import decode_ms, job_ms, placement_costs
 from appliance.engines.llama.planning.kv_types import TRUSTED
@@ -147,7 +147,7 @@ class _Asked:
         small = min(request.tokens, SMALL_CONTEXT)
         placed = {kind: self(kind, small) or self(kind, CONTEXT_STEP) for kind in request.kinds}
         self.fast: dict[str, Placed] = {kind: each for kind, each in placed.items() if each}
-        self._limit = min((each.cost for each in self.fast.values()), default=0) / self._share if self._share else None
+        self._limits = self._cost_limits()
         self._ideal = [self._without_host_cache(kind, each) for kind, each in self.fast.items()]
 
     def __call__(self, kind: str, context: int) -> Placed | None:
@@ -161,7 +161,11 @@ class _Asked:
         if kind not in self.fast or not is_whole(self.fast[kind].placement):
             return 0
         return self._most(
-            lambda tokens: self._is_paid_empty(placed := self(kind, tokens)) and is_whole(placed.placement)
+            lambda tokens: (
+                self._is_paid_empty(kind, placed := self(kind, tokens))
+                and placed is not None
+                and is_whole(placed.placement)
+            )
         )
 
     def carried(self, kind: str) -> int:
@@ -184,7 +188,7 @@ class _Asked:
         placed = self(kind, tokens)
         if placed is None:
             return "not fit"
-        if not self._is_paid_empty(placed):
+        if not self._is_paid_empty(kind, placed):
             return f"keep less than {self._share:.0%} of the best speed"
         if not self._share or is_whole(placed.placement):
             return ""
@@ -192,8 +196,15 @@ class _Asked:
             return f"put more than {HOST_KV_MIB:,.0f} MiB of the cache into host memory"
         return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT else ""
 
-    def _is_paid_empty(self, placed: Placed | None) -> TypeGuard[Placed]:
-        return placed is not None and (self._limit is None or placed.cost <= self._limit)
+    def _is_paid_empty(self, kind: str, placed: Placed | None) -> bool:
+        return placed is not None and placed.cost <= self._limits[kind]
+
+    def _cost_limits(self) -> dict[str, float]:
+        """By type. Without a GPU a larger context takes nothing from the speed near empty: each has its own."""
+        share = self._share or 1e-9
+        costs = {kind: each.cost for kind, each in self.fast.items()}
+        least = min(costs.values(), default=0)
+        return {kind: (least if self._resources.devices else cost) / share for kind, cost in costs.items()}
 
     def _objection_half_full(self, kind: str, tokens: int, placed: Placed) -> str:
         """Attention in host memory beside a GPU has to stay readable, too."""
@@ -272,7 +283,8 @@ class _Asked:
         return job_ms(self._costs(kind, placed), max(DEPTH, depth))
 
     def _costs(self, kind: str, placed: Placed) -> Costs:
-        return placement_costs(replace(self._job, kv_type=kind), self._resources, placed.placement)
+        job, is_pinned = replace(self._job, kv_type=kind), self._resources.is_pinned
+        return placement_costs(job, self._resources, placed.placement, is_pinned=is_pinned)
 
     def _without_host_cache(self, kind: str, placed: Placed) -> Costs:
         """What a larger context is measured by half full: attention in host memory counts as a loss beside a GPU."""

@@ -175,7 +175,13 @@ def plan_inputs(
         hardware=hardware,
         model=model,
         kernels=kernels,
-        resources=Resources(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
+        resources=Resources(
+            devices=devices,
+            spare_mib=spare,
+            dram_gb_s=dram,
+            dram_is_measured=measured is not None,
+            is_pinned=settings.load_mode in ("auto", *PINNED) and not settings.allow_disk,
+        ),
         notes=notes,
         limits=limits,
     )

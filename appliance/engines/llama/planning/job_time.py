@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from appliance.engines.llama.planning.placement import PlacementJob, Resources
+from appliance.engines.llama.planning.placement import PlacementJob, Resources, upload_of
 from appliance.engines.llama.planning.roofline import Roofline, costs_of
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Placement, Speed
 
@@ -13,8 +11,8 @@ def placement_costs(job: PlacementJob, resources: Resources, placement: Placemen
     """Pinned weights, which are loaded and not mapped, are copied to a GPU at the rate of pinned memory."""
     devices = {device.id: device for device in resources.devices}
     upload = devices[placement.shares[0].gpu.id] if placement.shares else None
-    if upload and is_pinned:
-        upload = replace(upload, upload_gb_s=max(upload.upload_gb_s, upload.pinned_gb_s))
+    if upload:
+        upload = upload_of(upload, is_pinned=is_pinned)
     roofline = Roofline(
         model=job.model, kv_type=job.kv_type, ubatch=job.ubatch, dram_gb_s=resources.dram_gb_s, upload=upload
     )
@@ -42,4 +40,5 @@ def speed_of(costs: Costs, depth: float, tokens_in: int) -> Speed:
         decode_tokens_per_s=1000 / decode_ms(costs, depth),
         prefill_tokens_per_s=1000 * tokens_in / prefill_ms(costs, depth, tokens_in),
         job_s=job_ms(costs, depth, tokens_in=tokens_in) / 1000,
+        prompt_tokens=tokens_in,
     )

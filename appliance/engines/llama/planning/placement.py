@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import field, replace
 
 from appliance.engines.llama.planning.beside import projector_mib
 from appliance.engines.llama.planning.memory import (
@@ -59,6 +59,7 @@ class Resources:
     spare_mib: float
     dram_gb_s: float  # what kernels reach
     dram_is_measured: bool = True
+    is_pinned: bool = False  # host weights are loaded, and so copied to a GPU at the rate of pinned memory
     tables: dict[tuple[object, ...], _Table] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -120,11 +121,16 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
             kv_type=job.kv_type,
             ubatch=job.ubatch,
             dram_gb_s=resources.dram_gb_s,
-            upload=devices[0] if devices else None,
+            upload=upload_of(devices[0], is_pinned=resources.is_pinned) if devices else None,
             depth=DEPTH,
         )
         resources.tables[key] = _job_costs(roofline, layers_of(job.model), devices)
     return resources.tables[key]
+
+
+def upload_of(device: Device, *, is_pinned: bool) -> Device:
+    """The GPU as host weights are copied to it."""
+    return replace(device, upload_gb_s=max(device.upload_gb_s, device.pinned_gb_s)) if is_pinned else device
 
 
 def _job_costs(roofline: Roofline, layers: tuple[Layer, ...], devices: tuple[Device, ...]) -> _Table:

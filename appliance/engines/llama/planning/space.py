@@ -171,20 +171,26 @@ class Space:
 
     def _placements(self) -> Iterator[Plan]:
         """One for each type of the cache, context, ubatch and number of experts in host memory."""
-        settings, has_gpu = self._inputs.settings, bool(self._inputs.resources.devices)
-        usual = usual_ubatch(settings, self._inputs.model)
-        is_fixed = settings.ubatch or self._inputs.model.reads_whole  # then no smaller one takes the same texts
-        ubatches = (usual,) if is_fixed else dict.fromkeys((usual, *(UBATCHES_GPU if has_gpu else UBATCHES)))
         for kv_type in offered_kinds(self._inputs):
             for context in self._contexts(kv_type):
                 context_plan = replace(self.context_plan, kv_type=kv_type, context=context)
-                for ubatch in ubatches:
+                for ubatch in self._ubatches():
                     if ubatch > padded(context):
                         continue
                     placed = _again(self._inputs, context_plan, ubatch=ubatch)
                     for each in (placed, *self._more_experts(context_plan, ubatch, placed)):
                         if each:
                             yield self._at(each, context_plan, ubatch=ubatch)
+
+    def _ubatches(self) -> tuple[int, ...]:
+        settings, model = self._inputs.settings, self._inputs.model
+        if settings.ubatch or model.reads_whole:  # then no smaller one takes the same texts
+            return (usual_ubatch(settings, model),)
+        sizes = UBATCHES_GPU if self._inputs.resources.devices else UBATCHES
+        if copies_weights(self.best.placement):
+            # What a smaller one costs shows in long prompts only, and those that are measured with are short.
+            return tuple(size for size in sizes if size >= launch_of(self.best).ubatch)
+        return tuple(dict.fromkeys((UBATCH, *sizes)))
 
     def _more_experts(self, context_plan: ContextPlan, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
         if placed and placed.placement.cpu_expert_layers and self._inputs.settings.n_cpu_moe is None:

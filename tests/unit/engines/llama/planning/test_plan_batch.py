@@ -34,7 +34,7 @@ def test_a_long_prompt_is_read_many_times_as_fast_as_with_the_engines_defaults(m
     assert prefill(found) > 4 * prefill(usual)
     assert found.speed
     assert usual.speed
-    assert found.speed.decode_tokens_per_s > 0.85 * usual.speed.decode_tokens_per_s
+    assert found.speed.decode_tokens_per_s > 0.8 * usual.speed.decode_tokens_per_s
 
 
 def test_the_words_say_what_each_of_both_brings() -> None:
@@ -69,10 +69,12 @@ def test_with_everything_on_gpus_nothing_is_copied() -> None:
     assert "llama.cpp's default" in reason(found, "ubatch")
 
 
-def test_the_tuner_may_measure_mapped_weights_and_smaller_batches_beside_it() -> None:
+def test_the_tuner_may_measure_mapped_weights_beside_it_and_no_smaller_batches() -> None:
+    """Its prompts are too short to tell what those cost."""
     found = space("4090").all()
     assert {launch_of(plan).load_mode for plan in found} == {"none", "mmap"}
-    assert {launch_of(plan).ubatch for plan in found} >= {512, 1024, 2048, 4096}
+    assert {launch_of(plan).ubatch for plan in found} == {4096}
+    assert {launch_of(plan).ubatch for plan in space("4090", ubatch="512").all()} == {512}
     best = found[0]
     assert best.speed
     for plan in found:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.refine import Projection, refine
@@ -218,8 +218,8 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
     laptop = MACHINES["laptop-5060"]
     (card,) = laptop.gpus.gpus
     here = space(laptop, shape("qwen3-30b-a3b"))
-    large = next(each for each in here.all() if launch_of(each).ubatch == 2048)
-    measured = with_measured(large, "best measured", [here.best, large])
+    large = next(each for each in here.all() if launch_of(each).ubatch >= 2048)
+    measured = with_measured(large, "best measured", [with_launch(here.best, ubatch=512), large])
     same = space(laptop, shape("qwen3-30b-a3b")).now(measured)
     assert isinstance(same, Plan)
     assert replace(same, choices=()) == replace(measured, choices=())

@@ -78,7 +78,7 @@ def test_one_slot_is_saved_before_any_other_request_takes_it() -> None:
     argv = arguments(first(parallel="1"), ENGINE, SOCKET)
     assert argv[argv.index("--slot-prompt-similarity") + 1] == "0"
     assert "each turn a copy to it" in choice(first(parallel="1"), "parallel").detail
-    assert "all of it if both do not fit into the context together" in choice(first(), "parallel").reason
+    assert "all of it if both do not fit into the context together" in choice(first(), "parallel").detail
 
 
 def test_a_small_cache_keeps_idle_slots_in_the_context_and_says_so() -> None:
