@@ -27,6 +27,7 @@ from appliance.engines.llama.planning.memory import (
     weights_mib,
 )
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
+from appliance.engines.llama.planning.rates import cpu_rates
 from appliance.engines.llama.planning.rope import check_context, rope_for, served_context
 from appliance.engines.llama.planning.slots import choices as slot_choices
 from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay, slots
@@ -128,13 +129,20 @@ def plan_inputs(
     spare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - least - more
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     dram = (measured or assumptions.DRAM_GB_S.value) * assumptions.DRAM_SHARE.value
+    cpu = cpu_rates(kernels.isa, max(1, hardware.cpu.cores), dram)
     return PlanInputs(
         settings=settings,
         engine=engine,
         hardware=hardware,
         model=model,
         kernels=kernels,
-        resources=Resources(devices=devices, spare_mib=spare, dram_gb_s=dram, dram_is_measured=measured is not None),
+        resources=Resources(
+            devices=devices,
+            spare_mib=spare,
+            dram_gb_s=cpu.gb_s(cpu.cores),
+            dram_is_measured=measured is not None,
+            cpu=cpu,
+        ),
         notes=notes,
         limits=limits,
     )

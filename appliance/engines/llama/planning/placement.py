@@ -25,6 +25,7 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
+from appliance.engines.llama.planning.rates import CpuRates
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Cost, Roofline
 from appliance.model import Layer, Model
 from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Speed
@@ -55,6 +56,7 @@ class Resources:
     spare_mib: float
     dram_gb_s: float  # what kernels reach
     dram_is_measured: bool = True
+    cpu: CpuRates | None = None
     tables: dict[tuple[object, ...], _Table] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -113,6 +115,7 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
             kv_type=job.kv_type,
             ubatch=job.ubatch,
             dram_gb_s=resources.dram_gb_s,
+            cpu=resources.cpu,
             upload=devices[0] if devices else None,
             depth=DEPTH,
         )

@@ -267,7 +267,7 @@ class Space:
         key = (plan.placement.summary(), plan.kv_type, launch.ubatch)
         if key not in self._costs:
             self._costs[key] = self._costs_of(plan, launch.ubatch)
-        return with_threads(self._costs[key], launch.threads, max(1, inputs.hardware.cpu.cores))
+        return with_threads(self._costs[key], launch.threads, max(1, inputs.hardware.cpu.cores), inputs.resources.cpu)
 
     def _costs_of(self, plan: Plan, ubatch: int) -> Costs:
         resources, shares = self._inputs.resources, plan.placement.shares
@@ -277,6 +277,7 @@ class Space:
             kv_type=plan.kv_type,
             ubatch=ubatch,
             dram_gb_s=resources.dram_gb_s,
+            cpu=resources.cpu,
             upload=devices[shares[0].gpu.id] if shares else None,
         )
         return costs_of(roofline, plan.placement, devices)
