@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, Speeds, Volume
+from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, NumaNode, Speeds, Volume
+from appliance.probe.host import parse_cpulist
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "nvml" / "nvml.c"
@@ -73,9 +75,12 @@ def hardware_of(name: str) -> Hardware:
             limit_used_mib=None,
             memlock_limit_mib=8,
         ),
-        numa=(),
+        numa=tuple(
+            NumaNode(id=at, cpus=parse_cpulist(node["cpus"]), memory_mib=node["memory_mib"])
+            for at, node in enumerate(host.get("numa", ()))
+        ),
         volume=Volume(path=Path("/data"), free_mib=100_000, total_mib=500_000, is_writable=True),
-        gpus=GpuProbe(gpus=gpus_of(name), driver=machine["driver"], cuda_driver=machine["cuda"]),
+        gpus=GpuProbe(gpus=_on_nodes(name), driver=machine["driver"], cuda_driver=machine["cuda"]),
         gpu_requested=True,
         speeds=None if host["dram_gb_s"] is None else Speeds(dram_gb_s=float(host["dram_gb_s"])),
     )
@@ -84,6 +89,12 @@ def hardware_of(name: str) -> Hardware:
 def sm_count(card: Mapping[str, Any]) -> int:
     """Compute capabilities with 64 CUDA cores an SM, as NVIDIA's programming guide has them; the others have 128."""
     return int(card["cores"]) // (64 if card["sm"] in (60, 70, 72, 75, 80) else 128)
+
+
+def _on_nodes(name: str) -> tuple[Gpu, ...]:
+    """With the node of each slot, which sysfs tells and NVML does not."""
+    nodes = [entry.get("numa_node") for entry in MACHINES[name]["gpus"]]
+    return tuple(replace(gpu, numa_node=nodes[gpu.index]) for gpu in gpus_of(name))
 
 
 def _cuda_number(release: str) -> int:

@@ -26,6 +26,7 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
+from appliance.engines.llama.planning.numa import check_numa, numa_modes
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.rates import cpu_rates
 from appliance.engines.llama.planning.rope import check_context, rope_for, served_context
@@ -95,6 +96,7 @@ class PlanInputs:
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
+    check_numa(settings, engine)
     check_context(settings, model)
     if model.cache_kind != "attention":
         message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
@@ -232,6 +234,9 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     load_mode, loading = _load_mode(settings, hardware, model)
     ubatch = min(settings.ubatch or UBATCH, padded(context_plan.context))
     threads, by_threads = thread_counts(settings, hardware)
+    placed = context_plan.placed
+    numa = numa_modes(settings, inputs.engine, hardware, placed.placement, placed.host.weights)[0]
+    count = min(threads[0], numa.threads_max or threads[0])
     host = host_memory(inputs, context_plan.placed.host, load_mode, bool(context_plan.placed.placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
     checkpoints, host, by_checkpoints = kept_checkpoints(inputs, host, context_plan.kv_type, spare)
@@ -250,8 +255,10 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         memory=host,
         usable_mib=float(inputs.usable_mib - unified_mib(inputs, context_plan.placed.placement)),
         launch=LlamaLaunch(
-            threads=threads[0],
-            threads_batch=threads[0],
+            threads=count,
+            threads_batch=count,
+            numa=numa.mode,
+            cpus=numa.cpus,
             batch=max(BATCH, ubatch),
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
@@ -275,7 +282,8 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *_placement_choices(inputs, context_plan.placed),
             by_cache,
             *by_checkpoints,
-            by_threads,
+            by_threads if count == threads[0] else replace(by_threads, value=str(count)),
+            *((numa.choice,) if numa.choice else ()),
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.ubatch(settings, ubatch),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
