@@ -2,8 +2,8 @@
 
 llama.cpp has three modes (`--numa`; ggml-cpu.c, set_numa_thread_affinity): `distribute` deals threads out to the nodes
 one by one, `isolate` keeps them on the node that the engine happens to start on, `numactl` on the CPUs that it was
-started with. None of them knows the GPU: for its node the threads get an affinity mask instead. The kernel puts memory on
-the node of the thread that touches it first.
+started with. None of them knows the GPU: for its node the threads get an affinity mask instead. The kernel puts memory
+on the node of the thread that touches it first.
 """
 
 from __future__ import annotations

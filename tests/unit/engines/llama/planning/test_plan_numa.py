@@ -26,7 +26,7 @@ SECOND = "ffffff000000ffffff000000"  # CPUs 24 to 47 and 72 to 95
 
 def space(hardware: Hardware, of: str = "gpt-oss-120b", quantization: str = "MXFP4", **flags: str) -> Space:
     image, engine = facts_for(hardware)
-    return Space(resolve_settings({}, flags), image, engine, hardware, model(of, quantization))
+    return Space(resolve_settings(flags, {}), image, engine, hardware, model(of, quantization))
 
 
 def flags_of(plan: Plan, hardware: Hardware) -> dict[str, str]:
@@ -96,7 +96,7 @@ def test_an_engine_without_the_flag_refuses_the_setting_and_plans_without_it() -
     old = replace(engine, flags=tuple(flag for flag in engine.flags if flag not in ("--numa", "--cpu-mask")))
     of = model("llama-3.1-8b", "Q4_K_M")
     with pytest.raises(ConfigError, match="setting numa is not offered by this engine: 'isolate'"):
-        _ = Space(resolve_settings({}, {"numa": "isolate"}), image, old, WITHOUT_GPU, of).best
+        _ = Space(resolve_settings({"numa": "isolate"}, {}), image, old, WITHOUT_GPU, of).best
     assert launch_of(Space(resolve_settings({}, {}), image, old, WITHOUT_GPU, of).best).numa == "off"
 
 
