@@ -40,7 +40,7 @@ PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, w
 # What a card or a core reaches is by its class, in rates.py. These hold for all of them.
 MOE_US = Assumption(value=11.0, source="routing and gathering of a layer's experts: benchmarks/speed_model.yaml")
 CPU_LAYER_US = Assumption(
-    value=91.0, source="a layer's operations, at each of which a CPU's threads wait for one another: the same"
+    value=60.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"
 )
 HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
 GPU_GFLOPS_A_GB_S = Assumption(value=100.0, source="of a prompt's matrix products on a card of no known class: chosen")
