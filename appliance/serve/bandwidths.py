@@ -1,9 +1,11 @@
-"""The bandwidths of a new machine, measured once while nobody asks: seconds, beside the engine that serves."""
+"""The bandwidths of a new machine, measured once while nobody asks: seconds, beside the engine that serves.
+
+Plans of this process stay as they were predicted; the next start, `plan` and `probe` go by what was measured.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from appliance.errors import VolumeError
@@ -76,9 +78,6 @@ async def _keep(served: ServedModel, found: Measured) -> None:
         return
     words = "; ".join((*_figures(served, found.speeds), *found.problems))
     served.report.info("bandwidth_measured", f"measured while nobody asked: {words}", path=str(path))
-    if served.profile is None:
-        # What is measured next is planned with them; a plan from a profile was measured itself.
-        served.set_start(served.start.on(replace(served.hardware, speeds=found.speeds)))
 
 
 def _figures(served: ServedModel, speeds: Speeds) -> list[str]:
