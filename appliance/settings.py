@@ -214,8 +214,8 @@ KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 # What an engine may do something with, or nothing: each says which of them it takes.
 ENGINE_SETTINGS = frozenset({
     "allow_disk", "cache_ram_mib", "chat_template_file", "cpu_variant", "devices", "draft_model", "engine_arg",
-    "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "parallel", "pooling", "reasoning_format",
-    "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
+    "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa", "parallel", "pooling",
+    "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -284,6 +284,12 @@ class Settings:
     )
     load_mode: str = _setting(
         _one_of("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"), "auto", "how weights get into memory", "MODE"
+    )
+    numa: str = _setting(
+        _one_of("auto", "off", "distribute", "isolate", "numactl"),
+        "auto",
+        "threads on a machine with several memory nodes: as the engine's modes of these names do, or wherever they run",
+        "MODE",
     )
     allow_disk: bool = _setting(
         _switch, False, "start even when weights exceed memory, and read them from disk", "on|off"

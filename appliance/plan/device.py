@@ -17,6 +17,9 @@ class Device:
     bandwidth_gb_s: float  # what kernels reach, not what the memory could
     upload_gb_s: float  # host to device, from pageable memory
     pinned_gb_s: float
+    layer_us: float = 20.0  # of each layer of a token, beside what it reads
+    tflops: float | None = None  # of matrix products in a prompt, quantized weights; None: unknown
+    tflops_16: float | None = None  # of 16-bit weights and of attention
     peers: tuple[int, ...] = ()  # indices of GPUs over NVLink
     is_slice: bool = False
     is_unified: bool = False

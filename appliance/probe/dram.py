@@ -5,8 +5,11 @@ ctypes lets go of the interpreter's lock during a call, so the threads really ru
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -103,8 +106,26 @@ def measure_dram(threads: int, usable_mib: int, *, windows: int = 12) -> float |
         return max(_rate(stream) for _ in range(windows))
 
 
+def main(argv: list[str] | None = None) -> int:
+    """The same in a process of its own, which can be ended in the middle: prints GB/s as JSON, null where unknown."""
+    parser = argparse.ArgumentParser(prog="python -m appliance.probe.dram")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--usable-mib", type=int, required=True)
+    options = parser.parse_args(argv)
+    try:
+        rate = measure_dram(options.threads, options.usable_mib)
+    except MemoryError:
+        rate = None
+    json.dump({"dram_gb_s": rate}, sys.stdout)
+    return 0
+
+
 def _rate(stream: Stream) -> float:
     began, before = time.perf_counter(), stream.bytes_read
     time.sleep(WINDOW_S)
     after, ended = stream.bytes_read, time.perf_counter()
     return (after - before) / (ended - began) / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,5 @@
-"""`appliance probe --measure`: the bandwidths that plans are made of, measured within seconds instead of believed.
+"""The bandwidths that plans are made of, measured within seconds instead of believed: by `appliance probe --measure`,
+and once on a new machine while nobody asks (serve/bandwidths.py).
 
 Host memory is read by all threads that this container may run. Each GPU is measured by a child process of its own,
 with a time limit: a driver that hangs or crashes costs its figures and nothing else.
@@ -21,6 +22,10 @@ from appliance.run import Finished, RunTimeout, run
 
 TIMEOUT_S = 60.0  # for one GPU; the context of a cold driver alone can take ten
 CHILD = (sys.executable, "-m", "appliance.probe.cuda")
+DRAM_CHILD = (sys.executable, "-m", "appliance.probe.dram")
+# Beside an engine: a quarter of this is read, beyond the last-level cache of all but the largest servers.
+BESIDE_MIB = 2048
+LEAST_FREE_MIB = 640  # a CUDA context, and buffers of a quarter of what is left
 _LIBRARY = re.compile(r"libcudart\.so(?:\.(\d+))?")
 
 
@@ -52,6 +57,55 @@ def measure(
     tell(f"reading memory with {threads} threads")
     problems: list[str] = []
     dram = _dram(threads, usable_mib, problems)
+    ask = _Ask(child=tuple(child), timeout_s=timeout_s, usable_mib=usable_mib)
+    return _with_gpus(hardware, engine_dir, environment, tell, ask, dram, problems)
+
+
+def measure_beside(
+    hardware: Hardware,
+    engine_dir: Path,
+    environment: Mapping[str, str],
+    *,
+    is_wanted: Callable[[], bool],
+    child: Sequence[str] = CHILD,
+    dram_child: Sequence[str] = DRAM_CHILD,
+    timeout_s: float = TIMEOUT_S,
+) -> Measured | None:
+    """The same beside an engine that is loaded: in little memory, and all of it in children, so that nothing is left of
+    it a tenth of a second after `is_wanted` says no, which returns None. A GPU with little memory left is not measured.
+    """
+    threads, usable_mib = hardware.cpu.threads_max, min(hardware.memory.usable_mib, BESIDE_MIB)
+    problems: list[str] = []
+    words = ("--threads", str(threads), "--usable-mib", str(usable_mib))
+    ask = _Ask(child=tuple(child), timeout_s=timeout_s, usable_mib=usable_mib, is_wanted=is_wanted, beside=True)
+    try:
+        dram = _dram_beside((*dram_child, *words), environment, problems, ask)
+        return _with_gpus(hardware, engine_dir, environment, lambda _: None, ask, dram, problems)
+    except RunTimeout:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ask:
+    """How the child for one GPU is asked."""
+
+    child: tuple[str, ...]
+    timeout_s: float
+    usable_mib: int
+    is_wanted: Callable[[], bool] = lambda: True
+    beside: bool = False  # an engine that has the GPU's memory
+
+
+def _with_gpus(
+    hardware: Hardware,
+    engine_dir: Path,
+    environment: Mapping[str, str],
+    tell: Callable[[str], None],
+    ask: _Ask,
+    dram: float | None,
+    problems: list[str],
+) -> Measured:
+    threads = hardware.cpu.threads_max
     speeds = []
     library = find_cudart(engine_dir)
     around = reaching(environment, hardware.gpus.driver_dir, hardware.volume.path)
@@ -61,9 +115,13 @@ def measure(
             why = "its uuid is unknown" if gpu.uuid is None else f"no libcudart beside the engine: {engine_dir}"
             problems.append(f"{name} is not measured: {why}")
             continue
+        if ask.beside and not gpu.is_unified and (gpu.vram_free_mib or 0) < LEAST_FREE_MIB:
+            free_mib = gpu.vram_free_mib or 0
+            problems.append(f"{name} is not measured: {free_mib:,} MiB of its memory are free beside the engine")
+            continue
         tell(f"copying to, from and within {name}")
-        argv = (*child, str(library), *_options(gpu, threads, usable_mib))
-        speed, troubles = _ask_child(argv, around | {"CUDA_VISIBLE_DEVICES": gpu.uuid}, gpu.uuid, timeout_s)
+        argv = (*ask.child, str(library), *_options(gpu, threads, ask.usable_mib))
+        speed, troubles = _ask_child(argv, around | {"CUDA_VISIBLE_DEVICES": gpu.uuid}, gpu.uuid, ask)
         speeds.append(speed)
         problems += [f"{name}: {trouble}" for trouble in troubles]
     return Measured(speeds=Speeds(dram_gb_s=dram, gpus=tuple(speeds)), problems=tuple(problems))
@@ -108,6 +166,28 @@ def _dram(threads: int, usable_mib: int, problems: list[str]) -> float | None:
     return rate
 
 
+def _dram_beside(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    problems: list[str],
+    ask: _Ask,
+) -> float | None:
+    """Raises RunTimeout where it is no longer wanted."""
+    try:
+        finished = run(argv, timeout_s=ask.timeout_s, environment=environment, is_wanted=ask.is_wanted)
+        report = json.loads(finished.stdout)
+        rate = _rate(report.get("dram_gb_s") if isinstance(report, dict) else None)
+    except RunTimeout:
+        if not ask.is_wanted():
+            raise
+        rate = None
+    except (OSError, ValueError):
+        rate = None
+    if rate is None:
+        problems.append("host memory is not measured: the child that reads it printed no figure")
+    return rate
+
+
 def _options(gpu: Gpu, threads: int, usable_mib: int) -> tuple[str, ...]:
     # The child needs its share beside page-locked memory, which is 512 MiB unless little is left.
     host_mib = max(1, min(512, usable_mib // 8))
@@ -116,13 +196,13 @@ def _options(gpu: Gpu, threads: int, usable_mib: int) -> tuple[str, ...]:
     return (*sizes, "--no-pcie") if gpu.is_unified else sizes
 
 
-def _ask_child(
-    argv: Sequence[str], environment: Mapping[str, str], uuid: str, timeout_s: float
-) -> tuple[GpuSpeed, list[str]]:
+def _ask_child(argv: Sequence[str], environment: Mapping[str, str], uuid: str, ask: _Ask) -> tuple[GpuSpeed, list[str]]:
     try:
-        finished = run(argv, timeout_s=timeout_s, environment=environment)
+        finished = run(argv, timeout_s=ask.timeout_s, environment=environment, is_wanted=ask.is_wanted)
     except RunTimeout:
-        return _nothing(uuid, f"CUDA did not answer within {timeout_s:g} s: the driver hangs")
+        if not ask.is_wanted():
+            raise
+        return _nothing(uuid, f"CUDA did not answer within {ask.timeout_s:g} s: the driver hangs")
     except OSError as error:
         return _nothing(uuid, f"the child could not be started: {error}")
     return parse_report(finished.stdout, uuid) if finished.returncode == 0 else _nothing(uuid, _ending(finished))

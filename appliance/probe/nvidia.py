@@ -143,6 +143,8 @@ def _parse_gpu(entry: dict[str, Any], position: int) -> Gpu:
         vram_total_mib=_count(entry.get("vram_total_mib")),
         vram_free_mib=_count(entry.get("vram_free_mib")),
         pci_bus_id=_word(entry.get("pci_bus_id")),
+        sm_count=_count(entry.get("sm_count")) or None,
+        sm_clock_mhz=_count(entry.get("sm_clock_mhz")) or None,
         is_unified=entry.get("is_unified") is True,
         bus_bits=_count(entry.get("bus_bits")),
         memory_clock_mhz=_count(entry.get("memory_clock_mhz")),

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ MIB = 1024 * 1024
 GPUS_MAX, SLICES_MAX = 256, 64
 # A MIG slice has so many eighths of the memory and of its bandwidth (NVIDIA MIG User Guide, "GPU slices").
 MEMORY_SLICES = 8
+COMPUTE_SLICES = 7
+MEMORY_OF_COMPUTE = {1: 1, 2: 2, 3: 4, 4: 4, 7: 8}  # eighths of the memory by sevenths of the compute, same guide
 CHIPS = Path(__file__).with_name("chips.json")
 FROM_CLOCK = "memory clock x bus width"
 
@@ -74,7 +77,7 @@ def _gpu(handle: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - NVML's op
         "power_limit_default_w": _watts(fact(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
         "holders": holders_of(handle),
     }
-    return gpu | memory_of(handle) | _bandwidth(handle, name, sm)
+    return gpu | memory_of(handle) | _compute(handle, sm) | _bandwidth(handle, name, sm)
 
 
 def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -87,20 +90,36 @@ def memory_of(handle: Any) -> dict[str, Any]:  # noqa: ANN401
     }
 
 
+def _compute(handle: Any, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
+    """NVML counts CUDA cores, of which an SM has as many as its compute capability says."""
+    cores, a_sm = fact(pynvml.nvmlDeviceGetNumGpuCores, handle) or None, _chips()["cores_of_sm"].get(sm, 128)
+    clock_mhz = fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM) or None
+    return {"sm_count": cores // a_sm or None if cores and sm else None, "sm_clock_mhz": clock_mhz}
+
+
 def _bandwidth(handle: Any, name: str | None, sm: str | None) -> dict[str, Any]:  # noqa: ANN401
     """2 x clock x bus, as double data rate transfers twice a clock; from `chips.json` where NVML is silent."""
     clock_mhz = fact(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or None
     bits = fact(pynvml.nvmlDeviceGetMemoryBusWidth, handle) or None
     gb_s = 2 * clock_mhz * bits / 8000 if clock_mhz and bits else None
     source = FROM_CLOCK if gb_s else None
-    chips = json.loads(CHIPS.read_text("utf-8"))
+    chips = _chips()
     if gb_s is None and name in chips["bandwidths"]:
         gb_s, source = float(chips["bandwidths"][name]["gb_s"]), f"table: {name}"
+    elif gb_s is None and "gb_s" in (chip := chips["unified"].get(sm, {})):
+        cores = fact(pynvml.nvmlDeviceGetNumGpuCores, handle)
+        gb_s, source = float(chip["gb_s_by_cores"].get(str(cores), chip["gb_s"])), f"table: {chip['chip']}"
     facts = {"bus_bits": bits, "memory_clock_mhz": clock_mhz, "bandwidth_gb_s": gb_s, "bandwidth_source": source}
     if sm in chips["unified"]:
         # Some drivers give such a chip the host's memory as its own: that must not be counted a second time.
         facts |= {"is_unified": True, "vram_total_mib": None, "vram_free_mib": None}
     return facts
+
+
+@cache
+def _chips() -> dict[str, Any]:
+    chips: dict[str, Any] = json.loads(CHIPS.read_text("utf-8"))
+    return chips
 
 
 def _nvlinks(handle: Any) -> Iterator[str]:  # noqa: ANN401
@@ -136,28 +155,52 @@ def _slices(parent: dict[str, Any], handle: Any) -> Iterator[dict[str, Any]]:  #
         yield (
             parent
             | facts
-            | _share(parent, facts["vram_total_mib"])
+            | _share(parent, facts["vram_total_mib"], profile[1] if profile else "")
             | {
                 "name": name,
                 "uuid": fact(pynvml.nvmlDeviceGetUUID, cut),
                 "mig_profile": profile[1] if profile else "unknown",
                 "mig_parent": parent["uuid"],
+                "sm_count": _slice_sms(parent, attributes, profile[1] if profile else ""),
                 "nvlink_peers": [],  # slices do not speak to each other
                 "holders": holders_of(cut),
             }
         )
 
 
-def _share(parent: dict[str, Any], slice_mib: int | None) -> dict[str, Any]:
-    # A container that has only slices is refused the memory of the whole; the names of such chips tell it.
-    whole_mib, gb_s = parent["vram_total_mib"] or _named_mib(parent["name"]), parent["bandwidth_gb_s"]
-    if not (whole_mib and gb_s and slice_mib):
+def _share(parent: dict[str, Any], slice_mib: int | None, profile: str) -> dict[str, Any]:
+    # A container that has only slices is refused the memory of the whole: a table or the chip's name tells it, else the
+    # profile, whose first number counts the sevenths of the compute.
+    whole_mib, gb_s = parent["vram_total_mib"] or _whole_mib(parent["name"]), parent["bandwidth_gb_s"]
+    if whole_mib and slice_mib:
+        eighths = min(MEMORY_SLICES, max(1, round(slice_mib / whole_mib * MEMORY_SLICES)))
+    else:
+        eighths = MEMORY_OF_COMPUTE.get(_slices_of(profile)[1], 0)
+    if not (gb_s and eighths):
         return {"bandwidth_gb_s": None, "bandwidth_source": None}
-    eighths = max(1, round(slice_mib / whole_mib * MEMORY_SLICES))
     return {
         "bandwidth_gb_s": gb_s * eighths / MEMORY_SLICES,
         "bandwidth_source": f"{parent['bandwidth_source']}, this slice's share",
     }
+
+
+def _slice_sms(parent: dict[str, Any], attributes: Any, profile: str) -> int | None:  # noqa: ANN401
+    """As NVML says, else so many sevenths as the profile names."""
+    told = int(attributes.multiprocessorCount) if attributes is not None else 0
+    sms = (parent.get("sm_count") or 0) * _slices_of(profile)[0] // COMPUTE_SLICES
+    return told or sms or None
+
+
+def _slices_of(profile: str) -> tuple[int, int]:
+    """Sevenths of the compute, and those of its GPU instance, whose memory a compute instance shares: (3, 3) of
+    "3g.40gb", (1, 3) of "1c.3g.40gb". Zeros for another text."""
+    found = re.match(r"(?:(\d)c\.)?(\d)g\.", profile)
+    return (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
+
+
+def _whole_mib(name: str | None) -> int | None:
+    memories = _chips()["memories"]
+    return int(memories[name]["gb"]) * 1024 if name in memories else _named_mib(name)
 
 
 def _named_mib(name: str | None) -> int | None:

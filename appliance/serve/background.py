@@ -50,6 +50,10 @@ class BackgroundTasks:
     async def run(self, backend: Backend) -> None:
         """Never returns. Raises FatalError when an engine does not come back."""
         served = self._served
+        if served.settings.tune != "off" and served.hardware.speeds is None:
+            from appliance.serve.bandwidths import measure_bandwidths  # here: once a machine, no start
+
+            await measure_bandwidths(served, backend.traffic)
         while True:
             if served.settings.tune == "idle" and (self.wants_measuring or await self._wants_more(served.profile)):
                 await self._tune(backend)

@@ -11,7 +11,7 @@ from tests.fakes.machines import hardware_of
 
 _DESCRIBED = (
     "laptop-5060", "2x2080ti-22g", "4x2080ti-22g", "4070+3060", "3090+4090+5060", "24+8", "2x4090", "4090-shared",
-    "a100-mig", "h200", "gb10", "t4",
+    "a100-mig", "h200", "gb10", "t4", "2-socket",
 )  # fmt: skip
 
 

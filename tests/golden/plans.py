@@ -55,6 +55,7 @@ CASES = (
     Case(machine="4x2080ti-22g", model="gpt-oss-120b", quantization="MXFP4"),
     Case(machine="2x4090", model="qwen3.6-35b-a3b", quantization="Q4_K_M"),
     Case(machine="2x4090", model="gpt-oss-120b", quantization="MXFP4"),
+    Case(machine="2-socket", model="gpt-oss-120b", quantization="MXFP4"),
     Case(machine="3090+4090+5060", model="llama-3.1-8b", quantization="Q8_0"),
     Case(machine="3090+4090+5060", model="gpt-oss-120b", quantization="MXFP4"),
     Case(machine="24+8", model="qwen3.6-27b", quantization="Q5_K_M"),

@@ -87,7 +87,7 @@ def on_gpu_mib(plan: dict[str, Any]) -> float:
 
 def test_a_smaller_plan_is_served_where_the_gpu_had_less(home: Home) -> None:
     before = home.plan()
-    refuse(home, 6, where=WHOLE)
+    refuse(home, 6, where="--ctx-size 8192 --cache-type-k f16 ")
     with home.serving(tune="off") as serving:
         serving.wait_ready()
         assert serving.chat()[0] == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,8 @@ import pytest
 
 from appliance.probe import Gpu, GpuProbe, Hardware, probe
 from appliance.probe.dram import Stream, buffer_mib, measure_dram
-from appliance.probe.measure import Measured, measure
+from appliance.probe.measure import DRAM_CHILD, LEAST_FREE_MIB, Measured, measure, measure_beside
+from tests.process.stages.supervisor import is_alive
 
 SOURCE = Path(__file__).parents[1] / "fakes/cudart/cudart.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -149,3 +151,68 @@ def test_a_gpu_that_cannot_be_named_or_has_no_runtime_is_said(
 def test_a_library_that_is_none(machine: Hardware, tmp_path: Path) -> None:
     (tmp_path / "libcudart.so.13").write_text("not a library")
     assert "libcudart.so.13" in measured(machine, tmp_path).problems[0]
+
+
+def with_free(machine: Hardware, free_mib: int) -> Hardware:
+    (card,) = machine.gpus.gpus
+    return replace(machine, gpus=replace(machine.gpus, gpus=(replace(card, vram_free_mib=free_mib),)))
+
+
+def test_beside_an_engine_every_figure_is_measured_in_children(machine: Hardware, engine_dir: Path) -> None:
+    found = measure_beside(with_free(machine, 2048), engine_dir, os.environ, is_wanted=lambda: True)
+    assert found is not None
+    assert found.problems == ()
+    assert found.speeds.dram_gb_s is not None
+    (speed,) = found.speeds.gpus
+    assert all(getattr(speed, name) is not None for name in NAMES)
+
+
+def test_a_gpu_that_an_engine_has_filled_is_left_alone(machine: Hardware, engine_dir: Path) -> None:
+    found = measure_beside(with_free(machine, LEAST_FREE_MIB - 1), engine_dir, os.environ, is_wanted=lambda: True)
+    assert found is not None
+    assert found.speeds.gpus == ()
+    assert found.problems == ("GPU 0 (Fake) is not measured: 639 MiB of its memory are free beside the engine",)
+
+
+@pytest.mark.parametrize("hangs", ["dram", "gpu"])
+def test_what_is_no_longer_wanted_is_ended_at_once(
+    machine: Hardware, engine_dir: Path, tmp_path: Path, hangs: str
+) -> None:
+    """In the first child and in the one for the GPU: nothing is left of either."""
+    pid = tmp_path / "pid"
+    asleep = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    sleeper = (sys.executable, "-I", "-c", asleep)
+    quick = (sys.executable, "-I", "-S", "-c", "print('{\"dram_gb_s\": 10}')")
+    ends: list[float] = []
+
+    def is_wanted() -> bool:
+        """Until half a second after the one that hangs has begun."""
+        if pid.exists() and not ends:
+            ends.append(time.monotonic() + 0.5)
+        return not ends or time.monotonic() < ends[0]
+
+    found = measure_beside(
+        with_free(machine, 2048),
+        engine_dir,
+        os.environ,
+        is_wanted=is_wanted,
+        dram_child=sleeper if hangs == "dram" else quick,
+        child=sleeper,
+    )
+    assert found is None
+    assert time.monotonic() < ends[0] + 2.0
+    assert not is_alive(int(pid.read_text()))
+
+
+def test_a_child_that_prints_no_figure_costs_the_figure_alone(machine: Hardware, engine_dir: Path) -> None:
+    for words in ("no figure", "[1]", '{"dram_gb_s": -1}'):
+        child = (sys.executable, "-I", "-S", "-c", f"print({words!r})")
+        alone = replace(machine, gpus=GpuProbe())
+        found = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=child)
+        assert found is not None
+        assert found.speeds.dram_gb_s is None
+        assert found.problems == ("host memory is not measured: the child that reads it printed no figure",)
+    missing = measure_beside(alone, engine_dir, os.environ, is_wanted=lambda: True, dram_child=("/no/such",))
+    assert missing is not None
+    assert missing.speeds.dram_gb_s is None
+    assert DRAM_CHILD[-1] == "appliance.probe.dram"

@@ -47,6 +47,37 @@ def test_a_slice_has_its_share_where_the_memory_of_the_whole_is_refused(machine_
     assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / 2, 2039.04 / 8)
 
 
+@pytest.mark.parametrize(("name", "shares"), [("NVIDIA H200", (4, 8)), ("NVIDIA FUTURE", (2, 8))])
+def test_a_slice_of_a_chip_that_names_no_memory_has_its_share(
+    machine_environment: PutMachine, name: str, shares: tuple[int, int]
+) -> None:
+    """39 and 9.5 GB of an H200's 141 by the table; of a chip in no table by the profiles 3g and 1g."""
+    refused = {"gpu__0__memory_total": None, "gpu__0__memory_free": None}
+    large, small = ask(machine_environment("a100-mig", gpu__0__name=name, **refused)).gpus
+    assert (large.bandwidth_gb_s, small.bandwidth_gb_s) == (2039.04 / shares[0], 2039.04 / shares[1])
+
+
+def test_multiprocessors_are_counted_by_compute_capability(machine_environment: PutMachine) -> None:
+    """NVML counts CUDA cores: 64 an SM on a T4, 128 on a 4090. Of a slice it counts multiprocessors, or the profile
+    tells them."""
+    found = {name: ask(machine_environment(name)).gpus[0].sm_count for name in ("t4", "2x4090", "h200", "a100-mig")}
+    assert found == {"t4": 40, "2x4090": 128, "h200": 132, "a100-mig": 42}
+    silent = {"return__nvmlDeviceGetAttributes_v2": pynvml.NVML_ERROR_NOT_SUPPORTED}
+    assert [gpu.sm_count for gpu in ask(machine_environment("a100-mig", **silent)).gpus] == [46, 15]
+    unknown = {"return__nvmlDeviceGetNumGpuCores": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}
+    assert ask(machine_environment("t4", **unknown)).gpus[0].sm_count is None
+
+
+@pytest.mark.parametrize(("cores", "gb_s"), [(2048, 204.8), (1024, 68.0), (512, 34.0), (None, 68.0)])
+def test_modules_of_one_name_have_bandwidths_by_their_cores(
+    machine_environment: PutMachine, cores: int | None, gb_s: float
+) -> None:
+    """NVML calls every Orin "Orin (nvgpu)"."""
+    orin = {"gpu__0__name": "Orin (nvgpu)", "gpu__0__sm": 87, "gpu__0__cores": cores}
+    found = ask(machine_environment("gb10", **orin)).gpus[0]
+    assert (found.is_unified, found.bandwidth_gb_s, found.bandwidth_source) == (True, gb_s, "table: Jetson Orin")
+
+
 def test_more_free_memory_than_there_is_is_not_believed(machine_environment: PutMachine) -> None:
     found = ask(machine_environment("4090-shared", gpu__0__memory_free=40 << 30))
     (gpu,) = found.gpus

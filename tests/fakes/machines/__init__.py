@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, Speeds, Volume
+from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, NumaNode, Speeds, Volume
+from appliance.probe.host import parse_cpulist
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "nvml" / "nvml.c"
@@ -73,12 +75,26 @@ def hardware_of(name: str) -> Hardware:
             limit_used_mib=None,
             memlock_limit_mib=8,
         ),
-        numa=(),
+        numa=tuple(
+            NumaNode(id=at, cpus=parse_cpulist(node["cpus"]), memory_mib=node["memory_mib"])
+            for at, node in enumerate(host.get("numa", ()))
+        ),
         volume=Volume(path=Path("/data"), free_mib=100_000, total_mib=500_000, is_writable=True),
-        gpus=GpuProbe(gpus=gpus_of(name), driver=machine["driver"], cuda_driver=machine["cuda"]),
+        gpus=GpuProbe(gpus=_on_nodes(name), driver=machine["driver"], cuda_driver=machine["cuda"]),
         gpu_requested=True,
         speeds=None if host["dram_gb_s"] is None else Speeds(dram_gb_s=float(host["dram_gb_s"])),
     )
+
+
+def sm_count(card: Mapping[str, Any]) -> int:
+    """Compute capabilities with 64 CUDA cores an SM, as NVIDIA's programming guide has them; the others have 128."""
+    return int(card["cores"]) // (64 if card["sm"] in (60, 70, 72, 75, 80) else 128)
+
+
+def _on_nodes(name: str) -> tuple[Gpu, ...]:
+    """With the node of each slot, which sysfs tells and NVML does not."""
+    nodes = [entry.get("numa_node") for entry in MACHINES[name]["gpus"]]
+    return tuple(replace(gpu, numa_node=nodes[gpu.index]) for gpu in gpus_of(name))
 
 
 def _cuda_number(release: str) -> int:
@@ -97,6 +113,7 @@ def _uuid(index: int) -> str:
 def _lines(index: int, entry: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     card = CARDS[entry["card"]]
     yield from {"name": card["name"], "uuid": _uuid(index), "sm": card["sm"], "pci_bus_id": _bus_id(index)}.items()
+    yield from (("cores", card["cores"]), ("sm_clock_mhz", card["sm_clock"]))
     if "memory_total" in card:
         yield "memory_total", card["memory_total"] * MIB
         yield "memory_free", (card["memory_total"] - entry.get("used", 0)) * MIB
@@ -129,6 +146,7 @@ def _lines(index: int, entry: Mapping[str, Any]) -> Iterator[tuple[str, object]]
         yield f"{head}.memory_total", cut["mib"] * MIB
         yield f"{head}.memory_free", cut["mib"] * MIB
         yield f"{head}.slice_mib", cut["mib"]
+        yield f"{head}.slice_sms", cut["sms"]
         yield f"{head}.slice_gpu_slices", cut["gpu_slices"]
         yield f"{head}.gpu_instance", place + 1
 
@@ -149,6 +167,8 @@ def _gpus(index: int, entry: Mapping[str, Any]) -> Iterator[Gpu]:
             name=f"{card['name']} MIG {cut['profile']}",
             uuid=f"MIG-{place:08x}-0000-0000-0000-000000000000",
             sm=str(card["sm"]),
+            sm_count=cut["sms"],
+            sm_clock_mhz=whole.sm_clock_mhz,
             vram_total_mib=cut["mib"],
             vram_free_mib=cut["mib"],
             pci_bus_id=whole.pci_bus_id,
@@ -179,6 +199,8 @@ def _whole(index: int, entry: Mapping[str, Any], card: Mapping[str, Any]) -> Gpu
         name=card["name"],
         uuid=_uuid(index),
         sm=str(card["sm"]),
+        sm_count=sm_count(card),
+        sm_clock_mhz=card["sm_clock"],
         vram_total_mib=card.get("memory_total"),
         vram_free_mib=card["memory_total"] - entry.get("used", 0) if has_memory else None,
         pci_bus_id=_bus_id(index),

@@ -238,6 +238,7 @@ int nvmlDeviceGetProcessUtilization(Device d, Ran *out, unsigned *count, unsigne
 #define UNSIGNED(call, name) \
     int call(Device d, unsigned *out) { return device_unsigned(#call, d, name, out); }
 UNSIGNED(nvmlDeviceGetMemoryBusWidth, "bus_bits")
+UNSIGNED(nvmlDeviceGetNumGpuCores, "cores")
 UNSIGNED(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_generation")
 UNSIGNED(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width")
 UNSIGNED(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_generation_max")

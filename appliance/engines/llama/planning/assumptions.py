@@ -35,7 +35,6 @@ GPU_MARGIN_MIB = Assumption(
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen, not measured")
 
 # Speed
-GPU_SHARE = Assumption(value=0.75, source="of a GPU's bandwidth, what llama.cpp's kernels reach: 0.70 to 0.85")
 DRAM_SHARE = Assumption(value=0.8, source="of a measured DRAM stream, what llama.cpp's kernels reach: 0.75 to 0.9")
 DRAM_GB_S = Assumption(
     value=40.0, source="between desktops with DDR4 (32 to 38) and DDR5 (52 to 62), never measured here"
@@ -47,12 +46,22 @@ PCIE_LANE_GB_S = Assumption(
 PCIE_SHARE = Assumption(value=0.85, source="of the link's rate, what pinned copies reach: 0.80 to 0.90")
 PAGEABLE_SHARE = Assumption(value=0.5, source="of pinned copies, what pageable ones reach: chosen, not measured")
 PCIE_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")
-LAYER_US = Assumption(
-    value=20.0, source="kernels of a layer on a GPU that start one after the other, whatever they read: chosen"
+# What a card or a core reaches is by its class, in rates.py. These hold for all of them.
+MOE_US = Assumption(value=11.0, source="routing and gathering of a layer's experts: benchmarks/speed_model.yaml")
+CPU_LAYER_US = Assumption(
+    value=60.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"
 )
 HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
-PREFILL_GAIN_GPU = Assumption(
-    value=50.0, source="tokens of a batch that share one read of the weights before a GPU's arithmetic limits: chosen"
+GPU_GFLOPS_A_GB_S = Assumption(value=100.0, source="of a prompt's matrix products on a card of no known class: chosen")
+HALF_BATCH = Assumption(
+    value=60.0,
+    source="tokens for a matrix at which a card does half of what it can: RTX 4090, Q4_0, 16 to 512 (llama.cpp#7676)",
+)
+MOE_PREFILL_SHARE = Assumption(value=0.62, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
+ATTENTION_SHARE = Assumption(value=0.95, source="of 16-bit products, what flash attention reaches: the same")
+UNPACKED_SHARE = Assumption(
+    value=0.5,
+    source="of a core's products, for types without kernels for many tokens: Ryzen 7950X, mozilla-ai/llamafile#394",
 )
 PREFILL_GAIN_CPU = Assumption(
     value=2.1, source="the same on a CPU: 247 tok/s of prefill at 116 of decode, two threads", is_measured=True

@@ -43,7 +43,9 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
+from appliance.engines.llama.planning.numa import check_numa, numa_modes
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
+from appliance.engines.llama.planning.rates import cpu_rates
 from appliance.engines.llama.planning.rope import check_context, rope_for, served_context
 from appliance.engines.llama.planning.slots import NO_ROOM, conversation_mib, idle_slots_stay, slots
 from appliance.engines.llama.planning.slots import choices as slot_choices
@@ -131,6 +133,7 @@ def usual_ubatch(settings: Settings, model: Model) -> int:
 
 def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
     check_speculation(settings, engine, model)
+    check_numa(settings, engine)
     check_context(settings, model)
     check_engine_args(settings, engine)
     if model.cache_kind != "attention":
@@ -169,6 +172,7 @@ def plan_inputs(
     spare = bare - least_cache(settings) - slots(settings) * checkpoint_mib(model, "f16")
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
     dram = (measured or assumptions.DRAM_GB_S.value) * assumptions.DRAM_SHARE.value
+    cpu = cpu_rates(kernels.isa, max(1, hardware.cpu.cores), dram)
     inputs = PlanInputs(
         settings=settings,
         engine=engine,
@@ -178,9 +182,10 @@ def plan_inputs(
         resources=Resources(
             devices=devices,
             spare_mib=spare,
-            dram_gb_s=dram,
+            dram_gb_s=cpu.gb_s(cpu.cores),
             dram_is_measured=measured is not None,
             is_pinned=settings.load_mode in ("auto", *PINNED) and not settings.allow_disk,
+            cpu=cpu,
         ),
         notes=notes,
         limits=limits,
@@ -369,6 +374,8 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     costs = placement_costs(job, inputs.resources, placement, is_pinned=mode in PINNED)
     speed = predicted_speed(placement, context_plan.placed.speed, costs, settings)
     threads, by_threads = thread_counts(settings, hardware)
+    numa = numa_modes(settings, inputs.engine, hardware, placement, context_plan.placed.host.weights)[0]
+    count = min(threads[0], numa.threads_max or threads[0])
     host = host_memory(inputs, context_plan.placed.host, mode, bool(placement.shares))
     spare = inputs.spare_mib - unified_mib(inputs, context_plan.placed.placement)
     checkpoints, host, by_checkpoints = kept_checkpoints(inputs, host, context_plan.kv_type, spare)
@@ -389,8 +396,10 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
         memory=host,
         usable_mib=float(inputs.usable_mib - unified_mib(inputs, context_plan.placed.placement)),
         launch=LlamaLaunch(
-            threads=threads[0],
-            threads_batch=threads[0],
+            threads=count,
+            threads_batch=count,
+            numa=numa.mode,
+            cpus=numa.cpus,
             batch=max(BATCH, ubatch),
             ubatch=ubatch,
             cache_ram_mib=int(host.cache),
@@ -415,7 +424,8 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *_placement_choices(inputs, placement, speed),
             by_cache,
             *by_checkpoints,
-            by_threads,
+            by_threads if count == threads[0] else replace(by_threads, value=str(count)),
+            *((numa.choice,) if numa.choice else ()),
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.whole_ubatch(ubatch)
             if is_read_whole(settings, model)

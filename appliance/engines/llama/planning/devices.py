@@ -5,6 +5,7 @@ from __future__ import annotations
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.handicaps import handicaps
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
+from appliance.engines.llama.planning.rates import card_rates
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.plan import Device
 from appliance.probe import Gpu, Hardware
@@ -58,13 +59,17 @@ def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) ->
     memory = (measured.memory_gb_s if measured else None) or gpu.bandwidth_gb_s or assumptions.GPU_GB_S.value
     pinned = (measured.pinned_gb_s if measured else None) or _link_gb_s(gpu)
     pageable = (measured.pageable_gb_s if measured else None) or pinned * assumptions.PAGEABLE_SHARE.value
+    rates = card_rates(gpu, memory)
     return Device(
         id=device_id(gpu),
         name=_name(gpu),
         index=gpu.index,
         free_mib=max(0.0, free - margin),
         held_back_mib=margin,
-        bandwidth_gb_s=memory * assumptions.GPU_SHARE.value,
+        bandwidth_gb_s=rates.gb_s,
+        layer_us=rates.layer_us,
+        tflops=rates.tflops,
+        tflops_16=rates.tflops_16,
         upload_gb_s=pageable,
         pinned_gb_s=pinned,
         peers=gpu.nvlink_peers,

@@ -43,6 +43,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "--no-models-autoload", "-cl", "--cache-list", "--gpt-oss-20b-default", "--gpt-oss-120b-default",
         "--vision-gemma-4b-default", "--vision-gemma-12b-default",
     ),
+    "numa": ("--numa",),
     "n_cpu_moe": ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
     "parallel": (
         "-np", "--parallel", "-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified", "--kv-unified-per-slot",

@@ -14,7 +14,15 @@ def placement_costs(job: PlacementJob, resources: Resources, placement: Placemen
     if upload:
         upload = upload_of(upload, is_pinned=is_pinned)
     roofline = Roofline(
-        model=job.model, kv_type=job.kv_type, ubatch=job.ubatch, dram_gb_s=resources.dram_gb_s, upload=upload
+        model=job.model,
+        kv_type=job.kv_type,
+        ubatch=job.ubatch,
+        dram_gb_s=resources.dram_gb_s,
+        cpu=resources.cpu,
+        upload=upload,
+        prompt=max(CHAT_TOKENS_IN, job.ubatch)
+        if placement.cpu_layers or placement.cpu_expert_layers
+        else CHAT_TOKENS_IN,
     )
     return costs_of(roofline, placement, devices)
 

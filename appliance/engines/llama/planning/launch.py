@@ -11,6 +11,9 @@ from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
 from appliance.plan.launch import Value
 from appliance.values import dataclass
 
+NUMA_MODES = ("distribute", "isolate", "numactl")  # of the engine's flag
+NODE = "node"  # the GPU's, by affinity
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLaunch(Launch):
@@ -26,11 +29,18 @@ class LlamaLaunch(Launch):
     checkpoints: int | None = None  # context checkpoints of each slot; None: the model needs none
     extras: Extras = Extras()
     rope: Rope | None = None  # how a context above the native length is reached
+    numa: str | None = None  # NODE, a mode of the engine's, or off; None: the machine has one node
+    cpus: tuple[int, ...] = ()  # that threads are bound to; empty: all
     idle_slots_stay: bool = False  # in the context, since the prompt cache could not take a long conversation
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
-        return (("threads", self.threads), ("ubatch", self.ubatch), ("load_mode", self.load_mode))
+        found: tuple[tuple[str, Value], ...] = (
+            ("threads", self.threads),
+            ("ubatch", self.ubatch),
+            ("load_mode", self.load_mode),
+        )
+        return found if self.numa is None else (*found, ("numa", self.numa))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -54,6 +64,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
+    "numa": KnobEffect(parts=("cpu",)),
     "split": KnobEffect(),
     "placement": PREDICTED,
 }

@@ -59,7 +59,7 @@ def _rates(model: Model, resources: Resources, device: Device, expert_mb: float)
         cpu_gb_s=resources.dram_gb_s,
         pcie_gb_s=device.pinned_gb_s,
         dram_gb_s=resources.dram_gb_s / assumptions.DRAM_SHARE.value,
-        other_ms=dense / device.bandwidth_gb_s + assumptions.LAYER_US.value / 1000,
+        other_ms=dense / device.bandwidth_gb_s + device.layer_us / 1000,
         cpu_fixed_ms=CPU_FIXED_MS,
         gpu_expert_ms=expert_mb / device.bandwidth_gb_s + GPU_EXPERT_MS,
     )

@@ -26,6 +26,7 @@ from appliance.engines.llama.planning.memory import (
     padded,
     weights_mib,
 )
+from appliance.engines.llama.planning.rates import CpuRates
 from appliance.engines.llama.planning.roofline import DEPTH, HOP, Cost, Roofline
 from appliance.model import Layer, Model
 from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Speed
@@ -60,6 +61,7 @@ class Resources:
     dram_gb_s: float  # what kernels reach
     dram_is_measured: bool = True
     is_pinned: bool = False  # host weights are loaded, and so copied to a GPU at the rate of pinned memory
+    cpu: CpuRates | None = None
     tables: dict[tuple[object, ...], _Table] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -121,6 +123,7 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
             kv_type=job.kv_type,
             ubatch=job.ubatch,
             dram_gb_s=resources.dram_gb_s,
+            cpu=resources.cpu,
             upload=upload_of(devices[0], is_pinned=resources.is_pinned) if devices else None,
             depth=DEPTH,
         )

@@ -1,7 +1,8 @@
-"""What layers cost, from bandwidths alone: on a GPU, on the CPU, or on a GPU with their experts on the CPU. Pure.
+"""What layers cost, from bandwidths and arithmetic: on a GPU, the CPU, or a GPU with their experts on the CPU. Pure.
 
 Decode reads every weight of a layer once a token, of routed experts those that are used, and the cache as deep as it is
-filled. Prefill reads them once a batch. Weights in host memory are copied to a GPU for a batch of 32 tokens or more
+filled. Prefill reads them once a batch, and multiplies every token of it with them; what a card or a core reaches of
+both is by its class (rates.py). Weights in host memory are copied to a GPU for a batch of 32 tokens or more
 (llama.cpp's op-offload), one copy after the other with the work, so the times add up.
 
 The parts stay apart in `Costs`, since each is off by a factor of its own that measuring finds (tune/refit.py); `Cost`
@@ -12,17 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.memory import KV_BYTES, cell_bytes, layers_of
+from appliance.engines.llama.planning.rates import CpuRates
 from appliance.model import Layer, Model
+from appliance.model.ggml_types import GGML_TYPES
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
 from appliance.values import dataclass
 
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
 PS = 10**12
 HOP_MS = assumptions.HOP_US.value / 1000
-LAYER_MS = assumptions.LAYER_US.value / 1000
+MOE_MS = assumptions.MOE_US.value / 1000
+CPU_LAYER_MS = assumptions.CPU_LAYER_US.value / 1000
+SIXTEEN_BITS = ("F16", "BF16", "F32")
+# Types whose products with many tokens the CPU backend has kernels for: ggml-cpu's repack.cpp and llamafile/sgemm.cpp
+CPU_MANY = (*SIXTEEN_BITS, "Q8_0", "Q4_0", "Q5_0", "Q4_K", "Q2_K", "IQ4_NL", "MXFP4")
+FULL_BATCH = 512  # tokens that `tflops` of a card are told for
 CPU_FIXED_MS = 0.2  # a token's kernels on a CPU that start one after the other, and its sampling: chosen
 
 
@@ -48,6 +57,7 @@ class Cost:
         )
 
 
+_TYPE_BYTES = {kind.name: kind.block_bytes / kind.block_size for kind in GGML_TYPES.values()}
 HOP = Cost(decode=round(HOP_MS * 1e9))  # from one device to the next
 
 
@@ -65,6 +75,8 @@ class Roofline:
     dram_gb_s: float
     upload: Device | None = None
     depth: int | None = None
+    cpu: CpuRates | None = None
+    prompt: int = CHAT_TOKENS_IN  # tokens that are read in batches of `ubatch`
 
     def job(self, costs: Costs) -> Cost:
         """Of costs at a depth."""
@@ -73,24 +85,36 @@ class Roofline:
         return Cost(decode=round(decode_ms * 1e9), prefill=round(prefill_ms * 1e9))
 
     def on_gpu(self, layer: Layer, device: Device) -> Costs:
-        return self._dense_on_gpu(layer, device, self._used(layer))
+        used = self._used(layer)
+        experts = self._multiplied(device, used, is_bank=True) + self._streamed(device, self._touched(layer))
+        return self._dense_on_gpu(layer, device, used) + Costs(gpu_prefill_ms=experts)
 
     def experts_on_cpu(self, layer: Layer, device: Device) -> Costs:
         """The layer on a GPU, its routed experts in host memory."""
         if not layer.expert_bytes:
             return self.on_gpu(layer, device)
         experts = Costs(cpu_ms=_ms(self._used(layer), self.dram_gb_s), fixed_ms=HOP_MS)
-        return self._dense_on_gpu(layer, device, 0.0) + experts + self._copied(self._touched(layer))
+        return self._dense_on_gpu(layer, device, 0.0) + experts + self._copied(layer, 0.0)
 
     def on_cpu(self, layer: Layer) -> Costs:
         weights = layer.dense_bytes + 2 * layer.state_bytes + self._used(layer)
         values = layer.k_elements + layer.v_elements
         held = self._held(layer)
         costs = cpu_costs(weights, values, self.kv_type, self.dram_gb_s, held=held, grows=self._grows(layer))
+        costs = replace(costs, fixed_ms=CPU_LAYER_MS)
         if self.upload is None:
+            return self._computed_by_cores(costs, layer)
+        return replace(costs, cpu_prefill_ms=0.0, prefill_depth_us=0.0) + self._copied(layer, layer.dense_bytes)
+
+    def _computed_by_cores(self, costs: Costs, layer: Layer) -> Costs:
+        """Prefill by cores and instructions, where they are known."""
+        if self.cpu is None:
             return costs
-        copied = self._copied(layer.dense_bytes + self._touched(layer))
-        return Costs(cpu_ms=costs.cpu_ms, cpu_depth_us=costs.cpu_depth_us) + copied
+        flops = self._flops(layer.dense_bytes, is_bank=False) + self._flops(self._used(layer), is_bank=True)
+        read = _ms(layer.dense_bytes + self._used(layer), self.dram_gb_s) / assumptions.PREFILL_GAIN_CPU.value
+        kernels = 1.0 if self._quantization(bool(layer.expert_bytes)) in CPU_MANY else assumptions.UNPACKED_SHARE.value
+        multiplied = flops / (self.cpu.tflops(self.cpu.cores) * kernels * 1e9)
+        return replace(costs, cpu_prefill_ms=costs.cpu_prefill_ms - read + multiplied)
 
     def output_on_gpu(self, device: Device) -> Costs:
         """Logits are made for one token of a prompt: nothing to speak of in prefill."""
@@ -100,25 +124,74 @@ class Roofline:
         return Costs(cpu_ms=_ms(self.model.output_bytes, self.dram_gb_s), fixed_ms=CPU_FIXED_MS)
 
     def _dense_on_gpu(self, layer: Layer, device: Device, used: float) -> Costs:
-        gb_s, gain = device.bandwidth_gb_s, assumptions.PREFILL_GAIN_GPU.value
+        gb_s = device.bandwidth_gb_s
         cache = cell_bytes(layer, self.kv_type)
         # A state is read and written.
         read = _ms(layer.dense_bytes + 2 * layer.state_bytes + cache * self._held(layer) + used, gb_s)
-        depth_us = 1000 * _ms(cache, gb_s) if self._grows(layer) else 0.0
+        attended = self._attended_ms(layer, device)
+        matrices = self._multiplied(device, layer.dense_bytes) + self._streamed(device, layer.dense_bytes)
         return Costs(
             gpu_ms=read,
-            fixed_ms=LAYER_MS,
-            gpu_depth_us=depth_us,
-            gpu_prefill_ms=read / gain,
-            prefill_depth_us=depth_us / gain,
+            fixed_ms=device.layer_us / 1000 + (MOE_MS if layer.expert_bytes else 0.0),
+            gpu_depth_us=1000 * _ms(cache, gb_s) if self._grows(layer) else 0.0,
+            gpu_prefill_ms=matrices + attended * self._held(layer),
+            prefill_depth_us=1000 * attended if self._grows(layer) else 0.0,
         )
 
-    def _copied(self, size: float) -> Costs:
-        """Host weights are copied for a batch, and then worked with."""
-        if self.upload is None or not size:
+    def _copied(self, layer: Layer, dense_bytes: float) -> Costs:
+        """Of host weights: experts, and `dense_bytes`. They are copied for a batch, and then worked with; so is the
+        cache of a layer that lies there."""
+        device = self.upload
+        touched = self._touched(layer)
+        if device is None or not dense_bytes + touched:
             return Costs()
-        worked = _ms(size / assumptions.PREFILL_GAIN_GPU.value, self.upload.bandwidth_gb_s)
-        return Costs(copy_ms=_ms(size, self.upload.upload_gb_s), gpu_prefill_ms=worked / self._batch)
+        worked = self._multiplied(device, self._used(layer), is_bank=True)
+        if not dense_bytes:
+            return Costs(copy_ms=_ms(touched, device.upload_gb_s), gpu_prefill_ms=worked)
+        cache = (layer.k_elements + layer.v_elements) * KV_BYTES[self.kv_type]
+        moved = _ms(cache, device.upload_gb_s) / self._batch + self._attended_ms(layer, device)
+        return Costs(
+            copy_ms=_ms(dense_bytes + touched, device.upload_gb_s),
+            gpu_prefill_ms=worked + self._multiplied(device, dense_bytes) + moved * self._held(layer),
+            prefill_depth_us=1000 * moved if self._grows(layer) else 0.0,
+        )
+
+    def _multiplied(self, device: Device, size: float, *, is_bank: bool = False) -> float:
+        """Milliseconds of a token of a prompt with so many bytes of weights. Few tokens for a matrix keep a card's
+        units waiting, and so do those of experts, which are gathered and scattered."""
+        tokens: float = self._batch
+        scattered = 1.0
+        if is_bank and self.model.experts:
+            tokens = self._batch * self.model.experts_used / self.model.experts
+            scattered = assumptions.MOE_PREFILL_SHARE.value
+        half = assumptions.HALF_BATCH.value
+        full = tokens / (tokens + half) * (FULL_BATCH + half) / FULL_BATCH
+        tflops = _tflops(device, is_16_bit=self._quantization(is_bank) in SIXTEEN_BITS)
+        return self._flops(size, is_bank=is_bank) / (tflops * full * scattered * 1e9)
+
+    def _streamed(self, device: Device, size: float) -> float:
+        """Milliseconds of a token for weights that are read once a batch."""
+        return _ms(size, device.bandwidth_gb_s) / self._batch
+
+    def _attended_ms(self, layer: Layer, device: Device) -> float:
+        """Of a token of a prompt, for each token of the cache: two products with as many rows as there are heads."""
+        kv_heads = max(self.model.kv_heads, default=0) or 1
+        flops = 2 * (layer.k_elements + layer.v_elements) * self.model.heads / kv_heads
+        return flops / (_tflops(device, is_16_bit=True) * assumptions.ATTENTION_SHARE.value * 1e9)
+
+    def _flops(self, size: float, *, is_bank: bool) -> float:
+        """A multiplication and an addition for each weight of a token."""
+        return 2 * size / self._weight_bytes[is_bank]
+
+    def _quantization(self, is_bank: bool) -> str:
+        """The type that holds most of the weights."""
+        sizes = {m.type_name: m.size_bytes for m in self.model.matrices if m.is_bank == is_bank}
+        return max(sizes, key=lambda name: sizes[name], default=self.model.quantization)
+
+    @cached_property
+    def _weight_bytes(self) -> tuple[float, float]:
+        """Mean bytes of a weight, outside of the experts and in them."""
+        return _weight_bytes(self.model, is_bank=False), _weight_bytes(self.model, is_bank=True)
 
     def _held(self, layer: Layer) -> int:
         """Tokens of the cache that count as read."""
@@ -131,7 +204,7 @@ class Roofline:
 
     @property
     def _batch(self) -> int:
-        return min(self.ubatch, CHAT_TOKENS_IN)
+        return min(self.ubatch, self.prompt)
 
     def _used(self, layer: Layer) -> float:
         """Bytes of its routed experts that one token uses."""
@@ -171,9 +244,10 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
         yield roofline.output_on_cpu()
 
 
-def with_threads(costs: Costs, threads: int, cores: int) -> Costs:
-    """Half of the cores saturate the memory; arithmetic takes them all. More threads than cores bring nothing."""
-    decode = min(1.0, threads / max(1.0, cores / 2))
+def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:
+    """So many cores saturate the memory, half of them where nothing is known; arithmetic takes them all. More threads
+    than cores bring nothing."""
+    decode = cpu.gb_s(threads) / cpu.gb_s(cores) if cpu else min(1.0, threads / max(1.0, cores / 2))
     prefill = min(threads, cores) / cores
     return replace(
         costs,
@@ -206,6 +280,17 @@ def cache_on_cpu(values: float, kv_type: str) -> tuple[float, float]:
         return values * least, values * least
     exact = values * KV_BYTES["f16"]
     return exact * assumptions.ROUNDED_CACHE_DECODE.value, exact * assumptions.ROUNDED_CACHE_PREFILL.value
+
+
+def _tflops(device: Device, *, is_16_bit: bool) -> float:
+    known = device.tflops_16 if is_16_bit else device.tflops
+    return known or device.bandwidth_gb_s * assumptions.GPU_GFLOPS_A_GB_S.value / 1000
+
+
+def _weight_bytes(model: Model, *, is_bank: bool) -> float:
+    of = [m for m in model.matrices if m.is_bank == is_bank and m.type_name in _TYPE_BYTES]
+    weights = sum(m.size_bytes / _TYPE_BYTES[m.type_name] for m in of)
+    return sum(m.size_bytes for m in of) / weights if weights else _TYPE_BYTES["Q4_K"]
 
 
 def _ms(size: float, gb_s: float) -> float:

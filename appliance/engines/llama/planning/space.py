@@ -32,6 +32,7 @@ from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.mixture import modelled
 from appliance.engines.llama.planning.now import plan_now, with_caches
+from appliance.engines.llama.planning.numa import Numa, numa_modes
 from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
@@ -235,9 +236,12 @@ class Space:
         modes = [launch_of(plan).load_mode]
         if works_on_cpu and inputs.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
             modes = list(dict.fromkeys((*modes, "none", "mmap")))
+        host_mib = plan.memory.weights
         for mode in modes:
             loaded = self._loaded(plan, mode)
-            yield from (_with_threads(loaded, threads) for threads in counts)
+            for numa in numa_modes(inputs.settings, inputs.engine, inputs.hardware, placement, host_mib):
+                for threads in dict.fromkeys(min(count, numa.threads_max or count) for count in counts):
+                    yield _with_numa(_with_threads(loaded, threads), numa)
         if "row" in inputs.engine.split_modes and not works_on_cpu and _are_linked(inputs, placement):
             yield _split_by_rows(plan)
 
@@ -297,7 +301,7 @@ class Space:
         if placed is None:
             return None
         found = self._loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
-        return _with_threads(found, launch.threads)
+        return with_launch(_with_threads(found, launch.threads), numa=launch.numa, cpus=launch.cpus)
 
     def now(self, measured: Plan) -> Plan | str:
         """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
@@ -345,6 +349,14 @@ class Space:
 def _with_threads(plan: Plan, threads: int) -> Plan:
     is_same = threads == launch_of(plan).threads
     return plan if is_same else with_launch(plan, threads=threads, threads_batch=threads)
+
+
+def _with_numa(plan: Plan, numa: Numa) -> Plan:
+    if (numa.mode, numa.cpus) == (launch_of(plan).numa, launch_of(plan).cpus):
+        return plan
+    plan = with_launch(plan, numa=numa.mode, cpus=numa.cpus)
+    kept = tuple(choice for choice in plan.choices if choice.name != "numa")
+    return replace(plan, choices=(*kept, numa.choice) if numa.choice else kept)
 
 
 def _split_by_rows(plan: Plan) -> Plan:

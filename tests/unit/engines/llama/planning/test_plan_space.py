@@ -80,7 +80,8 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     # Slopes are straight where windows are not, and a rounded cache makes a CPU's slopes seven times as steep.
     exact = best.kv_type == "f16" or bool(best.placement.shares)
     assert decode_ms == pytest.approx(1000 / best.speed.decode_tokens_per_s, rel=0.02 if exact else 0.04)
-    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.02 if exact else 0.12)
+    # A sliding window counts as full in costs, which a prompt of 640 tokens does not fill.
+    assert prefill_ms == pytest.approx(1000 / best.speed.prefill_tokens_per_s, rel=0.04 if exact else 0.12)
     assert here.now(best) == best
 
 
@@ -98,22 +99,31 @@ def test_fewer_threads_cost_more_on_a_cpu_and_nothing_beyond_the_cores() -> None
         [getattr(here.costs(with_launch(here.best, threads=count)), name) for count in (1, 2, 4, 8, 16)]
         for name in ("cpu_ms", "cpu_prefill_ms")
     )
-    assert decode == pytest.approx([4 * decode[2], 2 * decode[2], decode[2], decode[2], decode[2]])
+    # A core with AVX2 streams 8.3 GB/s, kernels reach 32 of this machine's 40.
+    assert decode == pytest.approx([32 / 8.3 * decode[2], 16 / 8.3 * decode[2], decode[2], decode[2], decode[2]])
     assert prefill == pytest.approx([8 * prefill[3], 4 * prefill[3], 2 * prefill[3], prefill[3], prefill[3]])
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-12b"])
 def test_a_rounded_cache_costs_more_on_a_cpu_and_less_on_a_gpu(name: str) -> None:
-    """Sliding windows or not: a CPU has no fast kernels for it (planning/assumptions.py), a GPU reads fewer bytes."""
-    for hardware, is_cheaper in ((MACHINES["cpu-16g"], False), (MACHINES["2x4090"], True)):
+    """Sliding windows or not: a CPU has no fast kernels for it (planning/assumptions.py), a GPU reads fewer bytes for a
+    token, and multiplies as much for a prompt."""
+    by_machine = []
+    for hardware in (MACHINES["cpu-16g"], MACHINES["2x4090"]):
         here = space(hardware, shape(name))
         exact, rounded = (here.costs(replace(here.best, kv_type=kind)) for kind in ("f16", "q8_0"))
-        parts = [
-            (costs.cpu_ms + costs.gpu_ms + (costs.cpu_depth_us + costs.gpu_depth_us) * DEPTH / 1000,
-             costs.cpu_prefill_ms + costs.gpu_prefill_ms + costs.prefill_depth_us * DEPTH / 1000)
-            for costs in (exact, rounded)
-        ]  # fmt: skip
-        assert all((less < more) is is_cheaper for more, less in zip(*parts, strict=True))
+        decode, prefill = zip(
+            *(
+                (costs.cpu_ms + costs.gpu_ms + (costs.cpu_depth_us + costs.gpu_depth_us) * DEPTH / 1000,
+                 costs.cpu_prefill_ms + costs.gpu_prefill_ms + costs.prefill_depth_us * DEPTH / 1000)
+                for costs in (exact, rounded)
+            ),
+            strict=True,
+        )  # fmt: skip
+        by_machine.append((decode[1] / decode[0], prefill[1] / prefill[0]))
+    (slower, much_slower), (faster, as_fast) = by_machine
+    assert min(slower, much_slower) > 1 > faster
+    assert as_fast == pytest.approx(1)
 
 
 def test_what_was_asked_for_is_the_same_in_every_plan() -> None:

@@ -1,0 +1,133 @@
+"""What kernels reach on a kind of card, and on a CPU by its cores and instructions: constants by class. Pure.
+
+Fitted to half of the published results in benchmarks/speed_model.yaml and checked on the other half
+(`python3 -m benchmarks.speed_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from appliance.probe import Gpu
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardClass:
+    """`share` of the memory's bandwidth is what a token's kernels stream; `layer_us` is what they cost beside that in
+    each layer: launches, tails of kernels that are too small for the card. `gflops` are those of matrix products in a
+    long prompt, for each multiprocessor and GHz: of quantized weights (int8), and of 16-bit ones. More than `clock_mhz`
+    no load sustains, whatever NVML gives as the highest. `gflops_a_gb_s` of bandwidth stand in where the
+    multiprocessors are unknown."""
+
+    share: float
+    layer_us: float
+    gflops: float
+    gflops_16: float
+    clock_mhz: int
+    gflops_a_gb_s: float
+
+
+# By compute capability: the class of the next lower one counts for one that is not here. HBM: 60, 70, 80, 90, 100.
+CLASSES: Mapping[int, CardClass] = {
+    60: CardClass(share=0.37, layer_us=63.0, gflops=140, gflops_16=140, clock_mhz=1400, gflops_a_gb_s=14),
+    61: CardClass(share=0.70, layer_us=94.0, gflops=350, gflops_16=120, clock_mhz=1600, gflops_a_gb_s=40),
+    70: CardClass(share=0.83, layer_us=73.0, gflops=340, gflops_16=340, clock_mhz=1530, gflops_a_gb_s=45),
+    75: CardClass(share=0.86, layer_us=72.0, gflops=410, gflops_16=410, clock_mhz=1700, gflops_a_gb_s=65),
+    80: CardClass(share=0.76, layer_us=80.0, gflops=480, gflops_16=600, clock_mhz=1410, gflops_a_gb_s=35),
+    86: CardClass(share=0.88, layer_us=54.0, gflops=650, gflops_16=520, clock_mhz=1800, gflops_a_gb_s=95),
+    89: CardClass(share=0.92, layer_us=43.0, gflops=670, gflops_16=540, clock_mhz=2500, gflops_a_gb_s=165),
+    90: CardClass(share=0.87, layer_us=72.0, gflops=710, gflops_16=1100, clock_mhz=1830, gflops_a_gb_s=48),
+    120: CardClass(share=0.95, layer_us=34.0, gflops=680, gflops_16=550, clock_mhz=2500, gflops_a_gb_s=125),
+    121: CardClass(share=0.84, layer_us=51.0, gflops=400, gflops_16=400, clock_mhz=2400, gflops_a_gb_s=125),
+}
+WATTS_A_SM = 3.9  # with less a card lowers its clock in a long prompt
+WATTS_POWER = 0.5
+LARGE_SMS = 80  # a batch of 512 tokens no longer fills a larger card
+LARGE_POWER = 0.28
+_WITHOUT_TENSOR_CORES = ("GTX 16",)  # of compute capability 7.5, whose other cards have them
+_SHARE_WITHOUT = 0.1
+_LOWEST = min(CLASSES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRates:
+    """Of one card: GB/s and TFLOP/s."""
+
+    gb_s: float
+    layer_us: float
+    tflops: float
+    tflops_16: float
+
+
+def card_rates(gpu: Gpu, gb_s: float) -> CardRates:
+    """`gb_s` of its memory, as read or measured."""
+    kind = class_of(gpu.sm)
+    scale = _scale(gpu, kind)
+    if any(name in (gpu.name or "") for name in _WITHOUT_TENSOR_CORES):
+        scale = scale * _SHARE_WITHOUT if scale else None
+    tflops = kind.gflops_a_gb_s * gb_s / 1000 if scale is None else kind.gflops * scale / 1000
+    return CardRates(
+        gb_s=gb_s * kind.share,
+        layer_us=kind.layer_us,
+        tflops=tflops,
+        tflops_16=tflops * kind.gflops_16 / kind.gflops,
+    )
+
+
+def class_of(sm: str | None) -> CardClass:
+    number = int(sm) if sm and sm.isascii() and sm.isdecimal() else _LOWEST
+    return CLASSES[max((known for known in CLASSES if known <= number), default=_LOWEST)]
+
+
+def _scale(gpu: Gpu, kind: CardClass) -> float | None:
+    """Multiprocessors x GHz that work at once; None where it is unknown how many there are."""
+    if not gpu.sm_count:
+        return None
+    ghz = min(gpu.sm_clock_mhz or kind.clock_mhz, kind.clock_mhz) / 1000
+    is_known = gpu.power_limit_w is not None and gpu.mig_profile is None
+    watts = (gpu.power_limit_w or 0.0) / gpu.sm_count if is_known else WATTS_A_SM
+    starved: float = min(1.0, watts / WATTS_A_SM) ** WATTS_POWER
+    large: float = min(1.0, LARGE_SMS / gpu.sm_count) ** LARGE_POWER
+    return gpu.sm_count * ghz * starved * large
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreClass:
+    """What one core streams of its memory alone, and computes of matrix products."""
+
+    gb_s: float
+    gflops: float
+
+
+# By the instructions that the serving kernels are compiled for, the best first.
+CORES: tuple[tuple[str, CoreClass], ...] = (
+    ("amx_int8", CoreClass(gb_s=12.7, gflops=300)),
+    ("avx512_vnni", CoreClass(gb_s=12.7, gflops=126)),
+    ("i8mm", CoreClass(gb_s=15.0, gflops=183)),
+    ("avx512f", CoreClass(gb_s=11.0, gflops=90)),
+    ("avx2", CoreClass(gb_s=8.3, gflops=48)),
+    ("asimddp", CoreClass(gb_s=8.0, gflops=50)),
+)
+PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12)  # without any of those
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuRates:
+    """`dram_gb_s` is what kernels reach of the memory with cores enough."""
+
+    cores: int
+    dram_gb_s: float
+    core: CoreClass
+
+    def gb_s(self, threads: int) -> float:
+        """Memory saturates; more threads than cores bring nothing."""
+        return min(self.dram_gb_s, self.core.gb_s * min(threads, self.cores))
+
+    def tflops(self, threads: int) -> float:
+        return self.core.gflops * min(threads, self.cores) / 1000
+
+
+def cpu_rates(isa: Collection[str], cores: int, dram_gb_s: float) -> CpuRates:
+    core = next((found for name, found in CORES if name in isa), PLAIN_CORE)
+    return CpuRates(cores=cores, dram_gb_s=dram_gb_s, core=core)

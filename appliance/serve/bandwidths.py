@@ -1,0 +1,90 @@
+"""The bandwidths of a new machine, measured once while nobody asks: seconds, beside the engine that serves.
+
+Plans of this process stay as they were predicted; the next start, `plan` and `probe` go by what was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from appliance.errors import VolumeError
+from appliance.probe import SPEEDS_FOLDER, Speeds, probe
+from appliance.race import first_of
+from appliance.serve.idle_policy import CHECK_AGAIN_S, SETTLE_S
+
+if TYPE_CHECKING:
+    # For the names only: what the gateway needs to run takes half a second to import.
+    from appliance.gateway.traffic import Traffic
+    from appliance.probe.measure import Measured
+    from appliance.serve.served_model import ServedModel
+
+_LOOK_EVERY_S = 0.5
+
+
+async def measure_bandwidths(served: ServedModel, traffic: Traffic) -> None:
+    """Returns at once where they are known, or nothing may be measured. A request ends it within a tenth of a second;
+    it begins again when nobody asks. Raises nothing: without figures plans go by what the probe reads."""
+    if served.settings.tune == "off" or served.hardware.speeds is not None:
+        return
+    while True:
+        await _until_quiet(served, traffic)
+        served.report.info(
+            "bandwidth_measure", "nobody asks: measuring the bandwidth of memory and GPUs, once on this machine"
+        )
+        measuring, _ = await first_of(_measure(served), traffic.until_arrival())
+        if not measuring.cancelled():
+            break
+        served.report.info("bandwidth_stopped", "a request came: bandwidths are measured when nobody asks")
+    if (found := measuring.result()) is not None:
+        await _keep(served, found)
+
+
+async def _until_quiet(served: ServedModel, traffic: Traffic) -> None:
+    rest_s = min(SETTLE_S, served.settings.idle_s)
+    while True:
+        left_s = rest_s - traffic.idle_s
+        if served.host.is_ready and not traffic.running and left_s <= 0:
+            return
+        await first_of(traffic.until_arrival(), timeout_s=max(_LOOK_EVERY_S, left_s))
+        await traffic.until_idle(CHECK_AGAIN_S)
+
+
+async def _measure(served: ServedModel) -> Measured | None:
+    """None where it was ended."""
+    from appliance.probe.measure import measure_beside  # here: a start on a machine that is known never needs it
+
+    is_wanted = True
+    try:
+        # What is free now, beside the engine.
+        hardware = await asyncio.to_thread(probe, served.settings.data_dir, served.environment)
+        engine_dir = served.start.install.engine_dir
+        return await asyncio.to_thread(
+            measure_beside, hardware, engine_dir, served.environment, is_wanted=lambda: is_wanted
+        )
+    finally:
+        is_wanted = False
+
+
+async def _keep(served: ServedModel, found: Measured) -> None:
+    from appliance.probe.speeds import save_speeds  # here: a start on a machine that is known never needs it
+
+    try:
+        path = await asyncio.to_thread(
+            save_speeds, served.settings.data_dir / SPEEDS_FOLDER, served.hardware, found.speeds
+        )
+    except VolumeError as error:  # serving goes on; the next start measures again
+        served.report.warning("bandwidth_not_kept", error.message)
+        return
+    words = "; ".join((*_figures(served, found.speeds), *found.problems))
+    served.report.info("bandwidth_measured", f"measured while nobody asked: {words}", path=str(path))
+
+
+def _figures(served: ServedModel, speeds: Speeds) -> list[str]:
+    names = {gpu.uuid: gpu.name or f"GPU {gpu.index}" for gpu in served.hardware.gpus.gpus}
+    said = [] if speeds.dram_gb_s is None else [f"host memory {speeds.dram_gb_s:.1f} GB/s"]
+    for gpu in speeds.gpus:
+        rates = (("memory", gpu.memory_gb_s), ("from pinned memory", gpu.pinned_gb_s), ("pageable", gpu.pageable_gb_s))
+        known = ", ".join(f"{name} {rate:,.1f} GB/s" for name, rate in rates if rate is not None)
+        said.append(f"{names.get(gpu.uuid, gpu.uuid)}: {known or 'nothing could be measured'}")
+    return said

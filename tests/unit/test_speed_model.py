@@ -1,0 +1,110 @@
+"""Published speeds and what the planner predicts for them: benchmarks/speed_model.py."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from appliance.engines.llama.planning.rates import card_rates, class_of, cpu_rates
+from appliance.probe import Gpu
+from benchmarks.speed_model import AIM_MEDIAN, Compared, compare, is_held_out, load_data, main
+
+DATA = load_data()
+A100 = Gpu(
+    index=0, name="NVIDIA A100-SXM4-80GB", uuid="GPU-0", sm="80", vram_total_mib=81920, vram_free_mib=81000,
+    pci_bus_id=None, sm_count=108, sm_clock_mhz=1410, power_limit_w=400.0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[Compared]:
+    return compare(DATA)
+
+
+def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() -> None:
+    assert len(DATA.results) >= 30
+    assert [result.held_out for result in DATA.results] == [is_held_out(result) for result in DATA.results]
+    assert 0.4 < statistics.mean(result.held_out for result in DATA.results) < 0.6
+    assert len({result.key for result in DATA.results}) == len(DATA.results)
+    for result in DATA.results:
+        assert result.source.startswith(("https://", "shared/facts/measured.md"))
+        assert result.date[:2] == "20"
+        assert result.figure > 0
+
+
+def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
+    """Of cards the worst is within half; experts on the CPU and CPUs with unequal cores are not (README)."""
+    held = [row for row in compared if row.result.held_out]
+    assert statistics.median(abs(row.error) for row in held) < AIM_MEDIAN
+    on_cards = [
+        row for row in held if "gpu" in DATA.machines[row.result.machine] and row.result.cpu_expert_layers is None
+    ]
+    assert len(on_cards) > 40
+    assert max(abs(row.error) for row in on_cards) < 0.5
+
+
+@pytest.mark.parametrize("machine", ["h100-80g", "a100-80g", "v100", "a30", "titan-v"])
+def test_cards_with_hbm_are_bound_by_launches_and_predicted_so(machine: str, compared: list[Compared]) -> None:
+    (found,) = [r for r in compared if r.result.machine == machine and r.result.test == "tg128"]
+    assert abs(found.error) < 0.2
+
+
+def test_prefill_goes_by_multiprocessors_and_clock_and_a_starved_card_is_slower() -> None:
+    whole = card_rates(A100, 2039.0)
+    half = card_rates(replace(A100, sm_count=54), 2039.0)
+    slow = card_rates(replace(A100, sm_clock_mhz=705), 2039.0)
+    starved = card_rates(replace(A100, power_limit_w=100.0), 2039.0)
+    assert half.tflops < 0.6 * whole.tflops
+    assert slow.tflops == pytest.approx(whole.tflops / 2)
+    assert 0.3 * whole.tflops < starved.tflops < 0.6 * whole.tflops
+    assert whole.gb_s == half.gb_s == starved.gb_s
+
+
+def test_a_card_of_unknown_size_is_predicted_from_its_bandwidth() -> None:
+    known, unknown = card_rates(A100, 2039.0), card_rates(replace(A100, sm_count=None), 2039.0)
+    assert unknown.tflops == pytest.approx(known.tflops, rel=0.3)
+    assert card_rates(replace(A100, sm=None), 200.0).tflops > 0
+
+
+def test_a_slice_has_no_power_of_its_own() -> None:
+    cut = replace(A100, sm_count=42, mig_profile="3g.40gb")
+    assert card_rates(cut, 1000.0) == card_rates(replace(cut, power_limit_w=None), 1000.0)
+
+
+def test_cards_of_newer_kinds_count_as_the_next_older_one() -> None:
+    assert class_of("103") == class_of("90")
+    assert class_of("122") == class_of("121")
+    assert class_of("50") == class_of("60")
+    assert class_of("x") == class_of(None) == class_of("60")
+
+
+def test_a_turing_card_without_tensor_cores_is_known_by_its_name() -> None:
+    t4 = replace(A100, name="Tesla T4", sm="75")
+    assert card_rates(replace(t4, name="NVIDIA GeForce GTX 1660"), 192.0).tflops < card_rates(t4, 192.0).tflops / 5
+
+
+def test_memory_saturates_with_cores_and_arithmetic_grows_with_them() -> None:
+    found = {cores: cpu_rates(("avx2",), cores, 64.0) for cores in (2, 8, 16)}
+    decode = {cores: cpu.gb_s(cores) for cores, cpu in found.items()}
+    assert decode[2] < decode[8] <= decode[16] == 64.0
+    assert found[16].tflops(16) == pytest.approx(8 * found[2].tflops(2))
+    assert cpu_rates(("avx2", "avx512_vnni"), 8, 64.0).tflops(8) > found[8].tflops(8)
+    assert cpu_rates((), 8, 64.0).tflops(8) < found[8].tflops(8)
+
+
+def test_the_table_is_printed_and_a_missed_aim_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "rtx-4080|*"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("ggml-org/llama.cpp/discussions/15013") == 2
+    assert printed.endswith(": met\n")
+    assert main(["--only", "rtx-2080|gpt-oss-20b|*"]) == 1
+    assert capsys.readouterr().out.endswith(": missed\n")
+
+
+def test_a_glob_that_matches_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "nothing"])
+    assert ended.value.code == 2
+    assert "no result matches: nothing" in capsys.readouterr().err
