@@ -148,7 +148,7 @@ class Roofline:
         worked = self._multiplied(device, self._used(layer), is_bank=True)
         if not dense_bytes:
             return Costs(copy_ms=_ms(touched, device.upload_gb_s), gpu_prefill_ms=worked)
-        cache = (layer.k_elements + layer.v_elements) * KV_BYTES[self.kv_type]
+        cache = cell_bytes(layer, self.kv_type)
         moved = _ms(cache, device.upload_gb_s) / self._batch + self._attended_ms(layer, device)
         return Costs(
             copy_ms=_ms(dense_bytes + touched, device.upload_gb_s),

@@ -317,7 +317,8 @@ class Space:
         return Reduced(space=space, missing_mib=found.missing_mib, where=found.where, taken_mib=taken)
 
     def costs(self, plan: Plan) -> Costs:
-        return with_threads(self._costs_of(plan), launch_of(plan).threads, max(1, self._given.hardware.cpu.cores))
+        cores, cpu = max(1, self._given.hardware.cpu.cores), self._given.resources.cpu
+        return with_threads(self._costs_of(plan), launch_of(plan).threads, cores, cpu)
 
     def _costs_of(self, plan: Plan) -> Costs:
         """With every core at work."""

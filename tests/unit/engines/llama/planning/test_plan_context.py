@@ -162,12 +162,12 @@ def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
 
 
 def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
-    here = space("mig20", "27b")
+    here = space("4070+3060", "30b-a3b-2507")
     found, knee = here.best, here.context_plan.knees["q8_0"]
     assert found.context >= CONTEXT_WORTH * knee
-    assert 0.7 <= decode(found) / decode(space("mig20", "27b", ctx_size=str(knee)).best) < 0.9
+    assert 0.7 <= decode(found) / decode(space("4070+3060", "30b-a3b-2507", ctx_size=str(knee)).best) < 0.9
     words = reason(found, "context")
-    assert f"{knee:,} at q8_0 with everything on the GPU would decode" in words
+    assert f"{knee:,} at q8_0 with everything on the GPUs would decode" in words
     assert f"this {decode(found):.0f}" in words
 
 

@@ -275,7 +275,7 @@ def test_a_card_without_room_for_it_holds_fewer_layers() -> None:
     assert (found.context, found.placement.gpu_layers) < (plain.context, plain.placement.gpu_layers)
 
 
-TIGHT = {"ctx_size": "16384"}
+TIGHT = {"ctx_size": "20480"}
 LARGE = replace(SEEING, projector=projector(work_mib=1000))
 
 
@@ -309,7 +309,7 @@ def test_one_that_was_named_is_not_left_away() -> None:
     with pytest.raises(ModelDoesNotFitError) as caught:
         _ = of("cpu-limit-8g", LARGE, mmproj="mmproj-F16.gguf", **TIGHT).best
     assert "--mmproj off" in (caught.value.hint or "")
-    assert of("cpu-limit-8g", EIGHT, **TIGHT).best.context == 16384
+    assert of("cpu-limit-8g", EIGHT, **TIGHT).best.context == 20480
 
 
 def test_the_projector_of_today_is_served_with_a_plan_of_earlier() -> None:
