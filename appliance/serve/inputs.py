@@ -11,8 +11,8 @@ from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
 from appliance.model import Model, digest, find_model, read_draft, read_model
-from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
-from appliance.probe import Gpu, Hardware, count_oom_kills, probe
+from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, RuledOut
+from appliance.probe import Cpu, Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
 from appliance.serve.checks import check_supported, usable_gpus
 from appliance.serve.which import Located, Which, which_model
@@ -88,12 +88,19 @@ class Machine:
 
 def look_at_machine(contents: Contents, environment: Mapping[str, str]) -> Machine:
     """Raises what says that this image cannot run here (20 to 23)."""
+    hardware = probe(contents.settings.data_dir, environment)
+    return machine_of(contents, hardware, ruled_out=contents.engine.ruled_out)
+
+
+def machine_of(
+    contents: Contents, hardware: Hardware, *, ruled_out: Callable[[Path, ImageFacts, Cpu], RuledOut] | None = None
+) -> Machine:
+    """Of hardware that was looked at, or described: then nothing was ruled out on it. Raises as `look_at_machine`."""
     settings, image = contents.settings, contents.image
-    hardware = probe(settings.data_dir, environment)
     warnings = check_supported(settings, image, hardware)
     install = install_of(settings, image, contents.facts, hardware)
-    ruled_out = contents.engine.ruled_out(install.cache_dir, image, hardware.cpu)
-    kernels = contents.engine.choose_kernels(settings, contents.facts, hardware.cpu, ruled_out)
+    seen = ruled_out(install.cache_dir, image, hardware.cpu) if ruled_out else None
+    kernels = contents.engine.choose_kernels(settings, contents.facts, hardware.cpu, seen)
     return Machine(hardware=hardware, install=install, kernels=kernels, warnings=warnings)
 
 
