@@ -1,5 +1,5 @@
-"""A machine from a file: what `appliance probe --json` wrote there, a doctor's bundle, or what somebody wrote by hand in
-the same words, as JSON or YAML (docs/plan.md).
+"""A machine from a file: what `appliance probe --json` wrote there, a doctor's bundle, or what somebody wrote by hand
+in the same words, as JSON or YAML (docs/plan.md).
 
 What the file does not say is unknown, as where a probe finds nothing; what a plan cannot do without is assumed, and
 said. What contradicts itself is refused with its key: no plan is made for a machine that cannot be.
@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -51,6 +51,17 @@ class DescribedMachine:
     assumed: tuple[str, ...] = ()
     build_id: str | None = None
     settings: Mapping[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For a person."""
+        told = [f"{self.source} does not say {words}" for words in self.assumed]
+        if self.settings:
+            asked = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.settings.items())
+            told.append(f"{self.source} is of a start with {asked}: give them as well for the same plan")
+        if self.build_id:
+            told.append(f"{self.source} is of the image with build id {self.build_id}")
+        return tuple(told)
 
 
 def read_machine(name: str) -> DescribedMachine:
@@ -142,7 +153,7 @@ class _Reader:
         except ValueError as error:
             self._refuse("", _key_first(str(error)))
         self._check(found)
-        return found
+        return _with_own_speeds(found)
 
     def _refuse(self, key: str, words: str) -> NoReturn:
         _refuse(self.source, words, key)
@@ -175,7 +186,7 @@ class _Reader:
 
     def _value(self, hint: Any, given: object, key: str) -> object:  # noqa: ANN401 - a type
         kind = _dataclass_in(hint)
-        if kind is None or given is None:
+        if kind is None or (given is None and type(None) in get_args(hint)):
             return list(given) if isinstance(given, tuple) else given
         if not _is_many(hint):
             return self._filled(kind, given, key)
@@ -201,11 +212,13 @@ class _Reader:
             given.setdefault("is_writable", True)
         elif kind is Cpu and "isa" not in given:
             given["isa"] = []
-            self.assumed.append("cpu.isa: none told, so kernels that run on every CPU")
+            self.assumed.append("cpu.isa: planned with kernels that run on every CPU")
         elif kind is Memory and isinstance(total := given.get("total_mib"), int):
             if "available_mib" not in given:
                 given["available_mib"] = max(0, total - SYSTEM_MIB)
-                self.assumed.append(f"memory.available_mib: {given['available_mib']:,}, all but {SYSTEM_MIB:,}")
+                self.assumed.append(
+                    f"memory.available_mib: taken as {given['available_mib']:,}, all but {SYSTEM_MIB:,}"
+                )
         elif kind is GpuHolder:
             given.setdefault("pid", 0)
         elif kind is Gpu:
@@ -222,7 +235,7 @@ class _Reader:
             self._refuse(f"{key}.vram_total_mib", "it is missing, and no plan can do without it")
         if "vram_free_mib" not in given:
             given["vram_free_mib"] = given["vram_total_mib"]
-            self.assumed.append(f"{key}.vram_free_mib: {given['vram_total_mib']}, all of it")
+            self.assumed.append(f"{key}.vram_free_mib: taken as {given['vram_total_mib']}, all of it")
 
     def _check_number(self, key: str, value: float) -> None:
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
@@ -286,6 +299,15 @@ def _named_apart(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["uuid"] is None:
             row["uuid"] = f"{'MIG' if row['mig_profile'] else 'GPU'}-{at}"
     return rows
+
+
+def _with_own_speeds(hardware: Hardware) -> Hardware:
+    """What was measured is kept by uuid; where a bundle hides that, GPUs were measured in their order."""
+    speeds, gpus = hardware.speeds, hardware.gpus.gpus
+    if speeds is None or len(speeds.gpus) != len(gpus) or any(speed.uuid != HIDDEN for speed in speeds.gpus):
+        return hardware
+    named = tuple(replace(speed, uuid=gpu.uuid or HIDDEN) for speed, gpu in zip(speeds.gpus, gpus, strict=True))
+    return replace(hardware, speeds=replace(speeds, gpus=named))
 
 
 def _volume(given: Mapping[str, Any]) -> Volume:

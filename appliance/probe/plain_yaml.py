@@ -15,11 +15,12 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: ANN401
-        names = [key.value for key, _ in node.value]
+        seen: set[str] = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or names.count(key.value) > 1:
+            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
                 message = f"line {key.start_mark.line + 1}: a key stands there twice, or is none: {key.value!s:.40}"
                 raise ValueError(message)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

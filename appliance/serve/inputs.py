@@ -19,6 +19,10 @@ from appliance.serve.which import Located, Which, which_model
 from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
 from appliance.values import dataclass
 
+_OUTSIDE = (
+    "outside of an image there are none: `docker run --rm -i IMAGE` has this verb, or name a folder with copies of "
+    "its /opt/appliance with --facts-dir"
+)
 OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
 
 
@@ -183,7 +187,8 @@ def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
         engine = parse_engine_facts((settings.facts_dir / "engine_facts.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         message = f"facts of this image cannot be read: {settings.facts_dir}: {error}"
-        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
+        hint = "the image is damaged; build or pull it again" if settings.facts_dir.is_dir() else _OUTSIDE
+        raise ConfigError(message, hint=hint) from error
     return image, engine
 
 
