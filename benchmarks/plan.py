@@ -30,7 +30,12 @@ from tests.shapes import PUBLISHED, write_gguf
 
 ROOT = Path(__file__).parents[1]
 ONE_CARD_S, EIGHT_CARDS_S = 0.3, 1.0  # what issue 13 asks for
-MODELS = (("llama-3.1-8b", "Q4_K_M"), ("qwen3-30b-a3b-2507", "Q4_K_M"), ("gpt-oss-120b", "MXFP4"), ("deepseek-v3", "Q2_K"))
+MODELS = (
+    ("llama-3.1-8b", "Q4_K_M"),
+    ("qwen3-30b-a3b-2507", "Q4_K_M"),
+    ("gpt-oss-120b", "MXFP4"),
+    ("deepseek-v3", "Q2_K"),
+)
 MIB = 2**20
 
 
@@ -65,7 +70,11 @@ def main() -> int:
             print(_imports(_argv(folder, "laptop-5060", machines()["laptop-5060"], _file(folder, *MODELS[1]))))
             return 0
         rows = list(_rows(folder, options.runs))
-    around = {"cpus": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1), "python": sys.version.split()[0]}
+    around = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "python": sys.version.split()[0],
+    }
     if options.json:
         print(json.dumps({**around, "rows": [_document(row) for row in rows]}, indent=1))
     else:
@@ -110,9 +119,7 @@ def _rows(folder: Path, runs: int) -> Iterator[Row]:
         for model, path in files.items():
             argv = _argv(folder, name, hardware, path)
             timed = [_timed(argv) for _ in range(runs + 1)][1:]  # the first compiles and fills caches
-            yield Row(
-                machine=name, model=model, exit_code=timed[0][1], runs=tuple(run for run, _ in timed), aim_s=aim
-            )
+            yield Row(machine=name, model=model, exit_code=timed[0][1], runs=tuple(run for run, _ in timed), aim_s=aim)
 
 
 def _file(folder: Path, name: str, quantization: str) -> Path:
@@ -156,7 +163,11 @@ def _imports(argv: Sequence[str]) -> str:
 
 def _document(row: Row) -> dict[str, object]:
     middle = row.median
-    figures = {"elapsed_s": round(middle.elapsed_s, 3), "user_s": round(middle.user_s, 3), "peak_mib": round(middle.peak_mib)}
+    figures = {
+        "elapsed_s": round(middle.elapsed_s, 3),
+        "user_s": round(middle.user_s, 3),
+        "peak_mib": round(middle.peak_mib),
+    }
     return {"machine": row.machine, "model": row.model, "exit_code": row.exit_code, **figures, "aim_s": row.aim_s}
 
 
