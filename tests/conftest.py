@@ -13,6 +13,8 @@ MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": 
 settings.register_profile("patient", deadline=None)
 # For `make check`: a tenth of the examples of each property, see `tests.builders.examples`.
 settings.register_profile("few", parent=settings.get_profile("patient"), max_examples=10)
+# For `make properties`, which a workflow runs every week: 2,000 examples of what `make test` takes 60 of.
+settings.register_profile("thorough", parent=settings.get_profile("patient"), max_examples=3400)
 settings.load_profile("patient")
 
 
