@@ -28,7 +28,7 @@ from tests.shapes import PUBLISHED, write_gguf
 
 MIB = 2**20
 MEDIAN, WORST = 0.01, 0.03
-SETTINGS = ({}, {"kv_type": "q8_0"}, {"ctx_size": "8192"}, {"ubatch": "1024"})
+SETTINGS: tuple[dict[str, str], ...] = ({}, {"kv_type": "q8_0"}, {"ctx_size": "8192"}, {"ubatch": "1024"})
 # One slot: it knows no cache that slots share, and gives windows and states of each their own.
 SAME = {"parallel": "1", "cpu_variant": "haswell"}
 
