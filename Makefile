@@ -53,7 +53,7 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 # Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down clean venv image model check test lint drift unit process container integration verify render lock bench prune reproduce
+.PHONY: help up down clean venv image model check test lint drift unit properties process container integration verify render lock bench prune reproduce
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -159,6 +159,10 @@ trixie: docker
 engine: image
 	@rm -rf .make/engine && id=$$(docker create $(IMAGE)) && docker cp --quiet $$id:/opt/llama .make/engine && docker rm $$id >/dev/null
 	@.make/engine/llama-server --version >/dev/null 2>&1 || { echo "skipped: what asks the engine outside of its image, which does not run here" >&2; rm -rf .make/engine; }
+
+# Once a week in a workflow: half an hour on four cores.
+properties: venv ## 2,000 machines and models for each property of the planner, of which `make test` takes 60
+	$(PYTEST) -n $(WORKERS) --hypothesis-profile weekly tests/process/test_plan_properties.py
 
 process: venv model engine ## real processes on this machine, no containers
 	$(PYTEST) -n $(WAITING) $(AT_ONCE) $(THOROUGH) tests/process

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from appliance.image_facts import Recipe
     from appliance.model import Format
     from appliance.probe import Hardware
+    from appliance.probe.described import DescribedMachine
 
 DESCRIPTION = "Serve an open-weights language model on this machine, as fast as it can sustain."
 EPILOG = (
@@ -159,6 +160,11 @@ def _add_plan(verb: argparse.ArgumentParser) -> None:
         "what could be served of a recipe or a repository: size, place, context, speed, verdict; * is chosen, + here"
     )
     verb.add_argument("--files", action="store_true", help=words)
+    words = (
+        "plan for the machine of this file: what `probe --json` wrote there, a doctor's bundle, or YAML by hand; "
+        "- is stdin"
+    )
+    verb.add_argument("--machine", metavar="FILE", help=words)
     verb.add_argument("--json", action="store_true", help="for scripts")
 
 
@@ -218,6 +224,7 @@ _OTHER_FLAGS = (
         "--verbose",
         "--dry-run",
         "--files",
+        "--machine",
         "--sha256",
         "--repair",
         "--bin",
@@ -270,62 +277,50 @@ def _run_loop(main: Coroutine[Any, Any, int]) -> int:
 
 
 def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
-    from appliance.plan import as_document, explain, explain_settings
     from appliance.serve.preview import preview
+    from appliance.serve.shown_plan import plan_document, plan_text
 
+    machine = _described(options.machine)
     if options.files:
-        return _plan_files(options, settings, environment)
-    found = preview(settings, environment)
-    start, chosen, profile, standing = found.start, found.plan, found.profile, found.standing
-    argv = start.engine.command(chosen, start.install, settings.runtime_dir / "appliance.sock").argv
+        return _plan_files(options, settings, environment, machine)
+    found = preview(settings, environment, machine.hardware if machine else None)
+    start = found.start
+    argv = start.engine.command(found.plan, start.install, settings.runtime_dir / "appliance.sock").argv
     if options.json:
-        of: dict[str, Any] = {
-            "profile": profile.key.id if profile else None,
-            "standing": standing.as_document() if standing else None,
-        }
-        if found.fetches:
-            of["fetches"] = {"model": found.fetches.candidate.name, "bytes": found.fetches.candidate.missing_bytes}
-        print(json.dumps({"plan": as_document(chosen), **of, "argv": argv}, indent=1))
+        print(json.dumps(plan_document(found, machine, argv), indent=1))
     elif options.dry_run:
         import shlex
 
         print(shlex.join(argv))
     else:
-        if found.fetches:
-            from appliance.weights.size import in_column
-
-            candidate = found.fetches.candidate
-            print(f"not on the volume: a start fetches {candidate.name} first, {in_column(candidate.missing_bytes)}\n")
-        explained = explain(chosen, is_verbose=options.verbose)
-        print(f"settings\n{_indented(explain_settings(start.settings))}\n\nplan\n{_indented(explained)}\n")
-        if modelled := found.space.modelled(chosen):
-            print(f"expert cache, not served by this engine: {modelled}\n")
-        print(
-            f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
-            if profile
-            else f"a prediction: the best of {len(found.space.all()):,} configurations, which measuring decides between"
-        )
-        if standing and standing.describe():
-            print(_indented("\n".join(standing.describe())))
-        if profile and profile.prediction_error is not None and profile.allocated:
-            print(
-                f"when it was measured the engine allocated {profile.allocated.total:,.0f} MiB; "
-                f"the prediction was off by {profile.prediction_error:+.1%}"
-            )
+        print(plan_text(found, machine, is_verbose=options.verbose))
     return 0
 
 
-def _plan_files(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:
+def _described(file: str | None) -> DescribedMachine | None:
+    """What is missing of it, and what else a bundle says, is told on stderr."""
+    if file is None:
+        return None
+    from appliance.probe.described import read_machine
+
+    machine = read_machine(file)
+    for words in machine.notes:
+        print(_safe(words), file=sys.stderr)
+    return machine
+
+
+def _plan_files(
+    options: argparse.Namespace,
+    settings: Settings,
+    environment: Mapping[str, str],
+    machine: DescribedMachine | None,
+) -> int:
     from appliance.serve.preview import preview_files
     from appliance.weights.table import as_document, as_text
 
-    found = preview_files(settings, environment)
+    found = preview_files(settings, environment, machine.hardware if machine else None)
     print(json.dumps(as_document(found.choice), indent=1) if options.json else as_text(found.choice))
     return found.exit_code
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _probe(options: argparse.Namespace, settings: Settings, environment: Mapping[str, str]) -> int:

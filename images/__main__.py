@@ -26,6 +26,7 @@ from images import (
     ci,
     compat,
     debian,
+    described,
     docker,
     drift,
     explain,
@@ -740,6 +741,11 @@ def _machine(arguments: argparse.Namespace) -> select.Machine:
     here = arguments.platform or _platform_here()
     # An empty --driver is a script's empty variable, and not the same as no driver told.
     driver = None if arguments.driver is None else select.parse_driver(arguments.driver)
+    if arguments.machine is not None:
+        if arguments.gpu or arguments.sm or driver is not None:
+            message = "--machine tells GPUs and driver: leave out --gpu, --sm and --driver"
+            raise UsageError(message)
+        return described.read_machine(arguments.machine, here)
     named = (*map(gpus.parse_gpu, arguments.gpu), *map(gpus.parse_sm, arguments.sm))
     if named:
         return select.Machine(platform=here, gpus=named, driver=driver)
@@ -1037,6 +1043,8 @@ def _add_select_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", action="append", default=[], help="repeatable: one image for all")
     parser.add_argument("--sm", metavar="SM", action="append", default=[], help="a GPU by its number: 90 or 9.0")
     parser.add_argument("--platform", choices=PLATFORMS, help="without it this machine's")
+    about = "the machine of this file, as `appliance probe --json` wrote it; - is stdin"
+    parser.add_argument("--machine", metavar="FILE", help=about)
     about = (
         "also name the model image of that cell, appliance/NAME:<cell>, just appliance/NAME in this machine's engine"
     )

@@ -13,6 +13,8 @@ MARKS = {"unit": "fast", "process": "process", "container": "container", "gpu": 
 # A tenth of the examples of each property, see `tests.builders.examples`; `make test` asks for all.
 settings.register_profile("thorough", deadline=None)
 settings.register_profile("fast", parent=settings.get_profile("thorough"), max_examples=10)
+# For `make properties`, which a workflow runs every week: 2,000 examples of what `make test` takes 60 of.
+settings.register_profile("weekly", parent=settings.get_profile("thorough"), max_examples=3400)
 settings.load_profile("fast")
 
 

@@ -82,8 +82,11 @@ def _delta_net(shape: Shape) -> Tensors:
     yield "ssm_conv1d.weight", (shape.get("ssm.conv_kernel"), 2 * keys + values)
     yield "ssm_dt.bias", (heads,)
     yield "ssm_a", (heads,)
-    yield "ssm_beta.weight", (width, heads)
-    yield "ssm_alpha.weight", (width, heads)
+    if shape.architecture == "qwen3next":
+        yield "ssm_ba.weight", (width, 2 * heads)
+    else:
+        yield "ssm_beta.weight", (width, heads)
+        yield "ssm_alpha.weight", (width, heads)
     yield "ssm_norm.weight", (state,)
     yield "ssm_out.weight", (values, width)
 
@@ -183,6 +186,25 @@ def _cohere(shape: Shape, layer: int) -> Tensors:
     yield from _norms(shape, "attn_norm")
     yield from _attention(shape, layer)
     yield from _dense(shape, layer)
+
+
+def _qwen2(shape: Shape, layer: int) -> Tensors:
+    """Q, K and V have a bias, and the output has none."""
+    yield from _norms(shape, "attn_norm", "ffn_norm")
+    found = _attention(shape, layer, has_bias=True)
+    yield from (entry for entry in found if entry[0] != "attn_output.bias")
+    yield from _dense(shape, layer)
+
+
+def _phi3(shape: Shape, layer: int) -> Tensors:
+    """Q, K and V are one matrix, and so are gate and up."""
+    width, rows = shape.get("embedding_length"), shape.of_layer("feed_forward_length", layer)
+    key = width // shape.get("attention.head_count")
+    yield from _norms(shape, "attn_norm", "ffn_norm")
+    yield "attn_qkv.weight", (width, width + 2 * key * shape.get("attention.head_count_kv"))
+    yield "attn_output.weight", (width, width)
+    yield "ffn_up.weight", (width, 2 * rows)
+    yield "ffn_down.weight", (rows, width)
 
 
 def _gpt_oss(shape: Shape, layer: int) -> Tensors:
@@ -382,10 +404,13 @@ BLOCKS: dict[str, Callable[[Shape, int], Tensors]] = {
     "mamba2": _mamba,
     "minimax-01": _minimax,
     "nemotron_h": _nemotron,
+    "phi3": _phi3,
+    "qwen2vl": _qwen2,
     "qwen3": _plain,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3moe": _plain,
+    "qwen3next": _qwen35,
     "rwkv7": _rwkv7,
     "smallthinker": _plain,
 }

@@ -11,8 +11,8 @@ from appliance.engines.engine import Engine, Inputs, Install, Space, load
 from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts, ImageFacts, Recipe, parse_engine_facts, parse_image_facts, parse_recipe
 from appliance.model import Model, digest, find_model, read_draft, read_model, with_projector
-from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck
-from appliance.probe import Gpu, Hardware, count_oom_kills, probe
+from appliance.plan import SPECULATION_GOALS, Kernels, KvCheck, RuledOut
+from appliance.probe import Cpu, Gpu, Hardware, count_oom_kills, probe
 from appliance.profile import Key, make_key
 from appliance.serve.beside import check_named, sizes_beside, with_beside
 from appliance.serve.checks import check_supported, usable_gpus
@@ -20,6 +20,10 @@ from appliance.serve.which import Located, Which, which_model
 from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
 from appliance.values import dataclass
 
+_OUTSIDE = (
+    "outside of an image there are none: `docker run --rm -i IMAGE` has this verb, or name a folder with copies of "
+    "its /opt/appliance with --facts-dir"
+)
 OPT = Path("/opt")  # an image has its engine in a folder of the engine's name there
 
 
@@ -90,12 +94,19 @@ class Machine:
 
 def look_at_machine(contents: Contents, environment: Mapping[str, str]) -> Machine:
     """Raises what says that this image cannot run here (20 to 23)."""
+    hardware = probe(contents.settings.data_dir, environment)
+    return machine_of(contents, hardware, ruled_out=contents.engine.ruled_out)
+
+
+def machine_of(
+    contents: Contents, hardware: Hardware, *, ruled_out: Callable[[Path, ImageFacts, Cpu], RuledOut] | None = None
+) -> Machine:
+    """Of hardware that was looked at, or described: then nothing was ruled out on it. Raises as `look_at_machine`."""
     settings, image = contents.settings, contents.image
-    hardware = probe(settings.data_dir, environment)
     warnings = check_supported(settings, image, hardware)
     install = install_of(settings, image, contents.facts, hardware)
-    ruled_out = contents.engine.ruled_out(install.cache_dir, image, hardware.cpu)
-    kernels = contents.engine.choose_kernels(settings, contents.facts, hardware.cpu, ruled_out)
+    seen = ruled_out(install.cache_dir, image, hardware.cpu) if ruled_out else None
+    kernels = contents.engine.choose_kernels(settings, contents.facts, hardware.cpu, seen)
     return Machine(hardware=hardware, install=install, kernels=kernels, warnings=warnings)
 
 
@@ -181,7 +192,8 @@ def load_facts(settings: Settings) -> tuple[ImageFacts, EngineFacts]:
         engine = parse_engine_facts((settings.facts_dir / "engine_facts.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         message = f"facts of this image cannot be read: {settings.facts_dir}: {error}"
-        raise ConfigError(message, hint="the image is damaged; build or pull it again") from error
+        hint = "the image is damaged; build or pull it again" if settings.facts_dir.is_dir() else _OUTSIDE
+        raise ConfigError(message, hint=hint) from error
     return image, engine
 
 

@@ -1,4 +1,4 @@
-"""Shapes of models, read from the YAML files beside this one."""
+"""Shapes of models: the published ones that the appliance knows, and small ones from the YAML file beside this."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from appliance.model.published import published
 from appliance.model.shape import Shape, as_shape
 
 HERE = Path(__file__).parent
@@ -18,5 +19,5 @@ def _load(file: str) -> dict[str, Shape]:
     return {name: as_shape(name, row, vocabulary=SMALL_VOCABULARY) for name, row in found.items()}
 
 
-PUBLISHED = _load("published.yaml")
+PUBLISHED = published()
 SMALL = _load("small.yaml")

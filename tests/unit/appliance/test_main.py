@@ -291,9 +291,7 @@ def test_explain_shows_every_setting_with_its_source(house: House, monkeypatch: 
     assert all(f"\n  {name} " in said.out for name in SETTINGS)
     assert "2 [variable APPLIANCE_PARALLEL]" in said.out
     assert "1 [flag --threads]" in said.out
-    count = re.search(r"a prediction: the best of ([0-9,]+) configurations, which measuring decides between", said.out)
-    assert count
-    assert int(count[1].replace(",", "")) > 4
+    assert said.out.endswith("a prediction; measuring decides between it and others that fit\n")
 
 
 def test_arguments_for_the_engine_are_taken_though_they_begin_with_a_hyphen(house: House) -> None:

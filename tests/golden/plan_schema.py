@@ -1,0 +1,90 @@
+"""The JSON schema of what `appliance plan --json` prints, made from the dataclasses that it is printed from.
+
+python -m tests.golden.plan_schema    writes docs/plan.schema.json anew: what is taken away or renamed breaks scripts
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.engines.llama.planning.launch import LlamaLaunch
+from appliance.plan import Plan
+from appliance.serve.shown_plan import SCHEMA
+
+PATH = Path(__file__).parents[2] / "docs/plan.schema.json"
+LAUNCHES = (LlamaLaunch,)  # each engine's
+_NULL = {"type": "null"}
+
+
+def schema() -> dict[str, Any]:
+    _, parts = msgspec.json.schema_components((Plan, *LAUNCHES), ref_template="#/$defs/{name}")
+    for part in parts.values():
+        # All fields are printed, defaults too; and a reader must not fall over one that a later version adds.
+        part["required"] = list(part.get("properties", {}))
+        for of in part["properties"].values():
+            of.pop("default", None)
+        part["description"] = inspect.cleandoc(part["description"]) if "description" in part else part["title"]
+    plan = parts["Plan"]
+    plan["properties"] = {"key": _text(), "knobs": _any("what measuring varies, by name"), **plan["properties"]}
+    plan["properties"]["launch"] = {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in LAUNCHES]}
+    plan["required"] = list(plan["properties"])
+    parts["Memory"]["properties"]["total"] = {"type": "number"}
+    parts["Memory"]["required"].append("total")
+    parts.pop("Launch", None)
+    return _root() | {"$defs": dict(sorted(parts.items()))}
+
+
+def _root() -> dict[str, Any]:
+    properties = {
+        "schema": {"const": SCHEMA, "description": "of this document; raised when a field goes or changes its meaning"},
+        "plan": {"$ref": "#/$defs/Plan"},
+        "profile": {"anyOf": [_text("id of the profile that it comes from"), _NULL], "description": "null: predicted"},
+        "standing": {"anyOf": [_of_status(), _NULL], "description": "of that profile"},
+        "fetches": _object("what a start fetches first", model=_text(), bytes={"type": "integer"}),
+        "shape": _object("the published shape that stands for a file", name=_text(), source=_text()),
+        "machine": _object(
+            "the file that describes the machine", source=_text(), assumed={"type": "array", "items": _text()}
+        ),
+        "argv": {"type": "array", "items": _text(), "description": "of the engine"},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "appliance plan --json",
+        "type": "object",
+        "properties": properties,
+        "required": ["schema", "plan", "profile", "standing", "argv"],
+    }
+
+
+def _of_status() -> dict[str, Any]:
+    maybe = {"anyOf": [_text(), _NULL]}
+    return _object("how it stands", stale=maybe, provisional=maybe, pinned={"type": "boolean"})
+
+
+def _object(description: str, **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "description": description, "properties": properties, "required": list(properties)}
+
+
+def _text(description: str | None = None) -> dict[str, Any]:
+    return {"type": "string", **({"description": description} if description else {})}
+
+
+def _any(description: str) -> dict[str, Any]:
+    return {"type": "object", "description": description}
+
+
+def text() -> str:
+    return json.dumps(schema(), indent=1) + "\n"
+
+
+def main() -> None:
+    PATH.write_text(text())
+
+
+if __name__ == "__main__":
+    main()

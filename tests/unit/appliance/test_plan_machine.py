@@ -1,0 +1,210 @@
+"""`appliance plan --machine`: another machine's plan, and what `--json` prints, which is as its schema says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.__main__ import main
+from appliance.engines.llama.planning.space import Space
+from appliance.image_facts import dump_facts
+from appliance.probe import as_document
+from appliance.settings import PREFIX, resolve_settings
+from tests.builders import facts, facts_for, model
+from tests.golden import plan_schema
+from tests.golden.machines import MACHINES
+from tests.json_schema import problems
+
+SCHEMA = json.loads(plan_schema.PATH.read_text())
+BY_HAND = """
+cpu: {logical: 16, physical: 8}
+memory: {total_mib: 64000}
+gpus:
+  driver: 580.95.05
+  gpus:
+    - {name: NVIDIA GeForce RTX 4090, sm: "89", vram_total_mib: 24564, bandwidth_gb_s: 1008}
+"""
+
+
+@dataclass(kw_only=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+class Image:
+    """An image of llama.cpp with code for these chips, or for the CPU alone, on an empty volume."""
+
+    def __init__(self, root: Path, capture: pytest.CaptureFixture[str], *sms: str) -> None:
+        self.root = root
+        self._capture = capture
+        image, engine = facts(has_cuda=bool(sms), variants=("x64", "haswell", "alderlake", "skylakex"))
+        if sms:
+            image = replace(image, cuda="13.0", sm=sms, cell=f"llama-cu130-sm{sms[0]}", driver_floor_sass="580.65.06")
+        (root / "facts").mkdir()
+        (root / "facts/image_facts.json").write_text(dump_facts(image))
+        (root / "facts/engine_facts.json").write_text(dump_facts(engine))
+
+    def plan(self, *words: str) -> Said:
+        code = main(["plan", "--data-dir", str(self.root / "data"), "--facts-dir", str(self.root / "facts"), *words])
+        out, err = self._capture.readouterr()
+        return Said(code=code, out=out, err=err)
+
+    def machine(self, name: str) -> str:
+        path = self.root / f"{name}.json"
+        path.write_text(json.dumps(as_document(MACHINES[name])))
+        return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Image:
+    return Image(tmp_path, capsys, "89", "120", "75", "86")
+
+
+@pytest.mark.parametrize("name", ["2x4090", "laptop-5060", "4x2080ti-22g", "24+8"])
+def test_it_is_the_plan_that_the_machine_itself_would_have(image: Image, name: str) -> None:
+    said = image.plan("--machine", image.machine(name), "--model", "qwen3-30b-a3b@Q4_K_M", "--json")
+    assert said.code == 0, said.err
+    hardware = MACHINES[name]
+    settings = resolve_settings({}, {})
+    there = Space(settings, *facts_for(hardware), hardware, model("qwen3-30b-a3b", "Q4_K_M")).best
+    assert said.document["plan"]["key"] == there.key
+    assert said.document["plan"]["placement"]["shares"][0]["gpu"]["name"] == hardware.gpus.gpus[0].name
+    assert said.document["machine"] == {"source": image.machine(name), "assumed": []}
+    assert said.document["shape"]["name"] == "qwen3-30b-a3b@Q4_K_M"
+    assert problems(said.document, SCHEMA) == []
+
+
+def test_a_buyer_writes_it_by_hand(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(BY_HAND.encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    said = image.plan("--machine", "-", "--model", "qwen3-32b")
+    assert said.code == 0, said.err
+    assert said.out.startswith("for the machine of stdin, not for this one\n\nno file: the shape of qwen3-32b@Q4_K_M")
+    assert "CUDA0 (NVIDIA GeForce RTX 4090" in said.out
+    assert said.out.endswith("a prediction; measuring decides between it and others that fit\n")
+    assert "stdin does not say memory.available_mib: taken as 61,952, all but 2,048" in said.err
+
+
+def test_the_command_line_names_where_the_file_would_be(image: Image) -> None:
+    said = image.plan("--machine", image.machine("2x4090"), "--model", "phi-4@q8_0", "--dry-run")
+    argv = shlex.split(said.out)
+    assert argv[argv.index("--model") + 1] == str(image.root / "data/models/phi-4-Q8_0.gguf")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message", "hint"),
+    [
+        (("--model", "qwen3-30b-a3c@Q4_K_M"), 10, "no shape of a published model", "perhaps you meant qwen3-30b-a3b"),
+        (("--model", "x@Q4_K_M"), 10, "no shape of a published model is called that: x@Q4_K_M", "there are llama-3.1"),
+        (("--model", "phi-4@Q9_Z"), 10, "model phi-4@Q9_Z: quantization is not known: Q9_Z", "such as phi-4@Q4_K_M"),
+        (("--model", "phi-4", "--files"), 10, "--files compares files", "leave out --files"),
+        (("--model", "phi-4@"), 10, "model phi-4@: quantization is not known", "such as phi-4@Q4_K_M"),
+        (("--model", "nobody"), 10, "no model of that name is on the volume: nobody", ""),
+        (("--model", "deepseek-v3@Q4_K_M"), 31, "model does not fit", "use a smaller model or quantization"),
+        (("--model", "phi-4", "--ctx-size", "10000000"), 10, "native 16,384: 10,000,000", "use --ctx"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    image: Image, words: tuple[str, ...], code: int, message: str, hint: str
+) -> None:
+    said = image.plan("--machine", image.machine("2x4090"), *words)
+    assert said.code == code, said.err
+    assert message in said.err
+    assert f"hint: {hint}" in said.err
+
+
+def test_an_image_that_could_not_start_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "h").mkdir()
+    on_cpu, hopper = Image(tmp_path / "cpu", capsys), Image(tmp_path / "h", capsys, "90")
+    there = on_cpu.machine("2x4090")
+    said = on_cpu.plan("--machine", there, "--model", "phi-4")
+    assert (said.code, "this image has no GPU kernels" in said.err) == (23, True)
+    said = hopper.plan("--machine", there, "--model", "phi-4")
+    assert (said.code, "no kernels for NVIDIA GeForce RTX 4090" in said.err) == (20, True)
+    said = Image(tmp_path, capsys, "75").plan("--machine", on_cpu.machine("t4"), "--model", "phi-4")
+    assert (said.code, "driver is too old" in said.err) == (21, True)
+
+
+def test_contradictions_are_10_with_file_and_key(image: Image) -> None:
+    path = Path(image.machine("2x4090"))
+    path.write_text(path.read_text().replace('"vram_free_mib": 24564', '"vram_free_mib": 40960', 1))
+    said = image.plan("--machine", str(path), "--model", "phi-4")
+    assert said.code == 10
+    assert f"error: machine file {path}: gpus.gpus[0].vram_free_mib: 40,960 is more than" in said.err
+
+
+def test_nine_gpus_of_three_kinds_are_planned(image: Image) -> None:
+    """Odd is no contradiction."""
+    found = MACHINES["3090+4090+5060"]
+    gpus = tuple(replace(gpu, index=at, uuid=f"GPU-{at}") for at, gpu in enumerate(3 * found.gpus.gpus))
+    path = image.root / "nine.json"
+    path.write_text(json.dumps(as_document(replace(found, gpus=replace(found.gpus, gpus=gpus)))))
+    said = image.plan("--machine", str(path), "--model", "gpt-oss-120b", "--json")
+    assert said.code == 0, said.err
+    assert 2 <= len(said.document["plan"]["placement"]["shares"]) <= 9
+
+
+def test_outside_of_an_image_it_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = main(["plan", "--facts-dir", str(tmp_path / "none"), "--data-dir", str(tmp_path), "--model", "phi-4"])
+    said = capsys.readouterr().err
+    assert code == 10
+    assert "facts of this image cannot be read" in said
+    assert "outside of an image there are none: `docker run --rm -i IMAGE` has this verb" in said
+
+
+def test_a_shape_of_the_cpu_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = Image(tmp_path, capsys)
+    said = image.plan("--machine", image.machine("cpu-16g"), "--model", "llama-3.1-8b@Q4_K_M", "--json")
+    assert said.document["plan"]["placement"]["shares"] == []
+    assert problems(said.document, SCHEMA) == []
+
+
+def test_the_schema_is_made_from_what_is_printed() -> None:
+    """`python -m tests.golden.plan_schema` writes it anew: what is taken away or renamed breaks scripts."""
+    assert plan_schema.text() == plan_schema.PATH.read_text()
+
+
+def test_the_schema_refuses_what_is_not_so(image: Image) -> None:
+    document = image.plan("--machine", image.machine("24+8"), "--model", "phi-4", "--json").document
+    assert problems(document, SCHEMA) == []
+    for change, words in (
+        ({"schema": 2}, "$.schema: 2 is not 1"),
+        ({"argv": [1]}, "$.argv[0]: 1 is no string"),
+        ({"profile": 7}, "$.profile: none of 2 fits 7"),
+        ({"plan": {**document["plan"], "context": "many"}}, "$.plan.context: 'many' is no integer"),
+    ):
+        assert words in problems({**document, **change}, SCHEMA)
+    del document["plan"]["memory"]["kv"], document["plan"]["placement"]["shares"][0]["gpu"]
+    assert problems(document, SCHEMA) == ["$.plan.memory: lacks kv", "$.plan.placement.shares[0]: lacks gpu"]
+
+
+def test_every_field_of_the_documents_that_are_printed_is_in_the_schema(image: Image) -> None:
+    document = image.plan("--machine", image.machine("2x4090"), "--model", "qwen3.6-27b", "--json").document
+    defs = SCHEMA["$defs"]
+    assert document["plan"].keys() == defs["Plan"]["properties"].keys()
+    assert document["plan"]["memory"].keys() == defs["Memory"]["properties"].keys()
+    assert document["plan"]["launch"].keys() == defs["LlamaLaunch"]["properties"].keys()
+    assert document.keys() <= SCHEMA["properties"].keys()
+    assert not re.search(r"\b(NaN|Infinity)\b", json.dumps(document))

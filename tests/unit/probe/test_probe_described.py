@@ -1,0 +1,176 @@
+"""A machine that is read from a file: the same as the one that was probed, or refused with file and key."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.doctor.bundle import bundle
+from appliance.doctor.examine import examine
+from appliance.errors import ConfigError
+from appliance.probe import GpuSpeed, Speeds, as_document
+from appliance.probe.described import MAX_BYTES, parse_machine, read_machine
+from appliance.settings import resolve_settings
+from tests.golden.machines import MACHINES
+
+SMALLEST = "cpu: {logical: 8}\nmemory: {total_mib: 16000}\n"
+CARD = "{name: A, vram_total_mib: 8000%s}"
+
+
+def with_cards(*rows: str) -> str:
+    return f"{SMALLEST}gpus: {{gpus: [{', '.join(rows)}]}}\n"
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_a_probe_wrote_is_the_machine_that_it_saw(name: str) -> None:
+    found = parse_machine(json.dumps(as_document(MACHINES[name])), "m")
+    assert found.hardware == MACHINES[name]
+    assert found.notes == ()
+
+
+def test_by_hand_the_least_will_do_and_what_is_assumed_is_said() -> None:
+    found = parse_machine(with_cards(CARD % "", CARD % ", index: 7"), "m.yaml")
+    hardware = found.hardware
+    assert (hardware.cpu.physical, hardware.memory.available_mib, hardware.gpu_requested) == (None, 13952, True)
+    assert [(gpu.index, gpu.uuid, gpu.vram_free_mib) for gpu in hardware.gpus.gpus] == [
+        (0, "GPU-0", 8000), (7, "GPU-1", 8000),
+    ]  # fmt: skip
+    keys = ["cpu.isa", "memory.available_mib", "gpus.gpus[0].vram_free_mib", "gpus.gpus[1].vram_free_mib"]
+    assert [re.findall(r"m.yaml does not say ([^:]+)", note) for note in found.notes] == [[key] for key in keys]
+
+
+def test_a_doctors_bundle_is_the_machine_without_what_it_hides(tmp_path: Path) -> None:
+    """What is hidden of a GPU is told apart again, and settings that somebody gave are named."""
+    settings = resolve_settings({"data_dir": str(tmp_path), "ctx_size": "8192", "facts_dir": str(tmp_path)}, {})
+    told = examine(settings, {})
+    gpus = MACHINES["a100-mig"].gpus
+    speeds = tuple(
+        GpuSpeed(uuid=gpu.uuid or "", pinned_gb_s=1.0, pageable_gb_s=1.0, memory_gb_s=1.0, overlapped_pinned_gb_s=1.0,
+                 overlapped_dram_gb_s=1.0) for gpu in gpus.gpus
+    )  # fmt: skip
+    seen = replace(told.hardware, gpus=gpus, speeds=Speeds(dram_gb_s=70.0, gpus=speeds))
+    found = parse_machine(bundle(settings, replace(told, hardware=seen), [], []), "b.json")
+    assert found.settings == {"ctx_size": "8192"}
+    assert "b.json is of a start with --ctx-size 8192: give them as well for the same plan" in found.notes
+    names = ("name", "vram_free_mib", "bandwidth_gb_s", "mig_profile")
+    for read, probed in zip(found.hardware.gpus.gpus, gpus.gpus, strict=True):
+        assert [getattr(read, name) for name in names] == [getattr(probed, name) for name in names]
+    uuids = [gpu.uuid for gpu in found.hardware.gpus.gpus]
+    assert len(set(uuids)) == len(uuids)
+    assert found.hardware.speeds
+    assert [speed.uuid for speed in found.hardware.speeds.gpus] == uuids
+    assert found.hardware.memory == told.hardware.memory
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("", "it holds no keys: None"),
+    ("[1]", "it holds no keys: [1]"),
+    ("{", "it is neither JSON nor YAML: Expecting property name"),
+    ("cpu: [", "it is neither JSON nor YAML"),
+    ("a: &x [1]\nb: [*x, *x]", "line 2: aliases are not taken"),
+    ("a: 1\na: 2", "line 2: a key stands there twice"),
+    ('{"cpu": 1, "cpu": 2}', "a key stands there twice: cpu"),
+    ("[1, 2]: 3", "or is none"),
+    ("[" * 9000 + "]" * 9000, "recursion"),
+    ('{"a":' * 100_000, "recursion"),
+    ("cpu: {logical: 8}", "memory: it is missing"),
+    ("cpu: {}\nmemory: {total_mib: 1}", "cpu.logical: it is missing"),
+    (SMALLEST + "gpu: {}", "gpu: no such key"),
+    (SMALLEST.replace("total_mib", "totl_mib"), "memory.totl_mib: no such key"),
+    (SMALLEST.replace("8}", "eight}"), "cpu.logical: expected `int`, got `str`"),
+    (SMALLEST.replace("8}", "8.5}"), "cpu.logical: expected `int`, got `float`"),
+    (SMALLEST.replace("8}", "-8}"), "cpu.logical: it is negative: -8"),
+    (SMALLEST.replace("8}", "0}"), "cpu.logical: it is 0"),
+    (SMALLEST.replace("8}", "8, physical: 9}"), "cpu.physical: 9 is more than cpu.logical, 8"),
+    (SMALLEST.replace("8}", "8, quota: .nan}"), "cpu.quota: no machine has that much: nan"),
+    (SMALLEST.replace("16000}", "1" + "0" * 40 + "}"), "memory.total_mib: no machine has that much"),
+    (SMALLEST.replace("16000}", "16000, available_mib: 16001}"), "available_mib: 16,001 is more than memory.total_mib"),
+    (SMALLEST + "gpus: [1]", "gpus: holds keys of its own"),
+    (SMALLEST + "gpus: {gpus: {}}", "gpus.gpus: is a list"),
+    (SMALLEST + "volume: {path: 3}", "volume: path is a text"),
+    (SMALLEST + "volume: {free_mib: much}", "volume.free_mib: it is no whole number"),
+    (with_cards("{name: A}"), "gpus.gpus[0].vram_total_mib: it is missing"),
+    (
+        with_cards(CARD % ", vram_free_mib: 9000"),
+        "vram_free_mib: 9,000 is more than gpus.gpus[0].vram_total_mib",
+    ),
+    (with_cards(CARD % ", sm: '0'"), "gpus.gpus[0].sm: it is no compute capability: '0'"),
+    (with_cards(CARD % ", sm: 89"), "gpus.gpus[0].sm: expected `str | null`, got `int`"),
+    (with_cards(CARD % ", bandwidth_gb_s: 0"), "gpus.gpus[0].bandwidth_gb_s: it is 0"),
+    (with_cards(CARD % ", bandwidth_gb_s: fast"), "gpus.gpus[0].bandwidth_gb_s: expected `float | null`"),
+    (with_cards(CARD % ", uuid: x", CARD % ", uuid: x"), "gpus.gpus[1].uuid: another GPU has the same: x"),
+    (with_cards(CARD % ", nvlink_peers: [3]"), "gpus.gpus[0].nvlink_peers: no other GPU has the index 3"),
+    (with_cards(*[CARD % ""] * 65), "gpus.gpus: 65 are more than 64"),
+    (SMALLEST + "a: " + "b" * 2**17, "as YAML it is larger than 64 KiB"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_a_machine_that_cannot_be_is_10_with_file_and_key(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_machine(str(path))
+    assert caught.value.message.startswith(f"machine file {path}: ")
+    assert words in caught.value.message
+    assert caught.value.message.isprintable()
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00", b" " * (MAX_BYTES + 1)])
+def test_what_is_no_text_or_too_large_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="machine file"):
+        read_machine(str(path))
+
+
+@pytest.mark.parametrize("name", ["none.json", ".", "a\0b", "x" * 300])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        read_machine(name)
+    assert caught.value.message.isprintable()
+
+
+def test_a_name_that_is_misspelt_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_machine(with_cards("{name: A, vram_totl_mib: 8000}"), "m")
+    assert caught.value.hint == "perhaps you meant 'vram_total_mib'"
+
+
+def test_a_file_that_was_cut_is_refused() -> None:
+    text = json.dumps(as_document(MACHINES["a100-mig"]))
+    for end in range(0, len(text) - 1, 97):
+        with pytest.raises(ConfigError):
+            parse_machine(text[:end], "m")
+
+
+def test_whatever_a_value_becomes_it_is_a_machine_or_refused() -> None:
+    document: dict[str, Any] = as_document(MACHINES["a100-mig"])
+    others: tuple[Any, ...] = (None, -1, 0, "x", [], {}, [{}], True, 1e300)
+    said = {outcome(document, path, value) for path in paths(document) for value in others}
+    assert said == {"a machine", "refused"}
+
+
+def outcome(document: dict[str, Any], path: tuple[Any, ...], value: object) -> str:
+    changed = json.loads(json.dumps(document))
+    at = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    try:
+        parse_machine(json.dumps(changed), "m")
+    except ConfigError as error:
+        return "refused" if error.message.startswith("machine file m: ") else error.message
+    return "a machine"
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [path for key, each in rows for path in ((*at, key), *paths(each, (*at, key)))]
