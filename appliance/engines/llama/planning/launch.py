@@ -48,7 +48,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "ubatch": KnobEffect(prior=0.15, phases=("prefill",)),
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
-    "split": KnobEffect(),
+    "split": KnobEffect(prior=0.3),  # what cards exchange depends on links and drivers that nobody has measured
     "placement": PREDICTED,
 }
 

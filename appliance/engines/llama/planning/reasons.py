@@ -116,7 +116,7 @@ def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[K
 
 def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], settings: Settings) -> Choice:
     found = placed.placement
-    parts = [_holds(at, share) for at, share in enumerate(found.shares)]
+    parts = [*_in_parallel(found), *(_holds(at, share) for at, share in enumerate(found.shares))]
     if found.cpu_layers:
         parts.append(f"the CPU holds {_first(found.cpu_layers)}")
     if found.cpu_expert_layers:
@@ -147,6 +147,15 @@ def placement(placed: Placed, resources: Resources, notes: tuple[str, ...], sett
         source=source,
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def _in_parallel(found: Placement) -> list[str]:
+    if not found.parts:
+        return []
+    return [
+        f"each matrix is split over {len(found.shares)} cards (--split-mode tensor, experimental in llama.cpp): they "
+        "work at once, and exchange results twice a layer"
+    ]
 
 
 def _reordered(found: Placement, resources: Resources) -> list[str]:

@@ -170,18 +170,6 @@ def test_published_windows_are_reached() -> None:
     assert best(MACHINES["2x2080ti-22g"], shape("qwen3.6-27b")).context == 262144
 
 
-def test_rows_are_split_only_over_links_and_only_where_the_engine_can() -> None:
-    def splits(machine: str, engine: EngineFacts | None = None) -> set[str]:
-        found = space(MACHINES[machine], model("llama-3.1-8b", "F16"), engine=engine).all()
-        assert len(found[0].placement.shares) == 2
-        return {each.placement.split_mode for each in found}
-
-    _, engine = facts(has_cuda=True)
-    assert "row" in splits("2x2080ti-22g")
-    assert "row" not in splits("2x2080ti-22g", replace(engine, split_modes=("none", "layer")))
-    assert "row" not in splits("2x4090")
-
-
 def test_who_holds_a_card_is_named_and_what_is_free_is_planned() -> None:
     found = best(MACHINES["4090-shared"], model("qwen3-8b", "Q8_0"))
     assert "in use by /usr/bin/python3 (4242) 14,500 MiB" in reason(found, "placement")
