@@ -12,8 +12,7 @@ from appliance.probe import Gpu, Hardware
 def usable_devices(
     hardware: Hardware, image: ImageFacts, engine: EngineFacts, limits: Limits = NO_LIMITS
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """Fastest first, of equal ones that with the faster link, and in words those that cannot be used. None where the
-    engine has no backend for them."""
+    """Fastest first, and in words those that cannot be used. None where the engine has no backend for them."""
     if image.cuda is None and not any("cuda" in name for name in engine.backends):
         return (), ()
     devices: list[Device] = []
@@ -24,7 +23,13 @@ def usable_devices(
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
             devices.append(_device(gpu, hardware, limits))
-    return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, -d.upload_gb_s, d.index, d.id))), tuple(refused)
+    return tuple(sorted(devices, key=_rank)), tuple(refused)
+
+
+def _rank(device: Device) -> tuple[float | int | str, ...]:
+    """Of cards as fast as each other that with the faster link first, then that with more room: a card's slot decides
+    only between cards that are the same in all of it."""
+    return (-device.bandwidth_gb_s, -device.upload_gb_s, -device.free_mib, device.index, device.id)
 
 
 def device_id(gpu: Gpu) -> str:
