@@ -90,6 +90,8 @@ class Gpu:
     vram_total_mib: int | None  # None also where the GPU has no memory of its own, see is_unified
     vram_free_mib: int | None
     pci_bus_id: str | None
+    sm_count: int | None = None  # streaming multiprocessors; of a slice its own
+    sm_clock_mhz: int | None = None  # the highest, which no load sustains on every card
     is_unified: bool = False  # its memory is the host's: plan with MemAvailable, and count it once
     bus_bits: int | None = None
     memory_clock_mhz: int | None = None  # the highest; NVML's clock, half the transfers of a double data rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.cuda_context import context_mib, held_back_mib
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.image_facts import EngineFacts, ImageFacts, runs_on
 from appliance.plan import Device
@@ -48,7 +49,7 @@ def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
 
 
 def _device(gpu: Gpu, hardware: Hardware, limits: Limits) -> Device:
-    margin = assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
+    margin = held_back_mib(gpu)
     if gpu.is_unified:
         free = limits.of_host(hardware.memory)
     else:
@@ -63,6 +64,7 @@ def _device(gpu: Gpu, hardware: Hardware, limits: Limits) -> Device:
         index=gpu.index,
         free_mib=max(0.0, free - margin),
         held_back_mib=margin,
+        context_mib=context_mib(gpu),
         bandwidth_gb_s=memory * assumptions.GPU_SHARE.value,
         upload_gb_s=pageable,
         pinned_gb_s=pinned,

@@ -54,6 +54,8 @@ def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> s
         return "this engine has no such split mode"
     if model.architecture in UNSUPPORTED or model.is_embedding_model:
         return f"llama.cpp does not split {model.architecture} so"
+    if model.projector is not None:
+        return "a projector lies whole on one card, which has no room kept for it here"
     if kv_type not in EXACT_TYPES:
         return "it takes no quantized cache"
     return why_no_kernel(model)

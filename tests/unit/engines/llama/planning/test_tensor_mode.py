@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -106,6 +107,11 @@ def test_a_quantized_cache_layers_on_the_cpu_and_heads_without_a_kernel_exclude_
     assert placements(model("qwen3-30b-a3b", "Q4_K_M"), card(0), card(1), cpu_expert_layers=4) == []
     odd = replace(of, stack=tuple(replace(layer, k_elements=8 * 160, v_elements=8 * 160) for layer in of.stack))
     assert placements(odd, card(0), card(1)) == []
+
+
+def test_beside_a_projector_whole_layers_are_used() -> None:
+    of = replace(model("qwen3-8b", "Q8_0"), projector=Path("mmproj-F16.gguf"))
+    assert placements(of, card(0), card(1)) == []
 
 
 def test_slices_unified_memory_and_a_single_lane_take_no_part() -> None:
