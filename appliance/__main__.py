@@ -545,7 +545,7 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
 def _show(error: FatalError) -> None:
     """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
     for line in error.log[-40:]:
-        print(f"  | {line}", file=sys.stderr)
+        print(f"  | {printable(line)}", file=sys.stderr)
     print(f"error: {_safe(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"\nhint: {_safe(error.hint)}", file=sys.stderr)

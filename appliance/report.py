@@ -54,6 +54,8 @@ class Report:
         from rich.text import Text
 
         seconds = f"{time.monotonic() - self.began:6.1f} s  "
+        # Names of files and lines of an engine may hold control sequences.
+        message = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
         Console(file=self._stream, soft_wrap=True, highlight=False).print(
             Text.assemble((seconds, "dim"), (message, _STYLES[level]))
         )

@@ -14,6 +14,7 @@ class Device:
     index: int
     free_mib: float  # what is free now, less what is held back; of unified memory all that the host has
     held_back_mib: float
+    context_mib: float = 0.0  # of what is held back, what a process takes before its first buffer
     bandwidth_gb_s: float  # what kernels reach, not what the memory could
     upload_gb_s: float  # host to device, from pageable memory
     pinned_gb_s: float

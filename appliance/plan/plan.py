@@ -79,27 +79,34 @@ class GpuAllocation:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output."""
+    """Where layers lie: the first `cpu_layers` on the CPU, then runs on GPUs in order, the last with the output. With
+    `parts` all of them lie on each GPU, in part."""
 
     shares: tuple[GpuAllocation, ...] = ()
     cpu_layers: int = 0
     cpu_expert_layers: int = 0  # so many first layers keep their routed experts in host memory
     split_mode: str = "none"
+    parts: tuple[int, ...] = ()  # where each device holds a part of every layer: of each matrix, by device
 
     @property
     def gpu_layers(self) -> int:
-        return sum(share.layers for share in self.shares)
+        return self.shares[0].layers if self.parts else sum(share.layers for share in self.shares)
 
     def summary(self) -> str:
         """As in "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
-        split = f" ({self.split_mode})" if len(self.shares) > 1 else ""
+        split = f" ({self._split})" if len(self.shares) > 1 else ""
         return self._devices + split + self._experts
 
     @property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         """What tells two placements apart."""
         where = ("placement", self._devices + self._experts)
-        return (where, ("split", self.split_mode)) if self.shares else (where,)
+        return (where, ("split", self._split)) if self.shares else (where,)
+
+    @property
+    def _split(self) -> str:
+        is_even = len(set(self.parts)) < 2
+        return self.split_mode if is_even else f"{self.split_mode} {':'.join(map(str, self.parts))}"
 
     @property
     def _devices(self) -> str:

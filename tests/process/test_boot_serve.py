@@ -374,6 +374,15 @@ def test_sigterm_in_mid_stream_ends_it_with_an_error_event(known: Home) -> None:
         assert {"stopping", "stopped"} <= set(serving.names())
 
 
+def test_control_sequences_of_an_engines_log_are_shown_as_words(home: Home) -> None:
+    home.set_engine("--die-before-ready", "1", "--error-line", "error: \x1b[2J\x1b]0;title\x07 of a model")
+    with home.serving(tune="off") as serving:
+        assert serving.wait_exit() == 43
+        text = serving.text
+    assert r"error: \x1b[2J\x1b]0;title\x07 of a model" in text
+    assert "\x1b" not in text
+
+
 @pytest.mark.parametrize("tune", ["first", "off"])
 @pytest.mark.parametrize(
     ("words", "code"),

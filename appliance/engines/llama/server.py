@@ -158,8 +158,10 @@ def placement_arguments(plan: Plan, facts: EngineFacts) -> tuple[str, ...]:
     flags.need("--device", ",".join(f"CUDA{at}" for at in range(len(shares))))
     flags.need("--gpu-layers", plan.placement.gpu_layers)
     flags.need("--split-mode", plan.placement.split_mode)
-    # Counts of layers: the engine gives position k of n to the first device whose share of the sum exceeds k/n.
-    flags.need("--tensor-split", ",".join(str(share.layers) for share in shares))
+    # Counts of layers: the engine gives position k of n to the first device whose share of the sum exceeds k/n. In
+    # split mode tensor parts of each matrix.
+    split = plan.placement.parts or tuple(share.layers for share in shares)
+    flags.need("--tensor-split", ",".join(map(str, split)))
     flags.need("--main-gpu", 0)
     if plan.placement.cpu_expert_layers:
         flags.need("--n-cpu-moe", plan.placement.cpu_expert_layers)

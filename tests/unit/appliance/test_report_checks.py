@@ -16,6 +16,15 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_control_sequences_of_a_name_never_reach_a_terminal() -> None:
+    for form in ("text", "json"):
+        stream = io.StringIO()
+        Report(form, stream).warning("event_name", "loading \x1b[2J\x1b]0;title\x07.gguf\nnext line", name="\x1b[31m")
+        assert "\x1b" not in stream.getvalue()
+        assert "\x07" not in stream.getvalue()
+        assert "next line" in stream.getvalue()
+
+
 def test_without_a_terminal_each_event_is_one_line_of_json() -> None:
     stream = io.StringIO()
     report = Report("auto", stream)

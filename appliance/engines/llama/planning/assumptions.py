@@ -30,7 +30,8 @@ APPLIANCE_MIB = Assumption(
     is_measured=True,
 )
 GPU_MARGIN_MIB = Assumption(
-    value=1024.0, source="llama.cpp's own margin a device (--fit-target): CUDA context, pools that grow, fragments"
+    value=1024.0,
+    source="llama.cpp's own margin a device (--fit-target): pools that grow, fragments, here the context too",
 )
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen, not measured")
 

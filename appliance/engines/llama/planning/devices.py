@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.cuda_context import context_mib, held_back_mib
 from appliance.engines.llama.planning.handicaps import handicaps
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.rates import card_rates
@@ -19,8 +20,8 @@ def usable_devices(
     *,
     reserve_mib: float = 0.0,
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """Fastest first, of equal ones that with the faster link, and in words those that cannot be used. None where the
-    engine has no backend for them. `reserve_mib` of each is left alone."""
+    """Fastest first, and in words those that cannot be used. None where the engine has no backend for them.
+    `reserve_mib` of each is left alone."""
     if image.cuda is None and not any("cuda" in name for name in engine.backends):
         return (), ()
     devices: list[Device] = []
@@ -31,7 +32,13 @@ def usable_devices(
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
             devices.append(_device(gpu, hardware, limits, reserve_mib))
-    return tuple(sorted(devices, key=lambda d: (-d.bandwidth_gb_s, -d.upload_gb_s, d.index, d.id))), tuple(refused)
+    return tuple(sorted(devices, key=_rank)), tuple(refused)
+
+
+def _rank(device: Device) -> tuple[float | int | str, ...]:
+    """Of cards as fast as each other that with the faster link first, then that with more room: a card's slot decides
+    only between cards that are the same in all of it."""
+    return (-device.bandwidth_gb_s, -device.upload_gb_s, -device.free_mib, device.index, device.id)
 
 
 def device_id(gpu: Gpu) -> str:
@@ -50,7 +57,7 @@ def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
 
 
 def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) -> Device:
-    margin = reserve_mib + assumptions.GPU_MARGIN_MIB.value + (assumptions.DISPLAY_MIB.value if gpu.display else 0.0)
+    margin = reserve_mib + held_back_mib(gpu)
     if gpu.is_unified:
         free = limits.of_host(hardware.memory)
     else:
@@ -66,6 +73,7 @@ def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) ->
         index=gpu.index,
         free_mib=max(0.0, free - margin),
         held_back_mib=margin,
+        context_mib=context_mib(gpu),
         bandwidth_gb_s=rates.gb_s,
         layer_us=rates.layer_us,
         tflops=rates.tflops,

@@ -65,7 +65,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
     "numa": KnobEffect(parts=("cpu",)),
-    "split": KnobEffect(),
+    "split": KnobEffect(prior=0.3),  # what cards exchange depends on links and drivers that nobody has measured
     "placement": PREDICTED,
 }
 

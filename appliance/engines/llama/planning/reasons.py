@@ -167,7 +167,7 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
     how = "measured" if resources.dram_is_measured else "assumed"
     dram = f"DRAM {resources.dram_gb_s:.0f} GB/s, {how}"
     parts = [
-        *_held_where(found),
+        *(_in_parallel(found) or _held_where(found)),
         *_reordered(found, resources),
         *_left_out(found, resources),
         *(f"{device.name}: {device.note}" for device in resources.devices if device.note),
@@ -187,6 +187,15 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
         source=", ".join(asked) or "memory and bandwidths",
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def _in_parallel(found: Placement) -> list[str]:
+    if not found.parts:
+        return []
+    return [
+        f"each matrix is split over {len(found.shares)} cards (--split-mode tensor, experimental in llama.cpp): they "
+        "work at once, and exchange results twice a layer"
+    ]
 
 
 def left_out(notes: tuple[str, ...]) -> tuple[Choice, ...]:

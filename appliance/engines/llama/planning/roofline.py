@@ -18,6 +18,7 @@ from functools import cached_property
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.memory import KV_BYTES, cell_bytes, layers_of
 from appliance.engines.llama.planning.rates import CpuRates
+from appliance.engines.llama.planning.tensor_mode import TENSOR, as_one_card, exchanged
 from appliance.model import Layer, Model
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
@@ -225,6 +226,9 @@ def costs_of(roofline: Roofline, placement: Placement, devices: dict[str, Device
 
 
 def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Iterator[Costs]:
+    if placement.split_mode == TENSOR:
+        yield in_parallel(roofline, placement, devices)
+        return
     layers = layers_of(roofline.model)
     at = placement.cpu_layers if placement.shares else len(layers)
     yield from (roofline.on_cpu(layer) for layer in layers[:at] if not layer.is_draft)
@@ -242,6 +246,15 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
         yield roofline.output_on_gpu(devices[placement.shares[-1].gpu.id])
     else:
         yield roofline.output_on_cpu()
+
+
+def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
+    """Of split mode tensor: every layer on all cards at once, and what they exchange."""
+    cards = [devices[share.gpu.id] for share in placement.shares]
+    card = as_one_card(roofline.model, cards, placement.parts)
+    layers = (layer for layer in layers_of(roofline.model) if not layer.is_draft)
+    worked = sum((roofline.on_gpu(layer, card) for layer in layers), roofline.output_on_gpu(card))
+    return worked + exchanged(roofline.model, cards, roofline.ubatch)
 
 
 def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:

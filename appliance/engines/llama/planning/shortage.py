@@ -24,14 +24,15 @@ class Missing:
 def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settings, limits: Limits) -> Missing | None:
     """None for a GPU that the plan does not use. What the plan takes counts, and not what seemed free: of a plan with
     room to spare, less room would change nothing."""
-    gpu, held_back_mib, where = None, 0.0, "the host"
+    gpu, held_back_mib, context_mib, where = None, 0.0, 0.0, "the host"
     if shortage.device is not None:
         used = {share.device: share for share in plan.placement.shares}
         share = used.get(shortage.device)
         gpu = next((each for each in hardware.gpus.gpus if share and device_id(each) == share.gpu.id), None)
         if share is None or gpu is None:
             return None
-        held_back_mib, where = share.gpu.held_back_mib, f"{shortage.device} ({share.gpu.name})"
+        held_back_mib, context_mib = share.gpu.held_back_mib, share.gpu.context_mib
+        where = f"{shortage.device} ({share.gpu.name})"
     if gpu is None or gpu.is_unified:
         taken = taken_mib(hardware, plan, None)
         left = max(0.0, taken - shortage.refused_mib)
@@ -42,7 +43,8 @@ def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settin
     left = taken - shortage.refused_mib
     if shortage.free_mib is not None and shortage.free_mib < taken:
         # The log tells all that was missing, and not only of which buffer: a refused cache of 16 GiB may lack one.
-        left = shortage.free_mib - held_back_mib
+        # What it says is free is so beside its context.
+        left = shortage.free_mib + context_mib - held_back_mib
     left = max(0.0, left)
     less = limits.with_gpu(id, int(left + held_back_mib))
     return Missing(limits=less, missing_mib=taken - left, where=where, gpu_id=id)

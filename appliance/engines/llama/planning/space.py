@@ -37,6 +37,8 @@ from appliance.engines.llama.planning.placement import Placed, place
 from appliance.engines.llama.planning.roofline import with_threads
 from appliance.engines.llama.planning.shortage import missing, taken_mib
 from appliance.engines.llama.planning.speculation import applied, as_asked, estimate, kinds, still_applied
+from appliance.engines.llama.planning.tensor_mode import CLEARLY, TENSOR, TRUSTED, has_good_links
+from appliance.engines.llama.planning.tensor_placement import place_same, place_tensors
 from appliance.errors import ModelDoesNotFitError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
@@ -50,7 +52,6 @@ from appliance.plan import (
     KnobEffect,
     KvCheck,
     Offer,
-    Placement,
     Plan,
     Shortage,
     Speculation,
@@ -112,7 +113,8 @@ class Space:
     @cached_property
     def best(self) -> Plan:
         """The prediction."""
-        return predicted(self._inputs, self._image, self.context_plan)
+        in_parallel = _in_parallel(self._inputs, self.context_plan)
+        return predicted(self._inputs, self._image, in_parallel or self.context_plan)
 
     @property
     def predicted(self) -> Plan:
@@ -179,7 +181,8 @@ class Space:
                     if ubatch > padded(context):
                         continue
                     placed = _again(self._inputs, context_plan, ubatch=ubatch)
-                    for each in (placed, *self._more_experts(context_plan, ubatch, placed)):
+                    split = _split(self._inputs, context_plan, ubatch=ubatch)
+                    for each in (placed, *self._more_experts(context_plan, ubatch, placed), *split):
                         if each:
                             yield self._at(each, context_plan, ubatch=ubatch)
 
@@ -229,7 +232,7 @@ class Space:
         return low * CONTEXT_STEP
 
     def _around(self, plan: Plan) -> Iterator[Plan]:
-        """With other threads, loaded otherwise, split otherwise."""
+        """With other threads, loaded otherwise."""
         inputs, placement = self._inputs, plan.placement
         works_on_cpu = not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
         counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
@@ -242,8 +245,6 @@ class Space:
             for numa in numa_modes(inputs.settings, inputs.engine, inputs.hardware, placement, host_mib):
                 for threads in dict.fromkeys(min(count, numa.threads_max or count) for count in counts):
                     yield _with_numa(_with_threads(loaded, threads), numa)
-        if "row" in inputs.engine.split_modes and not works_on_cpu and _are_linked(inputs, placement):
-            yield _split_by_rows(plan)
 
     def _thread_counts(self) -> tuple[int, ...]:
         """Those of a prediction, and one more and one fewer than the cores."""
@@ -294,10 +295,13 @@ class Space:
         launch = launch_of(plan)
         context_plan = replace(self.context_plan, kv_type=plan.kv_type, context=context)
         job = replace(self._inputs.job, context=padded(context), kv_type=plan.kv_type, ubatch=launch.ubatch)
-        if plan.placement.shares:
+        if plan.placement.shares and plan.placement.split_mode != TENSOR:
             experts = plan.placement.cpu_expert_layers
             job = replace(job, gpu_layers=plan.placement.gpu_layers, cpu_expert_layers=experts)
-        placed = place(job, self._inputs.resources)
+        if plan.placement.split_mode == TENSOR:
+            placed = place_same(job, self._inputs.resources, plan.placement, self._inputs.engine.split_modes)
+        else:
+            placed = place(job, self._inputs.resources)
         if placed is None:
             return None
         found = self._loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
@@ -360,12 +364,6 @@ def _with_numa(plan: Plan, numa: Numa) -> Plan:
     return replace(plan, choices=(*kept, numa.choice) if numa.choice else kept)
 
 
-def _split_by_rows(plan: Plan) -> Plan:
-    split = replace(plan.placement, split_mode="row")
-    why = "rows of each matrix are split over the linked cards; measured beside whole layers"
-    return _reworded(replace(plan, placement=split), placement=(split.summary(), why))
-
-
 def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     """With another value and reason for some of its choices."""
     choices = tuple(
@@ -375,9 +373,21 @@ def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     return replace(plan, choices=choices)
 
 
-def _are_linked(inputs: PlanInputs, placement: Placement) -> bool:
-    used = [device for device in inputs.resources.devices if device.id in {share.gpu.id for share in placement.shares}]
-    return len(used) > 1 and all(other.index in one.peers for one in used for other in used if other is not one)
+def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
+    """The same context in split mode tensor, where that is clearly faster than whole layers and relies on nothing that
+    nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring."""
+    if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
+        return None
+    exact = replace(found, kv_type="f16")
+    for placed in _split(inputs, exact, ubatch=inputs.job.ubatch):
+        if has_good_links(placed.placement) and placed.cost * CLEARLY <= found.placed.cost:
+            return replace(exact, placed=placed)
+    return None
+
+
+def _split(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int) -> tuple[Placed, ...]:
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    return place_tensors(job, inputs.resources, inputs.engine.split_modes)
 
 
 def _again(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int, experts: int | None = None) -> Placed | None:

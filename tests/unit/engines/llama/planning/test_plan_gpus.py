@@ -148,6 +148,53 @@ def test_what_fits_keeps_fitting_and_is_never_slower_with_more_memory_or_one_mor
         assert more.speed.job_s * 10**12 <= more.cost * 1.03 + 1  # what an even split may give up
 
 
+slots = st.lists(
+    st.tuples(st.integers(4000, 24000), st.sampled_from([448.0, 936.0]), st.sampled_from([1, 4, 16])),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(deadline=None, max_examples=examples(50))  # two whole plans an example
+@given(st.data(), slots, models)
+def test_cards_in_other_slots_give_an_equal_plan(
+    data: st.DataObject, having: list[tuple[int, float, int]], name: str
+) -> None:
+    def planned(order: list[tuple[int, float, int]]) -> tuple[object, ...] | None:
+        found = [
+            replace(gpu(i, free, speed), pcie_width=width, pcie_width_max=16)
+            for i, (free, speed, width) in enumerate(order)
+        ]
+        try:
+            plan = best(with_gpus(MACHINES["2x4090"], *found), shape(name))
+        except ModelDoesNotFitError:
+            return None
+        shares = [(s.layers, s.memory, s.gpu.free_mib, s.gpu.upload_gb_s) for s in plan.placement.shares]
+        return (plan.placement.summary(), plan.context, plan.kv_type, plan.speed, shares)
+
+    assert planned(having) == planned(data.draw(st.permutations(having)))
+
+
+@pytest.mark.parametrize("widths", [(16, 1), (1, 16)])
+@pytest.mark.parametrize("order", ["auto", "0,1", "1,0"])
+def test_a_card_on_a_single_lane_is_used_and_never_first_where_experts_are_copied(
+    widths: tuple[int, int], order: str
+) -> None:
+    cards = (replace(gpu(i, 24000, 936.0), pcie_width=width, pcie_width_max=16) for i, width in enumerate(widths))
+    found = best(with_gpus(MACHINES["2x4090"], *cards), shape("gpt-oss-120b"), devices=order)
+    wide = widths.index(16)
+    assert [share.gpu.index for share in found.placement.shares] == [wide, 1 - wide]
+    is_reordered = order not in ("auto", f"{wide},{1 - wide}")
+    said = f"(GPU {wide}) comes before NVIDIA GeForce RTX 4090 (GPU {1 - wide}): what lies in host memory is copied to"
+    assert (said in reason(found, "placement")) == is_reordered
+
+
+def test_an_order_that_costs_nothing_is_kept() -> None:
+    for order in ("0,1", "1,0"):
+        found = best(MACHINES["2x4090"], shape("qwen3.6-35b-a3b"), devices=order)
+        assert ",".join(str(share.gpu.index) for share in found.placement.shares) == order
+
+
 def test_a_slow_card_is_left_out_where_the_fast_ones_hold_everything_and_it_is_said() -> None:
     found = best(MACHINES["3090+4090+5060"], model("llama-3.1-8b", "Q8_0"), ctx_size="8192")
     assert [share.gpu.name for share in found.placement.shares] == ["NVIDIA GeForce RTX 4090"]
@@ -170,18 +217,6 @@ def test_published_windows_are_reached() -> None:
     assert asked.placement.cpu_layers > 8
     assert best(MACHINES["2x4090"], shape("qwen3.6-35b-a3b")).context == 262144
     assert best(MACHINES["2x2080ti-22g"], shape("qwen3.6-27b")).context == 262144
-
-
-def test_rows_are_split_only_over_links_and_only_where_the_engine_can() -> None:
-    def splits(machine: str, engine: EngineFacts | None = None) -> set[str]:
-        found = space(MACHINES[machine], model("llama-3.1-8b", "F16"), engine=engine).all()
-        assert len(found[0].placement.shares) == 2
-        return {each.placement.split_mode for each in found}
-
-    _, engine = facts(has_cuda=True)
-    assert "row" in splits("2x2080ti-22g")
-    assert "row" not in splits("2x2080ti-22g", replace(engine, split_modes=("none", "layer")))
-    assert "row" not in splits("2x4090")
 
 
 def test_who_holds_a_card_is_named_and_what_is_free_is_planned() -> None:

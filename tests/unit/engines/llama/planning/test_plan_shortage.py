@@ -107,8 +107,8 @@ def test_what_was_free_counts_and_not_the_whole_buffer_that_was_refused() -> Non
     shortage = Shortage(refused_mib=share.memory.weights, device="CUDA0", free_mib=free_mib)
     less = missing(hardware, before, shortage, AUTO, NO_LIMITS)
     assert less is not None
-    assert less.limits.gpus_mib == ((share.gpu.id, int(free_mib)),)
-    assert less.missing_mib == pytest.approx(100 + share.gpu.held_back_mib)
+    assert less.limits.gpus_mib == ((share.gpu.id, int(free_mib + share.gpu.context_mib)),)
+    assert less.missing_mib == pytest.approx(100 + share.gpu.held_back_mib - share.gpu.context_mib)
 
 
 def test_where_enough_seemed_free_the_refused_buffer_counts() -> None:

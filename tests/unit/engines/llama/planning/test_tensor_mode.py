@@ -1,0 +1,231 @@
+"""Split mode tensor: who may have it, what it takes of each card, and when a prediction is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.engines.llama.planning.memory import MIB, kv_mib, layers_of
+from appliance.engines.llama.planning.placement import PlacementJob, Resources
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.tensor_mode import exchanged, why_not
+from appliance.engines.llama.planning.tensor_placement import place_tensors
+from appliance.engines.llama.server import placement_arguments
+from appliance.image_facts import EngineFacts
+from appliance.model import Model, unread_projector
+from appliance.plan import Device, Placement, Plan
+from appliance.probe import Gpu, Hardware
+from appliance.settings import resolve_settings
+from tests.builders import facts, model
+from tests.golden.machines import MACHINES
+from tests.shapes import PUBLISHED
+
+MODES = ("none", "layer", "row", "tensor")
+
+
+def card(index: int, free_mib: float = 23000.0, *, gb_s: float = 750.0, link_gb_s: float = 24.0) -> Device:
+    return Device(
+        id=str(index),
+        name=f"GPU {index}",
+        index=index,
+        free_mib=free_mib,
+        held_back_mib=1024.0,
+        bandwidth_gb_s=gb_s,
+        upload_gb_s=link_gb_s / 2,
+        pinned_gb_s=link_gb_s,
+    )
+
+
+def job(of: Model, **changes: object) -> PlacementJob:
+    found = PlacementJob(model=of, context=8192, kv_type="f16", ubatch=512, parallel=4)
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def placements(of: Model, *devices: Device, **changes: object) -> list[Placement]:
+    resources = Resources(devices=devices, spare_mib=64000.0, dram_gb_s=40.0)
+    return [placed.placement for placed in place_tensors(job(of, **changes), resources, MODES)]
+
+
+def machine(gpus: int, *, width: int = 16) -> Hardware:
+    """Equal cards of 24 GB on PCIe 4.0."""
+    hardware = MACHINES["2x4090"]
+    first = hardware.gpus.gpus[0]
+
+    def gpu(index: int) -> Gpu:
+        return replace(first, index=index, uuid=f"GPU-{index}", pcie_width=width, pcie_width_max=width)
+
+    return replace(hardware, gpus=replace(hardware.gpus, gpus=tuple(gpu(at) for at in range(gpus))))
+
+
+def space(hardware: Hardware, of: Model, *, engine: EngineFacts | None = None, **flags: str) -> Space:
+    image, known = facts(has_cuda=True)
+    return Space(resolve_settings(flags, {}), image, engine or known, hardware, of)
+
+
+def large() -> Model:
+    """Of the architecture that is trusted, too large for one card of 24 GB."""
+    return replace(model("qwen3.6-27b", "Q8_0"), architecture="llama")
+
+
+def splits(plans: list[Plan]) -> set[str]:
+    return {plan.placement.split_mode for plan in plans}
+
+
+def test_two_cards_may_split_every_matrix_and_rows_are_no_more() -> None:
+    found = space(MACHINES["2x2080ti-22g"], model("llama-3.1-8b", "F16")).all()
+    assert splits(found) >= {"tensor"}
+    assert "row" not in splits(found)
+    split = [plan for plan in found if plan.placement.split_mode == "tensor"]
+    assert {plan.kv_type for plan in split} == {"f16"}
+    assert all(plan.memory.total <= plan.usable_mib for plan in split)
+
+
+def test_where_the_engine_cannot_there_is_none() -> None:
+    _, engine = facts(has_cuda=True)
+    old = replace(engine, split_modes=("none", "layer", "row"))
+    assert splits(space(MACHINES["2x2080ti-22g"], model("llama-3.1-8b", "F16"), engine=old).all()) <= {"none", "layer"}
+
+
+@pytest.mark.parametrize("architecture", ["deepseek2", "nemotron_h", "gemma3n", "olmo2", "hrm_text"])
+def test_architectures_that_llama_cpp_does_not_split_are_named(architecture: str) -> None:
+    of = replace(model("qwen3-8b", "Q8_0"), architecture=architecture)
+    assert why_not(of, MODES) == f"llama.cpp does not split {architecture} so"
+    assert placements(of, card(0), card(1)) == []
+
+
+def test_a_quantized_cache_layers_on_the_cpu_and_heads_without_a_kernel_exclude_it() -> None:
+    of = model("qwen3-8b", "Q8_0")
+    layers = len(layers_of(of))
+    assert len(placements(of, card(0), card(1))) == 1
+    assert placements(of, card(0), card(1), kv_type="q8_0") == []
+    assert placements(of, card(0), card(1), gpu_layers=layers) == []
+    assert len(placements(of, card(0), card(1), gpu_layers=layers + 1)) == 1
+    assert placements(model("qwen3-30b-a3b", "Q4_K_M"), card(0), card(1), cpu_expert_layers=4) == []
+    odd = replace(of, stack=tuple(replace(layer, k_elements=8 * 160, v_elements=8 * 160) for layer in of.stack))
+    assert placements(odd, card(0), card(1)) == []
+
+
+def test_beside_a_projector_whole_layers_are_used() -> None:
+    of = replace(model("qwen3-8b", "Q8_0"), projector=unread_projector(Path("mmproj-F16.gguf"), 1000))
+    assert placements(of, card(0), card(1)) == []
+
+
+def test_slices_unified_memory_and_a_single_lane_take_no_part() -> None:
+    of = model("qwen3-8b", "Q8_0")
+    assert placements(of, card(0), replace(card(1), is_slice=True)) == []
+    assert placements(of, card(0), replace(card(1), is_unified=True)) == []
+    assert placements(of, card(0), card(1, link_gb_s=0.8)) == []
+    (found,) = placements(of, card(0), card(1, link_gb_s=0.8), card(2))
+    assert [share.gpu.index for share in found.shares] == [0, 2]
+
+
+names = st.sampled_from(sorted(set(PUBLISHED) - {"deepseek-v3"}))
+
+
+@given(names, st.lists(st.tuples(st.integers(4000, 90000), st.sampled_from([300.0, 750.0])), min_size=2, max_size=4))
+def test_no_term_is_negative_and_parts_add_up_to_no_less_than_the_model(
+    name: str, cards: list[tuple[int, float]]
+) -> None:
+    of = model(name, "Q4_K_M")
+    devices = [card(at, float(free), gb_s=gb_s) for at, (free, gb_s) in enumerate(cards)]
+    for found in placements(of, *devices):
+        memories = [share.memory for share in found.shares]
+        assert all(m.weights > 0 and m.kv > 0 and m.compute > 0 and m.state >= 0 for m in memories)
+        assert all(share.memory.total <= share.gpu.free_mib for share in found.shares)
+        loaded = sum(layer.dense_bytes + layer.expert_bytes for layer in layers_of(of) if not layer.is_draft)
+        assert sum(m.weights for m in memories) >= (loaded + of.output_bytes) / MIB - 1e-6
+        assert sum(m.kv for m in memories) >= kv_mib(of, "f16", 8192) - 1e-6
+        assert found.gpu_layers == len(layers_of(of)) + 1
+
+
+def test_equal_cards_get_equal_parts_and_others_by_bandwidth_or_by_memory() -> None:
+    of = model("qwen3-8b", "Q8_0")
+    (even,) = placements(of, card(0), card(1))
+    assert even.parts == (1, 1)
+    assert even.shares[0].memory == even.shares[1].memory
+    assert even.summary() == "CUDA0 37, CUDA1 37 (tensor)"
+    (fast,) = placements(of, card(0, gb_s=900.0), card(1, gb_s=300.0))
+    assert fast.parts == (75, 25)
+    assert fast.summary() == "CUDA0 37, CUDA1 37 (tensor 75:25)"
+    (large_and_small,) = placements(of, card(0, 12000.0, gb_s=300.0), card(1, 4000.0, gb_s=300.0))
+    assert large_and_small.parts == (75, 25)
+
+
+def test_the_engine_is_told_parts_and_all_layers() -> None:
+    _, engine = facts(has_cuda=True)
+    found = space(MACHINES["2x2080ti-22g"], model("llama-3.1-8b", "F16")).all()
+    plan = next(plan for plan in found if plan.placement.split_mode == "tensor")
+    argv = placement_arguments(plan, engine)
+    told = dict(zip(argv[::2], argv[1::2], strict=True))
+    assert told["--split-mode"] == "tensor"
+    assert told["--tensor-split"] == "1,1"
+    assert told["--gpu-layers"] == "33"
+    assert told["--device"] == "CUDA0,CUDA1"
+
+
+def test_each_card_reads_its_part_and_what_they_exchange_is_added() -> None:
+    here = space(machine(2), large(), kv_type="f16", ctx_size="8192")
+    found = here.all()
+    whole, split = (next(plan for plan in found if plan.placement.split_mode == mode) for mode in ("layer", "tensor"))
+    of_layers, of_tensors = here.costs(whole), here.costs(split)
+    more = exchanged(large(), [share.gpu for share in split.placement.shares], of_tensors.batch)
+    assert of_tensors.gpu_ms == pytest.approx(of_layers.gpu_ms / 2, rel=0.01)
+    assert of_tensors.gpu_prefill_ms - more.gpu_prefill_ms == pytest.approx(of_layers.gpu_prefill_ms / 2, rel=0.01)
+    assert more.fixed_ms == pytest.approx(2 * 64 * 0.044, rel=0.1)
+
+
+def test_heads_that_do_not_divide_evenly_are_waited_for() -> None:
+    of = large()
+    two, three = (
+        place_tensors(job(of), Resources(devices=cards, spare_mib=64000.0, dram_gb_s=40.0), MODES)[-1].speed
+        for cards in ((card(0), card(1)), (card(0), card(1), card(2)))
+    )
+    assert three.decode_tokens_per_s < two.decode_tokens_per_s  # 4 heads: two cards wait for the one with two
+
+
+def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
+    of = large()
+    best = space(machine(2), of, ctx_size="8192").best
+    assert best.placement.split_mode == "tensor"
+    reason = next(choice.reason for choice in best.choices if choice.name == "placement")
+    assert "each matrix is split over 2 cards (--split-mode tensor, experimental in llama.cpp)" in reason
+    assert space(machine(2, width=4), of, ctx_size="8192").best.placement.split_mode == "layer"
+    unknown = replace(of, architecture="qwen35")
+    assert space(machine(2), unknown, ctx_size="8192").best.placement.split_mode == "layer"
+    assert "tensor" in splits(space(machine(2), unknown, ctx_size="8192").all())
+
+
+def test_what_gains_nothing_stays_on_one_card() -> None:
+    best = space(machine(2), model("llama-3.1-8b", "Q4_K_M"), ctx_size="8192").best
+    assert [share.gpu.index for share in best.placement.shares] == [0]
+
+
+def test_the_published_gain_of_two_unequal_cards_is_predicted() -> None:
+    """Qwen3.5 27B Q4_K_M on an RTX 3060 and an RTX 4070 Super, 360 and 504 GB/s: 21.2 and 30.1 tok/s
+    (ai-maestro.online/dual-gpu-llama-cpp-speedup)."""
+    here = space(MACHINES["4070+3060"], model("qwen3.6-27b", "Q4_K_M"), kv_type="f16", ctx_size="4096")
+    found = {plan.placement.split_mode: plan for plan in reversed(here.all())}
+    layer, tensor = (found[mode].speed for mode in ("layer", "tensor"))
+    assert layer is not None
+    assert tensor is not None
+    assert tensor.decode_tokens_per_s / layer.decode_tokens_per_s == pytest.approx(1.42, rel=0.15)
+
+
+def test_a_smaller_context_keeps_the_mode() -> None:
+    here = space(machine(2), large(), kv_type="f16")
+    plan = next(plan for plan in here.all() if plan.placement.split_mode == "tensor")
+    smaller = here.at_context(plan, 8192)
+    assert smaller is not None
+    assert smaller.placement.split_mode == "tensor"
+    assert smaller.placement.shares[0].memory.kv < plan.placement.shares[0].memory.kv
+
+
+def test_equal_cards_in_other_slots_give_the_same_split() -> None:
+    of = large()
+    forth, back = (space(machine(2), of, ctx_size="8192", devices=order).best for order in ("0,1", "1,0"))
+    assert forth.placement.summary() == back.placement.summary()
+    assert [share.memory for share in forth.placement.shares] == [share.memory for share in back.placement.shares]
