@@ -68,15 +68,12 @@ def teams(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
         yield tuple(usable[:count])
 
 
-def parts_of(devices: Sequence[Device]) -> Iterator[tuple[int, ...]]:
-    """How much of each matrix goes to each card: by bandwidth, or by memory where that does not fit."""
-    for sizes in ([d.bandwidth_gb_s for d in devices], [d.free_mib for d in devices]):
-        if min(sizes) <= 0:
-            continue
-        if max(sizes) <= 1.1 * min(sizes):
-            yield (1,) * len(devices)
-        else:
-            yield tuple(max(1, round(100 * size / sum(sizes))) for size in sizes)
+def parts_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
+    """How much of each matrix may go to each card: the same, or by bandwidth, or by memory."""
+    even = (1,) * len(devices)
+    sizes = [[d.bandwidth_gb_s for d in devices], [d.free_mib for d in devices]]
+    uneven = (tuple(max(1, round(100 * size / sum(each))) for size in each) for each in sizes if min(each) > 0)
+    return tuple(dict.fromkeys((even, *(parts for parts in uneven if len(set(parts)) > 1))))
 
 
 def shares_of(parts: Sequence[int]) -> tuple[float, ...]:

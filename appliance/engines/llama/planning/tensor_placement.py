@@ -41,11 +41,13 @@ def place_same(job: PlacementJob, resources: Resources, before: Placement, split
 
 
 def _placed(job: PlacementJob, resources: Resources, devices: tuple[Device, ...], host: Memory) -> Placed | None:
+    """The fastest split that fits: with few heads the same part for each may be faster than parts by bandwidth."""
+    found: list[Placed] = []
     for parts in parts_of(devices):
         memories = [_of_card(job, share) for share in shares_of(parts)]
         if all(memory.total <= device.free_mib for memory, device in zip(memories, devices, strict=True)):
-            return _timed(job, resources, _placement(job, devices, parts, memories), host)
-    return None
+            found.append(_timed(job, resources, _placement(job, devices, parts, memories), host))
+    return min(found, key=lambda placed: placed.cost, default=None)
 
 
 def _placement(
