@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 _MODE = 0o664  # another user of group 0 may have to replace it
@@ -20,8 +22,7 @@ class Disk:
             return []
 
     def read(self, path: Path, limit: int) -> bytes:
-        with path.open("rb") as file:
-            return file.read(limit)
+        return read_file(path, limit)
 
     def modified_ns(self, path: Path) -> int:
         return path.stat().st_mtime_ns
@@ -62,6 +63,15 @@ class Disk:
 
     def remove(self, path: Path) -> None:
         path.unlink()
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file. OSError for anything else: a named pipe would be waited for."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        return file.read(limit)
 
 
 def put_file(disk: Disk, path: Path, data: bytes, *, temporary: Path, modified_ns: int) -> None:

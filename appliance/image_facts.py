@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from appliance.documents import read
@@ -164,6 +165,11 @@ def runs_on(form: str, sm: str) -> bool:
     if form.endswith("a") or own in TEGRA or sm in TEGRA:
         return own == sm
     return own[:-1] == sm[:-1] and int(own) <= int(sm)
+
+
+def folders_by_hand(models_dir: Path, repo: str | None) -> tuple[Path, ...]:
+    """Where people put files of a repository: among the models, or there in a folder `publisher/repository`."""
+    return (models_dir, models_dir / repo) if repo else (models_dir,)
 
 
 def is_projector(path: str) -> bool:

@@ -12,11 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from appliance.disk import read_file
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, VolumeError
 from appliance.model.gguf import read_gguf
 
 FOLDERS = ("models", "profiles", "cache", "secrets")
 KEY_BYTES = 32
+_KEY_FILE_BYTES = 4096
 _CHUNK_BYTES = 2**20
 _PROBE_BYTES = 65536  # more than fits beside an inode, so that a full disk refuses it
 _MARK_BYTES = 8
@@ -80,7 +82,7 @@ def _make_key(path: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_file(path, _KEY_FILE_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Which path is answered by what: the data path and the health routes here, as bare ASGI, all else by FastAPI.
+"""Which path is answered by what: the data path, health and what is shown as bare ASGI, all else by FastAPI.
 
 FastAPI, with pydantic, takes as long to import as a small model takes to load. What the first token does not need is
 imported with the first request for it.
@@ -18,6 +18,7 @@ from appliance.gateway.api_error import ApiError, internal_error
 from appliance.gateway.auth import Keys, RequireKey
 from appliance.gateway.backend import Backend
 from appliance.gateway.by_model import ByModel, overall_progress
+from appliance.gateway.documents import document_routes, path_of
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
@@ -61,12 +62,14 @@ def create_app(
         engine_restarts=_engine_restarts(backends),
     )
     lists = list_routes(backends, reading)
+    documents = document_routes(metrics, backends)
     routes = {
         **_engine_routes(backends, reading, max_body_mib * 2**20, tell_every_s),
         **{route.path: (("GET",), route.all) for route in lists},
+        **{path: (("GET",), endpoint) for path, endpoint in documents.items()},
         **_health_routes(reading, progress),
     }
-    rest = _Rest(metrics, backends)
+    rest = _Rest(backends)
     door: ASGIApp = _Door(routes, {f"{route.path}/": route.one for route in lists}, rest)
     if keys is not None:
         door = RequireKey(door, keys)
@@ -167,14 +170,12 @@ def _with_head(methods: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Rest:
-    """Our own routes, made with FastAPI when the first of them is asked for."""
+    """Our own routes that do something, made with FastAPI when the first of them is asked for."""
 
-    def __init__(self, metrics: Metrics, backends: Sequence[Backend]) -> None:
-        self._metrics = metrics
+    def __init__(self, backends: Sequence[Backend]) -> None:
         self._backends = backends
         self._loading: asyncio.Task[ASGIApp] | None = None
-        names = {name for backend in backends for name in (*backend.documents, *backend.actions)}
-        self.paths = frozenset({"/metrics", *(f"/appliance/v1/{name}" for name in names)})
+        self.paths = frozenset(path_of(name) for backend in backends for name in backend.actions)
 
     async def loaded(self) -> ASGIApp:
         if self._loading is None:
@@ -189,7 +190,7 @@ class _Rest:
     def _make(self) -> ASGIApp:
         from appliance.gateway.own import create_own_app  # here: the first token after a start does not wait for it
 
-        return create_own_app(self._metrics, self._backends)
+        return create_own_app(self._backends)
 
 
 def _health_routes(traffic: Traffic, progress: Callable[[], Progress]) -> dict[str, tuple[tuple[str, ...], Endpoint]]:

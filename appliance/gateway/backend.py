@@ -13,7 +13,8 @@ from appliance.gateway.upstream_pool import UpstreamPool
 from appliance.progress import Progress
 
 if TYPE_CHECKING:
-    from appliance.gateway.own import Action, Document
+    from appliance.gateway.documents import Document
+    from appliance.gateway.own import Action
 
 
 class Backend:

@@ -1,6 +1,7 @@
-"""Our own routes, with FastAPI: what is shown of the appliance, and what can be asked of it.
+"""Our own routes that do something, with FastAPI, and the answer to paths that nobody knows.
 
-None of them is modelled, none is documented by FastAPI. Imported when one of them is asked for, not before.
+None of them is modelled, none is documented by FastAPI. Imported when one of them is asked for, not before: what is
+only shown is in documents.py, and waits for none of this.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,26 +17,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from appliance.gateway.api_error import ApiError, internal_error, unknown_model
+from appliance.gateway.api_error import ApiError, internal_error
 from appliance.gateway.backend import Backend
-from appliance.gateway.metrics import Metrics
+from appliance.gateway.documents import Document, documents_of, of_model, path_of, shown
 
-T = TypeVar("T")
-Document = Callable[[], dict[str, Any]]
 Action = Callable[[], tuple[int, dict[str, Any]]]
 """Does at once what was asked for; status and document of the answer. Raises ApiError."""
 
 
-def create_own_app(metrics: Metrics, backends: Sequence[Backend]) -> FastAPI:
-    async def scrape(_: Request) -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    routes = [Route("/metrics", scrape)]
-    for name in dict.fromkeys(name for backend in backends for name in (*backend.documents, *backend.actions)):
-        documents = {backend.name: backend.documents[name] for backend in backends if name in backend.documents}
+def create_own_app(backends: Sequence[Backend]) -> FastAPI:
+    routes = []
+    for name in dict.fromkeys(name for backend in backends for name in backend.actions):
+        documents = documents_of(name, backends)
         actions = {backend.name: backend.actions[name] for backend in backends if name in backend.actions}
-        methods = [method for method, there in (("GET", documents), ("POST", actions)) if there]
-        routes.append(Route(f"/appliance/v1/{name}", _endpoint(documents, actions), methods=methods))
+        methods = ["GET", "POST"] if documents else ["POST"]
+        routes.append(Route(path_of(name), _endpoint(documents, actions), methods=methods))
     return FastAPI(
         openapi_url=None,
         redirect_slashes=False,
@@ -47,29 +43,14 @@ def create_own_app(metrics: Metrics, backends: Sequence[Backend]) -> FastAPI:
 
 
 def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) -> Callable[[Request], Any]:
-    """By the name of the model, which a request gives as `?model=` where there are several."""
-
     async def answer(request: Request) -> Response:
+        model = request.query_params.get("model")
         if request.method == "POST":
-            status, found = _of_model(actions, request)()
+            status, found = of_model(actions, model)()
             return JSONResponse(found, status_code=status)
-        if len(documents) > 1 and "model" not in request.query_params:
-            return JSONResponse({"models": {name: document() for name, document in documents.items()}})
-        return JSONResponse(_of_model(documents, request)())
+        return JSONResponse(shown(documents, model))
 
     return answer
-
-
-def _of_model(each: Mapping[str, T], request: Request) -> T:
-    if len(each) == 1:
-        return next(iter(each.values()))
-    name = request.query_params.get("model")
-    if name is None:
-        message = "several models are served: say which with ?model=NAME"
-        raise ApiError(400, "model_required", message)
-    if name not in each:
-        raise unknown_model(name, each)
-    return each[name]
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

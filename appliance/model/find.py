@@ -44,7 +44,10 @@ def list_models(models_dir: Path, budget: Iterator[int] | None = None, *, with_r
 
 
 def is_folder_model(path: Path) -> bool:
-    return _is_there(path / "config.json") and any(path.glob("*.safetensors"))
+    try:
+        return _is_there(path / "config.json") and any(path.glob("*.safetensors"))
+    except OSError:  # not even its kind may be asked for: somebody else's mount, /proc/1/cwd
+        return False
 
 
 def find_projector(model: Path) -> Path | None:

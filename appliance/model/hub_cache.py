@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from appliance.disk import read_file
 from appliance.image_facts import is_projector
 from appliance.model.find import ENTRIES_LIMIT, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
@@ -122,8 +123,7 @@ def _snapshots(folder: Path, revision: str, budget: Iterator[int]) -> list[Path]
 def read_ref(folder: Path, name: str) -> str:
     """The commit that a branch or tag stood at when it was fetched; empty where nothing says so."""
     try:
-        with (folder / "refs" / name).open("rb") as file:
-            return file.read(_REF_BYTES).decode("ascii", "replace").strip()
+        return read_file(folder / "refs" / name, _REF_BYTES).decode("ascii", "replace").strip()
     except (OSError, ValueError):
         return ""
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from appliance.disk import read_file
+from appliance.documents import load
 from appliance.probe import Hardware, fingerprint
 from appliance.serve.which import Located
 from appliance.settings import SETTINGS, Settings
 from appliance.values import dataclass
 
 NAME = "choice.json"
+_MOST_BYTES = 2**20
 # Settings that say neither what is offered nor how it would be planned.
 _OTHERS = frozenset({
     "alias", "auth", "budget_s", "data_dir", "drain_s", "engine_dir", "facts_dir", "hf_cache", "host", "idle_s", "log",
@@ -57,7 +61,7 @@ class KeptChoice:
 
     def load(self) -> Kept | None:
         try:
-            kept = json.loads((self.folder / NAME).read_text(encoding="utf-8"))
+            kept = load(read_file(self.folder / NAME, _MOST_BYTES))
             if kept["asked"] != self._asked or kept["here"] != _stamps(self.here):
                 return None
             return Kept(
@@ -83,8 +87,13 @@ class KeptChoice:
             "chosen": name,
             "better": asdict(better) if better else None,
         }
+        temporary = self.folder / f".{NAME}.{secrets.token_hex(4)}"  # whatever lies there, a pipe too, is replaced
         with suppress(OSError):
-            (self.folder / NAME).write_text(json.dumps(kept), encoding="utf-8")
+            try:
+                temporary.write_text(json.dumps(kept), encoding="utf-8")
+                temporary.replace(self.folder / NAME)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     @property
     def _asked(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError, FatalError
-from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung
+from appliance.image_facts import BAKED_MODELS_PATH, Recipe, Rung, folders_by_hand
 from appliance.model import Format, find_model, only_model, resolve_model
 from appliance.settings import HubSettings, Settings, parse_folders
 from appliance.values import dataclass
@@ -173,15 +173,15 @@ def names_of(recipe: Recipe, rung: Rung) -> tuple[str, ...]:
 
 def path_of(rung: Rung, models_dir: Path, hub: Callable[[], HubSettings]) -> Path | None:
     """What the engine is given of a rung that is here whole: put there by hand, or in a cache of the hub."""
-    by_hand = [models_dir / file.path for file in rung.weights]
+    by_hand = [[top / file.path for file in rung.weights] for top in folders_by_hand(models_dir, rung.repo)]
     fetched = [models_dir / rung.place(file) for file in rung.weights]
     baked = [Path(BAKED_MODELS_PATH) / rung.place(file) for file in rung.weights]
-    for paths in (by_hand, fetched, baked):
+    for paths in (*by_hand, fetched, baked):
         if [_size(path) for path in paths] == [file.bytes for file in rung.weights]:
             return paths[0] if rung.format == "gguf" else paths[0].parent
     if not (rung.repo or rung.url):
         # Of another size it is whatever was put there; without an address for the right one it is taken.
-        return by_hand[0] if _size(by_hand[0]) is not None else None
+        return by_hand[0][0] if _size(by_hand[0][0]) is not None else None
     # here: a start whose weights were put there by hand, baked or fetched at this commit never needs it
     from appliance.weights.cache import find
     from appliance.weights.rungs import of_rung

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from appliance.disk import read_file
 from appliance.reference import is_safe_path
 from appliance.values import dataclass
 from appliance.weights.wanted import Wanted, WantedFile
@@ -19,6 +20,7 @@ from appliance.weights.wanted import Wanted, WantedFile
 # Another user of group 0 must be able to go on, and to remove: folders hand their group on.
 FOLDER_MODE = 0o2775
 FILE_MODE = 0o664
+_REF_BYTES = 256
 _SNAPSHOTS_LIMIT = 1_000
 _UNKNOWN_NAMES = 64  # digits of a sha256: a blob whose name is shorter tells nothing about its content
 
@@ -129,7 +131,7 @@ def _has(path: Path, file: WantedFile, is_same_commit: bool, on_unreadable: OnUn
 def read_ref(folder: RepoFolder, name: str) -> str | None:
     """The commit that a branch or tag led to when it was last asked for."""
     try:
-        text = folder.ref(name).read_text(encoding="ascii").strip()
+        text = read_file(folder.ref(name), _REF_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return text if is_safe_path(text) and "/" not in text else None

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from appliance.disk import read_file
 from appliance.documents import load
 from appliance.errors import printable
 from appliance.settings import Settings
@@ -128,8 +129,8 @@ def _profiles(folder: Path) -> dict[str, list[str]]:
     """Ids by the path of the model that they were measured with. What cannot be read belongs to none."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("[0-9a-f]*.json"))[:_PROFILES_LIMIT]:
-        with suppress(OSError, ValueError), path.open("rb") as file:
-            plan = load(file.read(_PROFILE_BYTES)).get("plan")
+        with suppress(OSError, ValueError):
+            plan = load(read_file(path, _PROFILE_BYTES)).get("plan")
             model = plan.get("model_path") if isinstance(plan, dict) else None
             if isinstance(model, str):
                 found.setdefault(model, []).append(path.stem)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
-from appliance.image_facts import is_projector
+from appliance.image_facts import folders_by_hand, is_projector
 from appliance.reference import Reference, parse_reference
 from appliance.settings import HubSettings
 from appliance.values import dataclass
@@ -95,12 +95,12 @@ def pull(text: str, place: Place, sha256: str | None = None, *, wanted: Wanted |
     `wanted`: where a recipe says what it means, and nobody need be asked. What of it lies on the volume by hand, with
     the right hash, is not fetched.
     """
-    by_hand, is_sound = _by_hand(wanted, place.models_dir) if wanted else ((), False)
+    own, is_sound = _by_hand(wanted, place.models_dir) if wanted else ((), False)
     if wanted and is_sound:
-        return _pulled(wanted, "present", by_hand)
+        return _pulled(wanted, "present", own)
     with shown() as (on_progress, say):
-        if by_hand:
-            say(f"another file of that name and size is there by hand, and is served: {by_hand[0]}")
+        if own:
+            say(f"another file of that name and size is there by hand, and is served: {own[0]}")
         return _run(_pull(text, place, sha256, wanted, on_progress, say), say)
 
 
@@ -108,9 +108,10 @@ def _by_hand(wanted: Wanted, models_dir: Path) -> tuple[tuple[Path, ...], bool]:
     """Weights of a recipe's rung that somebody put there, which a start serves; and whether they are what they should
     be. No paths where nothing of the right size lies there."""
     files = [file for file in wanted.files if not is_projector(file.path)]
-    paths = tuple(models_dir / file.path for file in files)
-    is_there = [size_of(path) for path in paths] == [file.bytes for file in files]
-    if not is_there or not all(path.suffix == ".gguf" for path in paths):
+    sizes = [file.bytes for file in files]
+    there = [tuple(top / file.path for file in files) for top in folders_by_hand(models_dir, wanted.repo)]
+    paths = next((each for each in there if [size_of(path) for path in each] == sizes), ())
+    if not paths or not all(path.suffix == ".gguf" for path in paths):
         return (), False
     meter = Counted("checking what is there", wanted.bytes or 0)
     found = [digest_file(path, hashlib.sha256(), meter) for path in paths]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.errors import ConfigError, DownloadError, ModelUnreadableError, UsageError, printable
-from appliance.image_facts import parse_recipe
+from appliance.image_facts import folders_by_hand, parse_recipe
 from appliance.settings import Settings
 from appliance.values import dataclass
 from appliance.volume import add_model, drop_unfinished, is_held, open_volume, refusal
@@ -159,8 +159,9 @@ def _known(settings: Settings) -> dict[str, str]:
     files = [(rung, file) for rung in recipe.rungs for file in rung.files]
     models = settings.models_dir
     known = {str(models / rung.place(file)): file.sha256 for rung, file in files}
-    by_hand = ((models / file.path, file) for rung, file in files if rung.format == "gguf")
-    return known | {str(path): file.sha256 for path, file in by_hand if size_of(path) == file.bytes}
+    flat = [(rung, file) for rung, file in files if rung.format == "gguf"]
+    put = [(top / file.path, file) for rung, file in flat for top in folders_by_hand(models, rung.repo)]
+    return known | {str(path): file.sha256 for path, file in put if size_of(path) == file.bytes}
 
 
 def _said(checked: Checked) -> str:

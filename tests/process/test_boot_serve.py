@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -124,7 +125,13 @@ def test_what_the_first_token_does_not_need_is_imported_after_it(known: Home) ->
         slow = ("fastapi", "pydantic", "aiohttp", "prometheus_client")
         maps = Path(f"/proc/{serving.process.pid}/maps").read_text()
         assert not [name for name in slow if f"/{name}" in maps]
+        # A status and a scrape, which the host's `status` asks for, may be the first requests of all.
         assert serving.document("status")["phase"] == "ready"
+        request = Request(f"http://127.0.0.1:{serving.port}/metrics", headers={"Authorization": f"Bearer {known.key}"})
+        with urlopen(request, timeout=60) as scraped:
+            assert "appliance_requests_in_flight 0.0" in scraped.read().decode()
+        assert "pydantic_core" not in Path(f"/proc/{serving.process.pid}/maps").read_text()
+        assert serving.ask("GET", "/nowhere", key=known.key)[0] == 404
         assert "pydantic_core" in Path(f"/proc/{serving.process.pid}/maps").read_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,41 @@ def test_a_name_that_a_mounted_folder_has_and_the_recipe_lacks(tmp_path: Path, w
         refused = home.command("models", "rm", "tiny:7b", model_dirs=str(tmp_path / "ollama"))
         assert refused.returncode == 10
         assert "model is in Ollama's folder" in refused.stderr
+
+
+def test_a_folder_of_publisher_and_repository_has_the_recipes_files_too(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, hub):
+        own = home.data / "models" / REPO / "Tiny-small-q8_0.gguf"
+        own.parent.mkdir(parents=True)
+        own.write_bytes((weights / REPO / own.name).read_bytes())
+        (row,) = json.loads(home.command("models", "pull", "tiny:small", "--json").stdout)
+        assert (row["state"], row["files"]) == ("present", [str(own)])
+        assert ": sound, sha256 " in home.command("models", "verify", "tiny:small").stdout
+        with home.serving(model="tiny:small") as serving:
+            serving.wait_ready()
+            serving.terminate()
+        assert str(own) in home.started[0]
+        assert (hub.requests(), cached(home)) == ([], [])
+        assert home.command("models", "rm", "tiny:small").returncode == 0
+        assert not own.exists()
+
+
+def test_a_pipe_on_the_volume_is_read_by_nobody(tmp_path: Path, weights: Path) -> None:
+    with empty_home(tmp_path, weights) as (home, _):
+        with home.serving() as serving:
+            serving.wait_ready()
+            serving.terminate()
+        (choice,) = home.data.rglob("choice.json")
+        ref = home.data / "models/models--org--Tiny-GGUF/refs/main"
+        ref.parent.mkdir(exist_ok=True)
+        for path in (choice, ref, home.profiles / "ab.json"):
+            path.unlink(missing_ok=True)
+            os.mkfifo(path)
+        assert home.command("models", "list").returncode == 0
+        refused = home.command("profiles", "list")
+        assert (refused.returncode, "ab.json: it is no file" in refused.stderr) == (50, True), refused
+        (home.profiles / "ab.json").unlink()
+        assert "pinned to this revision" in home.command("models", "update", REPO).stdout
+        with home.serving() as serving:
+            serving.wait_ready()
+            serving.terminate()

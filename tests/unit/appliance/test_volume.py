@@ -203,6 +203,13 @@ def test_a_key_that_is_no_text_or_cannot_be_kept_is_said(volume: Path) -> None:
     assert "APPLIANCE_AUTH=off" in (caught.value.hint or "")
 
 
+def test_a_key_that_is_a_pipe_is_not_waited_for(volume: Path) -> None:
+    os.mkfifo(volume / "api_key")
+    for read in (read_key, read_or_make_key):
+        with pytest.raises(VolumeError, match="it is no file"):
+            read(volume / "api_key")
+
+
 RACE = """
 import sys
 sys.path.insert(0, sys.argv[1])

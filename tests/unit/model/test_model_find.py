@@ -10,7 +10,7 @@ import pytest
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError
 from appliance.model import digest, find_model, list_models, plain_name, resolve_model
 from appliance.model.digest import SAMPLE_BYTES, SAMPLES
-from appliance.model.find import find_projector
+from appliance.model.find import find_projector, is_folder_model
 
 
 @pytest.fixture
@@ -179,3 +179,10 @@ def test_a_digest_sees_header_ends_and_size(tmp_path: Path, size: int) -> None:
 def test_a_digest_of_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelUnreadableError, match="No such file"):
         digest((tmp_path / "missing",), 10)
+
+
+def test_a_folder_whose_kind_may_not_be_asked_for_is_passed_over() -> None:
+    """As mounts of somebody else are, and links of other processes."""
+    assert not is_folder_model(Path("/proc/1/cwd/nothing"))
+    with pytest.raises(ModelUnreadableError, match=r"model is a folder: /$"):
+        resolve_model("/", Path("/nowhere"))

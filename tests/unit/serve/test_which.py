@@ -309,3 +309,9 @@ def test_a_choice_that_cannot_be_kept_or_read_is_none(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"key": 1}', "null", of_an_older_version):
         (tmp_path / "choice.json").write_text(text)
         assert kept(tmp_path).load() is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"asked": null}', "[" * 100_000, '{"asked": 1e999}'])
+def test_a_kept_choice_that_is_damaged_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "choice.json").write_text(text)
+    assert kept(tmp_path).load() is None

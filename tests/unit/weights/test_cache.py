@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from appliance.reference import parse_reference
-from appliance.weights.cache import RepoFolder, find, link_snapshot, make_folders
+from appliance.weights.cache import RepoFolder, find, keep_ref, link_snapshot, make_folders, read_ref
 from appliance.weights.locks import if_free, locked
 from appliance.weights.stores import lookup
 from appliance.weights.wanted import Wanted, WantedFile, folder_of_repo
@@ -114,6 +114,19 @@ def test_a_folder_is_found_where_a_folder_is_served(tmp_path: Path) -> None:
     assert found
     assert {"config.json", "model.safetensors"} <= {path.name for path in found}
     assert {path.parent for path in found} == {RepoFolder(root=tmp_path, name=folder_of_repo(REPO)).snapshot(COMMIT)}
+
+
+def test_a_ref_that_is_a_pipe_is_none(tmp_path: Path) -> None:
+    wanted = put(tmp_path, {"a.gguf": b"a"})
+    folder = RepoFolder(root=tmp_path, name=wanted.folder)
+    folder.ref("main").unlink()
+    os.mkfifo(folder.ref("main"))
+    assert read_ref(folder, "main") is None
+    found = lookup(parse_reference(REPO), [tmp_path], "gguf")
+    assert found
+    assert found[0].parent.name == COMMIT
+    keep_ref(wanted, folder)
+    assert read_ref(folder, "main") == COMMIT
 
 
 @pytest.mark.parametrize("text", ["../../../etc", "a/b", "", "x\ny"])
