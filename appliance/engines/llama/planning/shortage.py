@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from appliance.engines.llama.planning.decide import SPARE_SHARE, least_cache
+from appliance.engines.llama.planning.decide import SPARE_SHARE
 from appliance.engines.llama.planning.devices import device_id
 from appliance.engines.llama.planning.limits import Limits
 from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware
-from appliance.settings import Settings
 from appliance.values import dataclass
 
 
@@ -21,7 +20,7 @@ class Missing:
     gpu_id: str | None
 
 
-def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settings, limits: Limits) -> Missing | None:
+def missing(hardware: Hardware, plan: Plan, shortage: Shortage, limits: Limits) -> Missing | None:
     """None for a GPU that the plan does not use. What the plan takes counts, and not what seemed free: of a plan with
     room to spare, less room would change nothing."""
     gpu, held_back_mib, context_mib, where = None, 0.0, 0.0, "the host"
@@ -36,7 +35,8 @@ def missing(hardware: Hardware, plan: Plan, shortage: Shortage, settings: Settin
     if gpu is None or gpu.is_unified:
         taken = taken_mib(hardware, plan, None)
         left = max(0.0, taken - shortage.refused_mib)
-        usable_mib = int((left + least_cache(settings)) / (1 - SPARE_SHARE))
+        # Nothing is added for the prompt cache, which is given up where a plan does not fit beside it.
+        usable_mib = int(left / (1 - SPARE_SHARE))
         return Missing(limits=limits.with_host(usable_mib), missing_mib=taken - left, where=where, gpu_id=None)
     id = device_id(gpu)
     taken = taken_mib(hardware, plan, id)

@@ -313,7 +313,7 @@ class Space:
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
         inputs = self._given
-        found = missing(inputs.hardware, plan, shortage, inputs.settings, inputs.limits)
+        found = missing(inputs.hardware, plan, shortage, inputs.limits)
         if found is None:
             return None
         taken = partial(taken_mib, inputs.hardware, gpu_id=found.gpu_id)
