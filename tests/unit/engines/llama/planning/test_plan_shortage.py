@@ -83,7 +83,7 @@ def test_each_shortage_adds_to_the_ones_before() -> None:
 def test_of_two_cards_only_the_one_that_was_named_has_less() -> None:
     hardware, before = MACHINES["2x4090"], first("2x4090")
     one, other = before.placement.shares
-    less = missing(hardware, before, Shortage(refused_mib=500.0, device="CUDA1"), AUTO, NO_LIMITS)
+    less = missing(hardware, before, Shortage(refused_mib=500.0, device="CUDA1"), NO_LIMITS)
     assert less is not None
     assert less.limits.of_gpu(other.gpu.id) == int(other.memory.total - 500 + other.gpu.held_back_mib)
     assert less.limits.of_gpu(one.gpu.id) == math.inf == less.limits.host_mib
@@ -105,7 +105,7 @@ def test_what_was_free_counts_and_not_the_whole_buffer_that_was_refused() -> Non
     (share,) = before.placement.shares
     free_mib = share.memory.total - 100
     shortage = Shortage(refused_mib=share.memory.weights, device="CUDA0", free_mib=free_mib)
-    less = missing(hardware, before, shortage, AUTO, NO_LIMITS)
+    less = missing(hardware, before, shortage, NO_LIMITS)
     assert less is not None
     assert less.limits.gpus_mib == ((share.gpu.id, int(free_mib + share.gpu.context_mib)),)
     assert less.missing_mib == pytest.approx(100 + share.gpu.held_back_mib - share.gpu.context_mib)
@@ -115,7 +115,7 @@ def test_where_enough_seemed_free_the_refused_buffer_counts() -> None:
     hardware, before = MACHINES["laptop-5060"], first("laptop-5060")
     (share,) = before.placement.shares
     shortage = Shortage(refused_mib=300.0, device="CUDA0", free_mib=share.memory.total + 700)
-    less = missing(hardware, before, shortage, AUTO, NO_LIMITS)
+    less = missing(hardware, before, shortage, NO_LIMITS)
     assert less is not None
     assert less.missing_mib == pytest.approx(300)
 
