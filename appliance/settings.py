@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from appliance.disk import read_file
 from appliance.errors import ConfigError, printable
 from appliance.values import dataclass
 
@@ -25,6 +26,7 @@ _OWN = (".cache/huggingface/hub", ".ollama/models", ".lmstudio/models", ".cache/
 # What an image carries, and Ollama's installed as a service.
 _SYSTEM = (Path("/opt/models"), Path("/usr/share/ollama/.ollama/models"), Path("/var/lib/ollama/models"))
 FILE_NAME = "appliance.yaml"
+FILE_LIMIT_BYTES = 2**20
 # Context lengths are multiples of it: a page of an engine's cache, or several. Less is rounded up, and every figure
 # would be short by one.
 CONTEXT_STEP = 256
@@ -499,7 +501,7 @@ def load_settings(flags: Mapping[str, Texts], environment: Mapping[str, str]) ->
     without_file = resolve_settings(flags, environment)
     path = without_file.data_dir / FILE_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_file(path, FILE_LIMIT_BYTES).decode()
     except FileNotFoundError:
         return without_file
     except (OSError, UnicodeDecodeError) as error:

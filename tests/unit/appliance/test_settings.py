@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,12 @@ def test_empty_variables_and_service_links_are_no_settings() -> None:
 
 def test_an_address_is_not_taken_for_a_service_link() -> None:
     assert resolve_settings({}, {"APPLIANCE_MODEL": "https://example.org/m.gguf"}).model == "https://example.org/m.gguf"
+
+
+def test_a_pipe_in_the_place_of_the_settings_file_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "appliance.yaml")
+    with pytest.raises(ConfigError, match=r"settings file cannot be read: .*it is no file"):
+        load_settings({"data_dir": str(tmp_path)}, {})
 
 
 def test_unreadable_file_says_which(tmp_path: Path) -> None:
