@@ -29,7 +29,7 @@ from tests.golden.machines import MACHINES
 from tests.shapes import PUBLISHED, write_gguf
 
 ROOT = Path(__file__).parents[1]
-ONE_CARD_S, EIGHT_CARDS_S = 0.3, 1.0  # what issue 13 asks for
+ONE_CARD_S, EIGHT_CARDS_S = 0.3, 1.0  # aims
 MODELS = (
     ("llama-3.1-8b", "Q4_K_M"),
     ("qwen3-30b-a3b-2507", "Q4_K_M"),
