@@ -73,7 +73,7 @@ def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources,
     times: dict[int, float] = {}
     for ubatch in UBATCHES_GPU:
         of_size = replace(at, ubatch=ubatch)
-        placed = place(of_size, resources) if ubatch >= job.ubatch and ubatch <= at.context else None
+        placed = place(of_size, resources) if ubatch <= at.context else None
         if placed:
             times[ubatch] = _long_job_ms(of_size, resources, placed.placement, tokens, settings)
     usual = times.get(job.ubatch, float("inf"))
