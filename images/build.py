@@ -343,11 +343,18 @@ def parts_of(root: Path, cell: Cell) -> set[str]:
 
 
 def _build_id(root: Path, cell: Cell, base: BaseChoice, toolkit: BaseChoice | None, lock: debian.Lock | None) -> str:
-    """Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image."""
+    return build_id_of(root, cell, base.identity, toolkit.identity if toolkit else None, lock=lock)
+
+
+def build_id_of(root: Path, cell: Cell, base: str, toolkit: str | None, *, lock: debian.Lock | None) -> str:
+    """`base`, `toolkit`: by their digests; no toolkit is that of the matrix.
+
+    Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image.
+    """
     files = read_inputs(root, cell)
     if lock:
         files[debian.path_for(cell.base, lock.platform).as_posix()] = debian.content(lock, parts_of(root, cell))
-    return build_id(files, " ".join(each.identity for each in (base, toolkit) if each))
+    return build_id(files, " ".join(filter(None, (base, toolkit))))
 
 
 def _files(path: Path) -> Iterator[Path]:
