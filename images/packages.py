@@ -6,7 +6,7 @@ reached, what the base's own sources have now, under a temporary lock of exact v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from images import asked, build, debian, docker, installed, mirror, snapshot
@@ -170,6 +170,14 @@ def load(root: Path, build_id: str) -> debian.Lock | None:
     """The temporary lock that an image was built of; None when it was built elsewhere."""
     path = path_for(build_id)
     return debian.load_file(root / path, name=str(path)) if (root / path).is_file() else None
+
+
+def lock_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) -> debian.Lock | None:
+    """What an image was held to, by its labels: the lock of its base, or a temporary one."""
+    if labels.get(REPRODUCIBLE_LABEL) == "no":
+        return load(root, labels.get(BUILD_ID_LABEL, ""))
+    known = next((each for each in cell.platforms if each == platform), None)
+    return debian.load(root, cell.base, known) if known else None
 
 
 def find_temporary(root: Path, job: Job, engine: docker.Engine, archives: Archives) -> Job | None:

@@ -128,7 +128,7 @@ def gather(
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
-    lock = _lock_of(root, cell, platform, found.labels)
+    lock = packages.lock_of(root, cell, platform, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -143,12 +143,6 @@ def gather(
         asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
         build_id=build.build_id_of(root, cell, *_stood_on(cell, found.labels), lock=lock),
     )
-
-
-def _lock_of(root: Path, cell: Cell, platform: Platform, labels: Mapping[str, str]) -> debian.Lock | None:
-    if _is_unlocked(labels):
-        return packages.load(root, labels.get(BUILD_ID_LABEL, ""))
-    return debian.load(root, cell.base, platform)
 
 
 def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
