@@ -210,7 +210,7 @@ def _weight(letter: str) -> int:
 
 def test_versions_are_ordered_as_dpkg_orders_them() -> None:
     ordered = ["1.0~rc1-1", "1.0-1", "1.0-1+b1", "1.0-1+deb12u2", "1.0-1+deb12u10", "1.0a-1", "1.0.1-1", "1.10-1"]
-    assert sorted(ordered[::-1], key=_sortable) == ordered
+    assert sorted([*ordered[4:], *ordered[:4]], key=_sortable) == ordered
 
 
 def test_an_engine_from_wheels_has_its_own_versions_beside_the_appliances(
