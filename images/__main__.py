@@ -51,7 +51,7 @@ from images import (
     wheel_gaps,
 )
 from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
-from images.matrix import Cell, Matrix
+from images.matrix import LOCKS, Cell, Matrix
 
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
@@ -518,6 +518,10 @@ def _reproduce_against(
 
 
 def _lock(arguments: argparse.Namespace) -> int:
+    if arguments.check and (arguments.upgrade or arguments.bases):
+        flag = "--upgrade" if arguments.upgrade else "--bases"
+        message = f"--check writes nothing, and {flag} is there to write"
+        raise UsageError(message, hint="lock --check, or lock --check --debian")
     if arguments.bases:
         return _lock_bases(arguments)
     if arguments.debian:
@@ -535,10 +539,22 @@ def _lock(arguments: argparse.Namespace) -> int:
         _say(arguments, names, names)
         return 0
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
+    if arguments.check:
+        lines = [line for name in names for line in lock.faults(ROOT, name, known[name], ca_bundle=ca_bundle)]
+        return _say_locks(arguments, lines, [f"{LOCKS}/{name}.txt" for name in names])
     changed = {
         name: lock.lock(ROOT, name, known[name], ca_bundle=ca_bundle, upgrade=arguments.upgrade) for name in names
     }
     _say(arguments, changed, [f"{name}: {'changed' if is_new else 'as it was'}" for name, is_new in changed.items()])
+    return 0
+
+
+def _say_locks(arguments: argparse.Namespace, faults: Sequence[str], asked: Sequence[str]) -> int:
+    _say(arguments, faults, faults or [f"{path}: as the archives have it" for path in asked])
+    if faults:
+        more = f" and {len(faults) - 1} more" * (len(faults) > 1)
+        message = f"locks are not what the archives have: {faults[0]}{more}"
+        raise VerificationError(message, hint="who added it? git log -p says; `lock` writes the file anew")
     return 0
 
 
@@ -568,13 +584,25 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
     loaded = matrix.load(ROOT)
     archives = _archives(arguments, loaded, is_strict=False)
     moment = snapshot.settled(datetime.now(UTC))
-    archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
     dockerfiles = [(cell, _rendered(cell)[cell.folder / "Dockerfile"]) for cell in loaded.cells]
+    if arguments.check and not arguments.dry_run:
+        return _check_debian(arguments, loaded, dockerfiles)
+    archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
     lines = debian.lock(ROOT, dockerfiles, docker.Engine(), mirror.as_archive(archive), is_dry=arguments.dry_run)
     if not arguments.dry_run and not (archive and archive.timestamp):
         lines.append(f"{archives.reason}: the snapshot of each lock is told from the dates of the lists")
     _say(arguments, lines, lines)
     return 0
+
+
+def _check_debian(arguments: argparse.Namespace, loaded: Matrix, dockerfiles: Sequence[tuple[Cell, str]]) -> int:
+    """Of the moment of each lock, so a snapshot it must be: the archive of today has other packages by right."""
+    strict = _archives(arguments, loaded, is_strict=True)
+    base = loaded.cells[0].base
+    faults = debian.faults_of_locks(
+        ROOT, dockerfiles, docker.Engine(), lambda moment: mirror.as_archive(strict.choose(base, moment))
+    )
+    return _say_locks(arguments, faults, [f"{LOCKS}/debian-*.json"])
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
@@ -1051,6 +1079,8 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
     one.add_argument("--debian", action="store_true", help=about)
+    about = "write nothing; exit 61 naming each package that nothing asks for and each hash that no archive has"
+    parser.add_argument("--check", action="store_true", help=about)
     _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from images import docker
@@ -69,6 +69,44 @@ def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgra
         has_changed = not target.exists() or target.read_text("utf-8") != text
         fresh.replace(target)
     return has_changed
+
+
+def faults(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None) -> list[str]:
+    """A line for each package of a lock that nothing asks for, each that it lacks, and each hash that the index does
+    not have. Nothing is written. uv is told the versions and not the hashes, which it would take over unasked.
+    """
+    target = root / LOCKS / f"{name}.txt"
+    if not target.is_file():
+        return [f"{name}: there is no lock"]
+    committed = parse_pins(target.read_text("utf-8"))
+    with tempfile.TemporaryDirectory(prefix="lock-", dir=target.parent) as folder:
+        fresh = Path(folder) / target.name
+        fresh.write_text("".join(f"{pin}\n" for pin in committed), "utf-8")
+        path = LOCKS / f"{name}.overrides"
+        overrides = path if (root / path).exists() else None
+        argv = uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=False, overrides=overrides)
+        return [f"{name}: {line}" for line in differences(committed, parse_pins(_compiled(root, name, argv, fresh)))]
+
+
+def differences(committed: Mapping[str, frozenset[str]], fresh: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """A release may get files after it was locked, so only hashes that the index lacks are a fault."""
+    for pin in sorted(set(committed) - set(fresh)):
+        yield f"nothing asks for {pin}"
+    for pin in sorted(set(fresh) - set(committed)):
+        yield f"{pin} is missing"
+    for pin in sorted(set(fresh) & set(committed)):
+        for sha256 in sorted(committed[pin] - fresh[pin]):
+            yield f"{pin}: no file of the index has SHA-256 {sha256}"
+
+
+def parse_pins(text: str) -> dict[str, frozenset[str]]:
+    """`name==version`, with a marker where there is one -> the SHA-256 of each file."""
+    found: dict[str, frozenset[str]] = {}
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        pin, *hashes = re.split(r"\s+--hash=sha256:", line.strip())
+        if pin and not pin.startswith("#"):
+            found[pin] = frozenset(hashes)
+    return found
 
 
 def _compiled(root: Path, name: str, argv: tuple[str, ...], output: Path) -> str:
