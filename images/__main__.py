@@ -32,6 +32,7 @@ from images import (
     fetch,
     gate,
     gpus,
+    index,
     lock,
     matrix,
     mirror,
@@ -159,6 +160,7 @@ def _build(arguments: argparse.Namespace) -> int:
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         tag=arguments.tag,
         epoch_s=arguments.epoch,
+        index_url=arguments.index_url,
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
         space_check=not arguments.no_space_check,
@@ -260,7 +262,7 @@ def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: m
 
 def _dry(job: build.Job, archives: packages.Archives) -> build.Job:
     """No archive is asked, so only one that is named can be shown."""
-    return mirror.plan(job) if archives.given else job
+    return index.plan(mirror.plan(job) if archives.given else job)
 
 
 def _push(
@@ -432,10 +434,10 @@ def _machine_words(here: select.Machine) -> str:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--locked"):
+    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"):
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
-            said = "" if value is True else f": {value}"
+            said = "" if value is True or flag == "--index-url" else f": {value}"  # that may hold a password
             message = f"{flag} belongs to --reproduce, which is not there{said}"
             raise UsageError(message, hint=f"verify --reproduce CELL {flag}{said.replace(':', '', 1)}")
 
@@ -468,6 +470,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         toolkit_image=arguments.toolkit_image,
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         epoch_s=arguments.epoch,
+        index_url=arguments.index_url,
         no_cache=True,
     )
     engine = docker.Engine()
@@ -540,10 +543,17 @@ def _lock(arguments: argparse.Namespace) -> int:
         return 0
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
     if arguments.check:
-        lines = [line for name in names for line in lock.faults(ROOT, name, known[name], ca_bundle=ca_bundle)]
+        lines = [
+            line
+            for name in names
+            for line in lock.faults(ROOT, name, known[name], ca_bundle=ca_bundle, index_url=arguments.index_url)
+        ]
         return _say_locks(arguments, lines, [f"{LOCKS}/{name}.txt" for name in names])
     changed = {
-        name: lock.lock(ROOT, name, known[name], ca_bundle=ca_bundle, upgrade=arguments.upgrade) for name in names
+        name: lock.lock(
+            ROOT, name, known[name], ca_bundle=ca_bundle, upgrade=arguments.upgrade, index_url=arguments.index_url
+        )
+        for name in names
     }
     _say(arguments, changed, [f"{name}: {'changed' if is_new else 'as it was'}" for name, is_new in changed.items()])
     return 0
@@ -963,6 +973,7 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
     _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
+    _add_index_flag(parser, of=of)
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 
@@ -973,6 +984,11 @@ def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str, otherwise: str
         f"without it from snapshot.debian.org {otherwise}"
     )
     parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=of + about)
+
+
+def _add_index_flag(parser: argparse.ArgumentParser, *, of: str = "") -> None:
+    about = "wheels from this package index instead of PyPI, held to the same hashes; it is in no layer and no lock"
+    parser.add_argument("--index-url", metavar="URL", type=index.parse_index, help=of + about)
 
 
 def _epoch(text: str) -> int:
@@ -1081,6 +1097,7 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--debian", action="store_true", help=about)
     about = "write nothing; exit 61 naming each package that nothing asks for and each hash that no archive has"
     parser.add_argument("--check", action="store_true", help=about)
+    _add_index_flag(parser)
     _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)

@@ -77,6 +77,7 @@ class Options:
     ca_bundle: Path | None = None
     tag: str | None = None
     epoch_s: int | None = None
+    index_url: str | None = None  # of wheels; None: PyPI
     no_cache: bool = False
     force: bool = False
     space_check: bool = True
@@ -103,6 +104,7 @@ class Job:
     toolkit: BaseChoice | None = None  # instead of the image that the toolkit is taken from
     variant: Path | None = None  # a Dockerfile that is built instead of the cell's, made from it
     contexts: tuple[str, ...] = ()  # beside the project itself, as buildx takes them: name=DIR
+    index_url: str | None = None  # of wheels; None: PyPI
     secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
     lock: debian.Lock | None = None  # of its Debian packages
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
@@ -145,6 +147,7 @@ def plan_job(
         tag=options.tag or cell.tag,
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
         ca_bundle=options.ca_bundle,
+        index_url=options.index_url,
         no_cache=options.no_cache,
         cache_from=options.cache_from,
         cache_to=options.cache_to,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from images import asked, build, debian, docker, installed, mirror, snapshot
+from images import asked, build, debian, docker, index, installed, mirror, snapshot
 from images.build import BUILD_ID_LABEL, REPRODUCIBLE_LABEL, Job
 from images.errors import ArchiveError, BuildError
 from images.matrix import Base, Cell
@@ -143,8 +143,8 @@ def by_way_of(root: Path, job: Job, engine: docker.Engine, archives: Archives) -
 
 
 def through(root: Path, job: Job, archive: Mirror | None) -> Job:
-    """The job with an archive instead of the base's own sources."""
-    return mirror.write(root, job, archive, _sources(root, job)) if archive else job
+    """The job with an archive instead of the base's own sources, and with another index where one is named."""
+    return index.through(root, mirror.write(root, job, archive, _sources(root, job)) if archive else job)
 
 
 def resolve(root: Path, job: Job, lock: debian.Lock, archive: Mirror | None) -> debian.Lock:
