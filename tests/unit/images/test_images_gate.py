@@ -263,6 +263,8 @@ def test_known_gaps_are_data() -> None:
         "native: partial\ngaps: [{library: a, kernels: [k]}]",
         "native: partial\nsource: x\ngaps: []",
         "native: partial\nsource: x\ngaps: [{library: a, kernel: [k]}]",
+        "native: partial\nsource: x\nlibraries: [{library: a, kernels: true, native: 0, ptx: 0}]\n"
+        "gaps: [{library: a, kernels: [k]}]",
         "",
     ],
 )
