@@ -33,6 +33,7 @@ from images import (
     fetch,
     gate,
     gpus,
+    index,
     lock,
     matrix,
     mirror,
@@ -52,7 +53,7 @@ from images import (
     wheel_gaps,
 )
 from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
-from images.matrix import Cell, Matrix
+from images.matrix import LOCKS, Cell, Matrix
 
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,6 +161,7 @@ def _build(arguments: argparse.Namespace) -> int:
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         tag=arguments.tag,
         epoch_s=arguments.epoch,
+        index_url=arguments.index_url,
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
         space_check=not arguments.no_space_check,
@@ -261,7 +263,7 @@ def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: m
 
 def _dry(job: build.Job, archives: packages.Archives) -> build.Job:
     """No archive is asked, so only one that is named can be shown."""
-    return mirror.plan(job) if archives.given else job
+    return index.plan(mirror.plan(job) if archives.given else job)
 
 
 def _push(
@@ -433,10 +435,10 @@ def _machine_words(here: select.Machine) -> str:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--locked"):
+    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"):
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
-            said = "" if value is True else f": {value}"
+            said = "" if value is True or flag == "--index-url" else f": {value}"  # that may hold a password
             message = f"{flag} belongs to --reproduce, which is not there{said}"
             raise UsageError(message, hint=f"verify --reproduce CELL {flag}{said.replace(':', '', 1)}")
 
@@ -469,6 +471,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         toolkit_image=arguments.toolkit_image,
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         epoch_s=arguments.epoch,
+        index_url=arguments.index_url,
         no_cache=True,
     )
     engine = docker.Engine()
@@ -519,6 +522,10 @@ def _reproduce_against(
 
 
 def _lock(arguments: argparse.Namespace) -> int:
+    if arguments.check and (arguments.upgrade or arguments.bases):
+        flag = "--upgrade" if arguments.upgrade else "--bases"
+        message = f"--check writes nothing, and {flag} is there to write"
+        raise UsageError(message, hint="lock --check, or lock --check --debian")
     if arguments.bases:
         return _lock_bases(arguments)
     if arguments.debian:
@@ -536,10 +543,29 @@ def _lock(arguments: argparse.Namespace) -> int:
         _say(arguments, names, names)
         return 0
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
+    if arguments.check:
+        lines = [
+            line
+            for name in names
+            for line in lock.faults(ROOT, name, known[name], ca_bundle=ca_bundle, index_url=arguments.index_url)
+        ]
+        return _say_locks(arguments, lines, [f"{LOCKS}/{name}.txt" for name in names])
     changed = {
-        name: lock.lock(ROOT, name, known[name], ca_bundle=ca_bundle, upgrade=arguments.upgrade) for name in names
+        name: lock.lock(
+            ROOT, name, known[name], ca_bundle=ca_bundle, upgrade=arguments.upgrade, index_url=arguments.index_url
+        )
+        for name in names
     }
     _say(arguments, changed, [f"{name}: {'changed' if is_new else 'as it was'}" for name, is_new in changed.items()])
+    return 0
+
+
+def _say_locks(arguments: argparse.Namespace, faults: Sequence[str], asked: Sequence[str]) -> int:
+    _say(arguments, faults, faults or [f"{path}: as the archives have it" for path in asked])
+    if faults:
+        more = f" and {len(faults) - 1} more" * (len(faults) > 1)
+        message = f"locks are not what the archives have: {faults[0]}{more}"
+        raise VerificationError(message, hint="who added it? git log -p says; `lock` writes the file anew")
     return 0
 
 
@@ -569,13 +595,25 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
     loaded = matrix.load(ROOT)
     archives = _archives(arguments, loaded, is_strict=False)
     moment = snapshot.settled(datetime.now(UTC))
-    archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
     dockerfiles = [(cell, _rendered(cell)[cell.folder / "Dockerfile"]) for cell in loaded.cells]
+    if arguments.check and not arguments.dry_run:
+        return _check_debian(arguments, loaded, dockerfiles)
+    archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
     lines = debian.lock(ROOT, dockerfiles, docker.Engine(), mirror.as_archive(archive), is_dry=arguments.dry_run)
     if not arguments.dry_run and not (archive and archive.timestamp):
         lines.append(f"{archives.reason}: the snapshot of each lock is told from the dates of the lists")
     _say(arguments, lines, lines)
     return 0
+
+
+def _check_debian(arguments: argparse.Namespace, loaded: Matrix, dockerfiles: Sequence[tuple[Cell, str]]) -> int:
+    """Of the moment of each lock, so a snapshot it must be: the archive of today has other packages by right."""
+    strict = _archives(arguments, loaded, is_strict=True)
+    base = loaded.cells[0].base
+    faults = debian.faults_of_locks(
+        ROOT, dockerfiles, docker.Engine(), lambda moment: mirror.as_archive(strict.choose(base, moment))
+    )
+    return _say_locks(arguments, faults, [f"{LOCKS}/debian-*.json"])
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
@@ -941,6 +979,7 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
     _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
+    _add_index_flag(parser, of=of)
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 
@@ -951,6 +990,11 @@ def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str, otherwise: str
         f"without it from snapshot.debian.org {otherwise}"
     )
     parser.add_argument("--debian-mirror", metavar="ROOT[@TIMESTAMP]", help=of + about)
+
+
+def _add_index_flag(parser: argparse.ArgumentParser, *, of: str = "") -> None:
+    about = "wheels from this package index instead of PyPI, held to the same hashes; it is in no layer and no lock"
+    parser.add_argument("--index-url", metavar="URL", type=index.parse_index, help=of + about)
 
 
 def _epoch(text: str) -> int:
@@ -1059,6 +1103,9 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--upgrade", action="store_true", help="move to the newest versions that the .in files allow")
     about = "instead: ask apt, in each base that is here, what a build installs; write images/locks/debian-*.json"
     one.add_argument("--debian", action="store_true", help=about)
+    about = "write nothing; exit 61 naming each package that nothing asks for and each hash that no archive has"
+    parser.add_argument("--check", action="store_true", help=about)
+    _add_index_flag(parser)
     _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)

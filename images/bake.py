@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 from images import render
 from images.build import BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, Job, moment_labels
-from images.matrix import Cell
+from images.matrix import Cell, Platform
 
 BAKE_FILE = Path("docker-bake.json")
 # Not where `build` has its archives: bake opens what it would write even for --print, which empties the file.
@@ -30,14 +31,24 @@ def bake_file(cells: Iterable[Cell]) -> str:
     """The text of docker-bake.json."""
     known = tuple(cells)
     targets = {cell.id: _target(cell) for cell in known}
-    buildable = [cell.id for cell in known if not cell.unresolved]
     # An empty file is no certificate: the Dockerfiles look at its size.
     variables = {"CA_BUNDLE": {"default": "/dev/null"}}
     for cell_id in targets:
         for name in ("EPOCH", *LABEL_VARIABLES.values()):
             variables[variable(cell_id, name)] = {"default": ""}
-    made = {"//": _header(), "group": {"default": {"targets": buildable}}, "target": targets, "variable": variables}
+    made = {"//": _header(), "group": _groups(known), "target": targets, "variable": variables}
     return json.dumps(made, indent=2) + "\n"
+
+
+def _groups(cells: Iterable[Cell]) -> dict[str, dict[str, list[str]]]:
+    """One for each kind of machine, since none can build for the other; who names no group means amd64."""
+    ready = [cell for cell in cells if not cell.unresolved]
+    platforms: tuple[Platform, ...] = get_args(Platform)
+    kinds = {
+        platform.partition("/")[2]: [cell.id for cell in ready if platform in cell.platforms] for platform in platforms
+    }
+    groups = {kind: {"targets": ids} for kind, ids in kinds.items() if ids}
+    return {"default": {"targets": list(groups)[:1]}, **groups}
 
 
 def variable(cell_id: str, name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class Options:
     ca_bundle: Path | None = None
     tag: str | None = None
     epoch_s: int | None = None
+    index_url: str | None = None  # of wheels; None: PyPI
     no_cache: bool = False
     force: bool = False
     space_check: bool = True
@@ -102,6 +104,7 @@ class Job:
     toolkit: BaseChoice | None = None  # instead of the image that the toolkit is taken from
     variant: Path | None = None  # a Dockerfile that is built instead of the cell's, made from it
     contexts: tuple[str, ...] = ()  # beside the project itself, as buildx takes them: name=DIR
+    index_url: str | None = None  # of wheels; None: PyPI
     secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
     lock: debian.Lock | None = None  # of its Debian packages
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
@@ -144,6 +147,7 @@ def plan_job(
         tag=options.tag or cell.tag,
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
         ca_bundle=options.ca_bundle,
+        index_url=options.index_url,
         no_cache=options.no_cache,
         cache_from=options.cache_from,
         cache_to=options.cache_to,
@@ -343,11 +347,18 @@ def parts_of(root: Path, cell: Cell) -> set[str]:
 
 
 def _build_id(root: Path, cell: Cell, base: BaseChoice, toolkit: BaseChoice | None, lock: debian.Lock | None) -> str:
-    """Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image."""
+    return build_id_of(root, cell, base.identity, toolkit.identity if toolkit else None, lock=lock)
+
+
+def build_id_of(root: Path, cell: Cell, base: str, toolkit: str | None, *, lock: debian.Lock | None) -> str:
+    """`base`, `toolkit`: by their digests; no toolkit is that of the matrix.
+
+    Of a lock only what this cell takes from it: another cell's packages, or a younger date, make no other image.
+    """
     files = read_inputs(root, cell)
     if lock:
         files[debian.path_for(cell.base, lock.platform).as_posix()] = debian.content(lock, parts_of(root, cell))
-    return build_id(files, " ".join(each.identity for each in (base, toolkit) if each))
+    return build_id(files, " ".join(filter(None, (base, toolkit))))
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -369,16 +380,42 @@ def build_id(files: Mapping[str, bytes], base_identity: str) -> str:
 
 
 def query_origin(root: Path, cell: Cell, *, epoch_s: int | None, lock: debian.Lock | None = None) -> Origin:
-    """The last commit that touched the inputs; `+dirty` when the working tree holds something else."""
+    """The last commit that touched the inputs; `+dirty` when the working tree holds something else.
+
+    BuildError when a shallow clone cannot know that commit, or a file among the inputs is not git's.
+    """
     locks = [debian.path_for(cell.base, lock.platform)] if lock else []
     paths = [path.as_posix() for path in (*render.inputs(cell), cell.folder, *locks)]
     log = docker.capture(("git", "log", "-1", "--format=%H %ct", "--", *paths), cwd=root)
     status = docker.capture(("git", "status", "--porcelain", "--", *paths), cwd=root)
     found = parse_git_log(log.lines[0]) if log.code == 0 and log.lines else None
     revision, date_s = found if found else (None, FALLBACK_EPOCH_S)
+    if revision:
+        _refuse_shallow(root, revision)
+        _refuse_untracked(root, paths)
     if revision and status.lines:
         revision += "+dirty"
     return Origin(epoch_s=date_s if epoch_s is None else epoch_s, revision=revision)
+
+
+def _refuse_shallow(root: Path, revision: str) -> None:
+    """Where a shallow clone begins, git takes every file for new, so the date would be that of another commit."""
+    asked = docker.capture(("git", "rev-parse", "--git-path", "shallow"), cwd=root)
+    ends = root / asked.lines[0] if asked.code == 0 and asked.lines else None
+    if ends and ends.is_file() and revision in ends.read_text("ascii").split():
+        message = f"this clone is shallow and ends at {revision[:12]}: when the inputs were last changed is not in it"
+        raise BuildError(message, hint="git fetch --unshallow; the date of that commit is in the image's digest")
+
+
+def _refuse_untracked(root: Path, paths: Sequence[str]) -> None:
+    """A file of an editor, also one that git ignores, would be in the image and in no commit."""
+    words = ("git", "-c", "core.quotePath=false", "ls-files", "--others", "--", *paths)
+    asked = docker.capture(words, cwd=root)
+    found = [line for line in asked.lines if "__pycache__" not in Path(line).parts and Path(line).suffix != ".pyc"]
+    if asked.code == 0 and found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        message = f"not in git, and would be in the image: {', '.join(found[:5])}{more}"
+        raise BuildError(message, hint=f"git add {shlex.quote(found[0])}, or take it away")
 
 
 def parse_git_log(line: str) -> tuple[str, int] | None:

@@ -223,6 +223,43 @@ def moved(old: Lock, new: Lock) -> list[str]:
     ]
 
 
+def differences(old: Lock, new: Lock) -> list[str]:
+    """Both ways: what moved, and what only one of the two has. `new` is of the moment of `old`."""
+    missing = [
+        f"{name} is missing: {now.version}"
+        for part, packages in new.parts.items()
+        for name, now in packages.items()
+        if name not in old.parts.get(part, {})
+    ]
+    strange = [f"nothing installs: {part}" for part in old.parts if part not in new.parts]
+    common = old.model_copy(update={"parts": {part: old.parts[part] for part in old.parts if part in new.parts}})
+    return list(dict.fromkeys([*strange, *moved(common, new), *missing]))
+
+
+def faults_of_locks(
+    root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine, at: Callable[[str], Archive]
+) -> list[str]:
+    """A line for each package of the engine's own locks that apt, asked again as of their moment, does not install.
+
+    `at`: the archive of a moment. BuildError when a base is not here.
+    """
+    lines: list[str] = []
+    for (image, platform), (base, parts) in _by_base(dockerfiles, engine).items():
+        path = path_for(base, platform)
+        old = load(root, base, platform)
+        here = engine.image(image)
+        if here is None:
+            message = f"the base of {path} is not here: {image}"
+            raise BuildError(message, hint=f"docker pull {image}")
+        if old is None:
+            lines.append(f"{path.name}: there is no lock")
+            continue
+        archive = at(old.snapshot)
+        new = query(engine, archive, image=image, identity=here.id, platform=platform, parts=sorted(parts))
+        lines += [f"{path.name}: {line}" for line in differences(old, new)]
+    return lines
+
+
 def _description(was: Locked, now: Locked | None) -> str:
     if now is None:
         return "gone"

@@ -21,6 +21,7 @@ class EngineFiles:
     """Patterns and prefixes are of paths as an image's layers have them, without the first slash."""
 
     serves: WeightsFormat
+    repository: str  # on GitHub, where its commit is: the bill of materials names it so
     folder: str  # only images of this engine have it
     binary: str  # `appliance engine-facts` asks it while the image is built
     version_line: str  # what it says to --version, with {version}, {build} and {commit} of the matrix
@@ -38,6 +39,7 @@ class EngineFiles:
 ENGINES: Mapping[str, EngineFiles] = {
     "llama": EngineFiles(
         serves="gguf",
+        repository="ggml-org/llama.cpp",
         folder="/opt/llama",
         binary="/opt/llama/llama-server",
         version_line="version: {version} (build {build}, commit {commit})",
@@ -50,6 +52,7 @@ ENGINES: Mapping[str, EngineFiles] = {
     # libraries alone are judged: those that its lock brings beside them are 8 GB.
     "vllm": EngineFiles(
         serves="safetensors",
+        repository="vllm-project/vllm",
         folder="/opt/vllm",
         binary="/opt/vllm/bin/vllm",
         version_line="{version}",

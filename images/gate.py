@@ -41,6 +41,7 @@ TOOLKIT = re.compile(
 )
 
 FATBIN_MAGIC = 0xBA55ED50
+FATBIN_START = struct.pack("<I", FATBIN_MAGIC)
 FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, header size, size of what follows
 FATBIN_ENTRY = struct.Struct("<HHIQ")  # kind, version, header size, size of what follows
 FATBIN_ARCH_OFFSET = 28
@@ -83,6 +84,7 @@ class Library:
     path: str
     kernels: tuple[Kernel, ...] = ()
     targets: Mapping[str, int] | None = None  # cubins by target; None: judged by its kernels
+    unlinked: int = 0  # translation units of intermediate code alone, which a linker compiles when the program starts
 
     def count(self, sm: int) -> Count:
         native = sum(kernel.runs_natively(sm) for kernel in self.kernels)
@@ -144,7 +146,12 @@ class Report:
     def faults(self) -> list[str]:
         """What fails the gate, in words. A gate that saw no kernel proves nothing, and fails."""
         nothing = [] if self.kernel_count else [f"no kernel in any of {len(self.libraries)} files"]
-        return [*nothing, *(str(gap) for gap in self.gaps if not gap.is_declared), *self.stale]
+        unlinked = [
+            f"{library.path}: {library.unlinked} units have only code for link-time optimization"
+            for library in self.libraries
+            if library.unlinked
+        ]
+        return [*nothing, *unlinked, *(str(gap) for gap in self.gaps if not gap.is_declared), *self.stale]
 
 
 class _PlatformRow(Row):
@@ -272,7 +279,9 @@ def parse_listing(lines: Iterable[str]) -> dict[str, int]:
 
 
 def parse_units(data: bytes) -> list[list[tuple[Kind, int]]]:
-    """The fat binaries of a file, one a translation unit: kind and chip of each element. Empty without GPU code."""
+    """The fat binaries of a file, one a translation unit: kind and chip of each element. Empty without GPU code, and
+    a unit is empty that has neither cubin nor PTX. struct.error when the file ends before they do.
+    """
     return [list(_entries(data, start, end)) for start, end in _containers(data)]
 
 
@@ -287,7 +296,7 @@ def join(path: str, elements: Sequence[Element], units: Sequence[Sequence[tuple[
     if left:
         message = f"{path}: cuobjdump lists {left} elements more than the file's headers"
         raise VerificationError(message, hint="the gate reads shared libraries, objects and .fatbin files")
-    return Library(path=path, kernels=tuple(kernels))
+    return Library(path=path, kernels=tuple(kernels), unlinked=sum(not unit for unit in units))
 
 
 def describe(library: Library, sm: int) -> str:
@@ -296,7 +305,7 @@ def describe(library: Library, sm: int) -> str:
         listed = ", ".join(f"sm_{target}: {count}" for target, count in library.targets.items())
         return f"toolkit {library.path}  cubins: {listed or 'none'}"
     if not library.kernels:
-        return f"no GPU code {library.path}"
+        return f"gaps {library.path}  not linked" if library.unlinked else f"no GPU code {library.path}"
     native = [kernel for kernel in library.kernels if kernel.runs_natively(sm)]
     beside = sum(bool(kernel.ptx) for kernel in native)
     targets = sorted({target for kernel in library.kernels for target in kernel.sass}, key=parse_target)
@@ -306,12 +315,23 @@ def describe(library: Library, sm: int) -> str:
 
 
 def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library:
-    """Asks cuobjdump about one file. VerificationError when it cannot be read."""
+    """Asks cuobjdump about one file. VerificationError when it cannot be read, or is only the beginning of one."""
     path = name or file.as_posix()
     if TOOLKIT.match(Path(path).name):
         return Library(path=path, targets=_dump(tool, ("--list-elf",), file, parse_listing) or {})
-    elements = _dump(tool, ("-symbols", "-ptx"), file, parse_elements)
-    return join(path, elements, parse_units(file.read_bytes())) if elements else Library(path=path)
+    elements = _dump(tool, ("-symbols", "-ptx"), file, parse_elements) or []
+    return join(path, elements, read_units(file, path))
+
+
+def read_units(file: Path, path: str) -> list[list[tuple[Kind, int]]]:
+    """Those of a file. VerificationError when it is cut off: of that cuobjdump says that it has no device code."""
+    data = file.read_bytes()
+    try:
+        _refuse_beyond(data, 1)
+        return parse_units(data)
+    except struct.error as error:
+        message = f"{path} is cut off at {len(data)} bytes"
+        raise VerificationError(message, hint="make it anew; was the disk full?") from error
 
 
 def find_tool(wanted: Path | None = None) -> Path:
@@ -365,6 +385,7 @@ def _containers(data: bytes) -> Iterator[tuple[int, int]]:
     while position + FATBIN_HEADER.size <= end:
         magic, _, header_size, size = FATBIN_HEADER.unpack_from(data, position)
         if magic == FATBIN_MAGIC:
+            _refuse_beyond(data, position + header_size + size)
             yield position + header_size, position + header_size + size
             position += header_size + size
         elif magic == 0:
@@ -385,7 +406,7 @@ def _entries(data: bytes, position: int, end: int) -> Iterator[tuple[Kind, int]]
 def _fatbin_range(data: bytes) -> tuple[int, int]:
     """The section that holds them; the whole file when it is no ELF."""
     if data[:4] != b"\x7fELF":
-        return 0, len(data)
+        return 0, len(data) if data[:4] == FATBIN_START else 0
     sections = _elf_sections(data)
     return next((sections[name] for name in FATBIN_SECTIONS if name in sections), (0, 0))
 
@@ -394,13 +415,25 @@ def _elf_sections(data: bytes) -> dict[str, tuple[int, int]]:
     """Where each section begins and ends in a 64-bit ELF, by name."""
     header = ELF_HEADER.unpack_from(data)
     table, size, count, names_index = header[6], header[11], header[12], header[13]
+    _refuse_beyond(data, table + size * count)
     rows = [ELF_SECTION.unpack_from(data, table + index * size) for index in range(count)]
     names = rows[names_index][4] if rows else 0
-    return {_c_string(data, names + row[0]): (row[4], row[4] + row[5]) for row in rows}
+    sections = {_c_string(data, names + row[0]): (row[4], row[4] + row[5]) for row in rows}
+    for name in FATBIN_SECTIONS:
+        _refuse_beyond(data, sections.get(name, (0, 0))[1])
+    return sections
+
+
+def _refuse_beyond(data: bytes, end: int) -> None:
+    if end > len(data):
+        message = f"a fat binary ends at {end:#x}, the file at {len(data):#x}"
+        raise struct.error(message)
 
 
 def _c_string(data: bytes, start: int) -> str:
-    return data[start : data.index(b"\0", start)].decode("ascii", "replace")
+    end = data.find(b"\0", start)
+    _refuse_beyond(data, start if end >= 0 else len(data) + 1)
+    return data[start:end].decode("ascii", "replace")
 
 
 def _matches(library: str, kernel: str, known: tuple[str, str]) -> bool:

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from images import docker
@@ -30,17 +30,25 @@ ALSO_FOR: dict[LockForm, str] = {"engine": "aarch64-manylinux_2_36"}
 
 
 def uv_argv(
-    name: str, form: LockForm, output: Path, *, ca_bundle: Path | None, upgrade: bool, overrides: Path | None = None
+    name: str,
+    form: LockForm,
+    output: Path,
+    *,
+    ca_bundle: Path | None,
+    upgrade: bool,
+    overrides: Path | None = None,
+    index_url: str | None = None,
 ) -> tuple[str, ...]:
     """`output` is read too: versions that stand there are kept unless `upgrade`. Run it in the project's root.
 
     `overrides`: requirements that replace what the wheels themselves ask for.
     """
-    # By env, since uv has no flag for a file of certificates.
-    certificates = ("env", f"SSL_CERT_FILE={ca_bundle}") if ca_bundle else ()
+    # By env, since uv has no flag for a file of certificates, and would write one for an index into the lock.
+    given = {"SSL_CERT_FILE": ca_bundle, "UV_DEFAULT_INDEX": index_url}
+    environment = [f"{variable}={value}" for variable, value in given.items() if value]
     source = (LOCKS / f"{name}.in").as_posix()
     return (
-        *certificates,
+        *(("env", *environment) if environment else ()),
         *(sys.executable, "-m", "uv", "pip", "compile", *COMMON, *FORMS[form]),
         *(("--upgrade",) if upgrade else ()),
         *(("--override", overrides.as_posix()) if overrides else ()),
@@ -48,7 +56,9 @@ def uv_argv(
     )
 
 
-def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgrade: bool) -> bool:
+def lock(
+    root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgrade: bool, index_url: str | None = None
+) -> bool:
     """Writes one lock, whole or not at all; True when it changed."""
     target = root / LOCKS / f"{name}.txt"
     with tempfile.TemporaryDirectory(prefix="lock-", dir=target.parent) as folder:
@@ -57,7 +67,9 @@ def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgra
             shutil.copyfile(target, fresh)
         path = LOCKS / f"{name}.overrides"
         overrides = path if (root / path).exists() else None
-        argv = uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=upgrade, overrides=overrides)
+        argv = uv_argv(
+            name, form, fresh, ca_bundle=ca_bundle, upgrade=upgrade, overrides=overrides, index_url=index_url
+        )
         text = _compiled(root, name, argv, fresh)
         if form in ALSO_FOR:
             # The versions of the first stand in the output and are kept, so only a real difference shows.
@@ -69,6 +81,44 @@ def lock(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, upgra
         has_changed = not target.exists() or target.read_text("utf-8") != text
         fresh.replace(target)
     return has_changed
+
+
+def faults(root: Path, name: str, form: LockForm, *, ca_bundle: Path | None, index_url: str | None = None) -> list[str]:
+    """A line for each package of a lock that nothing asks for, each that it lacks, and each hash that the index does
+    not have. Nothing is written. uv is told the versions and not the hashes, which it would take over unasked.
+    """
+    target = root / LOCKS / f"{name}.txt"
+    if not target.is_file():
+        return [f"{name}: there is no lock"]
+    committed = parse_pins(target.read_text("utf-8"))
+    with tempfile.TemporaryDirectory(prefix="lock-", dir=target.parent) as folder:
+        fresh = Path(folder) / target.name
+        fresh.write_text("".join(f"{pin}\n" for pin in committed), "utf-8")
+        path = LOCKS / f"{name}.overrides"
+        overrides = path if (root / path).exists() else None
+        argv = uv_argv(name, form, fresh, ca_bundle=ca_bundle, upgrade=False, overrides=overrides, index_url=index_url)
+        return [f"{name}: {line}" for line in differences(committed, parse_pins(_compiled(root, name, argv, fresh)))]
+
+
+def differences(committed: Mapping[str, frozenset[str]], fresh: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """A release may get files after it was locked, so only hashes that the index lacks are a fault."""
+    for pin in sorted(set(committed) - set(fresh)):
+        yield f"nothing asks for {pin}"
+    for pin in sorted(set(fresh) - set(committed)):
+        yield f"{pin} is missing"
+    for pin in sorted(set(fresh) & set(committed)):
+        for sha256 in sorted(committed[pin] - fresh[pin]):
+            yield f"{pin}: no file of the index has SHA-256 {sha256}"
+
+
+def parse_pins(text: str) -> dict[str, frozenset[str]]:
+    """`name==version`, with a marker where there is one -> the SHA-256 of each file."""
+    found: dict[str, frozenset[str]] = {}
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        pin, *hashes = re.split(r"\s+--hash=sha256:", line.strip())
+        if pin and not pin.startswith("#"):
+            found[pin] = frozenset(hashes)
+    return found
 
 
 def _compiled(root: Path, name: str, argv: tuple[str, ...], output: Path) -> str:

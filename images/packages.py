@@ -6,10 +6,10 @@ reached, what the base's own sources have now, under a temporary lock of exact v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from images import asked, build, debian, docker, installed, mirror, snapshot
+from images import asked, build, debian, docker, index, installed, mirror, snapshot
 from images.build import BUILD_ID_LABEL, REPRODUCIBLE_LABEL, Job
 from images.errors import ArchiveError, BuildError
 from images.matrix import Base, Cell
@@ -143,8 +143,8 @@ def by_way_of(root: Path, job: Job, engine: docker.Engine, archives: Archives) -
 
 
 def through(root: Path, job: Job, archive: Mirror | None) -> Job:
-    """The job with an archive instead of the base's own sources."""
-    return mirror.write(root, job, archive, _sources(root, job)) if archive else job
+    """The job with an archive instead of the base's own sources, and with another index where one is named."""
+    return index.through(root, mirror.write(root, job, archive, _sources(root, job)) if archive else job)
 
 
 def resolve(root: Path, job: Job, lock: debian.Lock, archive: Mirror | None) -> debian.Lock:
@@ -170,6 +170,14 @@ def load(root: Path, build_id: str) -> debian.Lock | None:
     """The temporary lock that an image was built of; None when it was built elsewhere."""
     path = path_for(build_id)
     return debian.load_file(root / path, name=str(path)) if (root / path).is_file() else None
+
+
+def lock_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) -> debian.Lock | None:
+    """What an image was held to, by its labels: the lock of its base, or a temporary one."""
+    if labels.get(REPRODUCIBLE_LABEL) == "no":
+        return load(root, labels.get(BUILD_ID_LABEL, ""))
+    known = next((each for each in cell.platforms if each == platform), None)
+    return debian.load(root, cell.base, known) if known else None
 
 
 def find_temporary(root: Path, job: Job, engine: docker.Engine, archives: Archives) -> Job | None:

@@ -5,14 +5,14 @@ Each fault is a MatrixError of one form: file, place, what is allowed there, the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from images.errors import MatrixError, near_miss
 
@@ -25,6 +25,17 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1)]
 
 class Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_yes_for_one(cls, value: object, info: ValidationInfo) -> object:
+        """`kernels: true` would be 1: YAML's booleans are Python's, and these are numbers."""
+        if isinstance(value, bool):
+            kinds = list(_leaves(cls.model_fields[str(info.field_name)].annotation))
+            if bool not in kinds and (int in kinds or float in kinds):
+                message = "Input should be a valid number" if float in kinds else "Input should be a valid integer"
+                raise ValueError(message)
+        return value
 
 
 Kind = TypeVar("Kind", bound=Row)
@@ -115,6 +126,13 @@ def _kind_in(annotation: Any) -> type[Row] | None:  # noqa: ANN401 - whatever st
     if isinstance(annotation, type) and issubclass(annotation, Row):
         return annotation
     return next(filter(None, map(_kind_in, get_args(annotation))), None)
+
+
+def _leaves(annotation: object) -> Iterator[object]:
+    """The kinds in `Annotated[int, …] | None`."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _leaves(part)
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -6,11 +6,12 @@ in a layer can: the engine's commit, the hash of its source, nvcc and its target
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
@@ -28,15 +29,17 @@ from spdx_tools.spdx.model.spdx_no_assertion import SpdxNoAssertion
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 from spdx_tools.spdx.writer.json.json_writer import write_document_to_stream
 
-from images import debian, docker
+from images import debian, docker, packages
 from images.build import ARCHIVES, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import LOCKS, Cell, Toolkit
+from images.render import OWN_LICENSE
 from images.tree import Entry, Tree, read_tree
 
 SPDX_VERSION = "SPDX-2.3"
 CREATED_LABEL = "org.opencontainers.image.created"
 LICENSES_LABEL = "org.opencontainers.image.licenses"
+REVISION_LABEL = "org.opencontainers.image.revision"
 VERSION_LABEL = "org.opencontainers.image.version"
 IMAGE_ID = "SPDXRef-image"
 UNLOCKED = (
@@ -46,14 +49,19 @@ UNLOCKED = (
 DOCUMENT_ID = "SPDXRef-DOCUMENT"
 
 # One file for all packages, or, in images made without dpkg, one for each.
+STATUS_PATH = "var/lib/dpkg/status"
 STATUS = re.compile(r"^var/lib/dpkg/status(?:\.d/(?!.*\.md5sums$).+)?$")
-METADATA = re.compile(r"^opt/[^/]+/lib/[^/]+\.dist-info/METADATA$")  # not what a wheel carries inside itself
+METADATA = re.compile(r"^(opt/[^/]+/lib/[^/]+\.dist-info/)METADATA$")  # not what a wheel carries inside itself
 COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
 OS_RELEASE = "usr/lib/os-release"
+SOURCE_FIELD = re.compile(r"^([a-z0-9][a-z0-9+.-]+)(?: \((\S+)\))?$")  # of dpkg: the version where it is another
+OWN_CODE = "opt/appliance/lib/appliance/"
 KEPT = re.compile("|".join((STATUS.pattern, METADATA.pattern, COPYRIGHT.pattern, f"^{re.escape(OS_RELEASE)}$")))
 
 LICENSE_LINE = re.compile(r"^License:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 CUDA_TARGETS = re.compile(r"-DCMAKE_CUDA_ARCHITECTURES='([^']+)'")
+REQUIREMENT = re.compile(r"^[a-z0-9][a-z0-9._-]*==\S+(?: \\\n +--hash=sha256:[0-9a-f]{64})+", re.MULTILINE)
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 NVCC = "nvidia-cuda-nvcc"
 # Libraries leave their wheel on the way into the image, and with it the folder that would name them.
@@ -65,12 +73,13 @@ WHEEL_OF_LIBRARY = {
     "libnvrtc": "nvidia-cuda-nvrtc",
 }
 
-Kind = Literal["deb", "pypi", "cuda", "engine", "source", "compiler"]
+Kind = Literal["deb", "pypi", "cuda", "engine", "appliance", "source", "compiler"]
 PURPOSES: dict[Kind, PackagePurpose] = {
     "deb": PackagePurpose.LIBRARY,
     "pypi": PackagePurpose.LIBRARY,
     "cuda": PackagePurpose.LIBRARY,
     "engine": PackagePurpose.APPLICATION,
+    "appliance": PackagePurpose.APPLICATION,
     "source": PackagePurpose.SOURCE,
     "compiler": PackagePurpose.APPLICATION,
 }
@@ -80,6 +89,7 @@ RELATIONS: dict[Kind, RelationshipType] = {
     "pypi": RelationshipType.CONTAINED_BY,
     "cuda": RelationshipType.CONTAINED_BY,
     "engine": RelationshipType.CONTAINED_BY,
+    "appliance": RelationshipType.CONTAINED_BY,
     "source": RelationshipType.GENERATES,
     "compiler": RelationshipType.BUILD_TOOL_OF,
 }
@@ -105,6 +115,26 @@ class Component:
         return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", "-", f"{self.kind}-{self.name}{version}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hashes:
+    """SHA-256 of the files that packages were installed from, as the locks of the build have them."""
+
+    debs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # by name and version
+    wheels: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by name==version: each file of the release
+
+    @classmethod
+    def of(cls, lock: debian.Lock | None, texts: Iterable[str]) -> Hashes:
+        """A package of Debian that is in several parts of a lock is one file in all of them."""
+        parts = lock.parts.values() if lock else ()
+        debs = {(name, each.version): each.sha256 for part in parts for name, each in part.items()}
+        wheels: dict[str, frozenset[str]] = {}
+        for text in texts:
+            for requirement in REQUIREMENT.findall(text):
+                pin = requirement.partition(" ")[0]
+                wheels[pin] = wheels.get(pin, frozenset()) | frozenset(HASH.findall(requirement))
+        return cls(debs=debs, wheels=wheels)
+
+
 def path_for(cell: Cell) -> Path:
     """Beside the cell's archive, below the project."""
     return ARCHIVES / f"{cell.id}.spdx.json"
@@ -124,7 +154,13 @@ def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Pat
     tree = _saved_tree(root, cell, engine, image)
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
     locks = {path.stem: path.read_text("utf-8") for path in sorted((root / LOCKS).glob("*.txt"))}
-    components = [*contents(tree), *cuda_libraries(tree, cell, locks), *made_from(cell, dockerfile, locks)]
+    lock = packages.lock_of(root, cell, found.platform, found.labels)
+    components = [
+        *contents(tree, Hashes.of(lock, locks.values())),
+        appliance(tree, found),
+        *cuda_libraries(tree, cell, locks),
+        *made_from(cell, dockerfile, locks),
+    ]
     save(out, dump(document(cell, found, components)))
 
 
@@ -142,31 +178,84 @@ def save(out: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
-def contents(tree: Tree) -> Iterator[Component]:
+def contents(tree: Tree, hashes: Hashes | None = None) -> Iterator[Component]:
     """Debian packages and wheels, as the files of the image name them. VerificationError when there is no package."""
+    known = hashes or Hashes()
     distribution = _distribution(tree)
     said = {match[1]: parse_copyright(_text(entry)) for match, entry in _matching(tree, COPYRIGHT)}
-    packages = [each for _, entry in _matching(tree, STATUS) for each in packages_of(_text(entry), distribution, said)]
-    if not packages:
+    debs = [
+        each
+        for _, entry in _matching(tree, STATUS)
+        for each in packages_of(_text(entry), distribution, said, known.debs)
+    ]
+    if not debs:
         message = "the image holds no list of Debian packages: var/lib/dpkg/status"
         raise VerificationError(message, hint="a runtime stage must leave it there")
-    yield from packages
-    wheels = [parse_metadata(_text(entry)) for _, entry in _matching(tree, METADATA)]
+    yield from debs
+    wheels = [
+        _hashed(parse_metadata(_text(entry)), tree.files.get(f"{match[1]}RECORD"), known.wheels)
+        for match, entry in _matching(tree, METADATA)
+    ]
     yield from {wheel.purl: wheel for wheel in wheels}.values()  # the same version twice is one package
 
 
-def packages_of(text: str, distribution: str, said: Mapping[str, str]) -> Iterator[Component]:
-    """The installed packages of a dpkg status file. `said`: what each one's copyright file names."""
+def _hashed(wheel: Component, record: Entry | None, known: Mapping[str, frozenset[str]]) -> Component:
+    """A lock has the hash of every file of a release; which of them pip took, no file in the image says. What it
+    unpacked is told by the wheel's own list of files and their hashes.
+    """
+    locked = sorted(known.get(f"{wheel.name}=={wheel.version}", ()))
+    if len(locked) == 1:
+        return replace(wheel, sha256=locked[0])
+    admitted = f"one of the {len(locked)} files that the lock admits" if locked else "in no lock of this tree"
+    listed = f"; SHA-256 of its RECORD: {record.sha256}" if record and record.sha256 else ""
+    return replace(wheel, comment=f"{admitted}{listed}")
+
+
+def appliance(tree: Tree, image: docker.Image) -> Component:
+    """This project's own code in the image, by what its files are."""
+    own = [each for path, each in sorted(tree.files.items()) if path.startswith(OWN_CODE) and path.endswith(".py")]
+    lines = "".join(f"{each.sha256}  {each.path.removeprefix(OWN_CODE)}\n" for each in own)
+    version = image.labels.get(VERSION_LABEL, "0")
+    return Component(
+        kind="appliance",
+        name="appliance",
+        version=version,
+        purl=f"pkg:generic/appliance@{_quoted(version)}",
+        license=OWN_LICENSE,
+        comment=f"git commit {image.labels.get(REVISION_LABEL, 'not known')}; {len(own)} files, SHA-256 of their list "
+        f"as sha256sum writes it: {hashlib.sha256(lines.encode()).hexdigest()}",
+    )
+
+
+def packages_of(
+    text: str, distribution: Distribution, said: Mapping[str, str], hashes: Mapping[tuple[str, str], str]
+) -> Iterator[Component]:
+    """The installed packages of a dpkg status file. `said`: what each one's copyright file names.
+
+    A scanner needs both qualifiers: advisories are of a release of Debian, and of source packages.
+    """
     for package in debian.parse_status(text):
         identity = f"{_quoted(package.name)}@{_quoted(package.version)}"
+        sha256 = hashes.get((package.name, package.version))
+        qualifiers = {"arch": package.architecture, "distro": distribution.release, "upstream": _upstream(package)}
+        words = "&".join(f"{name}={_quoted(value)}" for name, value in qualifiers.items() if value)
+        source = f"source package {package.source}" if package.source else ""
+        origin = "" if sha256 else "in no Debian lock: of the base image"
         yield Component(
             kind="deb",
             name=package.name,
             version=package.version,
-            purl=f"pkg:deb/{distribution}/{identity}?arch={package.architecture}",
+            purl=f"pkg:deb/{distribution.name}/{identity}?{words}",
             said=said.get(package.name),
-            comment=f"source package {package.source}" if package.source else None,
+            sha256=sha256,
+            comment="; ".join(filter(None, (source, origin))) or None,
         )
+
+
+def _upstream(package: debian.Installed) -> str | None:
+    """As syft writes it: the source package, and its version where that is not the binary's."""
+    found = SOURCE_FIELD.match(package.source or "")
+    return None if found is None else f"{found[1]}@{found[2]}" if found[2] else found[1]
 
 
 def parse_copyright(text: str) -> str:
@@ -225,7 +314,7 @@ def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator
         kind="engine",
         name=engine.title,
         version=f"{engine.version}{build}",
-        purl=f"pkg:generic/{_quoted(engine.title)}@{engine.commit}",
+        purl=f"pkg:github/{engine.files.repository}@{engine.commit}",
         license=_expression(engine.license),
         said=engine.license,
         comment=f"git commit {engine.commit}{patched}",
@@ -345,11 +434,18 @@ def _text(entry: Entry) -> str:
     return entry.content.decode("utf-8", "replace")
 
 
-def _distribution(tree: Tree) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    name: str
+    release: str | None  # debian-12
+
+
+def _distribution(tree: Tree) -> Distribution:
     """`debian` unless the image says something else of itself."""
     entry = tree.files.get(OS_RELEASE)
-    found = re.search(r"^ID=\"?([a-z0-9._-]+)", _text(entry), re.MULTILINE) if entry else None
-    return found[1] if found else "debian"
+    fields = dict(re.findall(r"^(ID|VERSION_ID)=\"?([A-Za-z0-9._-]+)", _text(entry), re.MULTILINE)) if entry else {}
+    name = fields.get("ID", "debian")
+    return Distribution(name=name, release=f"{name}-{fields['VERSION_ID']}" if "VERSION_ID" in fields else None)
 
 
 def _library(name: str, version: str | None, comment: str) -> Component:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from images.errors import BuildError
-from images.matrix import Cell
+from images.matrix import Cell, ToolkitForm
 
 # The builder's layers beside the finished files. llama-cpu's add up to 1.9 GiB in `docker system df -v`: compiler
-# packages 0.9, sources and wheels 0.7, objects 0.3. For CUDA an estimate: the toolkit's layer is 1.0 GiB, it is there
-# twice while wheels are unpacked, and the objects of one SM and its libraries come on top.
+# packages 0.9, sources and wheels 0.7, objects 0.3. For CUDA an estimate: of wheels the toolkit's layer is 1.0 GiB and
+# is there twice while they are unpacked; Debian's is 1.9 GB to fetch and 5 GB installed; NVIDIA's image was never here,
+# and its layers are there packed, unpacked, and once more what is taken out of them. Objects and libraries of each SM
+# come on top.
 TOOLS_MIB = 2048
-CUDA_TOOLS_MIB = 4096
+TOOLKIT_MIB: Mapping[ToolkitForm, int] = {"wheels": 2048, "debian": 6656, "image": 18432}
+WHEELS_MIB = 4096  # of an engine that comes in wheels with its toolkit: what is unpacked beside the image's own layers
+SM_MIB = 2048
 # The finished files stand in the builder's layers and in the loaded image.
 COPIES_IN_ENGINE = 2
 # The archive, and the saved image that checks and bill of materials are read from.
@@ -37,12 +41,24 @@ class Disk:
 
 def needs(cell: Cell, *, archives: Path, engine_data: Path | None) -> list[Need]:
     """From the cell's size budget. Without the engine's folder (it is elsewhere) only the archives are counted."""
-    tools_mib = TOOLS_MIB + (CUDA_TOOLS_MIB if cell.target.cuda else 0)
+    tools_mib = TOOLS_MIB + _cuda_mib(cell)
     found = [Need(what="archives", path=archives, mib=COPIES_IN_ARCHIVES * cell.size_budget_mib)]
     if engine_data:
         mib = tools_mib + COPIES_IN_ENGINE * cell.size_budget_mib
         found.append(Need(what="the engine's images and cache", path=engine_data, mib=mib))
     return found
+
+
+def total_mib(cell: Cell) -> int:
+    """Of one disk that holds everything, such as a hosted runner's."""
+    anywhere = Path("/")
+    return sum(need.mib for need in needs(cell, archives=anywhere, engine_data=anywhere))
+
+
+def _cuda_mib(cell: Cell) -> int:
+    if cell.target.cuda is None:
+        return 0
+    return TOOLKIT_MIB[cell.toolkit.form] + SM_MIB * len(cell.target.sms) if cell.toolkit else WHEELS_MIB
 
 
 def needs_baked(weights_bytes: int, *, archives: Path, engine_data: Path | None) -> list[Need]:

@@ -8,20 +8,21 @@ import re
 import struct
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Literal
 
 from images.errors import VerificationError
 
+# Encrypted ones have header lines and an empty one: Proc-Type, DEK-Info.
 PRIVATE_KEY = re.compile(
-    rb"-----BEGIN [A-Z ]*PRIVATE KEY-----\r?\n(?:[A-Za-z0-9+/=:, -]+\r?\n)?[A-Za-z0-9+/=\r\n]{60,}"
+    rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----\r?\n(?:[A-Za-z0-9+/=:,. -]*\r?\n){0,6}?[A-Za-z0-9+/=\r\n]{60,}"
 )
 CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----\s*([A-Za-z0-9+/=\s]+?)\s*-----END CERTIFICATE-----")
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
 # Read into memory for the checks that look inside: the facts, the packages, and the first bytes of byte code.
-KEPT = re.compile(r"^(?:opt/appliance/[a-z_]+\.json|var/lib/dpkg/status)$")
+KEPT = re.compile(r"^(?:opt/appliance/(?:[a-z_]+\.json|files\.sha256)|var/lib/dpkg/status|etc/passwd)$")
 HEADER_BYTES = 16
 ELF_MAGIC = b"\x7fELF"
 ELF_MACHINE = struct.Struct("<18xH")  # little-endian, as both platforms are
@@ -40,6 +41,7 @@ class Entry:
     layer: int  # 0 is the base
     content: bytes = b""  # whole for what is kept, the header for byte code, else empty
     machine: int | None = None  # of an ELF file: whose instructions these are
+    sha256: str = ""  # of a file's bytes; of a hard link those of the name that it links to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,8 @@ def _add_layer(tree: Tree, number: int, blob: IO[bytes], kept: re.Pattern[str], 
             continue
         data = reader.read() if reader else b""
         entry = _entry(member, number, data, kept)
+        if member.islnk():
+            entry = _linked(tree, entry, _clean(PurePosixPath(member.linkname)))
         tree.files[entry.path] = entry
         if number == 0:
             tree.base[entry.path] = entry
@@ -151,7 +155,12 @@ def _entry(member: tarfile.TarInfo, layer: int, data: bytes, kept: re.Pattern[st
         layer=layer,
         content=data[:HEADER_BYTES] if is_code else data if kept.match(path) else b"",
         machine=_machine(data),
+        sha256=hashlib.sha256(data).hexdigest() if member.isreg() else "",
     )
+
+
+def _linked(tree: Tree, entry: Entry, target: str) -> Entry:
+    return replace(entry, sha256=tree.files[target].sha256) if target in tree.files else entry
 
 
 def _machine(data: bytes) -> int | None:

@@ -21,8 +21,8 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import compat, cpu_kernels, debian, docker, gate, licenses, packages, render, wheel_gaps
-from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
+from images import build, compat, cpu_kernels, debian, docker, gate, integrity, licenses, packages, render, wheel_gaps
+from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL, TOOLKIT_OVERRIDE_LABEL
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
@@ -76,6 +76,7 @@ class ImageSnapshot:
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
+    build_id: str = ""  # that this tree would give the image, on its base and of its packages
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -127,6 +128,7 @@ def gather(
     with tempfile.TemporaryDirectory(prefix="verify-", dir=_archives(root)) as folder:
         tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
+    lock = packages.lock_of(root, cell, platform, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -137,11 +139,17 @@ def gather(
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
-        debian=packages.load(root, found.labels.get(BUILD_ID_LABEL, ""))
-        if _is_unlocked(found.labels)
-        else debian.load(root, cell.base, platform),
+        debian=lock,
         asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
+        build_id=build.build_id_of(root, cell, *_stood_on(cell, found.labels), lock=lock),
     )
+
+
+def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
+    """Base and toolkit image that a build says it stood on, by their digests; None: the matrix's toolkit."""
+    is_other = labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE
+    base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
+    return base or render.NONE, labels.get(TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
 
 
 def _execute_variants(
@@ -393,6 +401,31 @@ def _floors(snapshot: ImageSnapshot, facts: ImageFacts) -> list[str]:
     return [f"{name}: {said[name]}, the label says {snapshot.labels.get(name)}" for name in differing]
 
 
+def check_tree(snapshot: ImageSnapshot) -> Check:
+    """An image of another commit may be sound; it is not what this tree builds, and proves nothing about it."""
+    label = snapshot.labels.get(BUILD_ID_LABEL)
+    is_same = label == snapshot.build_id
+    detail = f"build id {label}" + ("" if is_same else f", this tree gives {snapshot.build_id}")
+    return Check(name="built of this tree", ok=is_same, detail=detail)
+
+
+def check_files(snapshot: ImageSnapshot) -> Check:
+    """Each file against the hash that the build wrote down."""
+    return _none_of("files as the build left them", integrity.changed(snapshot.tree))
+
+
+def check_preload(snapshot: ImageSnapshot) -> Check:
+    return _none_of("nothing preloaded", integrity.preloaded(snapshot.tree, snapshot.config.get("Env") or ()))
+
+
+def check_accounts(snapshot: ImageSnapshot) -> Check:
+    return _none_of("root is alone with UID 0", integrity.roots(snapshot.tree))
+
+
+def check_writable(snapshot: ImageSnapshot) -> Check:
+    return _none_of("no code that its user may replace", integrity.writable(snapshot.tree))
+
+
 def check_volume(snapshot: ImageSnapshot) -> Check:
     """Group 0 may write: a new named volume takes these, and then any UID of group 0 can use it."""
     data = snapshot.tree.files.get("data")
@@ -479,6 +512,11 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_labels,
     check_engine_facts,
     check_image_facts,
+    check_tree,
+    check_files,
+    check_preload,
+    check_accounts,
+    check_writable,
     check_volume,
     check_user,
     check_run_line,

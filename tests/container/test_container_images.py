@@ -69,6 +69,15 @@ def test_bake_reads_the_file_as_it_was_meant(away: Path) -> None:
         assert set(target["labels"]) == set(meant["labels"])
 
 
+@pytest.mark.parametrize("group", ["amd64", "arm64", "default"])
+def test_bake_reads_every_group(away: Path, group: str) -> None:
+    groups = json.loads((ROOT / bake.BAKE_FILE).read_text("utf-8"))["group"]
+    done = _run("docker", "buildx", "bake", "--print", "--file", str(bake.BAKE_FILE), group, cwd=away)
+    assert done.returncode == 0, done.stderr
+    wanted = groups["amd64" if group == "default" else group]["targets"]
+    assert set(json.loads(done.stdout)["target"]) == set(wanted)
+
+
 def test_bake_takes_its_variables_from_the_environment(away: Path) -> None:
     bundle = away / "ca.pem"  # bake looks whether it is there
     bundle.write_text("")

@@ -36,7 +36,7 @@ GOLDEN: dict[str, Any] = {
 def test_the_file_is_the_golden_one(cell: Cell) -> None:
     made = json.loads(bake.bake_file([cell]))
     assert made["target"] == {"llama-cpu": GOLDEN}
-    assert made["group"] == {"default": {"targets": ["llama-cpu"]}}
+    assert made["group"] == {"default": {"targets": ["amd64"]}, "amd64": {"targets": ["llama-cpu"]}}
     assert made["variable"]["CA_BUNDLE"] == {"default": "/dev/null"}
     assert "DO NOT EDIT" in made["//"]
 
@@ -76,7 +76,17 @@ def test_a_cell_without_a_base_is_there_and_not_built_by_default(cell: Cell) -> 
     unresolved = replace(cell, base=replace(cell.base, digest=None, status="unresolved"))
     made = json.loads(bake.bake_file([unresolved]))
     assert list(made["target"]) == ["llama-cpu"]
-    assert made["group"]["default"]["targets"] == []
+    assert made["group"] == {"default": {"targets": []}}
+
+
+def test_each_kind_of_machine_has_a_group_of_what_it_can_build(project: Path) -> None:
+    cells = matrix.load(project).cells
+    groups = json.loads(bake.bake_file(cells))["group"]
+    assert groups.keys() == {"default", "amd64", "arm64"}
+    for kind in ("amd64", "arm64"):
+        assert groups[kind]["targets"] == [cell.id for cell in cells if f"linux/{kind}" in cell.platforms]
+    assert "llama-cpu" not in groups["arm64"]["targets"]
+    assert "llama-cu130-sm121" not in groups["amd64"]["targets"]
 
 
 def test_an_unknown_revision_is_said(job: build.Job) -> None:

@@ -204,6 +204,46 @@ def test_the_last_commit_of_the_inputs_gives_the_date(tmp_path: Path, cell: Cell
     assert build.query_origin(tmp_path, cell, epoch_s=None).revision == f"{first[0]}+dirty"
 
 
+def test_a_shallow_clone_gives_the_same_origin_or_none(tmp_path: Path, cell: Cell) -> None:
+    """Deep enough for the last commit that touched an input, it is as good as a whole one."""
+    source = tmp_path / "source"
+    (source / "appliance").mkdir(parents=True)
+    _git(source, "init", "-q")
+    for number, name in enumerate(("appliance/x.py", "appliance/x.py", "appliance/x.py", "README")):
+        (source / name).write_text(str(number))
+        _git(source, "add", "-A")
+        _git(source, "commit", "-q", "-m", name)
+    whole = build.query_origin(source, cell, epoch_s=None)
+    for depth in (1, 3):
+        _git(tmp_path, "clone", "-q", "--depth", str(depth), f"file://{source}", f"depth-{depth}")
+    assert build.query_origin(tmp_path / "depth-3", cell, epoch_s=None) == whole
+    with pytest.raises(BuildError, match="this clone is shallow and ends at ") as caught:
+        build.query_origin(tmp_path / "depth-1", cell, epoch_s=None)
+    assert (caught.value.exit_code, str(caught.value.hint).partition(";")[0]) == (60, "git fetch --unshallow")
+    _git(tmp_path / "depth-1", "fetch", "-q", "--unshallow")
+    assert build.query_origin(tmp_path / "depth-1", cell, epoch_s=None) == whole
+
+
+@pytest.mark.parametrize("name", [".x.py.swp", "new.py", ".idea/workspace.xml"])
+def test_a_file_that_is_not_gits_is_refused_also_when_it_is_ignored(tmp_path: Path, cell: Cell, name: str) -> None:
+    (tmp_path / "appliance/__pycache__").mkdir(parents=True)
+    for path, text in (("x.py", ""), ("__pycache__/x.pyc", ""), ("x.pyc", "")):
+        (tmp_path / "appliance" / path).write_text(text)
+    (tmp_path / ".gitignore").write_text("*.swp\n.idea\n__pycache__\n*.pyc\n")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", "-A")
+    _git(tmp_path, "commit", "-q", "-m", "x")
+    assert build.query_origin(tmp_path, cell, epoch_s=None).revision
+    stray = tmp_path / "appliance" / name
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_text("")
+    with pytest.raises(BuildError, match=rf"^not in git, and would be in the image: appliance/{name}$") as caught:
+        build.query_origin(tmp_path, cell, epoch_s=None)
+    assert (caught.value.exit_code, caught.value.hint) == (60, f"git add appliance/{name}, or take it away")
+    _git(tmp_path, "add", "--force", "-A")
+    assert build.query_origin(tmp_path, cell, epoch_s=None).revision
+
+
 @given(st.text())
 def test_a_strange_git_answer_is_no_answer(line: str) -> None:
     assert build.parse_git_log(line) is None or len(line.split(" ")[0]) == 40

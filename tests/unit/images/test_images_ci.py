@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from images import __main__ as command
-from images import ci, debian, drift, matrix
+from images import ci, debian, drift, matrix, space
 from images.matrix import Cell, Platform, Target
 
 PROGRAMS = Path(sys.executable).parent
@@ -26,6 +26,7 @@ def test_one_job_a_cell_with_a_build_for_each_platform(cell: Cell) -> None:
     assert json.loads(ci.jobs_file([both]))["cells"] == [
         {
             "cell": both.id,
+            "free_disk": False,
             "timeout_minutes": ci.CUDA_TIMEOUT_MINUTES,
             "platforms": [
                 {"platform": "linux/amd64", "arch": "amd64", "runner": "ubuntu-24.04"},
@@ -79,7 +80,7 @@ def test_actions_are_pinned_to_a_commit_and_say_where_it_is_from(project: Path) 
         used = [line for line in text.splitlines() if "uses:" in line and "./" not in line]
         assert used or "uses: ./" in text
         assert all(re.search(r"uses: [\w/-]+@[0-9a-f]{40} # v\d", line) for line in used)
-        assert text.count("persist-credentials: false") == len(used)
+        assert text.count("persist-credentials: false") == text.count("uses: actions/checkout@")
 
 
 def test_what_is_published_is_of_the_lock_or_not_at_all(project: Path) -> None:
@@ -87,6 +88,40 @@ def test_what_is_published_is_of_the_lock_or_not_at_all(project: Path) -> None:
     builds = [line for line in text.splitlines() if "-m images build " in line]
     assert len(builds) == 2
     assert all(" --locked " in line for line in builds)
+
+
+def test_a_job_that_cannot_fit_is_not_scheduled_and_says_so(cell: Cell) -> None:
+    """A runner that is cleared first is asked for where the disk of one as it comes is too small."""
+    sized = [replace(cell, size_budget_mib=budget) for budget in (1000, 8000, 12000)]
+    needed = [space.total_mib(each) for each in sized]
+    assert needed[0] < ci.RUNNER_MIB < needed[1] < ci.RUNNER_MIB + ci.FREED_MIB < needed[2]
+    assert [ci.job(each)["free_disk"] for each in sized[:2]] == [False, True]
+    made = json.loads(ci.jobs_file([sized[2]]))
+    assert made["cells"] == []
+    assert made["left_out"][cell.id].startswith(f"needs {needed[2]} MiB, a runner has {ci.RUNNER_MIB} and ")
+
+
+def test_images_are_tagged_by_cell_day_and_version_and_signed_without_a_key(project: Path) -> None:
+    text = (project / ".github/workflows/image.yml").read_text("utf-8")
+    merge = yaml.safe_load(text)["jobs"]["merge"]
+    assert merge["permissions"] == {"packages": "write", "id-token": "write", "attestations": "write"}
+    script = next(step["run"] for step in merge["steps"] if step.get("id") == "merge")
+    for tag in ("${REGISTRY}:${CELL}", "${REGISTRY}:${CELL}-$(date --utc +%Y%m%d)", "${GITHUB_REF_NAME#v}-${CELL}"):
+        assert tag in script
+    signed = next(step["with"] for step in merge["steps"] if "attest" in step.get("uses", ""))
+    assert signed["subject-digest"] == "${{ steps.merge.outputs.digest }}"
+    assert signed["push-to-registry"] is True
+    caches = re.findall(r"ref=(\S+?)[,\"]", text)
+    assert set(caches) == {"${REGISTRY}-cache:${CELL}-${ARCH}"}  # no tag beside the images'
+
+
+def test_images_are_built_again_every_week_and_actions_are_kept_up(project: Path) -> None:
+    workflow = yaml.safe_load((project / ".github/workflows/images.yml").read_text("utf-8"))
+    assert workflow[True]["schedule"] == [{"cron": "17 4 * * 2"}]  # the day after `lock`
+    called = yaml.safe_load((project / ".github/workflows/image.yml").read_text("utf-8"))[True]["workflow_call"]
+    assert set(workflow["jobs"]["image"]["with"]) == set(called["inputs"])
+    (update,) = yaml.safe_load((project / ".github/dependabot.yml").read_text("utf-8"))["updates"]
+    assert (update["package-ecosystem"], update["schedule"]) == ("github-actions", {"interval": "weekly"})
 
 
 def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path) -> None:

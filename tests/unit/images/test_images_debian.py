@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from images import debian, matrix
+from images import debian, docker, matrix
 from images.debian import Lock, Locked
 from images.errors import BuildError, MatrixError
 from images.matrix import Cell
@@ -204,3 +204,69 @@ def test_a_status_file_gives_what_is_installed() -> None:
     text = "Package: a\nVersion: 1\n\nPackage: b\nStatus: deinstall ok config-files\nVersion: 2\n"
     assert [package.name for package in debian.parse_status(text)] == ["a"]
     assert list(debian.parse_status("")) == []
+
+
+class Apt(docker.Engine):
+    """An engine whose every base answers like apt at one moment, and that takes down what it was asked."""
+
+    def __init__(self, answer: str, *, has_base: bool = True) -> None:
+        self.answer, self.has_base, self.asked = answer, has_base, list[str]()
+
+    @property
+    def platform(self) -> str:
+        return "linux/amd64"
+
+    def image(self, reference: str) -> docker.Image | None:
+        return docker.Image(id=BASE, tags=(reference,), digests=(), config={}) if self.has_base else None
+
+    def run_shell(self, image: str, script: str) -> docker.Finished:
+        self.asked.append(script)
+        return docker.Finished(code=0, lines=tuple(self.answer.splitlines()))
+
+
+def _locked(folder: Path, lock: Lock, cell: Cell) -> None:
+    path = folder / debian.path_for(cell.base, "linux/amd64")
+    path.parent.mkdir(parents=True)
+    path.write_text(debian.dump(lock))
+
+
+def _faults(folder: Path, cell: Cell, engine: docker.Engine) -> list[str]:
+    moments: list[str] = []
+
+    def at(moment: str) -> debian.Archive:
+        moments.append(moment)
+        return debian.Archive(timestamp=moment)
+
+    found = debian.faults_of_locks(folder, [(cell, DOCKERFILE)], engine, at)
+    assert set(moments) <= {"20260718T060000Z"}  # that of the lock
+    return found
+
+
+def test_a_debian_lock_as_its_snapshot_has_it_has_no_fault(tmp_path: Path, lock: Lock, cell: Cell) -> None:
+    _locked(tmp_path, lock, cell)
+    engine = Apt(ANSWER)
+    assert _faults(tmp_path, cell, engine) == []
+    assert PART in engine.asked[0]
+
+
+def test_a_stranger_and_a_flipped_digit_in_a_debian_lock_are_found(tmp_path: Path, lock: Lock, cell: Cell) -> None:
+    part = dict(lock.parts[PART])
+    part["libgomp1"] = part["libgomp1"].model_copy(update={"sha256": "1" + SHA[1:]})
+    part["curl"] = part["python3"]
+    del part["python3"]
+    _locked(tmp_path, lock.model_copy(update={"parts": {**lock.parts, PART: part, "sudo": part}}), cell)
+    name = debian.path_for(cell.base, "linux/amd64").name
+    assert _faults(tmp_path, cell, Apt(ANSWER)) == [
+        f"{name}: nothing installs: sudo",
+        f"{name}: curl: 1:3.11.2-1+b1 -> gone",
+        f"{name}: libgomp1: 12.2.0-14+deb12u1 -> another file: SHA-256 {SHA}",
+        f"{name}: python3 is missing: 1:3.11.2-1+b1",
+    ]
+
+
+def test_a_debian_lock_that_is_not_there_is_a_fault_and_a_missing_base_an_error(tmp_path: Path, cell: Cell) -> None:
+    name = debian.path_for(cell.base, "linux/amd64").name
+    assert _faults(tmp_path, cell, Apt(ANSWER)) == [f"{name}: there is no lock"]
+    with pytest.raises(BuildError, match=rf"the base of images/locks/{name} is not here") as caught:
+        _faults(tmp_path, cell, Apt(ANSWER, has_base=False))
+    assert caught.value.hint == f"docker pull {cell.base.image}"

@@ -17,6 +17,7 @@ from images.matrix import Cell
 from images.tree import Entry, Tree
 
 THIRD = EngineFiles(
+    repository="third/third",
     serves="gguf",
     folder="/opt/third",
     binary="/opt/third/serve",

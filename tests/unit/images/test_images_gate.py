@@ -143,6 +143,41 @@ def test_an_executables_code_comes_before_an_objects() -> None:
     assert gate.parse_units(_elf({".text": b"x" * 64})) == []
 
 
+def test_code_for_link_time_optimization_fails_beside_a_good_file(tmp_path: Path) -> None:
+    """`nvcc -gencode arch=compute_90,code=lto_90`: kind 8 in the file, `nvvm` in cuobjdump's words."""
+    lto = _query(tmp_path, _elf({"__nv_relfatbin": _fatbin((8, 90))}), "Fatbin nvvm code:\narch = sm_90")
+    good = _library(sass=("90",))
+    assert gate.judge([good], 90).faults == []
+    assert gate.judge([good, lto], 90).faults == ["x.o: 1 units have only code for link-time optimization"]
+    assert gate.describe(lto, 90) == "gaps x.o  not linked"
+
+
+@given(st.data())
+def test_a_file_that_is_cut_off_anywhere_has_no_units(data: st.DataObject) -> None:
+    whole = _elf({".nv_fatbin": _fatbin((2, 90)), ".text": b"x" * 32})
+    assert gate.parse_units(whole) == [[("elf", 90)]]
+    end = data.draw(st.integers(4, len(whole) - 1))
+    with pytest.raises(struct.error):
+        gate.parse_units(whole[:end])
+
+
+@pytest.mark.parametrize("end", [0, 40, 300])
+def test_what_is_cut_off_is_named_though_the_tool_finds_no_code_in_it(tmp_path: Path, end: int) -> None:
+    whole = _elf({".nv_fatbin": _fatbin((2, 90)), ".text": b"x" * 200})
+    with pytest.raises(VerificationError, match=rf"^x\.o is cut off at {end} bytes$") as caught:
+        _query(tmp_path, whole[:end], "")
+    assert caught.value.exit_code == 61
+
+
+def _query(folder: Path, data: bytes, said: str) -> Library:
+    """As cuobjdump, which says `said`, and the file's own headers tell it."""
+    file, tool = folder / "x.o", folder / "cuobjdump"
+    file.write_bytes(data)
+    none = "echo 'File does not contain device code' >&2; exit 255"
+    _write_tool(tool, f"cat <<'END'\n{said}\nEND" if said else none)
+    return gate.query_library(tool, file, name="x.o")
+
+
 def test_unknown_bytes_are_no_fatbin() -> None:
     with pytest.raises(VerificationError, match="unknown bytes among the fat binaries"):
         gate.parse_units(_fatbin((2, 90)) + b"\x01" * 16)
@@ -228,6 +263,8 @@ def test_known_gaps_are_data() -> None:
         "native: partial\ngaps: [{library: a, kernels: [k]}]",
         "native: partial\nsource: x\ngaps: []",
         "native: partial\nsource: x\ngaps: [{library: a, kernel: [k]}]",
+        "native: partial\nsource: x\nlibraries: [{library: a, kernels: true, native: 0, ptx: 0}]\n"
+        "gaps: [{library: a, kernels: [k]}]",
         "",
     ],
 )
@@ -278,7 +315,7 @@ def test_a_file_without_kernels_is_not_told_to_be_compiled_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, tool = tmp_path / "notes.so", tmp_path / "cuobjdump"
-    file.touch()
+    file.write_text("of a library")
     _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
     assert command.main(["gate", str(file), "--sm", "90", "--cuobjdump", str(tool)]) == 61
     assert "hint: is it a library with code for a GPU?" in capsys.readouterr().err
@@ -294,6 +331,7 @@ def test_a_tool_that_fails_is_quoted(tmp_path: Path) -> None:
 def test_a_file_without_gpu_code_is_no_failure(tmp_path: Path) -> None:
     tool = tmp_path / "cuobjdump"
     _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
+    (tmp_path / "x.so").write_bytes(_elf({".text": b"x" * 64}))
     assert gate.query_library(tool, tmp_path / "x.so", name="x.so") == Library(path="x.so")
     assert gate.query_library(tool, tmp_path / "x", name="libcudart.so.13").targets == {}
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,65 @@ def test_a_lock_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         lock.lock(tmp_path, "x", "wheels", ca_bundle=None, upgrade=False)
     assert {path.name: path.read_text() for path in folder.iterdir()}["x.txt"] == GOOD
     assert sorted(path.name for path in folder.iterdir()) == ["x.in", "x.txt"]
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index in a folder, with one release that asks for nothing."""
+    folder = tmp_path / "simple"
+    for name in ("wanted", "stranger"):
+        (folder / name).mkdir(parents=True)
+        wheel = folder / name / f"{name}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        link = f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>'
+        (folder / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", folder.as_uri())
+    (tmp_path / "images/locks").mkdir(parents=True)
+    (tmp_path / "images/locks/x.in").write_text("wanted\n")
+    return folder
+
+
+def _digest(index: Path, name: str) -> str:
+    return hashlib.sha256((index / name / f"{name}-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+
+
+@pytest.mark.thorough
+def test_a_stranger_and_a_flipped_digit_are_found_by_asking_again(index: Path, tmp_path: Path) -> None:
+    locks = tmp_path / "images/locks"
+    assert lock.lock(tmp_path, "x", "wheels", ca_bundle=None, upgrade=False)
+    sound = (locks / "x.txt").read_text()
+    assert lock.faults(tmp_path, "x", "wheels", ca_bundle=None) == []
+    own, stranger = _digest(index, "wanted"), _digest(index, "stranger")
+    flipped = own[:-1] + ("0" if own[-1] != "0" else "1")
+    planted = sound.replace(own, flipped) + f"stranger==1.0 \\\n    --hash=sha256:{stranger}\n"
+    (locks / "x.txt").write_text(planted)
+    assert lock.faults(tmp_path, "x", "wheels", ca_bundle=None) == [
+        "x: nothing asks for stranger==1.0",
+        f"x: wanted==1.0: no file of the index has SHA-256 {flipped}",
+    ]
+    assert (locks / "x.txt").read_text() == planted
+    assert sorted(path.name for path in locks.iterdir()) == ["x.in", "x.txt"]
+    (locks / "x.txt").unlink()
+    assert lock.faults(tmp_path, "x", "wheels", ca_bundle=None) == ["x: there is no lock"]
+
+
+def test_what_is_missing_is_named_and_a_later_file_of_a_release_is_no_fault() -> None:
+    one, two = frozenset("1"), frozenset("12")
+    assert list(lock.differences({"a==1": one}, {"a==1": two})) == []
+    assert list(lock.differences({"a==1": two}, {"a==1": one, "b==2": one})) == [
+        "b==2 is missing",
+        "a==1: no file of the index has SHA-256 2",
+    ]
+
+
+def test_every_pin_of_a_lock_is_read_with_its_hashes(project: Path) -> None:
+    """Markers belong to the pin: uv is told them, and what it answers has them."""
+    for path in (project / "images/locks").glob("*.txt"):
+        text = path.read_text("utf-8")
+        pins = lock.parse_pins(text)
+        assert len(pins) == len(re.findall(r"^\S+==", text, re.MULTILINE))
+        assert sum(map(len, pins.values())) == text.count("--hash=sha256:")

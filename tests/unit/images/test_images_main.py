@@ -80,6 +80,12 @@ def test_what_a_reproduction_has_no_use_for_is_not_passed_over(
     assert f"{flag} does not go with --reproduce llama-cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--upgrade", "--bases"])
+def test_a_check_of_locks_writes_nothing(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["lock", "--check", flag]) == 2
+    assert f"error: --check writes nothing, and {flag} is there to write\n" in capsys.readouterr().err
+
+
 def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "--debian", "dev"]) == 2
     assert "takes no names: dev" in capsys.readouterr().err

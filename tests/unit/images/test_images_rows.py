@@ -74,6 +74,11 @@ def test_a_file_that_is_not_there_is_named_as_a_person_sees_it(tmp_path: Path) -
             "x.yaml: chips.0.memory_gib: Input should be greater than 0: 0",
             "see y.yaml",
         ),
+        (
+            {"chips": [{"sm": "90", "memory_gib": True, "sources": ["a"]}]},
+            "x.yaml: chips.0.memory_gib: Input should be a valid integer: True",
+            "see y.yaml",
+        ),
         ({"chips": [{"sm": "90"}]}, "x.yaml: chips.0.sources: Field required: {'sm': '90'}", "see y.yaml"),
         ([], "x.yaml: Input should be a valid dictionary or instance of Chips: []", "see y.yaml"),
     ],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pytest
 from hypothesis import given
@@ -14,7 +18,7 @@ from spdx_tools.spdx.model.package import Package
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from images import docker, matrix, sbom
+from images import debian, docker, matrix, sbom
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Toolkit
 from images.tree import Entry, Tree
@@ -58,7 +62,7 @@ def tree() -> Tree:
             "var/lib/dpkg/status": STATUS,
             "usr/share/doc/libgomp1/copyright": COPYRIGHT,
             "usr/share/doc/tini/copyright": "Written by hand. License: MIT\n",
-            "usr/lib/os-release": 'NAME="Debian"\nID=debian\n',
+            "usr/lib/os-release": 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n',
             "opt/appliance/lib/typing_extensions-4.16.0.dist-info/METADATA": METADATA,
             "opt/appliance/lib/nvidia_ml_py-13.0.dist-info/METADATA": VAGUE,
         }
@@ -81,8 +85,10 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
     assert sorted(packages) == [
         "appliance:llama-cpu", "libgomp1", "llama-cpp-python", "llama.cpp", "nvidia-ml-py", "tini", "typing-extensions",
     ]  # fmt: skip
-    assert _purl(packages["tini"]) == "pkg:deb/debian/tini@1%3A0.19.0-1?arch=amd64"
-    assert packages["libgomp1"].comment == "source package gcc-12"
+    assert _purl(packages["tini"]) == "pkg:deb/debian/tini@1%3A0.19.0-1?arch=amd64&distro=debian-12"
+    assert _purl(packages["libgomp1"]).endswith("?arch=amd64&distro=debian-12&upstream=gcc-12")
+    assert packages["libgomp1"].comment == "source package gcc-12; in no Debian lock: of the base image"
+    assert _purl(packages["llama.cpp"]) == f"pkg:github/ggml-org/llama.cpp@{cell.engine.commit}"
     assert packages["libgomp1"].license_comment == "it says: Expat, GPL-3+"
     assert packages["tini"].license_comment is None
     assert str(packages["typing-extensions"].license_declared) == "PSF-2.0"
@@ -90,6 +96,121 @@ def test_packages_wheels_engine_and_source_are_named(tree: Tree, image: docker.I
     assert cell.engine.commit in str(packages["llama.cpp"].comment)
     assert packages["llama-cpp-python"].checksums[0].value == cell.engine.source.sha256
     assert packages["appliance:llama-cpu"].checksums[0].value == "d" * 64
+
+
+def test_every_package_has_the_hash_that_its_lock_has(tree: Tree) -> None:
+    """Of Debian's the file's; of a wheel too where a release has one file, and else what it unpacked."""
+    tree.files["opt/appliance/lib/typing_extensions-4.16.0.dist-info/RECORD"] = _tree({"x": ""}).files["x"]
+    lock = debian.Lock.model_validate(
+        {
+            "image": "debian:bookworm-slim", "base": "sha256:0", "platform": "linux/amd64", "suites": ["bookworm"],
+            "archive_date": "2026-11-20T02:11:10Z", "snapshot": "20261120T061110Z",
+            "parts": {"tini": {"tini": {"version": "1:0.19.0-1", "architecture": "amd64", "sha256": "7" * 64}}},
+        }
+    )  # fmt: skip
+    text = (
+        f"nvidia-ml-py==13.0 \\\n    --hash=sha256:{'1' * 64}\n    # via x\n"
+        f"typing-extensions==4.16.0 \\\n    --hash=sha256:{'2' * 64} \\\n    --hash=sha256:{'3' * 64}\n"
+    )
+    found = {each.name: each for each in sbom.contents(tree, sbom.Hashes.of(lock, [text]))}
+    assert (found["tini"].sha256, found["tini"].comment) == ("7" * 64, None)
+    assert found["nvidia-ml-py"].sha256 == "1" * 64
+    assert found["typing-extensions"].sha256 is None
+    assert found["typing-extensions"].comment == (
+        f"one of the 2 files that the lock admits; SHA-256 of its RECORD: {'f' * 64}"
+    )
+    assert next(sbom.contents(tree)).comment == "source package gcc-12; in no Debian lock: of the base image"
+
+
+def test_the_committed_locks_have_a_hash_for_what_they_install(project: Path, cell: Cell) -> None:
+    lock = debian.load(project, cell.base, "linux/amd64")
+    hashes = sbom.Hashes.of(lock, [(project / "images/locks/appliance.txt").read_text("utf-8")])
+    assert lock
+    assert {(name, each.version) for part in lock.parts.values() for name, each in part.items()} == set(hashes.debs)
+    assert {pin.partition("==")[0] for pin in hashes.wheels} >= {"fastapi", "pydantic", "huggingface-hub", "msgspec"}
+    assert all(hashes.wheels.values())
+
+
+def test_the_appliance_itself_is_named_by_commit_and_files(image: docker.Image) -> None:
+    part = sbom.appliance(_tree({"opt/appliance/lib/appliance/x.py": "", "opt/appliance/lib/other/y.py": ""}), image)
+    assert (part.purl, part.version, part.license) == ("pkg:generic/appliance@0.1.0", "0.1.0", "Apache-2.0")
+    listed = hashlib.sha256(f"{'f' * 64}  x.py\n".encode()).hexdigest()
+    assert part.comment == (f"git commit not known; 1 files, SHA-256 of their list as sha256sum writes it: {listed}")
+    dated = _image({**image.labels, "org.opencontainers.image.revision": "a" * 40})
+    assert str(sbom.appliance(_tree({}), dated).comment).startswith(f"git commit {'a' * 40}; 0 files")
+
+
+EXPAT = """Package: libexpat1
+Status: install ok installed
+Architecture: amd64
+Source: expat
+Version: {version}
+"""
+# As a scanner of Debian's security tracker has it: release, source package -> the version that has the fix.
+ADVISORIES = {("debian-12", "expat"): "2.5.0-1+deb12u5", ("debian-13", "expat"): "2.7.1-2"}
+
+
+@pytest.mark.parametrize(
+    ("version", "is_found"), [("2.5.0-1+deb12u2", True), ("2.5.0-1+deb12u5", False), ("2.5.0-1+deb12u10", False)]
+)
+def test_a_scanner_finds_an_old_expat_by_release_and_source_package(tree: Tree, version: str, is_found: bool) -> None:
+    text = f"{STATUS}\n{EXPAT.format(version=version)}"
+    planted = _tree({**{path: each.content.decode() for path, each in tree.files.items()}, sbom.STATUS_PATH: text})
+    found = {_vulnerable(each.purl) for each in sbom.contents(planted)} - {None}
+    assert found == ({"libexpat1"} if is_found else set())
+
+
+def test_without_release_or_source_a_scanner_finds_nothing() -> None:
+    old = "pkg:deb/debian/libexpat1@2.5.0-1%2Bdeb12u2?arch=amd64"
+    assert _vulnerable(old) is None
+    assert _vulnerable(f"{old}&distro=debian-12") is None
+    assert _vulnerable(f"{old}&distro=debian-12&upstream=expat") == "libexpat1"
+
+
+@pytest.mark.parametrize(
+    ("field", "upstream"),
+    [("Source: bash (5.2.15-2)\n", "&upstream=bash%405.2.15-2"), ("Source: gcc-12\n", "&upstream=gcc-12"), ("", "")],
+)
+def test_a_source_package_of_another_version_is_told_as_syft_does(field: str, upstream: str) -> None:
+    text = f"Package: x\nStatus: install ok installed\nArchitecture: amd64\n{field}Version: 1\n"
+    found = next(sbom.contents(_tree({sbom.STATUS_PATH: text, sbom.OS_RELEASE: "ID=debian\nVERSION_ID=12\n"})))
+    assert found.purl == f"pkg:deb/debian/x@1?arch=amd64&distro=debian-12{upstream}"
+
+
+def _vulnerable(purl: str) -> str | None:
+    """grype's rule for Debian (grype/matcher/dpkg): by release and source package, else by the package's own name."""
+    identity, _, words = purl.partition("?")
+    kind, _, name_version = identity.removeprefix("pkg:").partition("/")
+    name, version = (unquote(part) for part in name_version.rpartition("/")[2].split("@"))
+    qualifiers = {key: values[0] for key, values in parse_qs(words).items()}
+    upstream, _, upstream_version = qualifiers.get("upstream", name).partition("@")
+    fixed = ADVISORIES.get((qualifiers.get("distro", ""), upstream)) if kind == "deb" else None
+    return name if fixed and _is_older(upstream_version or version, fixed) else None
+
+
+def _is_older(one: str, other: str) -> bool:
+    return _sortable(one) < _sortable(other)
+
+
+def _sortable(version: str) -> list[list[object]]:
+    """Debian policy 5.6.12, without an epoch: `~` before the end, letters before all else, numbers whole."""
+    upstream, _, revision = version.rpartition("-")
+    return [_parts(upstream), _parts(revision)]
+
+
+def _parts(text: str) -> list[object]:
+    weights = [[_weight(letter) for letter in [*words, ""]] for words in re.split(r"\d+", text)]
+    numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+    return [part for pair in itertools.zip_longest(weights, numbers, fillvalue=0) for part in pair]
+
+
+def _weight(letter: str) -> int:
+    return {"~": -1, "": 0}.get(letter, ord(letter or " ") + (0 if letter.isalpha() else 256))
+
+
+def test_versions_are_ordered_as_dpkg_orders_them() -> None:
+    ordered = ["1.0~rc1-1", "1.0-1", "1.0-1+b1", "1.0-1+deb12u2", "1.0-1+deb12u10", "1.0a-1", "1.0.1-1", "1.10-1"]
+    assert sorted([*ordered[4:], *ordered[:4]], key=_sortable) == ordered
 
 
 def test_an_engine_from_wheels_has_its_own_versions_beside_the_appliances(
@@ -244,7 +365,7 @@ def _image(labels: dict[str, str]) -> docker.Image:
 
 
 def _tree(files: dict[str, str]) -> Tree:
-    plain: dict[str, Any] = {"kind": "file", "mode": 0o644, "uid": 0, "gid": 0, "layer": 1}
+    plain: dict[str, Any] = {"kind": "file", "mode": 0o644, "uid": 0, "gid": 0, "layer": 1, "sha256": "f" * 64}
     return Tree(
         files={
             path: Entry(path=path, size_bytes=len(text), content=text.encode(), **plain) for path, text in files.items()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from images import space
+from images import matrix, space
 from images.errors import BuildError
 from images.matrix import Cell, Target
 from images.space import Disk, Need
@@ -18,8 +18,22 @@ def test_the_need_follows_the_size_budget_and_cuda(cell: Cell) -> None:
     cuda_cell = replace(cell, target=Target(name="cu130-sm90", cuda="13.0", sms=("90",)))
     cuda = space.needs(cuda_cell, archives=ARCHIVES, engine_data=DATA)
     assert [need.mib for need in cpu] == [cell.size_budget_mib, space.TOOLS_MIB + 2 * cell.size_budget_mib]
-    assert cuda[1].mib - cpu[1].mib == space.CUDA_TOOLS_MIB
+    assert cuda[1].mib - cpu[1].mib == space.WHEELS_MIB
     assert [need.path for need in space.needs(cell, archives=ARCHIVES, engine_data=None)] == [ARCHIVES]
+
+
+@pytest.mark.parametrize(
+    ("cell_id", "mib"),
+    [
+        ("llama-cu130-sm90", space.TOOLKIT_MIB["wheels"] + space.SM_MIB),
+        ("llama-cu130-sm86-sm120", space.TOOLKIT_MIB["wheels"] + 2 * space.SM_MIB),
+        ("llama-cu124-sm89", space.TOOLKIT_MIB["debian"] + space.SM_MIB),
+        ("llama-cu128-sm120", space.TOOLKIT_MIB["image"] + space.SM_MIB),
+    ],
+)
+def test_a_toolkit_counts_by_where_it_is_from_and_objects_by_chip(project: Path, cell_id: str, mib: int) -> None:
+    (cell,) = matrix.select(matrix.load(project).cells, cell_id)
+    assert space.total_mib(cell) == 3 * cell.size_budget_mib + space.TOOLS_MIB + mib
 
 
 def test_what_one_disk_must_hold_is_added_up(cell: Cell) -> None:

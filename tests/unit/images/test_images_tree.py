@@ -42,6 +42,14 @@ def test_a_key_that_a_later_layer_removes_is_still_found(tmp_path: Path) -> None
     assert tree.private_keys == ["layer 1: root/id"]
 
 
+def test_an_encrypted_key_is_a_key(tmp_path: Path) -> None:
+    """As `openssl genrsa -aes128 -traditional` and `openssl pkcs8 -topk8` write them."""
+    traditional = KEY.replace(b"A" * 64, b"Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,0A1B\n\n" + b"A" * 64)
+    newer = KEY.replace(b"RSA PRIVATE", b"ENCRYPTED PRIVATE")
+    tree = _read(tmp_path, {}, {"a.pem": traditional, "b.pem": newer})
+    assert tree.private_keys == ["layer 1: a.pem", "layer 1: b.pem"]
+
+
 def test_what_the_base_brings_is_no_leak(tmp_path: Path) -> None:
     tree = _read(tmp_path, {"lib/tls.so": KEY, "etc/ca": PUBLIC}, {"etc/ca": PUBLIC + COMPANY})
     assert tree.private_keys == []

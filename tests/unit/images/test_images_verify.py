@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
-from images import cpu_kernels, debian, docker, gate, matrix, render, verify
+from images import cpu_kernels, debian, docker, gate, integrity, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
@@ -35,6 +35,7 @@ def sound(cell: Cell) -> ImageSnapshot:
         secrets=frozenset({CERTIFICATE, b"MIIBpublic"}),
         debian=LOCK,
         asked="tini",
+        build_id=BUILD_ID,
         cpu_kernels=_executed("ok"),
     )
 
@@ -266,6 +267,7 @@ ENGINE_FACTS = EngineFacts(
 )
 ENGINE_PATH = "opt/appliance/engine_facts.json"
 IMAGE_PATH = "opt/appliance/image_facts.json"
+PASSWD = b"root:x:0:0:root:/root:/bin/bash\nappliance:x:1000:0::/data:/usr/sbin/nologin\n"
 STATUS = "Package: libc6\nVersion: 2\n"
 LOCK = debian.Lock(
     image="debian:bookworm-slim",
@@ -403,6 +405,18 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_image_facts, _foreign_form, "its machine code is not of this form: 120a"),
     (verify.check_labels, _wrong_floor, "io.appliance.driver.floor.sass: 580"),
     (verify.check_image_facts, _file(IMAGE_PATH, content=b"\xff"), ""),
+    (verify.check_tree, lambda e: replace(e, build_id="c" * 32), f"build id {BUILD_ID}, this tree gives ccc"),
+    (verify.check_tree, _label("io.appliance.build-id", "c" * 32), f"this tree gives {BUILD_ID}"),
+    (
+        verify.check_files,
+        _file("opt/llama/libggml-cpu-zen4.so", sha256="1" * 64),
+        "changed: opt/llama/libggml-cpu-zen4",
+    ),
+    (verify.check_files, _file("usr/bin/curl"), "added: usr/bin/curl"),
+    (verify.check_preload, lambda e: _config_with(e, Env=["PATH=/x", "LD_PRELOAD=/x.so"]), "LD_PRELOAD in the env"),
+    (verify.check_preload, _file("etc/ld.so.preload"), "etc/ld.so.preload"),
+    (verify.check_accounts, _file(integrity.ACCOUNTS, content=PASSWD + b"toor:x:0:0::/:/bin/sh\n"), "toor"),
+    (verify.check_writable, _file("opt/llama", kind="folder", mode=0o777), "opt/llama (777, UID 0)"),
     (verify.check_volume, _file("data", kind="folder", mode=0o755), "0o755"),
     (verify.check_volume, _file("data", kind="folder", mode=0o775, uid=1000), "1000"),
     (verify.check_volume, _without("data"), "None"),
@@ -448,7 +462,7 @@ def test_cuda_is_not_the_driver(sound: ImageSnapshot, path: str) -> None:
 
 
 def _entry(path: str, **values: Any) -> Entry:
-    plain = {"kind": "file", "mode": 0o644, "uid": 0, "gid": 0, "size_bytes": 10, "layer": 1}
+    plain = {"kind": "file", "mode": 0o644, "uid": 0, "gid": 0, "size_bytes": 10, "layer": 1, "sha256": "0" * 64}
     return Entry(path=path, **{**plain, **values})
 
 
@@ -467,6 +481,7 @@ def _tree(cell: Cell) -> Tree:
     }
     ours = [
         _entry("data", kind="folder", mode=0o775),
+        _entry(integrity.ACCOUNTS, content=PASSWD),
         _entry(verify.STATUS, content=_status("1")),
         _entry(ENGINE_PATH, content=dump_facts(ENGINE_FACTS).encode()),
         _entry(IMAGE_PATH, content=dump_facts(image_facts).encode()),
@@ -481,12 +496,17 @@ def _tree(cell: Cell) -> Tree:
         _entry("opt/appliance/lib/__pycache__/pynvml.cpython-311.pyc", content=CODE),
         *(_entry(f"opt/llama/libggml-cpu-{name}.so") for name in cell.cpu_variants),
     ]
+    files = {**base, **{entry.path: entry for entry in ours}}
     return Tree(
-        files={**base, **{entry.path: entry for entry in ours}},
+        files={**files, integrity.MANIFEST: _entry(integrity.MANIFEST, content=_manifest(files.values()))},
         base=base,
         certificates={"layer 1: etc/ssl/certs.pem": {b"MIIBpublic"}},
         base_certificates={b"MIIBpublic"},
     )
+
+
+def _manifest(entries: Iterable[Entry]) -> bytes:
+    return "".join(f"{each.sha256}  /{each.path}\n" for each in entries if each.kind == "file").encode()
 
 
 def _config(cell: Cell) -> dict[str, Any]:
