@@ -2,7 +2,7 @@
 
     python -m tests.fakes.one_api --access-token 0123456789abcdef0123456789abcdef
 
-Prints its port at once and listens on 127.0.0.1 `--up-after` seconds later. What it does is read off the forks' code
+Prints its port at once and listens on it `--up-after` seconds later. What it does is read off the forks' code
 (/work/shared/facts/one-api.md; QuantumNous/new-api controller/channel.go at 029ddd4f, controller/token.go at 0533f389,
 controller/setup.go at 17795c94, controller/user.go at 0089a12f); neither was run. Failures are HTTP 200 with `success:
 false`; a route without its trailing slash is a redirect; a created channel's answer has no id, and names are not
@@ -85,7 +85,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, state: State) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((state.knobs.host, port), Handler)
         self.state = state
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -380,6 +380,8 @@ def free_port() -> int:
 
 def parse_knobs() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--kind", choices=("one-api", "new-api"), default="one-api")
     parser.add_argument("--old", action="store_true", help="new-api of 2025: cookies, lists, whole keys")
     parser.add_argument("--up-after", type=float, default=0.0, help="seconds in which nothing listens")
@@ -401,7 +403,7 @@ def parse_knobs() -> argparse.Namespace:
 
 def main() -> None:
     knobs = parse_knobs()
-    port = free_port()
+    port = knobs.port or free_port()
     print(port, flush=True)
     time.sleep(knobs.up_after)
     Server(port, State(knobs)).serve_forever()
