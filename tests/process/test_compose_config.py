@@ -70,7 +70,7 @@ def test_a_missing_variable_is_said_before_anything_starts(front: str, verb: str
     done = compose(*files(f"{front}.yaml"), verb, **given)
     assert done.returncode != 0
     assert "required variable APPLIANCE_SECRETS is missing a value" in done.stderr
-    assert "python -m appliance.host.provision secrets FOLDER makes" in done.stderr
+    assert "python3 -m appliance.host.provision secrets FOLDER makes" in done.stderr
     assert "nowhere" not in done.stderr  # Docker was not asked
 
 

@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 
 from appliance.progress import Phase, Progress
+from tests.process.stages.boot import free_port
 from tests.process.stages.gateway import KEY, eventually
-from tests.process.stages.provision import QWEN, Both, begin, both, provision
+from tests.process.stages.provision import (
+    QWEN,
+    Both,
+    Front,
+    access_token,
+    an_appliance,
+    begin,
+    both,
+    one_api,
+    provision,
+)
 
 CHAT: dict[str, Any] = {"model": "qwen3-8b", "messages": [{"role": "user", "content": "one two three"}]}
 READY = Progress(phase=Phase.READY)
@@ -369,3 +380,23 @@ def test_trouble_while_following_is_said_once_and_goes_by(stage: Both) -> None:
         program.send_signal(signal.SIGTERM)
         assert program.wait(20) == 0
         assert program.stderr.read() == ""
+
+
+def test_one_api_that_comes_back_with_an_empty_database_is_provisioned_again(tmp_path: Path) -> None:
+    port = free_port()
+    with an_appliance(tmp_path) as appliance:
+        knobs = ("--port", str(port), "--access-token", access_token(tmp_path))
+        stage = Both(front=Front(port=port), appliance=appliance, folder=tmp_path)
+        with stage.following() as program:
+            assert program.stdout
+            assert program.stderr
+            with one_api(*knobs):
+                assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
+                before = stage.token
+            said = [program.stderr.readline(), program.stderr.readline()]
+            assert "waiting for one-api" in said[0]
+            assert "it does not answer: " in said[1]
+            with one_api(*knobs):
+                assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
+                assert stage.token != before
+                assert stage.front.ask("POST", "/v1/chat/completions", CHAT, key=stage.token)[0] == 200

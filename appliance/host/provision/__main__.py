@@ -1,4 +1,4 @@
-"""python -m appliance.host.provision [secrets|check FOLDER]"""
+"""python3 -m appliance.host.provision [secrets|check FOLDER]"""
 
 import sys
 
@@ -6,4 +6,4 @@ from appliance.host.provision.verb import DESCRIPTION, add_arguments, run
 from appliance.host.standalone import main
 
 if __name__ == "__main__":
-    sys.exit(main("python -m appliance.host.provision", DESCRIPTION, add_arguments, run))
+    sys.exit(main("python3 -m appliance.host.provision", DESCRIPTION, add_arguments, run))

@@ -54,11 +54,11 @@ def read_secret(path: Path) -> str:
         raise ConfigError(message, hint=f"chmod o= {path.name}, and make the secret anew if others were on the machine")
     if not text:
         message = f"the secret file is empty: {path}"
-        raise ConfigError(message, hint="python -m appliance.host.provision secrets FOLDER makes what is missing")
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes what is missing")
     rule = RULES.get(path.name)
     if rule and not re.fullmatch(rule.form, text):
         message = f"the secret is not of its form: {path}: {len(text)} characters, wanted {rule.words}"
-        raise ConfigError(message, hint="remove it; python -m appliance.host.provision secrets FOLDER makes it anew")
+        raise ConfigError(message, hint="remove it; python3 -m appliance.host.provision secrets FOLDER makes it anew")
     return text
 
 
@@ -68,10 +68,10 @@ def check_folder(folder: Path) -> tuple[str, ...]:
         paths = sorted(path for path in folder.iterdir() if path.name in RULES)
     except OSError as error:
         message = f"the folder of secrets cannot be read: {folder}: {_why(error)}"
-        raise ConfigError(message, hint="python -m appliance.host.provision secrets FOLDER makes one") from error
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes one") from error
     if not paths:
         message = f"no secret is in the folder: {folder}: known are {', '.join(RULES)}"
-        raise ConfigError(message, hint="python -m appliance.host.provision secrets FOLDER makes them")
+        raise ConfigError(message, hint="python3 -m appliance.host.provision secrets FOLDER makes them")
     for path in paths:
         read_secret(path)
     return tuple(path.name for path in paths)
@@ -85,7 +85,7 @@ def make_secrets(folder: Path) -> dict[str, str]:
     except OSError as error:
         message = f"the secrets cannot be written: {folder}: {_why(error)}"
         raise ConfigError(
-            message, hint="give a folder of yours: python -m appliance.host.provision secrets FOLDER"
+            message, hint="give a folder of yours: python3 -m appliance.host.provision secrets FOLDER"
         ) from error
 
 

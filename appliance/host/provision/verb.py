@@ -1,4 +1,4 @@
-"""python -m appliance.host.provision: makes an appliance a channel of one-api or new-api, with a token for its users.
+"""python3 -m appliance.host.provision: makes an appliance a channel of one-api or new-api, with a token for its users.
 
 Waits for both sides, creates or updates what is not as it should be, and says what it did. A second run changes
 nothing. With --follow it goes on: another model of the appliance, or another context, is another list in the channel.
@@ -161,6 +161,8 @@ class Provision:
                 signed_in = signed_in or self._signed_in()
                 served = query_served(self._appliance, self._options.key_file)
                 channel = reconcile_channel(signed_in.admin, self._wanted(served))
+                if channel.did == "created":  # somebody deleted it, or the whole database, and then the token is gone
+                    reconcile_token(signed_in.admin, self._options.token, self._options.token_file)
                 if channel.did != "unchanged" and (channel.did != "left disabled" or channel.fields):
                     self._tell_channel(channel, served)
                 trouble = ""

@@ -104,7 +104,7 @@ class Both:
 
     @property
     def access_token(self) -> str:
-        return (self.folder / "secrets/access_token").read_text().strip()
+        return access_token(self.folder)
 
     @property
     def root_password(self) -> str:
@@ -139,12 +139,22 @@ class Both:
 @contextmanager
 def both(folder: Path, *knobs: str) -> Iterator[Both]:
     """`knobs` of the fake, whose root has the access token of the folder."""
+    with an_appliance(folder) as appliance, one_api("--access-token", access_token(folder), *knobs) as front:
+        yield Both(front=front, appliance=appliance, folder=folder)
+
+
+@contextmanager
+def an_appliance(folder: Path) -> Iterator[Stage]:
+    """Its key and all secrets are in the folder."""
     make_secrets(folder / "secrets")
     (folder / "api_key").write_text(f"{KEY}\n")
-    token = (folder / "secrets/access_token").read_text().strip()
-    with on_stage(*ENGINE) as appliance, one_api("--access-token", token, *knobs) as front:
+    with on_stage(*ENGINE) as appliance:
         appliance.listed = QWEN
-        yield Both(front=front, appliance=appliance, folder=folder)
+        yield appliance
+
+
+def access_token(folder: Path) -> str:
+    return (folder / "secrets/access_token").read_text().strip()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from appliance.host.provision.channel import Wanted, changed, check_models
 from appliance.host.provision.secret import RULES, check_folder, make_secrets, read_secret, write_key
 
 ROOT = Path(__file__).parents[3]
+OF_DOCKER = {"--detach", "--wait", "--rm", "--user", "--entrypoint"}
 WANTED = Wanted(name="appliance", base_url="http://a:1", models=("m", "n"), context=4096, key="sk-1")
 
 
@@ -196,3 +197,26 @@ def test_it_needs_nothing_that_an_image_has_not() -> None:
     locked = re.findall(r"^([a-z0-9_-]+)==", (ROOT / "images/locks/appliance.txt").read_text(), re.MULTILINE)
     assert "msgspec" in outside
     assert outside <= {name.replace("-", "_") for name in locked}
+
+
+def test_the_page_says_what_there_is() -> None:
+    """Flags, files and messages of docs/one-api.md."""
+    page = (ROOT / "docs/one-api.md").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "appliance/host/provision").glob("*.py"))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) - OF_DOCKER
+    assert "--model-wait-s" in flags
+    assert {flag for flag in flags if f'"{flag}"' not in source} == set()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    assert all((ROOT / "docs" / link).exists() for link in links)
+    messages = re.findall(r"^\| `([^`]+)` \((?:10|43)\)", page, re.MULTILINE)
+    assert len(messages) == 5
+    for message in messages:
+        words = re.split(r"\d+(?: channels)?|'[^']*'|…", message)  # what a format fills in
+        assert all(re.sub(r"\s+", " ", word).strip() in source for word in words), message
+    variables = re.findall(r"`((?:APPLIANCE|ONE_API|NEW_API|DATABASE)_[A-Z_]+)`", page)
+    compose = "".join(
+        (ROOT / "compose" / name).read_text() for name in ("one-api.yaml", "new-api.yaml", "appliance.yaml")
+    )
+    assert "ONE_API_HOST_PORT" in variables
+    assert [name for name in variables if f"${{{name}:" not in compose] == []
