@@ -123,18 +123,19 @@ def test_another_name_that_begins_alike_is_another_channel(stage: Both) -> None:
 
 
 def test_both_sides_are_waited_for_with_words(tmp_path: Path) -> None:
-    with both(tmp_path, "--up-after", "1") as stage:
+    port = free_port()
+    with an_appliance(tmp_path) as appliance:
         facts = {"bytes_done": 24, "bytes_total": 100}
-        stage.appliance.progress = Progress(phase=Phase.FETCHING, message="qwen3-8b", facts=facts)
+        appliance.progress = Progress(phase=Phase.FETCHING, message="qwen3-8b", facts=facts)
+        stage = Both(front=Front(port=port), appliance=appliance, folder=tmp_path)
         with begin(*stage.words()) as program:
             assert program.stderr
-            said = program.stderr.readline()
-            said += program.stderr.readline()
-            stage.appliance.progress = READY
-            out, err = program.communicate(timeout=60)
+            assert program.stderr.readline() == f"waiting for one-api at {stage.front.url}\n"
+            with one_api("--port", str(port), "--access-token", stage.access_token):
+                assert "the model is being fetched: qwen3-8b, 24%" in program.stderr.readline()
+                appliance.progress = READY
+                out, err = program.communicate(timeout=60)
     assert program.returncode == 0, err
-    assert f"waiting for one-api at {stage.front.url}" in said
-    assert "the model is being fetched: qwen3-8b, 24%" in said
     assert json.loads(out)["channel"]["did"] == "created"
 
 
@@ -390,13 +391,43 @@ def test_one_api_that_comes_back_with_an_empty_database_is_provisioned_again(tmp
         with stage.following() as program:
             assert program.stdout
             assert program.stderr
+            assert "waiting for one-api" in program.stderr.readline()
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 before = stage.token
-            said = [program.stderr.readline(), program.stderr.readline()]
-            assert "waiting for one-api" in said[0]
-            assert "it does not answer: " in said[1]
+            assert "it does not answer: " in program.stderr.readline()
             with one_api(*knobs):
                 assert json.loads(program.stdout.readline())["channel"]["did"] == "created"
                 assert stage.token != before
                 assert stage.front.ask("POST", "/v1/chat/completions", CHAT, key=stage.token)[0] == 200
+
+
+@pytest.mark.parametrize("knobs", [NEW, (*NEW, "--old")], ids=["newest", "of-2025"])
+def test_a_login_that_ended_is_made_again_without_a_word(tmp_path: Path, knobs: tuple[str, ...]) -> None:
+    words = ("--kind", "--login-every-s", "0.5")
+    with both(tmp_path, *knobs, "--session-s", "3") as stage, stage.following(*words) as program:
+        assert program.stdout
+        assert program.stderr
+        program.stdout.readline()
+        eventually(lambda: stage.front.state["logins"] >= 3)
+        stage.appliance.listed = replace(QWEN, context=512)
+        assert json.loads(program.stdout.readline())["channel"]["context"] == 512
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(20) == 0
+        assert program.stderr.read() == ""
+
+
+def test_a_refusal_that_lasts_is_said_once_and_logins_are_few(tmp_path: Path) -> None:
+    with both(tmp_path, *NEW, "--session-s", "3", "--login-limit", "1") as stage:
+        with stage.following("--kind") as program:
+            assert program.stdout
+            assert program.stderr
+            program.stdout.readline()
+            said = program.stderr.readline()
+            assert said.startswith("one-api refuses: GET /api/channel/search")
+            assert "access token 无效; it is tried again" in said
+            eventually(lambda: len(stage.front.state["requests"]) > 40)
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(20) == 0
+            assert program.stderr.read() == ""
+        assert stage.front.state["logins"] == 1

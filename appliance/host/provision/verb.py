@@ -30,7 +30,6 @@ from appliance.values import dataclass
 
 DESCRIPTION = __doc__
 NAME_LENGTH = 30  # of a token, in one-api
-SIGN_IN_EVERY_S = 120.0  # while it is refused: 20 logins in 20 minutes are allowed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--follow", action="store_true", help="go on, and follow the appliance's models")
     parser.add_argument("--every-s", metavar="N", type=float, default=30.0, help="with --follow; default: 30")
+    words = "a login that ended is made again, but not sooner: one-api allows 20 in 20 minutes; default: 120"
+    parser.add_argument("--login-every-s", metavar="N", type=float, default=120.0, help=words)
     parser.add_argument("--ready-file", metavar="FILE", type=Path, help="made when the channel is as it should be")
     parser.add_argument("--json", action="store_true", help="one object a line, for scripts")
 
@@ -129,7 +130,7 @@ class Provision:
             self._follow(done)
 
     def _once(self) -> Done:
-        signed_in = sign_in(self._api, access_token=self._access_token, root_password=self._root_password)
+        signed_in = self._signed_in()
         served = query_served(self._appliance, self._options.key_file)
         channel = reconcile_channel(signed_in.admin, self._wanted(served))
         token = reconcile_token(signed_in.admin, self._options.token, self._options.token_file)
@@ -147,32 +148,47 @@ class Provision:
         )
 
     def _follow(self, done: Done) -> None:
-        """Until it is ended. What goes wrong is said, and tried again."""
-        signed_in: SignedIn | None = done.signed_in
-        trouble = ""
+        """Until it is ended. What goes wrong is said once, and tried again."""
+        signed_in, signed_in_s, trouble = done.signed_in, time.monotonic(), ""
         while True:
-            time.sleep(SIGN_IN_EVERY_S if signed_in is None else self._options.every_s)
+            time.sleep(self._options.every_s)
             try:
-                document = readiness(self._appliance)
-                if document.get("status") != "ready":  # clients are told by the appliance itself what it is doing
-                    phase = document.get("phase", "does not answer")
-                    trouble = self._tell_trouble(trouble, f"the appliance is not ready ({phase}), the channel stays")
-                    continue
-                signed_in = signed_in or self._signed_in()
-                served = query_served(self._appliance, self._options.key_file)
-                channel = reconcile_channel(signed_in.admin, self._wanted(served))
-                if channel.did == "created":  # somebody deleted it, or the whole database, and then the token is gone
-                    reconcile_token(signed_in.admin, self._options.token, self._options.token_file)
-                if channel.did != "unchanged" and (channel.did != "left disabled" or channel.fields):
-                    self._tell_channel(channel, served)
-                trouble = ""
+                trouble = self._tell_trouble(trouble, self._pass(signed_in))
+                continue
             except NoAnswerError as error:
                 trouble = self._tell_trouble(trouble, f"it does not answer: {error}")
-            except RefusedError as error:
-                signed_in = None
-                trouble = self._tell_trouble(trouble, f"one-api refuses: {error}")
             except FatalError as error:
                 trouble = self._tell_trouble(trouble, error.message)
+            except RefusedError as error:
+                if time.monotonic() - signed_in_s < self._options.login_every_s:
+                    trouble = self._tell_trouble(trouble, f"one-api refuses: {error}")
+                    continue
+                signed_in_s = time.monotonic()  # of a login that ended nothing has to be said
+                signed_in, trouble = self._signed_in_again(signed_in, trouble)
+
+    def _pass(self, signed_in: SignedIn) -> str:
+        """What stands in its way, if anything. Raises FatalError, RefusedError, NoAnswerError."""
+        document = readiness(self._appliance)
+        if document.get("status") != "ready":  # clients are told by the appliance itself what it is doing
+            return f"the appliance is not ready ({document.get('phase', 'no answer')}), the channel stays"
+        served = query_served(self._appliance, self._options.key_file)
+        channel = reconcile_channel(signed_in.admin, self._wanted(served))
+        if channel.did == "created":  # somebody deleted it, or the whole database, and then the token is gone
+            reconcile_token(signed_in.admin, self._options.token, self._options.token_file)
+        if channel.did != "unchanged" and (channel.did != "left disabled" or channel.fields):
+            self._tell_channel(channel, served)
+        return ""
+
+    def _signed_in_again(self, before: SignedIn, trouble: str) -> tuple[SignedIn, str]:
+        try:
+            return self._signed_in(), trouble
+        except NoAnswerError as error:
+            words = f"it does not answer: {error}"
+        except RefusedError as error:
+            words = f"one-api refuses: {error}"
+        except FatalError as error:
+            words = error.message
+        return before, self._tell_trouble(trouble, words)
 
     def _signed_in(self) -> SignedIn:
         return sign_in(self._api, access_token=self._access_token, root_password=self._root_password)
@@ -198,7 +214,7 @@ class Provision:
             print(f"channel  {_channel_words(self._options.channel, channel, served)}", flush=True)
 
     def _tell_trouble(self, before: str, words: str) -> str:
-        if words != before:
+        if words and words != before:
             self._say(f"{words}; it is tried again")
         return words
 
@@ -228,7 +244,7 @@ def _check(options: argparse.Namespace) -> None:
         if not name.strip() or len(name) > NAME_LENGTH:
             message = f"--{flag} takes a name of 1 to {NAME_LENGTH} characters: '{name}'"
             raise UsageError(message)
-    for flag, least in (("wait_s", 0.0), ("model_wait_s", 0.0), ("every_s", 0.05)):
+    for flag, least in (("wait_s", 0.0), ("model_wait_s", 0.0), ("every_s", 0.05), ("login_every_s", 0.0)):
         if not getattr(options, flag) >= least:
             message = f"--{flag.replace('_', '-')} takes seconds, {least:g} at least: {getattr(options, flag)}"
             raise UsageError(message)

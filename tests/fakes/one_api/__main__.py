@@ -50,7 +50,7 @@ class State:
         self.numbers = iter(range(1, 10_000))
         self.password = knobs.root_password
         self.is_set_up = knobs.kind == "one-api" or knobs.set_up
-        self.sessions: set[str] = set()
+        self.sessions: dict[str, float] = {}  # when each ends
         self.logins = 0
         self.busy = knobs.busy
         self.collisions = 1 if knobs.postgres else 0
@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(401, {"success": False, "message": "无权进行此操作，未提供 New-Api-User"})
             return False
         known = {knobs.access_token} - {None, ""} if not knobs.old_volume else set()
-        if (given and given in known | self.state.sessions) or (cookie and cookie in self.state.sessions):
+        if given in known or any(self.state.sessions.get(each, 0.0) > time.monotonic() for each in (given, cookie)):
             return True
         if not given and not cookie:
             self.send(401, {"success": False, "message": "无权进行此操作，未登录且未提供 access token"})
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.state.knobs.second_factor:
             return self.accept({"require_2fa": True, "flow_token": "x"})
         session = secrets.token_hex(16)
-        self.state.sessions.add(session)
+        self.state.sessions[session] = time.monotonic() + self.state.knobs.session_s
         user = {"id": 1, "username": "root", "role": 100, "status": 1}
         if self.state.is_new and not self.state.knobs.old:
             return self.accept({"access_token": session, "token_type": "Bearer", "user": user})
@@ -389,6 +389,7 @@ def parse_knobs() -> argparse.Namespace:
     parser.add_argument("--old-volume", action="store_true", help="whose root has another access token")
     parser.add_argument("--root-password", default="123456")
     parser.add_argument("--set-up", action="store_true", help="new-api's first questions were answered before")
+    parser.add_argument("--session-s", type=float, default=3600.0, help="a login lasts so long")
     parser.add_argument("--second-factor", action="store_true")
     parser.add_argument("--login-limit", type=int, default=20)
     parser.add_argument("--busy", type=int, default=0, help="so many answers of 429 without a body come first")
