@@ -23,7 +23,7 @@ from images.__main__ import _parser
 from tests.process.stages.gateway import KEY, on_stage
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/figures.md", "images/README.md")
+PAGES = ("README.md", "docs/figures.md", "docs/one-api.md", "images/README.md")
 BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")
 # Inside a line: a program and what it is told; `docker run` and `python3 -m images` alone are names.
 SPAN = re.compile(r"`((?:python\d? -m (?:images \S|benchmarks\.\w)|(?!python|docker run`)\w+ )[^`]*)`")

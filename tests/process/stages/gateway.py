@@ -25,6 +25,7 @@ from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend
+from appliance.gateway.models import ListedModel
 from appliance.gateway.server import Gateway
 from appliance.progress import Phase, Progress
 
@@ -55,11 +56,12 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Stage:
-    """What a test sees. `progress` may be set at any time."""
+    """What a test sees. `progress` and `listed` may be set at any time."""
 
     engine_socket: Path
     engine: subprocess.Popen[bytes] | None
     progress: Progress = field(default_factory=lambda: Progress(phase=Phase.READY))
+    listed: ListedModel | None = None  # None: its name and phase
     port: int = 0
     drain: Callable[[float], float] = lambda _: 0.0
     """Drains; returns the seconds it took."""
@@ -198,6 +200,7 @@ def _gateway(
         dropped_headers=DROPPED_HEADERS,
         progress=lambda: stage.progress,
         documents=documents,
+        listed=lambda: stage.listed or ListedModel(id="small", phase=stage.progress.phase),
         engine_restarts=lambda: 3,
     )
     app = create_app([backend], keys=keys, max_body_mib=max_body_mib, tell_every_s=tell_every_s)
