@@ -11,6 +11,7 @@ from appliance.plan import Plan
 from appliance.probe import probe
 from appliance.profile import Profile, wants_more
 from appliance.profile.at_start import TRIES
+from appliance.race import first_of
 
 if TYPE_CHECKING:
     from appliance.gateway.backend import Backend
@@ -28,7 +29,8 @@ class BackgroundTasks:
         self._tuner: IdleTuner[Plan] | None = None
         self._drift_monitor: DriftMonitor | None = None
         self._was_measured = False  # by this process, to the end
-        self._begins_now = False  # measuring, without an idle period before it: somebody waits for it
+        self._begins_now = asyncio.Event()  # measuring, without an idle period before it: somebody waits for it
+        self._is_machine_known = served.settings.tune == "off" or served.hardware.speeds is not None
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
 
@@ -43,23 +45,29 @@ class BackgroundTasks:
 
     def begin_now(self) -> None:
         """Somebody waits for what is measured: no idle period before it."""
-        self._begins_now = True
+        self._begins_now.set()
         if self._tuner is not None:
             self._tuner.begin_now()
 
     async def run(self, backend: Backend) -> None:
         """Never returns. Raises FatalError when an engine does not come back."""
         served = self._served
-        if served.settings.tune != "off" and served.hardware.speeds is None:
-            from appliance.serve.bandwidths import measure_bandwidths  # here: once a machine, no start
-
-            await measure_bandwidths(served, backend.traffic)
+        await first_of(self._know_machine(backend), self._begins_now.wait())
         while True:
             if served.settings.tune == "idle" and (self.wants_measuring or await self._wants_more(served.profile)):
                 await self._tune(backend)
+            await self._know_machine(backend)
             await self._watch_drift(backend)
             if served.settings.tune != "idle" or not self.wants_measuring:
                 await asyncio.Event().wait()
+
+    async def _know_machine(self, backend: Backend) -> None:
+        """Its bandwidths, once; for the next start, so that plans which somebody waits for go first."""
+        if not self._is_machine_known:
+            from appliance.serve.bandwidths import measure_bandwidths  # here: once a machine, no start
+
+            await measure_bandwidths(self._served, backend.traffic)
+            self._is_machine_known = True
 
     @property
     def wants_measuring(self) -> bool:
@@ -106,11 +114,12 @@ class BackgroundTasks:
             as_error=served.start.engine.as_error,
             idle_s=served.settings.idle_s,
         )
-        if self._begins_now:
+        if self._begins_now.is_set():
             tuner.begin_now()
         before, kernels = served.profile, served.inputs.kernels
         await tuner.run()
-        self._tuner, self._begins_now = None, False
+        self._tuner = None
+        self._begins_now.clear()
         # With other kernels everything is to be measured anew.
         has_same_kernels = served.inputs.kernels is kernels
         self.is_given_up = served.profile is before and has_same_kernels

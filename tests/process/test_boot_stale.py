@@ -214,7 +214,8 @@ def test_two_probes_while_nobody_asks_decide_whether_it_holds(
     probes.slow_down(times)
     with home.serving(tune="first", idle_s="1") as serving:
         serving.wait_ready()
-        assert serving.document("status")["profile_holds"] == "open"
+        # The machine is new here: its bandwidths are measured first.
+        eventually(lambda: serving.document("status")["profile_holds"] == "open")
         probes.until(serving, verdict)
         assert serving.document("status")["profile_holds"] == verdict
         assert len(probes.of(serving)[0]) == 2
@@ -258,7 +259,8 @@ def test_beside_a_neighbour_half_the_speed_is_no_reason(tuned: Home, tmp_path: P
     with home.serving(tune="first", idle_s="1") as serving:
         serving.wait_ready()
         eventually(lambda: len(probes.of(serving)[1]) >= 3)
-        assert serving.document("status")["profile_holds"] == "open"
+        # The machine is new here: its bandwidths are measured first.
+        eventually(lambda: serving.document("status")["profile_holds"] == "open")
         assert probes.of(serving)[0] == []
         assert "profile_stale" not in serving.names()
         serving.terminate()
@@ -273,5 +275,6 @@ def test_a_request_that_comes_during_a_probe_is_answered_at_once(tuned: Home, tm
         eventually(lambda: serving.engine_requests().get("POST /completion") == 1)
         assert serving.chat()[0] == 200
         assert serving.event("profile_probed")["message"].endswith(": given up, since a request came")
-        assert serving.document("status")["profile_holds"] == "open"
+        # The machine is new here: its bandwidths are measured first.
+        eventually(lambda: serving.document("status")["profile_holds"] == "open")
         serving.terminate()

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import gguf
 import pytest
 
 from tests.mounts import tmpfs
 from tests.process.stages.boot import ROOT, Home
+from tests.shapes.beside import write_projector
 from tests.unit.weights.cache_files import let_others_in, put_cached, put_ollama
 
 
@@ -59,11 +59,7 @@ def test_a_model_of_the_hubs_cache_is_served_by_its_name_and_kept_while_it_is(ho
 def test_projector_and_draft_model_of_what_is_served_are_kept(home: Home, weights: bytes) -> None:
     for name in ("small.gguf", "draft.gguf"):
         (home.data / "models" / name).write_bytes(weights)
-    projector = gguf.GGUFWriter(home.data / "models/mmproj-small-F16.gguf", "clip")
-    projector.add_type("mmproj")
-    projector.write_header_to_file()
-    projector.write_kv_data_to_file()
-    projector.close()
+    write_projector(home.data / "models/mmproj-small-F16.gguf", 64)
     with home.serving(model="small", draft_model="draft.gguf") as serving:
         serving.wait_ready()
         for name in ("mmproj-small-F16.gguf", "draft.gguf", "small.gguf"):

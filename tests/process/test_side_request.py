@@ -125,4 +125,4 @@ async def test_two_conversations_that_do_not_fit_into_the_window_together(
 
 
 def _said(server: Served, name: str) -> str:
-    return next(choice.reason for choice in server.plan.choices if choice.name == name)
+    return next(f"{choice.reason}; {choice.detail}" for choice in server.plan.choices if choice.name == name)

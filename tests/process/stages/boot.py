@@ -29,7 +29,16 @@ FAKE = ROOT / "tests/fakes/fake_engine.py"
 KERNEL_CHECK = ROOT / "tests/fakes/fake_kernel_check.py"
 FLAGS = (
     *("--model", "--alias", "--host", "--fit", "--ctx-size", "--cache-type-k", "--cache-type-v", "--flash-attn"),
-    *("--threads", "--threads-batch", "--batch-size", "--ubatch-size", "--parallel", "--cache-ram", "--log-verbosity"),
+    *(
+        "--threads",
+        "--threads-batch",
+        "--batch-size",
+        "--ubatch-size",
+        "--parallel",
+        "--cache-ram",
+        "--log-verbosity",
+        "--mmproj",
+    ),
 )
 BUFFERS = (
     "0.00.070.001 I load_tensors:   CPU_Mapped model buffer size =    92.10 MiB",
