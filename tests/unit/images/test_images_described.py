@@ -86,6 +86,7 @@ def test_a_name_alone_tells_the_chip() -> None:
     assert (gpu.sm, gpu.memory_gib) == ("120", 32.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "words"),
     [

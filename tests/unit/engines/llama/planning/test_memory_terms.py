@@ -107,6 +107,7 @@ def check_sums(plan: Plan, of: Model) -> None:
     assert sums[2] == pytest.approx(states)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(100))
 @given(cards, st.sampled_from(["cpu-16g", "2x4090", "h200"]), st.sampled_from(sorted(PUBLISHED)), asked)
 def test_terms_of_a_plan_are_never_negative_and_add_up(

@@ -128,6 +128,7 @@ def test_the_last_tokens_are_not_bought_with_speed(machine: str, name: str) -> N
     assert f"layers on the CPU: decode {decode(found):.0f} -> " in words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), [*ROWS, *KNEES, ("l8", "30b-a3b-2507"), ("4090", "70b"), ("l8", "27b")])
 def test_no_plan_is_larger_and_faster(machine: str, name: str) -> None:
     here = space(machine, name)

@@ -27,6 +27,7 @@ def with_plan(of: Judged, plan: Plan) -> Judged:
     return replace(of, plan=plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", some([name for name, _ in MODELS]))
 def test_every_cell_is_the_line_that_was_read(name: str) -> None:
     """`python -m tests.golden.matrix` writes them anew; read the difference before keeping it."""
@@ -95,6 +96,7 @@ S4 = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name", "flags"), S4)
 def test_k_is_a_little_more_context_for_much_of_the_speed(machine: str, name: str, flags: Mapping[str, str]) -> None:
     found = judged(machine, name, **flags)
