@@ -68,9 +68,10 @@ def perplexity(plan: Plan, facts: EngineFacts, engine_dir: Path, tokens: int) ->
         chunk = ChunkSpec(chunk_tokens=tokens, chunks=1)
         argv = (str(engine_dir / BINARY), *arguments(replace(plan, context=tokens), facts, text, chunk))
         around = environment(plan, engine_dir, Path(folder))
-        done = subprocess.run(argv, env=around, capture_output=True, text=True, check=True)
+        # One stream: how many chunks there are stands in the log, before the rows.
+        done = subprocess.run(argv, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
     table = Table()
-    for line in (done.stdout + done.stderr).splitlines():
+    for line in done.stdout.splitlines():
         table.add(line)
     return math.exp(table.nll[0])
 
