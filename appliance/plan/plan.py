@@ -92,6 +92,16 @@ class Placement:
     def gpu_layers(self) -> int:
         return self.shares[0].layers if self.parts else sum(share.layers for share in self.shares)
 
+    @property
+    def is_whole(self) -> bool:
+        """Everything on GPUs, but the embedding, which always is in host memory."""
+        return bool(self.shares) and not (self.cpu_layers or self.cpu_expert_layers)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether weights in host memory are copied to a GPU for a prompt."""
+        return bool(self.shares) and not self.is_whole
+
     def summary(self) -> str:
         """As in "A 33, B 32 (layer), experts of 20 on the CPU" for devices A and B."""
         split = f" ({self._split})" if len(self.shares) > 1 else ""

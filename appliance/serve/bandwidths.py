@@ -23,10 +23,8 @@ _LOOK_EVERY_S = 0.5
 
 
 async def measure_bandwidths(served: ServedModel, traffic: Traffic) -> None:
-    """Returns at once where they are known, or nothing may be measured. A request ends it within a tenth of a second;
-    it begins again when nobody asks. Raises nothing: without figures plans go by what the probe reads."""
-    if served.settings.tune == "off" or served.hardware.speeds is not None:
-        return
+    """A request ends it within a tenth of a second; it begins again when nobody asks. Raises nothing: without figures
+    plans go by what the probe reads."""
     while True:
         await _until_quiet(served, traffic)
         served.report.info(

@@ -65,8 +65,7 @@ def prefill_tokens_per_s(costs: Costs, tokens: int) -> float:
 
 def is_on_gpus(plan: Plan) -> bool:
     """Alone: not the embedding, which always is in host memory, but every layer."""
-    placement = plan.placement
-    return bool(placement.shares) and not (placement.cpu_layers or placement.cpu_expert_layers)
+    return plan.placement.is_whole
 
 
 def beaten(judged: Judged) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS, copies_weights
+from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.profile import speeds_document, speeds_of
 from appliance.tune.curve import Curve, Point
@@ -141,7 +141,7 @@ def test_a_prediction_has_the_planners_figures(part: int) -> None:
     (at,), (job,) = found.at, found.jobs
     assert (at.depth, at.decode_tokens_per_s) == (CHAT.depth, plan.speed.decode_tokens_per_s)
     assert (at.prefill_tokens, at.prefill_tokens_per_s) == (job.tokens_in, plan.speed.prefill_tokens_per_s)
-    assert job.tokens_in == (LONG_PROMPTS["chat"] if copies_weights(plan.placement) else CHAT.tokens_in)
+    assert job.tokens_in == (LONG_PROMPTS["chat"] if plan.placement.copies_weights else CHAT.tokens_in)
     prefill_s = job.tokens_in / plan.speed.prefill_tokens_per_s
     assert job.ttft_s == pytest.approx(prefill_s + 1 / plan.speed.decode_tokens_per_s)
     assert job.job_s == pytest.approx(prefill_s + CHAT.tokens_out / plan.speed.decode_tokens_per_s)  # the same chat job

@@ -16,7 +16,6 @@ from appliance.engines.llama.planning.context import (
     ContextPlan,
     ContextRequest,
     choose_context,
-    is_whole,
 )
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs, speed_of
 from appliance.engines.llama.planning.memory import UBATCH
@@ -40,17 +39,12 @@ def long_prompt(settings: Settings) -> int:
     return round(sum(LONG_PROMPTS[name] * weight for name, weight in jobs) / whole)
 
 
-def copies_weights(placement: Placement) -> bool:
-    """Whether weights in host memory are copied to a GPU for a prompt."""
-    return bool(placement.shares) and not is_whole(placement)
-
-
 def with_batch(
     context_plan: ContextPlan, job: PlacementJob, resources: Resources, request: ContextRequest, settings: Settings
 ) -> ContextPlan:
     """The same decision with the ubatch that reads a long prompt soonest, its buffer counted. The context may become
     smaller for it, but stays worth its name."""
-    if settings.ubatch or job.model.reads_whole or not copies_weights(context_plan.placed.placement):
+    if settings.ubatch or job.model.reads_whole or not context_plan.placed.placement.copies_weights:
         return context_plan
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
@@ -98,7 +92,7 @@ def load_mode(
     if any(device.is_unified for device in _used(resources, placement)):
         why = "GPU and host share one memory: pages of the file would take room beside the weights"
         return "dio", why
-    if copies_weights(placement):
+    if placement.copies_weights:
         mapped, pinned = _prompt_speeds(job, resources, placement, settings)
         if pinned * WORTH_A_BATCH > mapped:
             tokens = long_prompt(settings)
@@ -128,7 +122,7 @@ def _prompt_speeds(
 
 def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: Settings) -> Speed:
     """Of the chat job as placed; with a long prompt where weights are copied for it."""
-    return speed_of(costs, DEPTH, long_prompt(settings)) if copies_weights(placement) else found
+    return speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
 
 
 def ubatch_words(costs: Costs, settings: Settings) -> str:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from appliance.engines.llama.planning.job_time import decode_ms, job_ms, placement_costs
 from appliance.engines.llama.planning.kv_types import TRUSTED
-from appliance.engines.llama.planning.memory import padded
+from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
 from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.plan import (
@@ -24,7 +24,6 @@ from appliance.plan import (
     SMALLEST_CONTEXT,
     SPEED_KEPT,
     Costs,
-    Placement,
 )
 from appliance.values import dataclass
 
@@ -55,7 +54,7 @@ class ContextPlan:
     placed: Placed
     carried: Mapping[str, int]  # tokens that the aim pays for, by type of the cache
     knees: Mapping[str, int] = field(default_factory=dict)  # tokens with everything on GPUs, by type; 0: none
-    ubatch: int = 512
+    ubatch: int = UBATCH
     bound: str = ""  # what ended it, as in "memory"
     half_full: float = 0.0  # decode, tokens a second
     next_tokens: int = 0  # the next context that would be worth its price; 0: there is none, or nobody asks
@@ -71,10 +70,6 @@ class ContextRequest:
     is_explicit: bool  # then nothing less will do
     kinds: tuple[str, ...]  # types of the cache that may be used, the most exact first
     aim: Aim = "balanced"
-
-
-def is_whole(placement: Placement) -> bool:
-    return bool(placement.shares) and not (placement.cpu_layers or placement.cpu_expert_layers)
 
 
 def choose_context(job: PlacementJob, resources: Resources, request: ContextRequest) -> ContextPlan | None:
@@ -158,13 +153,13 @@ class _Asked:
 
     def knee(self, kind: str) -> int:
         """Tokens with everything on GPUs; 0 where the weights alone do not fit there."""
-        if kind not in self.fast or not is_whole(self.fast[kind].placement):
+        if kind not in self.fast or not self.fast[kind].placement.is_whole:
             return 0
         return self._most(
             lambda tokens: (
                 self._is_paid_empty(kind, placed := self(kind, tokens))
                 and placed is not None
-                and is_whole(placed.placement)
+                and placed.placement.is_whole
             )
         )
 
@@ -190,7 +185,7 @@ class _Asked:
             return "not fit"
         if not self._is_paid_empty(kind, placed):
             return f"keep less than {self._share:.0%} of the best speed"
-        if not self._share or is_whole(placed.placement):
+        if not self._share or placed.placement.is_whole:
             return ""
         if placed.placement.cpu_layers and placed.host.kv > HOST_KV_MIB:
             return f"put more than {HOST_KV_MIB:,.0f} MiB of the cache into host memory"
@@ -221,7 +216,7 @@ class _Asked:
         if chosen.context >= self._request.tokens:
             return ""
         placed = self(chosen.kv_type, more)
-        if placed and is_whole(chosen.placed.placement) and not is_whole(placed.placement):
+        if placed and chosen.placed.placement.is_whole and not placed.placement.is_whole:
             return "leave the GPUs"
         if placed and not self._attends_on_gpus(chosen.kv_type, more) and not chosen.placed.placement.cpu_layers:
             return "take attention off the GPUs"

@@ -14,7 +14,6 @@ from appliance.engines.llama.planning import assumptions, reasons
 from appliance.engines.llama.planning.batch import (
     BATCH,
     PINNED,
-    copies_weights,
     load_mode,
     predicted_speed,
     ubatch_words,
@@ -115,6 +114,11 @@ class PlanInputs:
         return slots(self.settings)
 
     @property
+    def least_cache_mib(self) -> float:
+        """Of prompts."""
+        return least_cache(self.settings, is_bare=self.is_bare)
+
+    @property
     def spare_mib(self) -> float:
         """Of host memory, what may be filled."""
         return self.usable_mib * (1 - SPARE_SHARE)
@@ -197,7 +201,12 @@ def _has_room(inputs: PlanInputs) -> bool:
     """For the smallest context that would be served, and the least caches beside it."""
     model = inputs.model
     least = inputs.settings.ctx_size or min(model.native_context, MIN_CONTEXT)
-    return place(replace(inputs.job, context=padded(least)), inputs.resources) is not None
+    job = replace(inputs.job, context=padded(least))
+    # What fits into host memory alone has room: one search, and on a start from a profile no other is made.
+    is_free = job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)
+    if is_free and place(job, replace(inputs.resources, devices=())) is not None:
+        return True
+    return place(job, inputs.resources) is not None
 
 
 def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
@@ -429,7 +438,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.whole_ubatch(ubatch)
             if is_read_whole(settings, model)
-            else reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if copies_weights(placement) else ""),
+            else reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if placement.copies_weights else ""),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(inputs.no_flash),
             loading,
@@ -472,7 +481,7 @@ def kept_checkpoints(
     each = checkpoint_mib(inputs.model, kv_type) * slots(inputs.settings)
     if not each:
         return None, host, ()
-    left = spare_mib - host.total - least_cache(inputs.settings, is_bare=inputs.is_bare)
+    left = spare_mib - host.total - inputs.least_cache_mib
     count = int(
         max(0 if inputs.is_bare else 1, min(CHECKPOINTS_MAX, min(CACHE_MAX_MIB, left * CHECKPOINTS_SHARE) / each))
     )
@@ -489,7 +498,7 @@ def prompt_cache(
         return replace(host, cache=float(asked)), reasons.cache_asked(inputs.settings)
     left = spare_mib - host.total
     most = max(CACHE_MAX_MIB, float(math.ceil(longest_mib * (1 + CACHE_SPARE))))
-    size = float(int(min(most, max(least_cache(inputs.settings, is_bare=inputs.is_bare), left / 2))))
+    size = float(int(min(most, max(inputs.least_cache_mib, left / 2))))
     return replace(host, cache=size), reasons.cache(inputs.model, kv_type, size, left, most)
 
 
@@ -508,7 +517,7 @@ def _load_mode(inputs: PlanInputs, job: PlacementJob, placed: Placed) -> tuple[s
     """Locking only where the limit allows it: a refusal is said here and is not fatal."""
     settings, hardware, model = inputs.settings, inputs.hardware, inputs.model
     if settings.load_mode == "auto":
-        needed = placed.host.total + least_cache(settings, is_bare=inputs.is_bare) + host_overhead_mib(model)
+        needed = placed.host.total + inputs.least_cache_mib + host_overhead_mib(model)
         fits = needed <= inputs.spare_mib - unified_mib(inputs, placed.placement)
         mode, why = load_mode(job, inputs.resources, placed.placement, settings, fits=fits)
         return mode, Choice(name="load_mode", value=mode, reason=why, source="default" if mode == "mmap" else "memory")

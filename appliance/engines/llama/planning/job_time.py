@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, upload_of
-from appliance.engines.llama.planning.roofline import Roofline, costs_of
+from dataclasses import replace
+
+from appliance.engines.llama.planning.placement import PlacementJob, Resources, roofline_of, upload_of
+from appliance.engines.llama.planning.roofline import costs_of
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Placement, Speed
 
 
@@ -13,18 +15,8 @@ def placement_costs(job: PlacementJob, resources: Resources, placement: Placemen
     upload = devices[placement.shares[0].gpu.id] if placement.shares else None
     if upload:
         upload = upload_of(upload, is_pinned=is_pinned)
-    roofline = Roofline(
-        model=job.model,
-        kv_type=job.kv_type,
-        ubatch=job.ubatch,
-        dram_gb_s=resources.dram_gb_s,
-        cpu=resources.cpu,
-        upload=upload,
-        prompt=max(CHAT_TOKENS_IN, job.ubatch)
-        if placement.cpu_layers or placement.cpu_expert_layers
-        else CHAT_TOKENS_IN,
-    )
-    return costs_of(roofline, placement, devices)
+    prompt = max(CHAT_TOKENS_IN, job.ubatch) if placement.copies_weights else CHAT_TOKENS_IN
+    return costs_of(replace(roofline_of(job, resources, upload), prompt=prompt), placement, devices)
 
 
 def decode_ms(costs: Costs, depth: float) -> float:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from appliance.engines.llama.planning.decide import (
     PlanInputs,
     kept_checkpoints,
-    least_cache,
     prompt_cache,
     unified_mib,
 )
@@ -40,7 +39,7 @@ def with_caches(inputs: PlanInputs, plan: Plan) -> Plan | None:
     """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
     spare = inputs.spare_mib - unified_mib(inputs, plan.placement)
     bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
-    if bare.total + least_cache(inputs.settings, is_bare=inputs.is_bare) > spare and not inputs.settings.allow_disk:
+    if bare.total + inputs.least_cache_mib > spare and not inputs.settings.allow_disk:
         return None
     checkpoints, host, by_checkpoints = kept_checkpoints(inputs, bare, plan.kv_type, spare)
     ubatch = launch_of(plan).ubatch

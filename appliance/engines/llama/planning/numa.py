@@ -52,7 +52,7 @@ def numa_modes(
     if settings.numa in NUMA_MODES:
         return (Numa(mode=settings.numa, choice=_said(settings.numa, "asked for", settings.sources["numa"])),)
     nodes = usable_nodes(hardware)
-    if not nodes or settings.numa == OFF or not _works_on_cpu(placement):
+    if not nodes or settings.numa == OFF or placement.is_whole:
         return (Numa(mode=OFF if nodes else None),)
     near = _near_gpus(hardware, engine, placement, nodes, host_mib)
     spread = _spread(nodes) if FLAG in engine.flags else None
@@ -60,10 +60,6 @@ def numa_modes(
     isolated = Numa(mode="isolate", choice=_said("isolate", "one node's threads and memory; measured beside others"))
     found = (near, spread, off, isolated if spread else None)
     return tuple(numa for numa in found if numa is not None)
-
-
-def _works_on_cpu(placement: Placement) -> bool:
-    return not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
 
 
 def _near_gpus(

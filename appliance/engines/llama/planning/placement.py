@@ -98,8 +98,7 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
 
 def _is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
     """Everything on the fastest card."""
-    is_whole = not (placement.cpu_layers or placement.cpu_expert_layers)
-    return is_whole and [share.gpu.id for share in placement.shares] == [devices[0].id]
+    return placement.is_whole and [share.gpu.id for share in placement.shares] == [devices[0].id]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +117,22 @@ def _table(job: PlacementJob, resources: Resources, devices: tuple[Device, ...])
     # By identity: a start plans one model, and a hash by value would walk all its layers each time.
     key = (id(job.model), job.kv_type, job.ubatch, tuple(device.id for device in devices))
     if key not in resources.tables:
-        roofline = Roofline(
-            model=job.model,
-            kv_type=job.kv_type,
-            ubatch=job.ubatch,
-            dram_gb_s=resources.dram_gb_s,
-            cpu=resources.cpu,
-            upload=upload_of(devices[0], is_pinned=resources.is_pinned) if devices else None,
-            depth=DEPTH,
-        )
+        upload = upload_of(devices[0], is_pinned=resources.is_pinned) if devices else None
+        roofline = replace(roofline_of(job, resources, upload), depth=DEPTH)
         resources.tables[key] = _job_costs(roofline, layers_of(job.model), devices)
     return resources.tables[key]
+
+
+def roofline_of(job: PlacementJob, resources: Resources, upload: Device | None) -> Roofline:
+    """`upload` is the GPU that host weights are copied to."""
+    return Roofline(
+        model=job.model,
+        kv_type=job.kv_type,
+        ubatch=job.ubatch,
+        dram_gb_s=resources.dram_gb_s,
+        cpu=resources.cpu,
+        upload=upload,
+    )
 
 
 def upload_of(device: Device, *, is_pinned: bool) -> Device:

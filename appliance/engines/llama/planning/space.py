@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
-from appliance.engines.llama.planning.batch import BATCH, PINNED, UBATCHES_GPU, copies_weights, predicted_speed
+from appliance.engines.llama.planning.batch import BATCH, PINNED, UBATCHES_GPU, predicted_speed
 from appliance.engines.llama.planning.context import ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
     PlanInputs,
@@ -191,7 +191,7 @@ class Space:
         if settings.ubatch or model.reads_whole:  # then no smaller one takes the same texts
             return (usual_ubatch(settings, model),)
         sizes = UBATCHES_GPU if self._inputs.resources.devices else UBATCHES
-        if copies_weights(self.best.placement):
+        if self.best.placement.copies_weights:
             # What a smaller one costs shows in long prompts only, and those that are measured with are short.
             return tuple(size for size in sizes if size >= launch_of(self.best).ubatch)
         return tuple(dict.fromkeys((UBATCH, *sizes)))
@@ -234,7 +234,7 @@ class Space:
     def _around(self, plan: Plan) -> Iterator[Plan]:
         """With other threads, loaded otherwise."""
         inputs, placement = self._inputs, plan.placement
-        works_on_cpu = not placement.shares or bool(placement.cpu_layers or placement.cpu_expert_layers)
+        works_on_cpu = not placement.is_whole
         counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
         modes = [launch_of(plan).load_mode]
         if works_on_cpu and inputs.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
@@ -271,7 +271,7 @@ class Space:
         """That of the prediction; without weights to copy there is nothing to pin."""
         mode = launch_of(self.best).load_mode
         is_pinned = self._inputs.settings.load_mode == "auto" and mode == "none"
-        return "mmap" if is_pinned and not copies_weights(plan.placement) else mode
+        return "mmap" if is_pinned and not plan.placement.copies_weights else mode
 
     def _loaded(self, plan: Plan, mode: str) -> Plan:
         """With the speed that it has so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from appliance.engines.llama.planning.memory import (
     MIB,
@@ -13,8 +14,8 @@ from appliance.engines.llama.planning.memory import (
     output_mib,
     padded,
 )
-from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources
-from appliance.engines.llama.planning.roofline import DEPTH, Roofline, in_parallel
+from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, roofline_of
+from appliance.engines.llama.planning.roofline import DEPTH, in_parallel
 from appliance.engines.llama.planning.tensor_mode import TENSOR, parts_of, shares_of, teams, why_not
 from appliance.model import Layer
 from appliance.plan import Device, GpuAllocation, Memory, Placement
@@ -62,9 +63,7 @@ def _placement(
 
 
 def _timed(job: PlacementJob, resources: Resources, placement: Placement, host: Memory) -> Placed:
-    roofline = Roofline(
-        model=job.model, kv_type=job.kv_type, ubatch=job.ubatch, dram_gb_s=resources.dram_gb_s, depth=DEPTH
-    )
+    roofline = replace(roofline_of(job, resources, None), depth=DEPTH)
     devices = {share.gpu.id: share.gpu for share in placement.shares}
     cost = roofline.job(in_parallel(roofline, placement, devices))
     return Placed(placement=placement, host=host, speed=cost.speed(), cost=cost.job)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.engines.llama.planning.context import HOST_KV_MIB, is_whole
+from appliance.engines.llama.planning.context import HOST_KV_MIB
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model, read_model
 from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, Plan
@@ -107,7 +107,7 @@ def test_no_layer_leaves_the_gpu_for_an_exact_cache(machine: str, name: str) -> 
     found = here.best
     assert found.kv_type == "q8_0"
     assert found.context >= ROWS[machine, name]
-    assert is_whole(found.placement)
+    assert found.placement.is_whole
     assert decode(found) >= 0.97 * decode(space(machine, name, ctx_size="4096", kv_type="q8_0").best)
     assert "f16 would carry only" in reason(found, "kv_type")
 
@@ -119,7 +119,7 @@ KNEES = {("4090", "32b"): 34304, ("2x4090", "70b"): 34304, ("2x2080ti-22g", "70b
 def test_the_last_tokens_are_not_bought_with_speed(machine: str, name: str) -> None:
     here = space(machine, name)
     found = here.best
-    assert is_whole(found.placement)
+    assert found.placement.is_whole
     assert found.context >= KNEES[machine, name]
     more = here.at_context(found, found.context + CONTEXT_STEP)
     assert more is None  # nothing larger is as it is
@@ -174,7 +174,7 @@ def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
 
 def test_the_tuner_may_measure_each_type_at_its_knee_and_beyond_the_prediction() -> None:
     here = space("3060", "8b", mode="speed")
-    whole = {(plan.kv_type, plan.context) for plan in here.all() if is_whole(plan.placement)}
+    whole = {(plan.kv_type, plan.context) for plan in here.all() if plan.placement.is_whole}
     for kind, knee in here.context_plan.knees.items():
         assert (kind, knee) in whole
     assert max(plan.context for plan in here.all() if plan.kv_type == "q8_0") == 131072

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS, copies_weights
+from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.launch import launch_of, with_launch
 from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.roofline import DEPTH
@@ -73,7 +73,7 @@ def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, 
     costs = here.costs(best)
     assert best.speed
     decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * DEPTH / 1000
-    tokens = LONG_PROMPTS["chat"] if copies_weights(best.placement) else CHAT_TOKENS_IN
+    tokens = LONG_PROMPTS["chat"] if best.placement.copies_weights else CHAT_TOKENS_IN
     copied_ms = costs.copy_ms / min(launch_of(best).ubatch, tokens)
     depth_ms = costs.prefill_depth_us * DEPTH / 1000
     prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + copied_ms + depth_ms
