@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from images import matrix
+from images import build, matrix
 from images.matrix import Cell
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -43,3 +43,16 @@ def lock_texts() -> dict[str, str]:
 @pytest.fixture
 def cell(llama_cpu: Cell) -> Cell:
     return llama_cpu
+
+
+@pytest.fixture
+def job(cell: Cell, tmp_path: Path) -> build.Job:
+    return build.Job(
+        cell=cell,
+        base=build.BaseChoice(identity=str(cell.base.digest)),
+        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
+        build_id="b" * 32,
+        version="0.1.0",
+        tag=cell.tag,
+        archive=tmp_path / "o.tar",
+    )

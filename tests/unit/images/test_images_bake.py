@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from images import bake, build, matrix
 from images.matrix import Cell
 
@@ -92,19 +90,6 @@ def test_each_kind_of_machine_has_a_group_of_what_it_can_build(project: Path) ->
 def test_an_unknown_revision_is_said(job: build.Job) -> None:
     nowhere = replace(job, origin=build.Origin(epoch_s=0, revision=None))
     assert bake.environment(nowhere)["llama_cpu_REVISION"] == "none"
-
-
-@pytest.fixture
-def job(cell: Cell, tmp_path: Path) -> build.Job:
-    return build.Job(
-        cell=cell,
-        base=build.BaseChoice(identity=str(cell.base.digest)),
-        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
-        build_id="b" * 32,
-        version="0.1.0",
-        tag=cell.tag,
-        archive=tmp_path / "o.tar",
-    )
 
 
 def _given(argv: tuple[str, ...], flag: str) -> dict[str, str]:

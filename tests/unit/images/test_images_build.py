@@ -21,19 +21,6 @@ LOCAL = "sha256:" + "1" * 64
 MANIFEST = b'{"layers": []}'
 
 
-@pytest.fixture
-def job(cell: Cell, tmp_path: Path) -> build.Job:
-    return build.Job(
-        cell=cell,
-        base=build.BaseChoice(identity=str(cell.base.digest)),
-        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
-        build_id="b" * 32,
-        version="0.1.0",
-        tag=cell.tag,
-        archive=tmp_path / "o.tar",
-    )
-
-
 def test_the_argv_exports_an_archive_that_can_be_compared(job: build.Job) -> None:
     argv = build.buildx_argv(job)
     output = argv[argv.index("--output") + 1]

@@ -18,21 +18,12 @@ URL = "https://me:pw@wheels.example/simple"
 
 
 @pytest.fixture
-def job(cell: Cell, project: Path, tmp_path: Path) -> build.Job:
+def job(job: build.Job, cell: Cell, project: Path, tmp_path: Path) -> build.Job:
     """Of a copy of the cell's own Dockerfile, through another index."""
     for name in ("Dockerfile", "Dockerfile.dockerignore"):
         (tmp_path / cell.folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / cell.folder / name).write_text((project / cell.folder / name).read_text("utf-8"))
-    return build.Job(
-        cell=cell,
-        base=build.BaseChoice(identity=str(cell.base.digest)),
-        origin=build.Origin(epoch_s=1700000000, revision="a" * 40),
-        build_id="b" * 32,
-        version="0.1.0",
-        tag=cell.tag,
-        archive=tmp_path / ".make/o.tar",
-        index_url=URL,
-    )
+    return replace(job, archive=tmp_path / ".make/o.tar", index_url=URL)
 
 
 @pytest.mark.parametrize("text", ["", "wheels.example", "file:///x", "https://", "https://a b", "ftp://x"])
