@@ -16,6 +16,7 @@ from tests.process.stages.boot import free_port
 from tests.process.stages.daemon import IMAGE, Host, on_host
 
 LIMIT_S = 60.0
+AGAIN_S = 5.0
 
 
 class Terminal:
@@ -44,15 +45,26 @@ class Terminal:
         """Ctrl-C, as the signal that it is: of a typed one the kernel drops, at times, what is printed in answer."""
         os.kill(self._pid, signal.SIGINT)
 
+    def interrupt_until(self, words: str) -> None:
+        """Again after a while: a signal between the prompt and the wait for a key wakes no `input()` of readline's."""
+        deadline = time.monotonic() + LIMIT_S
+        while words not in self.shown[self._seen :] and time.monotonic() < deadline:
+            self.interrupt()
+            assert self._read(AGAIN_S) or not self._has_ended(), f"it ended without {words!r}: {self.shown}"
+        self.wait_for(words)
+
+    def _has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def code(self) -> int:
         while self._read():
             pass
         os.close(self._terminal)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
-    def _read(self) -> bool:
-        """Whether the program is still there."""
-        if not select.select([self._terminal], [], [], LIMIT_S)[0]:
+    def _read(self, limit_s: float = LIMIT_S) -> bool:
+        """Whether the program said something within the limit; it may have ended."""
+        if not select.select([self._terminal], [], [], limit_s)[0]:
             return False
         try:
             data = os.read(self._terminal, 65536)
@@ -107,8 +119,7 @@ def test_a_conversation() -> None:
         program.type("what is a lighthouse for?\n")
         program.wait_for("1: It guides ships.")
         program.wait_for(">>> ")
-        program.interrupt()
-        program.wait_for(">>> ")
+        program.interrupt_until(">>> ")
         program.type("/exit\n")
         assert program.code() == 0, program.shown
     assert "tiny.gguf: /exit ends" in program.shown
