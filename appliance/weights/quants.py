@@ -74,13 +74,19 @@ def pick(sets: Sequence[GgufSet], quant: str | None, what: str, size_of: Callabl
     found = _called(sets, quant.upper())
     if len(found) == 1:
         return found[0]
-    listing = "".join(f"\n  {each.label or each.paths[0]}  {size_of(each)}" for each in sets[:_LISTED])
+    listing = "".join(f"\n  {_listed_as(each, sets)}  {size_of(each)}" for each in sets[:_LISTED])
     if found:
         message = f"quantization {quant} means {len(found)} models in {what}{listing}"
         raise ConfigError(message, hint=f"name the file itself, as in {what}/{found[0].paths[0]}")
     message = f"no such quantization in {what}: {quant}{listing}"
     near = difflib.get_close_matches(quant.upper(), [each.label for each in sets if each.label], 1)
     raise ConfigError(message, hint=f"perhaps you meant {what}:{near[0]}" if near else "name one of these")
+
+
+def _listed_as(one: GgufSet, sets: Sequence[GgufSet]) -> str:
+    """By its file where no label tells it from the others."""
+    is_plain = bool(one.label) and [each.label for each in sets].count(one.label) == 1
+    return one.label if is_plain else one.paths[0]
 
 
 def _called(sets: Sequence[GgufSet], quant: str) -> list[GgufSet]:

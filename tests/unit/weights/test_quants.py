@@ -71,6 +71,13 @@ def test_one_that_means_several_is_refused() -> None:
     assert caught.value.hint == "name the file itself, as in org/Big/Big-Q4_K_M.gguf"
 
 
+def test_two_of_one_label_are_listed_by_file() -> None:
+    sets = gguf_sets(["a-Q4_K_M.gguf", "b-Q4_K_M.gguf", "b-Q8_0.gguf"])
+    with pytest.raises(ConfigError) as caught:
+        pick(sets, "Q4_K_M", "org/Two", lambda each: "1 GB")
+    assert caught.value.message.splitlines()[1:] == ["  a-Q4_K_M.gguf  1 GB", "  b-Q4_K_M.gguf  1 GB", "  Q8_0  1 GB"]
+
+
 def test_a_repository_without_any() -> None:
     sets: tuple[GgufSet, ...] = gguf_sets(["model.safetensors"])
     with pytest.raises(ConfigError, match="no GGUF file is in org/x"):
