@@ -19,6 +19,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Compared:
         return self.predicted / self.result.figure - 1
 
 
+@cache
 def load_data(path: Path = DATA) -> Data:
     raw = yaml.safe_load(path.read_text("utf-8"))
     results = tuple(Result(**row) for row in raw["results"])

@@ -5,7 +5,8 @@ Each part is off by a factor of its own, which measuring finds (tune/refit.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from operator import attrgetter
 
 from appliance.values import dataclass
 
@@ -26,8 +27,14 @@ class Costs:
     batch: int = 512  # tokens of a prompt that are worked on at once
 
     def __add__(self, other: Costs) -> Costs:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
-        return replace(self, **sums)
+        return total((self, other), batch=self.batch)
+
+
+def total(parts: Iterable[Costs], *, batch: int) -> Costs:
+    """All at once: a plan has a hundred parts, and a start adds up hundreds of plans."""
+    rows = [_summed(part) for part in parts]
+    return Costs(batch=batch, **dict(zip(_SUMMED, map(sum, zip(*rows, strict=True)), strict=False)))
 
 
 _SUMMED = tuple(name for name in Costs.__dataclass_fields__ if name != "batch")
+_summed = attrgetter(*_SUMMED)

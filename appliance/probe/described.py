@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -121,6 +122,12 @@ def _is_place(name: str) -> bool:
     return name.endswith(("_dir", "_dirs")) or name in ("host", "hf_cache", "port", "model", "draft_model")
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """They are compiled from source each time: most of what a file with eight cards takes."""
+    return get_type_hints(kind)
+
+
 class _Reader:
     """Of one file."""
 
@@ -166,7 +173,7 @@ class _Reader:
         self._check_names(given, known.keys() | _DERIVED.get(kind, frozenset()), key)
         named = self._told(kind, dict(given), key)
         filled = {}
-        for name, hint in get_type_hints(kind).items():
+        for name, hint in _hints(kind).items():
             if name in named:
                 filled[name] = self._value(hint, named[name], _join(key, name))
             elif (default := _default(known[name])) is not MISSING:

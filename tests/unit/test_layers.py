@@ -118,13 +118,16 @@ ONLY_IN = {
 }
 
 
+KINDS = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 @cache
-def imports(tree: ast.AST) -> tuple[tuple[str, ast.stmt], ...]:
-    return tuple(_imports(tree))
+def imports(path: Path) -> tuple[tuple[str, ast.stmt], ...]:
+    return tuple(_imports(path))
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    for node in nodes(tree):
+def _imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -133,13 +136,9 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
 
 
 @cache
-def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree))
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of the kinds that a rule asks for."""
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, KINDS))
 
 
 def name_of(path: Path) -> str:
@@ -155,7 +154,7 @@ def test_imports_point_up_the_stream() -> None:
         name = name_of(path)
         parts = path.relative_to(ROOT).with_suffix("").parts
         room = parts[1]
-        for module, node in imports(tree_of(path)):
+        for module, node in imports(path):
             package = module.split(".")[0]
             for limited, allowed in ONLY_IN.items():
                 if package == limited:
@@ -173,8 +172,7 @@ def test_imports_point_up_the_stream() -> None:
 def test_environment_and_io_stay_in_their_rooms() -> None:
     for path in FILES:
         name = name_of(path)
-        tree = tree_of(path)
-        for node in nodes(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
                 assert node.attr not in {"environ", "getenv", "putenv"} or name == "appliance/settings.py", (
                     f"{name}:{node.lineno}"
@@ -199,7 +197,7 @@ def test_weights_are_read_as_models_in_one_place() -> None:
         f"{name_of(path)}:{node.lineno}"
         for path in FILES
         if name_of(path).startswith("appliance/weights/") and path.name != "stores.py"
-        for module, node in imports(tree_of(path))
+        for module, node in imports(path)
         if module.startswith("appliance.model")
     ]
     assert found == []
@@ -229,7 +227,7 @@ def test_an_engine_is_reached_through_its_doors_only() -> None:
     """No module imports another engine's folder; what `engine.load` opens is the only way in."""
     for path in FILES:
         name = name_of(path)
-        for module, node in imports(tree_of(path)):
+        for module, node in imports(path):
             parts = module.split(".")
             if parts[:2] != ["appliance", "engines"] or len(parts) < 3 or parts[2] not in ENGINES:
                 continue
@@ -264,10 +262,11 @@ def test_no_room_for_leftovers() -> None:
 def test_imports_inside_functions_say_why() -> None:
     for path in FILES:
         lines = path.read_text().splitlines()
-        for function in nodes(tree_of(path)):
+        for function in nodes(path):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            inside = [node.lineno for _, node in imports(function)]
+            end = function.end_lineno or 0
+            inside = [node.lineno for _, node in imports(path) if function.lineno < node.lineno <= end]
             if inside and name_of(path) != "appliance/__main__.py":  # which says so once for all verbs
                 nearby = "\n".join(lines[min(inside) - 3 : max(inside) + 1])
                 assert "# " in nearby, f"{name_of(path)}:{min(inside)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from appliance.errors import EngineArgumentsError, EngineLibraryError
@@ -64,18 +65,24 @@ def parse_variants(backends: Iterable[str], table: str) -> tuple[CpuVariant, ...
 
     Raises EngineArgumentsError for a file of which the table tells nothing: it would be served by nobody.
     """
-    import yaml  # here: an image's build needs it, and it costs every start 20 ms
-
     there = {found[1] for name in backends if (found := _CPU_BACKEND.fullmatch(name))}
-    known = {
-        name: tuple(flag for feature in features for flag in rows["features"][feature])
-        for rows in yaml.safe_load(table).values()
-        for name, features in rows["variants"].items()
-    }
+    known = _variants_in(table)
     if unknown := sorted(there - known.keys()):
         message = f"nobody knows what these CPU variants of the engine need: {', '.join(unknown)}"
         raise EngineArgumentsError(message, hint=f"add them to {_VARIANTS.name}, from the engine's CMakeLists.txt")
     return tuple(CpuVariant(name=name, isa=isa) for name, isa in known.items() if name in there)
+
+
+@cache
+def _variants_in(table: str) -> Mapping[str, tuple[str, ...]]:
+    """The instructions of each."""
+    import yaml  # here: an image's build needs it, and it costs every start 20 ms
+
+    return {
+        name: tuple(flag for feature in features for flag in rows["features"][feature])
+        for rows in yaml.safe_load(table).values()
+        for name, features in rows["variants"].items()
+    }
 
 
 def parse_flags(usage: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
 from typing import Any
 
 import pytest
@@ -12,14 +12,21 @@ from hypothesis import strategies as st
 
 from images import compat, gate
 from images.errors import MatrixError
+from tests.unit.images.conftest import PROJECT
 
 FORMS = [f"{sm}{suffix}" for sm in compat.facts().sms for suffix in ("", "a", "f")]
 
 
-@pytest.fixture
-def data(project: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((project / compat.FACTS_NAME).read_text("utf-8"))
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((PROJECT / compat.FACTS_NAME).read_text("utf-8"))
     return found
+
+
+@pytest.fixture
+def data(written: dict[str, Any]) -> dict[str, Any]:
+    """The test's own to damage."""
+    return copy.deepcopy(written)
 
 
 def test_the_committed_facts_are_sound_and_in_order(data: dict[str, Any]) -> None:

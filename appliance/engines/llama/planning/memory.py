@@ -8,6 +8,7 @@ seen in llama-server's log (benchmarks/memory.py prints both).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import MappingProxyType
 
 from appliance.engines.llama.planning.assumptions import APPLIANCE_MIB, ENGINE_MIB, VOCABULARY_KIB
@@ -81,17 +82,24 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
     outside = model.embedding_bytes + (0 if model.output_is_tied else model.output_bytes)
     experts = model.expert_bytes // model.layers
     dense = max(0, (model.weights_bytes - outside - model.expert_bytes) // model.layers)
+    return _alike(model.kv_heads, model.key_length, model.value_length, dense, experts)
+
+
+@lru_cache(maxsize=8)
+def _alike(
+    kv_heads: tuple[int, ...], key_length: int, value_length: int, dense: int, experts: int
+) -> tuple[Layer, ...]:
     return tuple(
         Layer(
             kind="full",
-            k_elements=heads * model.key_length,
-            v_elements=heads * model.value_length,
+            k_elements=heads * key_length,
+            v_elements=heads * value_length,
             window=None,
             state_bytes=0,
             dense_bytes=dense,
             expert_bytes=experts,
         )
-        for heads in model.kv_heads
+        for heads in kv_heads
     )
 
 

@@ -10,7 +10,7 @@ and bandwidth is as fast but for noise, it is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, replace
 
 from appliance.engines.llama.planning.beside import projector_mib
@@ -76,22 +76,23 @@ class Placed:
 def place(job: PlacementJob, resources: Resources) -> Placed | None:
     """The fastest that fits; None when none does. More memory or one more GPU never makes it slower."""
     last = _last_expert_layer(job.model)
+    sizes = _sizes_of(job)
     found: list[Placed] = []
     for devices, is_pipeline in _teams(resources.devices):
         table = _table(job, resources, devices)
-        choices = _expert_choices(job, resources, devices, is_pipeline, last, table)
-        of_team = [_Search(job, resources, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
+        choices = _expert_choices(sizes, resources, devices, is_pipeline, last, table)
+        of_team = [_Search(sizes, resources, devices, n, is_pipeline, table, may_use_cpu=False).best() for n in choices]
         # Where GPUs pay and hold all of it, no layer on the CPU makes it faster, and that search is the longest.
         if not (any(of_team) and table.gpus_pay):
             # Experts leave the GPUs before whole layers do: most of the bytes, of which a token reads few.
             away = last if job.cpu_expert_layers is None else choices[-1]
-            of_team.append(_Search(job, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
+            of_team.append(_Search(sizes, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
         found += [placed for placed in of_team if placed]
         if len(devices) == 1 and found and _is_unbeatable(found[0].placement, resources.devices):
             return found[0]
     # Without a GPU the two numbers fix nothing.
     if not resources.devices or (job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)):
-        on_cpu = _Search(job, resources, (), 0, False, _table(job, resources, ()), may_use_cpu=True).best()
+        on_cpu = _Search(sizes, resources, (), 0, False, _table(job, resources, ()), may_use_cpu=True).best()
         found += [on_cpu] if on_cpu else []
     return min(found, key=lambda placed: placed.cost, default=None)
 
@@ -179,15 +180,16 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
 
 
 def _expert_choices(
-    job: PlacementJob, resources: Resources, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
+    sizes: _Sizes, resources: Resources, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
 ) -> tuple[int, ...]:
     """How many layers' experts to keep in host memory: the fewest that fit, and all, each GPU or DRAM being faster."""
-    if job.cpu_expert_layers is not None:
-        return (min(job.cpu_expert_layers, last),)
+    asked = sizes.job.cpu_expert_layers
+    if asked is not None:
+        return (min(asked, last),)
     low, high = 0, last
     while low < high:
         middle = (low + high) // 2
-        if _Search(job, resources, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
+        if _Search(sizes, resources, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
             high = middle
         else:
             low = middle + 1
@@ -199,12 +201,64 @@ def _last_expert_layer(model: Model) -> int:
     return with_experts[-1] + 1 if with_experts else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """MiB of a job that every search for its placement starts from. Sums are over the first j positions, at index j."""
+
+    job: PlacementJob
+    layers: tuple[Layer, ...]
+    ubatch: int
+    kv: tuple[float, ...]
+    state: tuple[float, ...]
+    widest_dense: tuple[float, ...]  # bytes of half a layer, the widest of the first j
+    widest_kv: tuple[float, ...]  # of one layer, the widest of the first j
+    mask: float
+    compute: float  # of a device's graph
+    logits: float
+    flash: float  # copies of the widest layer's K and V on a GPU: any run of layers has such a one but for a few
+    projector: float  # on a GPU; on the host, `host_projector`
+    host_projector: float
+
+
+def _sizes_of(job: PlacementJob) -> _Sizes:
+    layers = layers_of(job.model)
+    loaded = [None if layer.is_draft else layer for layer in layers]  # counted by --gpu-layers, and not loaded
+    cells_of = (job.kv_type, job.context, job.ubatch, job.parallel)
+    kv = _added(layer_kv_bytes(layer, *cells_of) / MIB if layer else 0.0 for layer in loaded)
+    state = _added(layer.state_bytes * job.parallel / MIB if layer else 0.0 for layer in loaded)
+    dense = itertools.accumulate((layer.dense_bytes / 2 for layer in layers), max, initial=0.0)
+    caches = itertools.accumulate((after - before for before, after in itertools.pairwise(kv)), max)
+    ubatch = min(job.ubatch, padded(job.context))
+    of_batch = (ubatch, job.context, job.parallel)
+    flash = max(flash_copy_bytes(layer, *cells_of) for layer in layers) / MIB if job.has_flash else 0.0
+    return _Sizes(
+        job=job,
+        layers=layers,
+        ubatch=ubatch,
+        kv=kv,
+        state=state,
+        widest_dense=(*dense, 0.0),
+        widest_kv=(0.0, *caches),
+        mask=mask_bytes(job.model, *of_batch, has_flash=job.has_flash) / MIB,
+        compute=compute_mib(job.model, *of_batch, has_flash=job.has_flash),
+        logits=output_mib(job.model, job.parallel),
+        flash=flash,
+        projector=projector_mib(job.model.projector, on_gpu=True),
+        host_projector=projector_mib(job.model.projector, on_gpu=False),
+    )
+
+
+def _added(sizes: Iterable[float]) -> tuple[float, ...]:
+    """The output, the last position, takes none of it."""
+    return tuple(itertools.accumulate((*sizes, 0.0), initial=0.0))
+
+
 class _Search:
     """Layers are positions 0..n-1, the output is position n; sums over the first j of them are at index j."""
 
     def __init__(
         self,
-        job: PlacementJob,
+        sizes: _Sizes,
         resources: Resources,
         devices: tuple[Device, ...],
         experts_on_cpu: int,
@@ -213,28 +267,24 @@ class _Search:
         *,
         may_use_cpu: bool,
     ) -> None:
-        self._job = job
+        self._job = sizes.job
+        self._sizes = sizes
         self._resources = resources
         self._devices = devices
         self._experts_on_cpu = experts_on_cpu
         self._table = table
-        self._layers = layers_of(job.model)
+        self._layers = sizes.layers
         self._count = len(self._layers) + 1
-        self._ubatch = min(job.ubatch, padded(job.context))
-        self._sizes()
+        self._weights, self._expert_mib = self._weights_by_position()
+        self._held = [w + k + s for w, k, s in zip(self._weights, sizes.kv, sizes.state, strict=True)]
         copies = SCHED_COPIES if is_pipeline and not experts_on_cpu else 1
-        of_batch = (self._ubatch, job.context, job.parallel)
-        self._mask_mib = mask_bytes(job.model, *of_batch, has_flash=job.has_flash) / MIB
-        self._whole_mib = compute_mib(job.model, *of_batch, has_flash=job.has_flash)
-        self._buffer_mib = self._whole_mib + (copies - 1) * self._mask_mib
-        self._logits_mib = output_mib(job.model, job.parallel)
-        flash = self._flash_copies()
-        is_on_gpu = bool(devices) and not job.projector_on_host
-        beside_mib = projector_mib(job.model.projector, on_gpu=is_on_gpu)
-        self._projector_mib, self._host_projector_mib = (beside_mib, 0.0) if is_on_gpu else (0.0, beside_mib)
+        self._buffer_mib = sizes.compute + (copies - 1) * sizes.mask
+        is_on_gpu = bool(devices) and not self._job.projector_on_host
+        self._projector_mib = sizes.projector if is_on_gpu else 0.0
+        self._host_projector_mib = 0.0 if is_on_gpu else sizes.host_projector
         # Of a run by its first position: on the first device, and on another, where the output alone attends nothing.
-        first = flash + self._projector_mib
-        self._beside = ([size + first for size in self._copies()], [*[flash] * (self._count - 1), 0.0, 0.0])
+        first = sizes.flash + self._projector_mib
+        self._beside = ([size + first for size in self._copies()], [*[sizes.flash] * (self._count - 1), 0.0, 0.0])
         self._first_free = self._least_on_cpu(may_use_cpu)
 
     def _least_on_cpu(self, may_use_cpu: bool) -> range:
@@ -247,21 +297,18 @@ class _Search:
             return range(self._count, self._count + 1)
         return range(self._count if may_use_cpu else 1)
 
-    def _sizes(self) -> None:
-        """MiB that positions take where they lie; experts of the first layers lie in host memory whatever happens."""
-        job, weights, kv, state, experts = self._job, [0.0], [0.0], [0.0], 0.0
+    def _weights_by_position(self) -> tuple[list[float], float]:
+        """MiB that weights take where they lie, and experts of the first layers, which lie in host memory whatever
+        happens."""
+        weights, experts = [0.0], 0.0
         for at, layer in enumerate(self._layers):
             is_loaded = not layer.is_draft  # a draft layer is counted by --gpu-layers, and not loaded
             away = layer.expert_bytes if at < self._experts_on_cpu and is_loaded else 0
             experts += away / MIB
             size = (layer.dense_bytes + layer.expert_bytes - away) / MIB if is_loaded else 0.0
-            cache = layer_kv_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) if is_loaded else 0.0
             weights.append(weights[-1] + size)
-            kv.append(kv[-1] + cache / MIB)
-            state.append(state[-1] + (layer.state_bytes * job.parallel / MIB if is_loaded else 0.0))
-        weights.append(weights[-1] + job.model.output_bytes / MIB)
-        self._weights, self._kv, self._state, self._expert_mib = weights, [*kv, kv[-1]], [*state, state[-1]], experts
-        self._held = [w + k + s for w, k, s in zip(weights, self._kv, self._state, strict=True)]
+        weights.append(weights[-1] + self._job.model.output_bytes / MIB)
+        return weights, experts
 
     def _copies(self) -> list[float]:
         """By the number of layers on the CPU: host weights are copied to the first device for a batch, two matrices at
@@ -269,18 +316,8 @@ class _Search:
         there from 32 tokens on (ggml-backend.cpp, ggml_backend_sched_split_graph: "expand gpu up")."""
         # Of the three matrices of an expert, gate, up and down, two are there at a time.
         experts = 2 / 3 * max((layer.expert_bytes for layer in self._layers[: self._experts_on_cpu]), default=0)
-        dense = itertools.accumulate((layer.dense_bytes / 2 for layer in self._layers), max, initial=0.0)
-        caches = itertools.accumulate((after - before for before, after in itertools.pairwise(self._kv)), max)
-        weights = [max(experts, size) / MIB for size in (*dense, 0.0)]
-        return [*(size + cache for size, cache in zip(weights, (0.0, *caches), strict=True))]
-
-    def _flash_copies(self) -> float:
-        """Of the widest layer: layers follow one another, and any stretch of them has such a one but for a few."""
-        job = self._job
-        if not job.has_flash:
-            return 0.0
-        sizes = (flash_copy_bytes(layer, job.kv_type, job.context, job.ubatch, job.parallel) for layer in self._layers)
-        return max(sizes) / MIB
+        widest = zip(self._sizes.widest_dense, self._sizes.widest_kv, strict=True)
+        return [max(experts, dense) / MIB + cache for dense, cache in widest]
 
     def is_possible(self) -> bool:
         """Whether GPUs can hold everything but the experts in host memory, and the host those; time is no matter."""
@@ -308,14 +345,14 @@ class _Search:
         return self._held[end] - self._held[start] + self._compute_mib(at, start, end)
 
     def _compute_mib(self, at: int, start: int, end: int) -> float:
-        size = self._buffer_mib + (self._logits_mib if end == self._count else 0.0)
+        size = self._buffer_mib + (self._sizes.logits if end == self._count else 0.0)
         return size + self._beside[at > 0][start]
 
     def _need(self, at: int, start: int, end: int) -> Memory:
         return Memory(
             weights=self._weights[end] - self._weights[start],
-            kv=self._kv[end] - self._kv[start],
-            state=self._state[end] - self._state[start],
+            kv=self._sizes.kv[end] - self._sizes.kv[start],
+            state=self._sizes.state[end] - self._sizes.state[start],
             compute=self._compute_mib(at, start, end) - (0.0 if at else self._projector_mib),
             output=0.0,
             cache=0.0,
@@ -329,13 +366,13 @@ class _Search:
         weights = (
             weights_mib(model) if all_of_it else (self._outside_mib() + self._weights[cpu_layers] + self._expert_mib)
         )
-        inputs = 8 * self._ubatch * model.embedding_length / MIB + self._mask_mib
+        inputs = 8 * self._sizes.ubatch * model.embedding_length / MIB + self._sizes.mask
         return Memory(
             weights=weights,
-            kv=self._kv[cpu_layers],
-            state=self._state[cpu_layers],
-            compute=self._whole_mib if cpu_layers else inputs,
-            output=self._logits_mib,
+            kv=self._sizes.kv[cpu_layers],
+            state=self._sizes.state[cpu_layers],
+            compute=self._sizes.compute if cpu_layers else inputs,
+            output=self._sizes.logits,
             cache=0.0,
             overhead=self._host_projector_mib,
         )
@@ -391,7 +428,7 @@ class _Search:
         is_unified = self._devices[at].is_unified
         for j in (self._count,) if is_last else range(1, self._count + 1):
             # What lies beside does not grow with the run: the sum that ends the loop is without it, and `need` has it.
-            most = held[j] + self._buffer_mib + (self._logits_mib if j == self._count else 0.0)
+            most = held[j] + self._buffer_mib + (self._sizes.logits if j == self._count else 0.0)
             for i in range(j - 1, -1, -1):
                 if most - held[i] > rooms[i]:
                     # An earlier beginning is a longer run: it needs more, and a card's room stays what it is.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.memory import KV_BYTES, cell_bytes, layers_of
@@ -22,6 +22,7 @@ from appliance.engines.llama.planning.tensor_mode import TENSOR, as_one_card, ex
 from appliance.model import Layer, Model
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Device, Placement, Speed, k_and_v
+from appliance.plan.costs import total
 from appliance.values import dataclass
 
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
@@ -222,7 +223,7 @@ class Roofline:
 def costs_of(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
     """Of a plan, with every core at work: what fewer threads cost is `with_threads`. `devices` are by id, those of the
     placement among them; the roofline is without a depth."""
-    return replace(sum(_parts(roofline, placement, devices), Costs()), batch=roofline.ubatch)
+    return total(_parts(roofline, placement, devices), batch=roofline.ubatch)
 
 
 def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Iterator[Costs]:
@@ -230,15 +231,16 @@ def _parts(roofline: Roofline, placement: Placement, devices: dict[str, Device])
         yield in_parallel(roofline, placement, devices)
         return
     layers = layers_of(roofline.model)
+    # Most layers of a model are alike.
+    on_cpu, on_gpu, apart = cache(roofline.on_cpu), cache(roofline.on_gpu), cache(roofline.experts_on_cpu)
     at = placement.cpu_layers if placement.shares else len(layers)
-    yield from (roofline.on_cpu(layer) for layer in layers[:at] if not layer.is_draft)
+    yield from (on_cpu(layer) for layer in layers[:at] if not layer.is_draft)
     for share in placement.shares:
         device, end = devices[share.gpu.id], min(at + share.layers, len(layers))
         for number in range(at, end):
             is_apart = number < placement.cpu_expert_layers
             if not layers[number].is_draft:
-                on = roofline.experts_on_cpu if is_apart else roofline.on_gpu
-                yield on(layers[number], device)
+                yield (apart if is_apart else on_gpu)(layers[number], device)
         if at:
             yield Costs(fixed_ms=HOP_MS)
         at += share.layers
@@ -252,9 +254,10 @@ def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Dev
     """Of split mode tensor: every layer on all cards at once, and what they exchange."""
     cards = [devices[share.gpu.id] for share in placement.shares]
     card = as_one_card(roofline.model, cards, placement.parts)
-    layers = (layer for layer in layers_of(roofline.model) if not layer.is_draft)
-    worked = sum((roofline.on_gpu(layer, card) for layer in layers), roofline.output_on_gpu(card))
-    return worked + exchanged(roofline.model, cards, roofline.ubatch)
+    on_gpu = cache(roofline.on_gpu)
+    worked = (on_gpu(layer, card) for layer in layers_of(roofline.model) if not layer.is_draft)
+    exchange = exchanged(roofline.model, cards, roofline.ubatch)
+    return total((roofline.output_on_gpu(card), *worked, exchange), batch=roofline.ubatch)
 
 
 def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:
