@@ -258,7 +258,7 @@ class Space:
         """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
         plan = self._loaded(plan, self._usual_mode(plan))
-        is_as_before = plan.placement.summary() == self.best.placement.summary()
+        is_as_before = _where(plan) == _where(self.best)
         if is_as_before and (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return with_caches(self._inputs, plan) or plan
         words = {
@@ -329,7 +329,7 @@ class Space:
         """With every core at work."""
         launch, inputs = launch_of(plan), self._given
         is_pinned = launch.load_mode in PINNED
-        key = (plan.placement.summary(), plan.kv_type, launch.ubatch, is_pinned)
+        key = (*_where(plan), plan.kv_type, launch.ubatch, is_pinned)
         if key not in self._costs:
             job = replace(inputs.job, context=padded(plan.context), kv_type=plan.kv_type, ubatch=launch.ubatch)
             self._costs[key] = placement_costs(job, inputs.resources, plan.placement, is_pinned=is_pinned)
@@ -363,6 +363,11 @@ def _with_numa(plan: Plan, numa: Numa) -> Plan:
     plan = with_launch(plan, numa=numa.mode, cpus=numa.cpus)
     kept = tuple(choice for choice in plan.choices if choice.name != "numa")
     return replace(plan, choices=(*kept, numa.choice) if numa.choice else kept)
+
+
+def _where(plan: Plan) -> tuple[str, ...]:
+    """Which layers lie on which cards: to the engine whichever is used first is the first."""
+    return (plan.placement.summary(), *(share.gpu.id for share in plan.placement.shares))
 
 
 def _why_beside(*, asked: bool) -> str:
