@@ -16,6 +16,7 @@ from appliance.race import first_of
 if TYPE_CHECKING:
     from appliance.gateway.backend import Backend
     from appliance.profile.drift import Drift, DriftState
+    from appliance.serve.bandwidths import Bandwidths
     from appliance.serve.drift_monitor import DriftMonitor
     from appliance.serve.idle_tuner import IdleTuner
     from appliance.serve.served_model import ServedModel
@@ -30,7 +31,8 @@ class BackgroundTasks:
         self._drift_monitor: DriftMonitor | None = None
         self._was_measured = False  # by this process, to the end
         self._begins_now = asyncio.Event()  # measuring, without an idle period before it: somebody waits for it
-        self._is_machine_known = served.settings.tune == "off" or served.hardware.speeds is not None
+        self._needs_bandwidths = served.settings.tune != "off" and served.hardware.speeds is None
+        self._bandwidths: Bandwidths | None = None
         self._more: tuple[Profile, bool] | None = None  # whether the mode wants more than this profile has
         self.is_given_up = False  # measuring: it was tried, and did not come to a plan
 
@@ -59,15 +61,18 @@ class BackgroundTasks:
             await self._know_machine(backend)
             await self._watch_drift(backend)
             if served.settings.tune != "idle" or not self.wants_measuring:
+                await self._know_machine(backend, waits=True)
                 await asyncio.Event().wait()
 
-    async def _know_machine(self, backend: Backend) -> None:
-        """Its bandwidths, once; for the next start, so that plans which somebody waits for go first."""
-        if not self._is_machine_known:
-            from appliance.serve.bandwidths import measure_bandwidths  # here: once a machine, no start
+    async def _know_machine(self, backend: Backend, *, waits: bool = False) -> None:
+        """Its bandwidths, once; for the next start, so that plans which somebody waits for go first. On a machine that
+        is busy they stay unknown, unless this waits."""
+        if not self._needs_bandwidths:
+            return
+        from appliance.serve.bandwidths import Bandwidths  # here: once a machine, no start
 
-            await measure_bandwidths(self._served, backend.traffic)
-            self._is_machine_known = True
+        self._bandwidths = found = self._bandwidths or Bandwidths(self._served)
+        await (found.until_known if waits else found.measure)(backend.traffic)
 
     @property
     def wants_measuring(self) -> bool:

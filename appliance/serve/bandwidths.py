@@ -1,11 +1,14 @@
 """The bandwidths of a new machine, measured once while nobody asks: seconds, beside the engine that serves.
 
-Plans of this process stay as they were predicted; the next start, `plan` and `probe` go by what was measured.
+What was measured while something else was at work is not kept, since it would be believed for good: it is measured
+again in a later idle minute. Plans of this process stay as they were predicted; the next start, `plan` and `probe` go
+by what was measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from appliance.errors import VolumeError
@@ -19,23 +22,70 @@ if TYPE_CHECKING:
     from appliance.probe.measure import Measured
     from appliance.serve.served_model import ServedModel
 
+AGAIN_S, AGAIN_MOST_S = 60.0, 3600.0  # from one disturbed measuring to the next: twice as long each time
 _LOOK_EVERY_S = 0.5
 
 
-async def measure_bandwidths(served: ServedModel, traffic: Traffic) -> None:
-    """A request ends it within a tenth of a second; it begins again when nobody asks. Raises nothing: without figures
-    plans go by what the probe reads."""
+class Bandwidths:
+    """Whether they are known, and when they are measured again where something disturbed that."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
+        self.is_known = False
+        self._pause_s = min(AGAIN_S, served.settings.idle_s)
+        self._not_before = 0.0
+
+    async def measure(self, traffic: Traffic) -> None:
+        """Once, unless that is too soon after the last time. A request ends it within a tenth of a second; it begins
+        again when nobody asks. Raises nothing: without figures plans go by what the probe reads."""
+        if self.is_known or time.monotonic() < self._not_before:
+            return
+        disturbance = await _measure_once(self._served, traffic)
+        self.is_known = not disturbance
+        if disturbance:
+            self._served.report.info(
+                "bandwidth_disturbed", f"{disturbance}: no bandwidth is kept; measured again in a later idle minute"
+            )
+            self._not_before = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, AGAIN_MOST_S)
+
+    async def until_known(self, traffic: Traffic) -> None:
+        """However often something disturbs it, ever less often."""
+        while not self.is_known:
+            await asyncio.sleep(max(0.0, self._not_before - time.monotonic()))
+            await self.measure(traffic)
+
+
+async def _measure_once(served: ServedModel, traffic: Traffic) -> str:
+    """What disturbed it, in words; else what was measured is kept."""
     while True:
         await _until_quiet(served, traffic)
         served.report.info(
             "bandwidth_measure", "nobody asks: measuring the bandwidth of memory and GPUs, once on this machine"
         )
-        measuring, _ = await first_of(_measure(served), traffic.until_arrival())
+        measuring, _ = await first_of(_undisturbed(served), traffic.until_arrival())
         if not measuring.cancelled():
             break
         served.report.info("bandwidth_stopped", "a request came: bandwidths are measured when nobody asks")
-    if (found := measuring.result()) is not None:
+    found: Measured | str | None = measuring.result()
+    if isinstance(found, str):
+        return found
+    if found is not None:
         await _keep(served, found)
+    return ""
+
+
+async def _undisturbed(served: ServedModel) -> Measured | str | None:
+    """Or what else was at work. GPUs are looked at while ours rest: a driver that numbers processes as the host does
+    would take the child that copies for somebody else."""
+    if busy := await served.what_else_works():
+        return busy
+    async with served.watch(with_gpus=False) as watching:
+        found = await _measure(served)
+    busy = watching.conditions.disturbance or ""
+    if not busy and served.hardware.gpus.gpus:
+        busy = await served.what_else_works()
+    return busy or found
 
 
 async def _until_quiet(served: ServedModel, traffic: Traffic) -> None:

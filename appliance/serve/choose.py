@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -13,8 +12,6 @@ from appliance.profile.at_start import ProfileState, StartAction, StartDecision,
 from appliance.serve.kernels import plan_without
 from appliance.serve.load import launch
 from appliance.serve.served_model import ServedModel
-
-WATCHED_S = 1.0  # to see whether something else is at work: less than half of it tells nothing
 
 
 def start_from_profile(served: ServedModel) -> None:
@@ -51,7 +48,7 @@ async def _choose_plan(served: ServedModel) -> Plan:
         profile = store.load(served.key)
         start = _at_start(served, profile, may_measure=is_ours)
         if start.action is StartAction.WATCH:
-            start = _at_start(served, profile, may_measure=is_ours, busy=await _what_else_works(served))
+            start = _at_start(served, profile, may_measure=is_ours, busy=await served.what_else_works())
         _report(served, start)
         if start.action is StartAction.MEASURE:
             from appliance.serve.measure import measure  # here: a start from a profile never needs it
@@ -96,14 +93,6 @@ def _at_start(
             is_pinned=served.store.is_pinned(id_),
         )
     return at_start(state, tune=served.settings.tune, may_measure=may_measure)
-
-
-async def _what_else_works(served: ServedModel) -> str:
-    """On this machine now, in words; empty where nothing does."""
-
-    async with served.watch() as watching:
-        await asyncio.sleep(WATCHED_S)
-    return watching.conditions.disturbance or ""
 
 
 def _report(served: ServedModel, start: StartDecision) -> None:

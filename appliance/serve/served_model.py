@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from appliance.probe.watch import Watch
     from appliance.serve.awaited import AwaitedModel
     from appliance.tune.session import TuningSession
+
+WATCHED_S = 1.0  # to see whether something else is at work: less than half of it tells nothing
 
 
 class ServedModel:
@@ -108,11 +111,18 @@ class ServedModel:
         self.start, self.space = start, start.space()
         self.profile = self.store.load(start.key)
 
-    def watch(self) -> Watch:
+    def watch(self, *, with_gpus: bool = True) -> Watch:
         """Sees what else works on this machine; of the GPUs, on those that this image can use."""
         from appliance.probe.watch import Watch  # here: a start from a profile that holds never needs it
 
-        return Watch(self.hardware, self.environment, gpus=usable_gpus(self.inputs.image, self.hardware))
+        gpus = usable_gpus(self.inputs.image, self.hardware) if with_gpus else ()
+        return Watch(self.hardware, self.environment, gpus=gpus)
+
+    async def what_else_works(self) -> str:
+        """On this machine now, while our engine rests, in words; empty where nothing does."""
+        async with self.watch() as watching:
+            await asyncio.sleep(WATCHED_S)
+        return watching.conditions.disturbance or ""
 
     def command(self, plan: Plan, socket_path: Path) -> Command:
         return self.start.engine.command(plan, self.start.install, socket_path)

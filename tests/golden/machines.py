@@ -11,7 +11,7 @@ from tests.fakes.machines import hardware_of
 
 _DESCRIBED = (
     "laptop-5060", "2x2080ti-22g", "4x2080ti-22g", "4070+3060", "3090+4090+5060", "24+8", "2x4090", "4090-shared",
-    "a100-mig", "h200", "gb10", "t4", "2-socket",
+    "a100-mig", "h100", "h200", "gb10", "t4", "2-socket",
 )  # fmt: skip
 
 
@@ -35,6 +35,12 @@ def _without_gpu(memory_mib: int, cores: int, *, limit_mib: int | None = None) -
     )
 
 
+def _alone(name: str) -> Hardware:
+    """With its first card only."""
+    found = hardware_of(name)
+    return replace(found, gpus=replace(found.gpus, gpus=found.gpus.gpus[:1]))
+
+
 def _measured(name: str) -> Hardware:
     """With one card, and what `probe --measure` could find there."""
     found = hardware_of(name)
@@ -55,5 +61,6 @@ MACHINES: Mapping[str, Hardware] = {
     "cpu-16g": _without_gpu(16384, 8),
     "cpu-limit-8g": _without_gpu(65536, 16, limit_mib=8192),
     **{name: hardware_of(name) for name in _DESCRIBED},
+    "4090": _alone("2x4090"),
     "4090-measured": _measured("2x4090"),
 }

@@ -65,6 +65,8 @@ CASES = (
     Case(machine="gb10", model="gpt-oss-120b", quantization="MXFP4"),
     Case(machine="4090-measured", model="qwen3.6-35b-a3b", quantization="Q6_K"),
     Case(machine="2x4090", model="deepseek-v3", quantization="Q2_K"),
+    Case(machine="4090", model="qwen3-30b-a3b-2507", quantization="Q4_K_M"),
+    Case(machine="h100", model="llama-3.3-70b", quantization="Q4_K_M"),
 )
 
 

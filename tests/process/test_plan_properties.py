@@ -71,6 +71,27 @@ def test_a_smaller_ubatch_is_taken_where_it_keeps_a_layer_on_the_gpu() -> None:
     assert beating(*found, found[0].all()) == []
 
 
+def test_what_one_card_costs_is_not_told_of_another() -> None:
+    """Found by `make properties`: the large slow card carries more, and both are the first to the engine."""
+    layer = Layer(
+        kind="full",
+        k_elements=256,
+        v_elements=256,
+        window=None,
+        state_bytes=0,
+        dense_bytes=150 * MIB,
+        expert_bytes=0,
+    )
+    cards = [gpu(0, free_mib=2500, gb_s=600.0, lanes=1), gpu(1, free_mib=4000, gb_s=200.0, lanes=1)]
+    found = planned(with_gpus(machine(total_mib=8000, logical=4, physical=2), cards), stacked([layer] * 2, 40960))
+    assert found is not None
+    space, best = found
+    on_one = {plan.placement.shares[0].gpu.index: plan for plan in space.all() if plan.placement.summary() == "CUDA0 3"}
+    assert sorted(on_one) == [0, 1]
+    assert job_s(space, on_one[1]) > 2 * job_s(space, on_one[0])
+    assert beating(space, best, space.all()) == []
+
+
 def beating(space: Space, best: Plan, others: Sequence[Plan]) -> list[str]:
     """What has as much context, and is faster: clearly near empty, and at all with half of the context."""
     half = best.context / 2

@@ -36,6 +36,7 @@ SMALL_CONTEXT = 4096  # what speeds are compared at
 AS_FAST = 0.9  # of the speed: what an exact cache may cost
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
 NOTICED = 0.97  # a loss of less is not worth a word
+NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
 CHANCE = 0.995  # what differs less is the rounding of whole layers
 
 
@@ -55,7 +56,7 @@ class ContextPlan:
     carried: Mapping[str, int]  # tokens that the aim pays for, by type of the cache
     knees: Mapping[str, int] = field(default_factory=dict)  # tokens with everything on GPUs, by type; 0: none
     ubatch: int = UBATCH
-    bound: str = ""  # what ended it, as in "memory"
+    bound: str = ""  # what ended it, in words that follow "more would"
     half_full: float = 0.0  # decode, tokens a second
     next_tokens: int = 0  # the next context that would be worth its price; 0: there is none, or nobody asks
     larger: Candidate | None = None  # that context, where it fits
@@ -182,7 +183,7 @@ class _Asked:
         """Why the aim does not pay for it, in words that follow "more would"; empty where it does."""
         placed = self(kind, tokens)
         if placed is None:
-            return "not fit"
+            return NO_FIT
         if not self._is_paid_empty(kind, placed):
             return f"keep less than {self._share:.0%} of the best speed"
         if not self._share or placed.placement.is_whole:

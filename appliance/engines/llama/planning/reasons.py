@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from appliance.engines.llama.planning.context import ContextPlan
+from appliance.engines.llama.planning.context import AS_WHOLE, NO_FIT, ContextPlan
 from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
+from appliance.engines.llama.planning.tensor_mode import TENSOR
 from appliance.model import Model
 from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.choice import Choice
@@ -59,7 +60,9 @@ def _bound(context_plan: ContextPlan, native: str) -> str:
     where = {"leave the GPUs": f"everything on the {gpus}", "take attention off the GPUs": f"attention on the {gpus}"}
     if context_plan.bound in where:
         return f"the most at {context_plan.kv_type} with {where[context_plan.bound]}{native}"
-    if context_plan.bound == "not fit":
+    if context_plan.bound == AS_WHOLE:
+        return f"as many as whole layers are given{native}"
+    if context_plan.bound == NO_FIT:
         return f"the most at {context_plan.kv_type} that fits{native}"
     ended = f"; more would {context_plan.bound}" if context_plan.bound else ""
     return f"the most at {context_plan.kv_type} that is worth its price{native}{ended}"
@@ -134,6 +137,8 @@ def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[K
             source=settings.sources["kv_type"],
             is_refusal=is_slow,
         )
+    if context_plan.placed.placement.split_mode == TENSOR:
+        return Choice(name="kv_type", value=kind, reason=f"exact; split mode {TENSOR} takes no other", source="engine")
     carried: Mapping[str, int] = context_plan.carried
     proof = next((v for v in kv_checks if v.kv_type == kind), None)
     if proof is not None and "q8_0" in carried:

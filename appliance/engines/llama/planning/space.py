@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from appliance.engines.engine import Reduced
 from appliance.engines.llama.planning import reasons
 from appliance.engines.llama.planning.batch import BATCH, PINNED, UBATCHES_GPU, predicted_speed
-from appliance.engines.llama.planning.context import ContextPlan, choose_context, enough_of
+from appliance.engines.llama.planning.context import AS_WHOLE, NO_FIT, ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import (
     PlanInputs,
     aim_of,
@@ -25,7 +25,7 @@ from appliance.engines.llama.planning.decide import (
     wanted_context,
     with_less,
 )
-from appliance.engines.llama.planning.job_time import placement_costs
+from appliance.engines.llama.planning.job_time import decode_ms, placement_costs
 from appliance.engines.llama.planning.kv_types import unjudged, worth_checking
 from appliance.engines.llama.planning.launch import KNOB_EFFECTS, launch_of, with_launch
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
@@ -258,11 +258,12 @@ class Space:
         """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
         plan = _with(self._inputs, self.best, placed, ubatch=ubatch)
         plan = self._loaded(plan, self._usual_mode(plan))
-        if (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
+        is_as_before = _where(plan) == _where(self.best)
+        if is_as_before and (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
             return with_caches(self._inputs, plan) or plan
         words = {
-            "context": (f"{context_plan.context:,}", "measured beside others"),
-            "kv_type": (context_plan.kv_type, "measured beside others"),
+            "context": (f"{context_plan.context:,}", _why_beside(asked=self._inputs.settings.ctx_size is not None)),
+            "kv_type": (context_plan.kv_type, _why_beside(asked=self._inputs.settings.kv_type != "auto")),
         }
         plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
         return with_caches(self._inputs, plan) or plan
@@ -328,7 +329,7 @@ class Space:
         """With every core at work."""
         launch, inputs = launch_of(plan), self._given
         is_pinned = launch.load_mode in PINNED
-        key = (plan.placement.summary(), plan.kv_type, launch.ubatch, is_pinned)
+        key = (*_where(plan), plan.kv_type, launch.ubatch, is_pinned)
         if key not in self._costs:
             job = replace(inputs.job, context=padded(plan.context), kv_type=plan.kv_type, ubatch=launch.ubatch)
             self._costs[key] = placement_costs(job, inputs.resources, plan.placement, is_pinned=is_pinned)
@@ -364,6 +365,16 @@ def _with_numa(plan: Plan, numa: Numa) -> Plan:
     return replace(plan, choices=(*kept, numa.choice) if numa.choice else kept)
 
 
+def _where(plan: Plan) -> tuple[str, ...]:
+    """Which layers lie on which cards: to the engine whichever is used first is the first."""
+    return (plan.placement.summary(), *(share.gpu.id for share in plan.placement.shares))
+
+
+def _why_beside(*, asked: bool) -> str:
+    """Prices are told of the prediction only: they are of its placement."""
+    return "asked for" if asked else "measured beside others"
+
+
 def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
     """With another value and reason for some of its choices."""
     choices = tuple(
@@ -378,11 +389,27 @@ def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
     nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring."""
     if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
         return None
-    exact = replace(found, kv_type="f16")
-    for placed in _split(inputs, exact, ubatch=inputs.job.ubatch):
+    for placed in _split(inputs, replace(found, kv_type="f16"), ubatch=inputs.job.ubatch):
         if has_good_links(placed.placement) and placed.cost * CLEARLY <= found.placed.cost:
-            return replace(exact, placed=placed)
+            return _split_plan(inputs, found, placed)
     return None
+
+
+def _split_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed) -> ContextPlan:
+    """What was compared to find the context were whole layers: no figure of theirs is told of this placement."""
+    job = replace(inputs.job, context=padded(found.context), kv_type="f16")
+    more = replace(job, context=padded(found.context + CONTEXT_STEP))
+    costs = placement_costs(job, inputs.resources, placed.placement)
+    return ContextPlan(
+        kv_type="f16",
+        context=found.context,
+        placed=placed,
+        carried={"f16": found.context},
+        ubatch=job.ubatch,
+        bound=AS_WHOLE if place_same(more, inputs.resources, placed.placement, inputs.engine.split_modes) else NO_FIT,
+        half_full=1000 / decode_ms(costs, found.context / 2),
+        is_explicit=found.is_explicit,
+    )
 
 
 def _split(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int) -> tuple[Placed, ...]:

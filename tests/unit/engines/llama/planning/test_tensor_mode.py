@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.llama.planning.context import ContextPlan
 from appliance.engines.llama.planning.memory import MIB, kv_mib, layers_of
 from appliance.engines.llama.planning.placement import PlacementJob, Resources
 from appliance.engines.llama.planning.space import Space
@@ -50,13 +52,16 @@ def placements(of: Model, *devices: Device, **changes: object) -> list[Placement
     return [placed.placement for placed in place_tensors(job(of, **changes), resources, MODES)]
 
 
-def machine(gpus: int, *, width: int = 16) -> Hardware:
+def machine(gpus: int, *, width: int = 16, free_mib: int | None = None) -> Hardware:
     """Equal cards of 24 GB on PCIe 4.0."""
     hardware = MACHINES["2x4090"]
     first = hardware.gpus.gpus[0]
 
     def gpu(index: int) -> Gpu:
-        return replace(first, index=index, uuid=f"GPU-{index}", pcie_width=width, pcie_width_max=width)
+        free = first.vram_free_mib if free_mib is None else free_mib
+        return replace(
+            first, index=index, uuid=f"GPU-{index}", pcie_width=width, pcie_width_max=width, vram_free_mib=free
+        )
 
     return replace(hardware, gpus=replace(hardware.gpus, gpus=tuple(gpu(at) for at in range(gpus))))
 
@@ -197,6 +202,55 @@ def test_it_is_predicted_where_it_is_clearly_faster_over_a_good_link() -> None:
     unknown = replace(of, architecture="qwen35")
     assert space(machine(2), unknown, ctx_size="8192").best.placement.split_mode == "layer"
     assert "tensor" in splits(space(machine(2), unknown, ctx_size="8192").all())
+
+
+def test_a_prediction_tells_no_figure_of_whole_layers() -> None:
+    """Its context is bounded, and of one type: whole layers would tell what more tokens and another type cost."""
+    here = space(machine(2, free_mib=20000), large(), kv_type="f16")
+    best, whole = here.best, here.context_plan
+    assert best.placement.split_mode == "tensor"
+    assert whole.larger is not None
+    reasons = {choice.name: choice.reason for choice in best.choices}
+    assert reasons["context"] == f"as many as whole layers are given, of the model's native {large().native_context:,}"
+    assert reasons["kv_type"] == "asked for"
+    speed = best.speed
+    assert speed is not None
+    said = {float(word) for word in re.findall(r"[\d.]+(?= tok/s| of prefill)", reasons["placement"])}
+    assert said == {round(speed.decode_tokens_per_s), round(speed.prefill_tokens_per_s)}
+    assert figures(whole, best).isdisjoint(said)
+
+
+def figures(whole: ContextPlan, best: Plan) -> set[float]:
+    """Decode of whole layers, as predicted beside them."""
+    assert best.context == whole.context
+    near = [each.placed for each in (whole, whole.before, whole.larger) if each is not None]
+    return {round(placed.speed.decode_tokens_per_s) for placed in (*near, *whole.others.values())}
+
+
+def test_an_exact_cache_is_explained_by_the_mode_and_not_by_what_other_types_carry() -> None:
+    best = space(machine(2), large()).best
+    assert best.placement.split_mode == "tensor"
+    assert next(choice.reason for choice in best.choices if choice.name == "kv_type") == (
+        "exact; split mode tensor takes no other"
+    )
+
+
+def test_a_context_that_ends_where_memory_does_says_so() -> None:
+    best = space(machine(2, free_mib=19300), large(), kv_type="f16").best
+    assert best.placement.split_mode == "tensor"
+    assert best.choices[0].reason.startswith("the most at f16 that fits, of the model's native")
+    assert best.placement.shares[0].gpu.free_mib - best.placement.shares[0].memory.total < 256 * 64 * 4096 / MIB
+
+
+def test_beside_it_whole_layers_take_over_none_of_its_words() -> None:
+    bounded = space(machine(2, free_mib=20000), large(), kv_type="f16")
+    asked = space(machine(2, free_mib=20000), large(), kv_type="f16", ctx_size="65536")
+    assert [said_of_layers(here) for here in (bounded, asked)] == [{"measured beside others"}, {"asked for"}]
+
+
+def said_of_layers(here: Space) -> set[str]:
+    """Why each of them has its context."""
+    return {plan.choices[0].reason for plan in here.all() if plan.placement.split_mode == "layer"}
 
 
 def test_what_gains_nothing_stays_on_one_card() -> None:
