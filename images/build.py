@@ -19,6 +19,7 @@ from images import debian, docker, oci, render
 from images.drift import drift
 from images.errors import ArchiveError, BuildError, MatrixError, UsageError, VerificationError
 from images.matrix import Cell, Platform
+from images.publisher import Publisher
 
 ARCHIVES = Path(".make/images")
 # 2026-01-01T00:00:00Z. Without git there is no date to take; any fixed one gives the same bytes twice.
@@ -78,6 +79,7 @@ class Options:
     tag: str | None = None
     epoch_s: int | None = None
     index_url: str | None = None  # of wheels; None: PyPI
+    publisher: Publisher = Publisher()
     no_cache: bool = False
     force: bool = False
     space_check: bool = True
@@ -107,6 +109,7 @@ class Job:
     index_url: str | None = None  # of wheels; None: PyPI
     secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
     lock: debian.Lock | None = None  # of its Debian packages
+    publisher: Publisher = Publisher()
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
 
     @property
@@ -148,6 +151,7 @@ def plan_job(
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
         ca_bundle=options.ca_bundle,
         index_url=options.index_url,
+        publisher=options.publisher,
         no_cache=options.no_cache,
         cache_from=options.cache_from,
         cache_to=options.cache_to,
@@ -196,6 +200,7 @@ def moment_labels(job: Job) -> dict[str, str]:
         BUILD_ID_LABEL: job.build_id,
         "org.opencontainers.image.created": created,
         "org.opencontainers.image.version": job.version,
+        **job.publisher.labels,
     }
     if job.origin.revision:
         labels["org.opencontainers.image.revision"] = job.origin.revision
@@ -257,8 +262,9 @@ def refuse_store(image_store: str) -> None:
 
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:
-    """An image that was made from the same inputs, under this job's tag from now on."""
-    known = engine.images_labelled({BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id})
+    """An image that was made from the same inputs and names the same publisher, under this job's tag from now on."""
+    named = {BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id, **job.publisher.labels}
+    known = engine.images_labelled(named)
     found = [image for image in known if RECIPE_LABEL not in image.labels]
     if not found:
         return None

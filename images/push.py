@@ -78,7 +78,8 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
         with oci.opened(archive) as tar:
             contents = oci.read(tar)
         refuse_other(job.cell, contents, built.digest, bill)
-        refuse_leaks(job.cell, contents.statements, private=private_words(root, job))
+        private = private_words(root, job)
+        refuse_leaks(job.cell, contents.statements, private=private, public=tuple(job.publisher.labels.values()))
         engine.load(archive)
         _push(root, reference, contents.index)
     finally:
@@ -127,14 +128,17 @@ def private_words(root: Path, job: Job) -> tuple[str, ...]:
     return (str(root), *([str(job.ca_bundle)] if job.ca_bundle else []))
 
 
-def refuse_leaks(cell: Cell, statements: Iterable[Mapping[str, Any]], *, private: tuple[str, ...]) -> None:
-    """VerificationError that names the place in the provenance where it says what nobody else should read.
+def refuse_leaks(
+    cell: Cell, statements: Iterable[Mapping[str, Any]], *, private: tuple[str, ...], public: tuple[str, ...] = ()
+) -> None:
+    """VerificationError that names the place in the provenance where it says what nobody else should read. `public`:
+    what the image's own labels say of its publisher, which stands there as well.
 
     The bill of materials is not searched: it is made of what is in the image, and `verify` reads that.
     """
     provenance = [each for each in statements if str(each["predicateType"]).startswith(PROVENANCE)]
     for path, value in (leaf for statement in provenance for leaf in oci.leaves("", statement)):
-        why = _leak(path, str(value), private)
+        why = None if value in public else _leak(path, str(value), private)
         if why:
             message = f"cell {cell.id}: its provenance would publish {why}: {path}"
             hint = "nothing was pushed; `proxies` in Docker's config.json become build arguments: take them out"
