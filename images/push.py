@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from images import docker, oci, sbom
-from images.build import Built, Job, buildx_argv, explain_failure, moment_labels
+from images.build import FILES_LABEL, Built, Job, buildx_argv, explain_failure, moment_labels
 from images.errors import BuildError, UsageError, VerificationError
 from images.matrix import Cell
 
@@ -74,7 +74,9 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
     is_new = engine.image(reference) is None
     try:
         with _scanner(root, job, bill, engine) as scanner:
-            _run(root, job, attested_argv(replace(job, tag=reference, archive=archive), scanner))
+            sealed = _files_of(engine.image(built.digest))
+            again = replace(job, tag=reference, archive=archive, files_sha256=sealed)
+            _run(root, job, attested_argv(again, scanner))
         with oci.opened(archive) as tar:
             contents = oci.read(tar)
         refuse_other(job.cell, contents, built.digest, bill)
@@ -87,6 +89,11 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
         if is_new:
             engine.remove(reference)
     return Pushed(reference=f"{reference}@{contents.index}", manifest=contents.manifest)
+
+
+def _files_of(image: docker.Image | None) -> str | None:
+    """What its label says of the manifest of its files: the image is exported again with the same labels."""
+    return image.labels.get(FILES_LABEL) if image else None
 
 
 def attested_argv(job: Job, scanner: str) -> tuple[str, ...]:

@@ -410,8 +410,9 @@ def check_tree(snapshot: ImageSnapshot) -> Check:
 
 
 def check_files(snapshot: ImageSnapshot) -> Check:
-    """Each file against the hash that the build wrote down."""
-    return _none_of("files as the build left them", integrity.changed(snapshot.tree))
+    """Each file against the hash that the build wrote down, and that list against the image's label."""
+    found = integrity.changed(snapshot.tree, snapshot.labels.get(build.FILES_LABEL))
+    return _none_of("files as the build left them", found)
 
 
 def check_preload(snapshot: ImageSnapshot) -> Check:

@@ -413,6 +413,7 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
         "changed: opt/llama/libggml-cpu-zen4",
     ),
     (verify.check_files, _file("usr/bin/curl"), "added: usr/bin/curl"),
+    (verify.check_files, _label("io.appliance.files-sha256", "1" * 64), "the manifest is not the one of the image's"),
     (verify.check_preload, lambda e: _config_with(e, Env=["PATH=/x", "LD_PRELOAD=/x.so"]), "LD_PRELOAD in the env"),
     (verify.check_preload, _file("etc/ld.so.preload"), "etc/ld.so.preload"),
     (verify.check_accounts, _file(integrity.ACCOUNTS, content=PASSWD + b"toor:x:0:0::/:/bin/sh\n"), "toor"),
@@ -513,6 +514,7 @@ def _config(cell: Cell) -> dict[str, Any]:
     moment = {
         "io.appliance.build-id": BUILD_ID,
         "io.appliance.base-override": "none",
+        "io.appliance.files-sha256": "0" * 64,
         "org.opencontainers.image.created": "2026-11-21T05:10:13Z",
     }
     return {
