@@ -41,6 +41,7 @@ from images import (
     packages,
     proofs,
     prune,
+    publisher,
     push,
     recipe,
     render,
@@ -54,6 +55,7 @@ from images import (
 )
 from images.errors import BuildError, FatalError, MatrixError, UsageError, VerificationError, near_miss
 from images.matrix import LOCKS, Cell, Matrix
+from images.publisher import Publisher
 
 LAST_EPOCH_S = 0o77777777777  # eleven octal digits of a tar header: the year 2242
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,10 @@ NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
 
+OF_REPRODUCE = (
+    *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"),
+    *("--source", "--url", "--vendor"),
+)
 BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
 
 
@@ -131,7 +137,8 @@ def _built_here() -> frozenset[str]:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
-    files |= {bake.BAKE_FILE: bake.bake_file(loaded.cells), ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked)}
+    files[bake.BAKE_FILE] = bake.bake_file(loaded.cells, loaded.publisher)
+    files[ci.JOBS_FILE] = ci.jobs_file(loaded.cells, _is_locked)
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
@@ -162,6 +169,7 @@ def _build(arguments: argparse.Namespace) -> int:
         tag=arguments.tag,
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
+        publisher=_publisher(arguments, loaded),
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
         space_check=not arguments.no_space_check,
@@ -185,6 +193,11 @@ def _build(arguments: argparse.Namespace) -> int:
         ]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
+
+
+def _publisher(arguments: argparse.Namespace, loaded: Matrix) -> Publisher:
+    given = {"source": arguments.source, "url": arguments.url, "vendor": arguments.vendor}
+    return loaded.publisher.overridden(given)
 
 
 def _refuse_unasked(arguments: argparse.Namespace, cells: Sequence[Cell]) -> None:
@@ -435,7 +448,7 @@ def _machine_words(here: select.Machine) -> str:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"):
+    for flag in OF_REPRODUCE:
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
             said = "" if value is True or flag == "--index-url" else f": {value}"  # that may hold a password
@@ -472,6 +485,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
+        publisher=_publisher(arguments, loaded),
         no_cache=True,
     )
     engine = docker.Engine()
@@ -702,7 +716,7 @@ def _bake(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:  # bake makes no folder for what it writes
         (ROOT / bake.ARCHIVES).mkdir(parents=True, exist_ok=True)
     if not arguments.env:
-        return _generate(arguments, bake.BAKE_FILE, bake.bake_file(loaded.cells))
+        return _generate(arguments, bake.BAKE_FILE, bake.bake_file(loaded.cells, loaded.publisher))
     values: dict[str, str] = {}
     for cell in cells:
         base = build.choose_base(cell, None, docker.Engine())
@@ -980,8 +994,18 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
     _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
     _add_index_flag(parser, of=of)
+    _add_publisher_flags(parser, of=of)
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
+
+
+def _add_publisher_flags(parser: argparse.ArgumentParser, *, of: str) -> None:
+    about = "label source: the address of the repository; without it the matrix's `publisher`, or no such label"
+    parser.add_argument("--source", metavar="URL", type=publisher.parse_address, help=of + about)
+    about = "label url: where more is told, likewise"
+    parser.add_argument("--url", metavar="URL", type=publisher.parse_address, help=of + about)
+    about = "label vendor: who publishes the image, likewise"
+    parser.add_argument("--vendor", metavar="NAME", type=publisher.parse_vendor, help=of + about)
 
 
 def _add_mirror_flag(parser: argparse.ArgumentParser, *, of: str, otherwise: str) -> None:

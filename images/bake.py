@@ -14,6 +14,7 @@ from typing import get_args
 from images import render
 from images.build import BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, Job, moment_labels
 from images.matrix import Cell, Platform
+from images.publisher import Publisher
 
 BAKE_FILE = Path("docker-bake.json")
 # Not where `build` has its archives: bake opens what it would write even for --print, which empties the file.
@@ -26,11 +27,13 @@ LABEL_VARIABLES = {
     "org.opencontainers.image.version": "VERSION",
 }
 
+NOBODY = Publisher()
 
-def bake_file(cells: Iterable[Cell]) -> str:
+
+def bake_file(cells: Iterable[Cell], publisher: Publisher = NOBODY) -> str:
     """The text of docker-bake.json."""
     known = tuple(cells)
-    targets = {cell.id: _target(cell) for cell in known}
+    targets = {cell.id: _target(cell, publisher) for cell in known}
     # An empty file is no certificate: the Dockerfiles look at its size.
     variables = {"CA_BUNDLE": {"default": "/dev/null"}}
     for cell_id in targets:
@@ -67,7 +70,7 @@ def _header() -> str:
     return f"DO NOT EDIT. Made from build_matrix.yaml and images/bake.py by: {render.RENDER_COMMAND}"
 
 
-def _target(cell: Cell) -> dict[str, object]:
+def _target(cell: Cell, publisher: Publisher) -> dict[str, object]:
     archive = (ARCHIVES / f"{cell.id}.oci.tar").as_posix()
     labels = {label: _value(cell, name) for label, name in LABEL_VARIABLES.items()}
     return {
@@ -75,7 +78,7 @@ def _target(cell: Cell) -> dict[str, object]:
         "dockerfile": (cell.folder / "Dockerfile").as_posix(),
         "platforms": list(cell.platforms),
         "args": {"APPLIANCE_BUILD_ID": _value(cell, "BUILD_ID"), "SOURCE_DATE_EPOCH": _value(cell, "EPOCH")},
-        "labels": {BASE_OVERRIDE_LABEL: render.NONE, **labels},
+        "labels": {BASE_OVERRIDE_LABEL: render.NONE, **labels, **publisher.labels},
         "secret": ["id=ca,src=${CA_BUNDLE}"],
         # Attestations hold the moment of the build; with them no two indexes are the same.
         "attest": ["type=provenance,disabled=true", "type=sbom,disabled=true"],

@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+import shutil
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +21,9 @@ from pathlib import Path
 from images import debian, docker, oci, render
 from images.drift import drift
 from images.errors import ArchiveError, BuildError, MatrixError, UsageError, VerificationError
+from images.integrity import MANIFEST
 from images.matrix import Cell, Platform
+from images.publisher import Publisher
 
 ARCHIVES = Path(".make/images")
 # 2026-01-01T00:00:00Z. Without git there is no date to take; any fixed one gives the same bytes twice.
@@ -31,6 +36,8 @@ BASE_OVERRIDE_LABEL = "io.appliance.base-override"
 # `no` on images of other Debian packages than the lock's: another day gives others. Absent otherwise.
 REPRODUCIBLE_LABEL = "io.appliance.reproducible"
 NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
+FILES_LABEL = "io.appliance.files-sha256"  # of the manifest of all files, which is in the image
+FILES_TARGET = "files-manifest"
 TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 # What docker says to `buildx build --progress` when it has no such plugin.
@@ -78,6 +85,7 @@ class Options:
     tag: str | None = None
     epoch_s: int | None = None
     index_url: str | None = None  # of wheels; None: PyPI
+    publisher: Publisher = Publisher()
     no_cache: bool = False
     force: bool = False
     space_check: bool = True
@@ -107,6 +115,8 @@ class Job:
     index_url: str | None = None  # of wheels; None: PyPI
     secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
     lock: debian.Lock | None = None  # of its Debian packages
+    publisher: Publisher = Publisher()
+    files_sha256: str | None = None  # None: not known before its steps have run
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
 
     @property
@@ -148,6 +158,7 @@ def plan_job(
         archive=root / ARCHIVES / f"{cell.id}.oci.tar",
         ca_bundle=options.ca_bundle,
         index_url=options.index_url,
+        publisher=options.publisher,
         no_cache=options.no_cache,
         cache_from=options.cache_from,
         cache_to=options.cache_to,
@@ -188,6 +199,38 @@ def targeted_argv(job: Job, target: str, output: str) -> tuple[str, ...]:
     return (*words[:at], "--target", target, "--output", output, *words[at + 2 :])
 
 
+@contextmanager
+def extended(root: Path, job: Job, more: str) -> Iterator[tuple[Job, Path]]:
+    """The job with these stages behind those of its Dockerfile, and a folder for what they give."""
+    folder = root / job.archive.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="stages-", dir=folder) as name:
+        own = Path(name) / "Dockerfile"
+        own.write_text(f"{(root / job.dockerfile).read_text('utf-8')}\n{more}\n", "utf-8")
+        ignore = root / f"{job.dockerfile}.dockerignore"
+        if ignore.is_file():
+            shutil.copyfile(ignore, f"{own}.dockerignore")
+        yield replace(job, variant=own), Path(name) / "out"
+
+
+def seal(root: Path, job: Job) -> Job:
+    """Runs every step, and names in the job what its manifest of files must be. No label can be made of what a step
+    gave, so the image is exported afterwards, from the cache. Unchanged
+    without a manifest; BuildError when a step fails.
+    """
+    text = (root / job.dockerfile).read_text("utf-8")
+    if f"/{MANIFEST}" not in text:
+        return job
+    last = debian.STAGE.split(text)[-2]
+    stage = f"FROM scratch AS {FILES_TARGET}\nCOPY --from={last} /{MANIFEST} /"
+    with extended(root, job, stage) as (longer, out):
+        finished = docker.stream(targeted_argv(longer, FILES_TARGET, f"type=local,dest={out}"), cwd=root)
+        if finished.code != 0:
+            raise explain_failure(job.cell, finished.lines)
+        sha256 = hashlib.sha256((out / Path(MANIFEST).name).read_bytes()).hexdigest()
+    return replace(job, files_sha256=sha256, no_cache=False)
+
+
 def moment_labels(job: Job) -> dict[str, str]:
     """The labels that the matrix cannot know. A revision that is not known has no label."""
     created = datetime.fromtimestamp(job.origin.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -196,6 +239,8 @@ def moment_labels(job: Job) -> dict[str, str]:
         BUILD_ID_LABEL: job.build_id,
         "org.opencontainers.image.created": created,
         "org.opencontainers.image.version": job.version,
+        **job.publisher.labels,
+        **({FILES_LABEL: job.files_sha256} if job.files_sha256 else {}),
     }
     if job.origin.revision:
         labels["org.opencontainers.image.revision"] = job.origin.revision
@@ -214,7 +259,7 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     refuse_engine(job, engine)
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
-        finished = docker.stream(buildx_argv(job), cwd=root)
+        finished = docker.stream(buildx_argv(seal(root, job)), cwd=root)
         if finished.code != 0:
             raise explain_failure(job.cell, finished.lines)
         digest = manifest_digest(job.archive)
@@ -257,8 +302,9 @@ def refuse_store(image_store: str) -> None:
 
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:
-    """An image that was made from the same inputs, under this job's tag from now on."""
-    known = engine.images_labelled({BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id})
+    """An image that was made from the same inputs and names the same publisher, under this job's tag from now on."""
+    named = {BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id, **job.publisher.labels}
+    known = engine.images_labelled(named)
     found = [image for image in known if RECIPE_LABEL not in image.labels]
     if not found:
         return None

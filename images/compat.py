@@ -23,7 +23,10 @@ FACTS_NAME = "images/facts/nvidia.yaml"  # as a person sees it
 
 Driver = Annotated[str, Field(pattern=r"^\d{3}(?:\.\d+){0,2}$")]
 Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-ReleaseFact = Literal["targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max", "glibc_max_of"]
+ReleaseFact = Literal[
+    "targets", "gcc_max", "driver", "minor_floor", "compressed_floor", "glibc_max", "glibc_max_of", "cublas_jit"
+]
+OPTIONAL_FACTS = frozenset({"glibc_max_of", "cublas_jit"})
 SmFact = Literal["chip", "platforms", "first_driver", "tegra"]
 
 
@@ -40,7 +43,13 @@ class Release(Row):
     compressed_floor: Driver | None
     glibc_max: Version | None
     glibc_max_of: Mapping[Platform, Version] = {}  # lower, and no patch of ours helps
+    cublas_jit: Annotated[str, Field(pattern=r"^libnvrtc\.so\.\d+$")] | None = None
     sources: dict[ReleaseFact, Names]
+
+    @property
+    def jit_libraries(self) -> tuple[str, ...]:
+        """What cuBLAS opens, and what that opens in turn."""
+        return (self.cublas_jit, f"libnvrtc-builtins.so.{self.cuda}") if self.cublas_jit else ()
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -121,6 +130,11 @@ class Refusal:
 
     what: str
     sources: tuple[str, ...]
+
+
+def jit_libraries(cell: Cell) -> tuple[str, ...]:
+    """Of NVIDIA's compiler, in the image because its cuBLAS opens it; none without CUDA, or where it opens none."""
+    return facts().releases[cell.toolkit.cuda].jit_libraries if cell.toolkit else ()
 
 
 @functools.cache
@@ -365,9 +379,7 @@ def _check_sources(file: _FactsFile) -> None:
 def _check_every_fact_is_cited(file: _FactsFile) -> None:
     """A fact without a source is somebody's memory."""
     releases = {
-        f"CUDA {row.cuda}": set(get_args(ReleaseFact))
-        - set(row.sources)
-        - ({"glibc_max_of"} - set(row.glibc_max_of and ("glibc_max_of",)))
+        f"CUDA {row.cuda}": set(get_args(ReleaseFact)) - set(row.sources) - (OPTIONAL_FACTS - row.model_fields_set)
         for row in file.releases
     }
     sms = {f"SM {row.sm}": set(get_args(SmFact)) - set(row.sources) - {"tegra"} for row in file.sms}

@@ -7,14 +7,12 @@ them repeats a stage up to its last `apt-get install`, so it shares that stage's
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from images import debian, docker
-from images.build import Job, explain_failure, targeted_argv
+from images.build import Job, explain_failure, extended, targeted_argv
 from images.errors import BuildError
 
 TARGET = "packages-list"
@@ -114,15 +112,8 @@ def faults(job: Job, lock: debian.Lock, asked: Mapping[str, str], holding: Holdi
 
 def query(root: Path, job: Job) -> Holding:
     """Builds the stages as far as their packages go, or finds them in the cache. BuildError when that fails."""
-    folder = root / job.archive.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="packages-", dir=folder) as name:
-        own, out = Path(name) / "Dockerfile", Path(name) / "out"
-        own.write_text(listing((root / job.dockerfile).read_text("utf-8")), "utf-8")
-        ignore = root / f"{job.dockerfile}.dockerignore"
-        if ignore.is_file():
-            shutil.copyfile(ignore, f"{own}.dockerignore")
-        done = docker.stream(query_argv(replace(job, variant=own), out), cwd=root)
+    with extended(root, job, listing((root / job.dockerfile).read_text("utf-8"))) as (longer, out):
+        done = docker.stream(query_argv(longer, out), cwd=root)
         if done.code != 0:
             raise explain_failure(job.cell, done.lines)
         return parse_listing((out / LISTING).read_text("utf-8").splitlines())
@@ -138,7 +129,7 @@ def query_argv(job: Job, out: Path) -> tuple[str, ...]:
 
 
 def listing(dockerfile: str) -> str:
-    """The Dockerfile with stages behind its last one that end in a listing. BuildError when no stage installs any."""
+    """Stages to stand behind those of the Dockerfile, the last a listing. BuildError when no stage installs any."""
     pieces = debian.STAGE.split(dockerfile)[1:]
     copies: dict[str, str] = {}
     for below, name, body in zip(pieces[0::3], pieces[1::3], pieces[2::3], strict=True):
@@ -153,7 +144,7 @@ def listing(dockerfile: str) -> str:
         f"FROM {pieces[0]} AS {LISTER}\nRUN {mounts}{LIST}",
         f"FROM scratch AS {TARGET}\nCOPY --from={LISTER} /{LISTING} /",
     )
-    return "\n".join([dockerfile, *copies.values(), *last, ""])
+    return "\n".join([*copies.values(), *last])
 
 
 def parse_listing(lines: Iterable[str]) -> Holding:

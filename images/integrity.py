@@ -1,7 +1,8 @@
 """Whether an image is still what its build made: each file by its hash, and what would have it run other code. Pure.
 
-The build writes the hash of every file to `MANIFEST` when all but the image's own facts is there. Who changes a file
-afterwards, in a layer of their own or in one of ours, is found out unless they rewrite the manifest too.
+The build writes the hash of every file to `MANIFEST` when all but the image's own facts is there, and the hash of that
+into a label. Who changes a file afterwards, in a layer of their own or in one of ours, is found out unless they rewrite
+manifest and label too.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ CODE_FOLDERS = ("opt/", "usr/", "etc/", "bin/", "sbin/", "lib/", "lib64/")
 WRITABLE_BITS = 0o022  # the container's user is of group 0
 
 
-def changed(tree: Tree) -> list[str]:
-    """A line for each file that is not as the build left it."""
+def changed(tree: Tree, label: str | None) -> list[str]:
+    """A line for each file that is not as the build left it. `label`: the manifest's hash, as the image says it."""
     manifest = tree.files.get(MANIFEST)
     if manifest is None:
         return [f"no manifest: {MANIFEST}"]
     facts = tree.files.get(ENGINE_FACTS_PATH.lstrip("/"))
     if facts is None or facts.layer != manifest.layer:
         return [f"the manifest is of another layer than the facts that the build wrote with it: {MANIFEST}"]
+    if manifest.sha256 != label:
+        return [f"the manifest is not the one of the image's label: {manifest.sha256}, {label or 'no label'}"]
     written = parse_manifest(manifest.content.decode("utf-8", "replace"))
     return sorted([*_differing(tree, written), *_added(tree, written, manifest.layer)])
 

@@ -15,9 +15,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from images import rows
+from images import publisher, rows
 from images.engines import ENGINES, EngineFiles, files_of
 from images.errors import MatrixError, UsageError, near_miss
+from images.publisher import Publisher
 from images.rows import Row
 
 MATRIX_FILE = Path("build_matrix.yaml")
@@ -131,6 +132,12 @@ class _LockRow(Row):
     form: LockForm
 
 
+class _PublisherRow(Row):
+    source: str | None = None
+    url: str | None = None
+    vendor: str | None = None
+
+
 class _MatrixFile(Row):
     bases: dict[Name, _BaseRow]
     snapshot: _SnapshotRow
@@ -140,6 +147,7 @@ class _MatrixFile(Row):
     cells: list[_CellRow]
     out_of_scope: tuple[_ScopeRow, ...] = ()
     locks: dict[Name, _LockRow]
+    publisher: _PublisherRow = _PublisherRow()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +356,7 @@ class Matrix:
     toolkits: Mapping[str, Toolkit]  # by CUDA release
     out_of_scope: tuple[Scope, ...]
     snapshot: str  # root of the service that keeps every state of Debian's archives
+    publisher: Publisher
 
 
 def load(root: Path) -> Matrix:
@@ -376,7 +385,20 @@ def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, Eng
         toolkits=toolkits,
         out_of_scope=scopes,
         snapshot=file.snapshot.root,
+        publisher=_publisher(file.publisher),
     )
+
+
+def _publisher(row: _PublisherRow) -> Publisher:
+    try:
+        return Publisher(
+            source=row.source and publisher.parse_address(row.source),
+            url=row.url and publisher.parse_address(row.url),
+            vendor=row.vendor and publisher.parse_vendor(row.vendor),
+        )
+    except UsageError as error:
+        message = f"{MATRIX_FILE}: publisher: {error.message}"
+        raise MatrixError(message, hint=error.hint) from error
 
 
 def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:

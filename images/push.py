@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from images import docker, oci, sbom
-from images.build import Built, Job, buildx_argv, explain_failure, moment_labels
+from images.build import FILES_LABEL, Built, Job, buildx_argv, explain_failure, moment_labels
 from images.errors import BuildError, UsageError, VerificationError
 from images.matrix import Cell
 
@@ -74,11 +74,14 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
     is_new = engine.image(reference) is None
     try:
         with _scanner(root, job, bill, engine) as scanner:
-            _run(root, job, attested_argv(replace(job, tag=reference, archive=archive), scanner))
+            sealed = _files_of(engine.image(built.digest))
+            again = replace(job, tag=reference, archive=archive, files_sha256=sealed)
+            _run(root, job, attested_argv(again, scanner))
         with oci.opened(archive) as tar:
             contents = oci.read(tar)
         refuse_other(job.cell, contents, built.digest, bill)
-        refuse_leaks(job.cell, contents.statements, private=private_words(root, job))
+        private = private_words(root, job)
+        refuse_leaks(job.cell, contents.statements, private=private, public=tuple(job.publisher.labels.values()))
         engine.load(archive)
         _push(root, reference, contents.index)
     finally:
@@ -86,6 +89,11 @@ def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str
         if is_new:
             engine.remove(reference)
     return Pushed(reference=f"{reference}@{contents.index}", manifest=contents.manifest)
+
+
+def _files_of(image: docker.Image | None) -> str | None:
+    """What its label says of the manifest of its files: the image is exported again with the same labels."""
+    return image.labels.get(FILES_LABEL) if image else None
 
 
 def attested_argv(job: Job, scanner: str) -> tuple[str, ...]:
@@ -127,14 +135,17 @@ def private_words(root: Path, job: Job) -> tuple[str, ...]:
     return (str(root), *([str(job.ca_bundle)] if job.ca_bundle else []))
 
 
-def refuse_leaks(cell: Cell, statements: Iterable[Mapping[str, Any]], *, private: tuple[str, ...]) -> None:
-    """VerificationError that names the place in the provenance where it says what nobody else should read.
+def refuse_leaks(
+    cell: Cell, statements: Iterable[Mapping[str, Any]], *, private: tuple[str, ...], public: tuple[str, ...] = ()
+) -> None:
+    """VerificationError that names the place in the provenance where it says what nobody else should read. `public`:
+    what the image's own labels say of its publisher, which stands there as well.
 
     The bill of materials is not searched: it is made of what is in the image, and `verify` reads that.
     """
     provenance = [each for each in statements if str(each["predicateType"]).startswith(PROVENANCE)]
     for path, value in (leaf for statement in provenance for leaf in oci.leaves("", statement)):
-        why = _leak(path, str(value), private)
+        why = None if value in public else _leak(path, str(value), private)
         if why:
             message = f"cell {cell.id}: its provenance would publish {why}: {path}"
             hint = "nothing was pushed; `proxies` in Docker's config.json become build arguments: take them out"

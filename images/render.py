@@ -46,6 +46,7 @@ TOOLKIT_PLACES: Mapping[ToolkitForm, Mapping[str, str]] = {
 }
 # The cost in the words of its CMake file: "performance for multiple CUDA GPUs will be suboptimal".
 NCCL_OFF = "off: several GPUs exchange through llama.cpp's own code, which its authors call suboptimal"
+NVRTC = "nvrtc, by which cuBLAS may compile kernels when it runs"
 NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
 OWN_LICENSE = "Apache-2.0"
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
@@ -175,6 +176,7 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
     if floors is None or not cell.sm_forms:
         message = f"cell {cell.id} has a CUDA toolkit and no SM"
         raise MatrixError(message)
+    release = compat.facts().releases[toolkit.cuda]
     own = {
         "glibc_patch": toolkit.glibc_patch,
         "glibc_patch_name": Path(toolkit.glibc_patch).name if toolkit.glibc_patch else None,
@@ -185,7 +187,9 @@ def _cuda_values(cell: Cell, toolkit: Toolkit) -> dict[str, str | int]:
     return {
         **TOOLKIT_PLACES[toolkit.form],
         **{name: value for name, value in own.items() if value is not None},
+        "cublas_jit": release.cublas_jit or "",
         "cuda": toolkit.cuda,
+        "jit_libraries": " ".join(release.jit_libraries),
         "kv_pairs": ";".join(cell.engine.fast_kv_pairs),
         "cuda_architectures": ";".join(f"{form}-real" for form in cell.forms),  # `real`: machine code and no PTX
         # Any driver of the same CUDA major runs machine code; the exact floor is the other condition's.
@@ -230,6 +234,7 @@ def _compiled_labels(cell: Cell) -> dict[str, str]:
     return {
         # Only a CPU that has their instructions can execute them; `verify` says which of them its own machine did.
         "io.appliance.cpu-variants.unproven": ", ".join(unproven) or NONE,
+        "io.appliance.jit": NVRTC if compat.jit_libraries(cell) else NONE,
         "io.appliance.nccl": NCCL_OFF if cell.target.cuda else NONE,
         "io.appliance.ptx-jit": "no",
     }

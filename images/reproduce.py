@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from images import docker, oci
-from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_platform
+from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_platform, seal
 from images.errors import BuildError, UsageError
 from images.tree import members
 
@@ -72,7 +72,7 @@ def reproduce(root: Path, job: Job, engine: docker.Engine, *, stages: tuple[str,
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
         for archive in archives:
-            _export(root, replace(job, archive=archive), stages)
+            export(root, replace(job, archive=archive), stages)
         first, second = (manifest_digest(archive) for archive in archives)
         difference = None if first == second else compare(archives[0], archives[1])
     finally:
@@ -111,7 +111,7 @@ def against(root: Path, job: Job, engine: docker.Engine, other: Published) -> Re
     archive = job.archive.with_name(f"{job.cell.id}.1.oci.tar")
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _export(root, replace(job, archive=archive), ())
+        export(root, replace(job, archive=archive), ())
         mine = manifest_digest(archive)
         is_comparable = mine != other.manifest and other.archive is not None
         difference = compare(archive, other.archive, engine.platform) if is_comparable and other.archive else None
@@ -162,10 +162,30 @@ def _query_manifest(reference: str, platform: str, cwd: Path) -> str:
     return str(images[0]["digest"])
 
 
-def _export(root: Path, job: Job, stages: tuple[str, ...]) -> None:
-    finished = docker.stream(uncached_argv(job, stages), cwd=root)
+def export(root: Path, job: Job, stages: tuple[str, ...]) -> None:
+    """An archive of steps that all ran again. Its label for the manifest of files needs a second export, from the
+    cache: BuildError when that gives other layers than the first one's.
+    """
+    _stream(root, job, uncached_argv(job, stages))
+    layers = _layers(job.archive)
+    sealed = seal(root, replace(job, no_cache=False))
+    if sealed.files_sha256 is None:
+        return
+    _stream(root, job, buildx_argv(sealed))
+    if _layers(job.archive) != layers:
+        message = f"cell {job.cell.id}: the builder's cache does not give the layers that were just built"
+        raise BuildError(message, hint="is another build of this cell running? run it again")
+
+
+def _stream(root: Path, job: Job, argv: tuple[str, ...]) -> None:
+    finished = docker.stream(argv, cwd=root)
     if finished.code != 0:
         raise explain_failure(job.cell, finished.lines)
+
+
+def _layers(archive: Path) -> list[str]:
+    with oci.opened(archive) as tar:
+        return [str(layer["digest"]) for layer in oci.manifest_of(tar)["layers"]]
 
 
 def _layer_difference(

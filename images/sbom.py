@@ -71,6 +71,7 @@ WHEEL_OF_LIBRARY = {
     "libcudart": "nvidia-cuda-runtime",
     "libnccl": "nvidia-nccl-cu13",
     "libnvrtc": "nvidia-cuda-nvrtc",
+    "libnvrtc-builtins": "nvidia-cuda-nvrtc",
 }
 
 Kind = Literal["deb", "pypi", "cuda", "engine", "appliance", "source", "compiler"]

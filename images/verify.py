@@ -21,7 +21,20 @@ from appliance.image_facts import (
     parse_engine_facts,
     parse_image_facts,
 )
-from images import build, compat, cpu_kernels, debian, docker, gate, integrity, licenses, packages, render, wheel_gaps
+from images import (
+    build,
+    compat,
+    cpu_kernels,
+    cublas_jit,
+    debian,
+    docker,
+    gate,
+    integrity,
+    licenses,
+    packages,
+    render,
+    wheel_gaps,
+)
 from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL, TOOLKIT_OVERRIDE_LABEL
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
@@ -73,6 +86,7 @@ class ImageSnapshot:
     engine_version: docker.Finished  # what the engine's binary says to --version
     secrets: frozenset[bytes] = frozenset()  # certificates that were lent to the build
     kernels: tuple[gate.Report, ...] = ()  # of a CUDA cell, one for each chip
+    jit: docker.Finished | None = None  # of a cell whose cuBLAS compiles when it runs
     cpu_kernels: cpu_kernels.Report | None = None  # of an engine with CPU variants
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
@@ -138,11 +152,17 @@ def gather(
         engine_version=engine.run(image, ("--version",), entrypoint=(cell.engine.files.binary,)),
         secrets=frozenset(parse_certificates(ca_bundle.read_bytes()) if ca_bundle else ()),
         kernels=kernels,
+        jit=_compile(cell, engine, image),
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
         asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
         build_id=build.build_id_of(root, cell, *_stood_on(cell, found.labels), lock=lock),
     )
+
+
+def _compile(cell: Cell, engine: docker.Engine, image: str) -> docker.Finished | None:
+    libraries = compat.jit_libraries(cell)
+    return cublas_jit.query(engine, image, libraries[0], cell.forms) if libraries else None
 
 
 def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
@@ -254,6 +274,18 @@ def check_kernels(snapshot: ImageSnapshot) -> Check:
         if library.kernels or library.targets
     ]
     return Check(name=name, ok=True, detail="; ".join(lines))
+
+
+def check_jit(snapshot: ImageSnapshot) -> Check:
+    """cuBLAS opens nvrtc by itself; an image that lacks half of it fails at the first kernel that needs it."""
+    name, expected, ran = "cuBLAS can compile", compat.jit_libraries(snapshot.cell), snapshot.jit
+    missing = [each for each in expected if f"opt/llama/{each}" not in snapshot.tree.files]
+    if not expected:
+        return Check(name=name, ok=ran is None, detail="it opens no compiler")
+    if ran is None or missing:
+        return Check(name=name, ok=False, detail="; ".join(_difference("missing", missing)) or "it was not tried")
+    detail = ", ".join(ran.lines[-3:])
+    return Check(name=name, ok=ran.code == 0, detail=f"{expected[0]}: {detail}")
 
 
 def check_platform(snapshot: ImageSnapshot) -> Check:
@@ -410,8 +442,9 @@ def check_tree(snapshot: ImageSnapshot) -> Check:
 
 
 def check_files(snapshot: ImageSnapshot) -> Check:
-    """Each file against the hash that the build wrote down."""
-    return _none_of("files as the build left them", integrity.changed(snapshot.tree))
+    """Each file against the hash that the build wrote down, and that list against the image's label."""
+    found = integrity.changed(snapshot.tree, snapshot.labels.get(build.FILES_LABEL))
+    return _none_of("files as the build left them", found)
 
 
 def check_preload(snapshot: ImageSnapshot) -> Check:
@@ -500,6 +533,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_cpu_variants,
     check_cpu_kernels,
     check_kernels,
+    check_jit,
     check_platform,
     check_no_driver,
     check_tools,

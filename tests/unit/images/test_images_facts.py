@@ -95,10 +95,16 @@ def _tegra_unsourced(data: dict[str, Any]) -> None:
     next(row for row in data["sms"] if row["sm"] == "87")["sources"].pop("tegra")
 
 
+def _jit_unsourced(data: dict[str, Any]) -> None:
+    """None is a fact too, where somebody looked."""
+    data["releases"][0]["sources"].pop("cublas_jit")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (_drop_source_of_driver, "CUDA 12.4 has no source for: driver"),
+        (_jit_unsourced, "CUDA 12.4 has no source for: cublas_jit"),
         (_cite_nothing, "hosts.0.sources"),
         (_cite_a_stranger, "a source that is not there: cuda-gpu"),
         (_leave_a_source_unused, "no row cites the source: rumour"),

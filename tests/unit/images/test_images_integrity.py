@@ -28,7 +28,7 @@ def tree() -> Tree:
 
 
 def test_an_image_as_it_was_built_has_no_fault(tree: Tree) -> None:
-    assert integrity.changed(tree) == []
+    assert integrity.changed(tree, ONE) == []
     assert integrity.preloaded(tree, ["PATH=/usr/bin", "OLD_LD_PRELOAD=1"]) == []
     assert (integrity.roots(tree), integrity.writable(tree)) == ([], [])
 
@@ -38,17 +38,17 @@ def test_a_model_image_may_add_its_recipe_and_weights(tree: Tree) -> None:
     _put(tree, "opt/models/models--a--b/snapshots/m/x.gguf", kind="link", layer=4)
     _put(tree, "opt/appliance/recipe.json", layer=5)
     _put(tree, IDENTITY, layer=5, sha256=OTHER)
-    assert integrity.changed(tree) == []
+    assert integrity.changed(tree, ONE) == []
 
 
 def test_one_byte_appended_names_its_file(tree: Tree) -> None:
     _put(tree, "opt/llama/llama-server", layer=4, sha256=OTHER)
-    assert integrity.changed(tree) == ["changed: opt/llama/llama-server"]
+    assert integrity.changed(tree, ONE) == ["changed: opt/llama/llama-server"]
 
 
 def test_a_change_inside_a_layer_is_found_as_well(tree: Tree) -> None:
     _put(tree, "opt/llama/llama-server", layer=1, sha256=OTHER)
-    assert integrity.changed(tree) == ["changed: opt/llama/llama-server"]
+    assert integrity.changed(tree, ONE) == ["changed: opt/llama/llama-server"]
 
 
 def test_what_is_gone_or_new_or_a_link_instead_is_named(tree: Tree) -> None:
@@ -56,7 +56,7 @@ def test_what_is_gone_or_new_or_a_link_instead_is_named(tree: Tree) -> None:
     _put(tree, "usr/bin/curl", layer=1)
     _put(tree, "usr/bin/python3", kind="link", layer=4)
     _put(tree, "etc/ld.so.conf", kind="link", layer=4)
-    assert integrity.changed(tree) == [
+    assert integrity.changed(tree, ONE) == [
         "added: etc/ld.so.conf",
         "added: usr/bin/curl",
         "added: usr/bin/python3",
@@ -67,11 +67,19 @@ def test_what_is_gone_or_new_or_a_link_instead_is_named(tree: Tree) -> None:
 
 def test_a_manifest_that_came_later_is_none(tree: Tree) -> None:
     _put(tree, integrity.MANIFEST, layer=4, content=b"")
-    assert integrity.changed(tree) == [
+    assert integrity.changed(tree, ONE) == [
         "the manifest is of another layer than the facts that the build wrote with it: opt/appliance/files.sha256"
     ]
     del tree.files[integrity.MANIFEST]
-    assert integrity.changed(tree) == ["no manifest: opt/appliance/files.sha256"]
+    assert integrity.changed(tree, ONE) == ["no manifest: opt/appliance/files.sha256"]
+
+
+@pytest.mark.parametrize("label", [OTHER, None])
+def test_a_manifest_that_was_written_anew_is_not_the_labels(tree: Tree, label: str | None) -> None:
+    """Whoever changed a file and its line: the label is in the image's configuration, and so in its digest."""
+    assert integrity.changed(tree, label) == [
+        f"the manifest is not the one of the image's label: {ONE}, {label or 'no label'}"
+    ]
 
 
 def test_names_that_sha256sum_escapes_are_read() -> None:

@@ -172,6 +172,25 @@ def test_a_cell_from_wheels_says_what_is_still_compiled(wheel_cell: Cell) -> Non
     assert all(wheel_cell.engine.source.wheels[platform] in hashes for platform in wheel_cell.platforms)
 
 
+@pytest.mark.parametrize(
+    ("cell_id", "names"),
+    [
+        ("llama-cu124-sm86", ""),
+        ("llama-cu128-sm120", "libnvrtc.so.12 libnvrtc-builtins.so.12.8"),
+        ("llama-cu130-sm75", "libnvrtc.so.13 libnvrtc-builtins.so.13.0"),
+        ("llama-cu134-sm89", "libnvrtc.so.13 libnvrtc-builtins.so.13.4"),
+    ],
+)
+def test_the_compiler_that_cublas_opens_comes_along(project: Path, cell_id: str, names: str) -> None:
+    """Debian's 12.4 opens none; the build fails where the library names another than the facts."""
+    cell = _cell(cell_id)
+    stages = _stages(_rendered(project, cell)["Dockerfile"])
+    assert f"for name in {names}; do" in stages["cuda-libraries"]
+    assert f'| sort -u)" = "{names.partition(" ")[0]}"' in stages["cuda-libraries"]
+    assert "COPY --from=cuda-libraries /opt/links /\n" in stages["runtime"]
+    assert render.static_labels(cell)["io.appliance.jit"] == (render.NVRTC if names else "none")
+
+
 def test_labels_facts_and_conditions_say_the_same_floors(project: Path, any_cell: Cell) -> None:
     files, floors = _rendered(project, any_cell), compat.cell_floors(any_cell)
     facts = parse_image_facts(files["image_facts.json"])

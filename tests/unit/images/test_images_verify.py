@@ -84,6 +84,12 @@ def test_a_cuda_image_passes_with_native_kernels(sound: ImageSnapshot) -> None:
     assert verify.check_licenses(_file("opt/appliance/licenses/nvidia-cublas/License.txt")(snapshot)).ok
 
 
+def test_the_compiler_of_cublas_is_there_and_compiles(sound: ImageSnapshot) -> None:
+    assert verify.check_jit(sound).detail == "it opens no compiler"
+    found = verify.check_jit(_compiling("SM 90")(sound))
+    assert (found.ok, found.detail) == (True, "libnvrtc.so.13: SM 90")
+
+
 def test_vllm_may_keep_what_it_compiles_with(sound: ImageSnapshot) -> None:
     assert verify.check_tools(_vllm(sound)).ok
 
@@ -203,6 +209,18 @@ def _kernel(*, sass: tuple[str, ...] = (), ptx: tuple[str, ...] = ()) -> Fault:
     return lambda snapshot: _cuda(snapshot, gate.Kernel(name="mul_mat", sass=sass, ptx=ptx))
 
 
+def _compiling(*lines: str, code: int = 0, without: str = "") -> Fault:
+    """As a cell of CUDA 13.0, whose cuBLAS opens a compiler that said this."""
+
+    def plant(snapshot: ImageSnapshot) -> ImageSnapshot:
+        cell = matrix.select(matrix.load(Path(__file__).parents[3]).cells, "llama-cu130-sm90")[0]
+        for name in {"libnvrtc.so.13", "libnvrtc-builtins.so.13.0"} - {without}:
+            snapshot = _file(f"opt/llama/{name}")(snapshot)
+        return replace(snapshot, cell=cell, jit=docker.Finished(code=code, lines=lines))
+
+    return plant
+
+
 def _for_two(snapshot: ImageSnapshot) -> ImageSnapshot:
     """A cell of two chips, and a kernel that was compiled for the first alone."""
     library = gate.Library(
@@ -316,6 +334,9 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_kernels, _kernel(ptx=("90",)), "mul_mat has only PTX of compute_90"),
     (verify.check_kernels, lambda e: replace(_cuda(e), kernels=(gate.judge([], 90),)), "no kernel in any of 0 files"),
     (verify.check_kernels, lambda e: replace(_cuda(e), kernels=()), "no kernel was judged"),
+    (verify.check_jit, _compiling("SM 90: failed to open libnvrtc-builtins", code=1), "failed to open libnvrtc-b"),
+    (verify.check_jit, _compiling("SM 90", without="libnvrtc-builtins.so.13.0"), "missing: libnvrtc-builtins.so.13.0"),
+    (verify.check_jit, lambda e: replace(_compiling()(e), jit=None), "it was not tried"),
     (verify.check_kernels, lambda e: _for_two(e), "SM 120: opt/llama/libggml-cuda.so: mul_mat has only sm_86"),
     (verify.check_kernels, _file("opt/llama/libggml-cuda.so"), "no GPU in this cell: opt/llama/libggml-cuda.so"),
     (verify.check_platform, _file("opt/llama/libllama.so", machine=183), "opt/llama/libllama.so (ELF machine 183)"),
@@ -413,6 +434,7 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
         "changed: opt/llama/libggml-cpu-zen4",
     ),
     (verify.check_files, _file("usr/bin/curl"), "added: usr/bin/curl"),
+    (verify.check_files, _label("io.appliance.files-sha256", "1" * 64), "the manifest is not the one of the image's"),
     (verify.check_preload, lambda e: _config_with(e, Env=["PATH=/x", "LD_PRELOAD=/x.so"]), "LD_PRELOAD in the env"),
     (verify.check_preload, _file("etc/ld.so.preload"), "etc/ld.so.preload"),
     (verify.check_accounts, _file(integrity.ACCOUNTS, content=PASSWD + b"toor:x:0:0::/:/bin/sh\n"), "toor"),
@@ -513,6 +535,7 @@ def _config(cell: Cell) -> dict[str, Any]:
     moment = {
         "io.appliance.build-id": BUILD_ID,
         "io.appliance.base-override": "none",
+        "io.appliance.files-sha256": "0" * 64,
         "org.opencontainers.image.created": "2026-11-21T05:10:13Z",
     }
     return {

@@ -1,0 +1,55 @@
+"""Who publishes an image: its labels `source`, `url` and `vendor`. Pure.
+
+From the matrix or the command line, flag by flag; what neither names has no label, since nobody's address is invented.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from images.errors import UsageError
+
+PREFIX = "org.opencontainers.image."
+ADDRESS = re.compile(r"https?://(?P<user>[^/@\s\"$\\]*@)?[^/\s@\"$\\]+(?:/[^\s\"$\\]*)?")
+NAME = re.compile(r"[^\s\"$\\](?:[^\"$\\\r\n]*[^\s\"$\\])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publisher:
+    """`source` is the address of the repository, `url` of what tells more, `vendor` a name."""
+
+    source: str | None = None
+    url: str | None = None
+    vendor: str | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        named = {f"{PREFIX}{each.name}": getattr(self, each.name) for each in fields(self)}
+        return {label: value for label, value in named.items() if value is not None}
+
+    def overridden(self, given: Mapping[str, str | None]) -> Publisher:
+        """What the command line names takes the place of the matrix's."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Publisher(**(own | {name: value for name, value in given.items() if value is not None}))
+
+
+def parse_address(text: str) -> str:
+    """UsageError for what is no address, or holds a password: a label is as public as its image."""
+    found = ADDRESS.fullmatch(text)
+    if found and not found["user"]:
+        return text
+    if found:
+        message = "an address for a label holds the name of a user or a password"
+        raise UsageError(message, hint="give it without what stands before the @: labels are public")
+    message = f"no address for a label: {text}"
+    raise UsageError(message, hint="such as --source https://git.example/team/appliance")
+
+
+def parse_vendor(text: str) -> str:
+    """UsageError for what cannot stand in a label between quotes."""
+    if NAME.fullmatch(text):
+        return text
+    message = f"no name for the label vendor: {text!r}"
+    raise UsageError(message, hint="one line without quotes, dollar signs and backslashes")
