@@ -142,18 +142,54 @@ class CpuVariant:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlagChoices:
+    """The values that a flag takes, where it lists them."""
+
+    flag: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """A method of quantized weights. `lowest_sm` of its GPU kernels; None: it does not say so without a GPU."""
+
+    name: str
+    lowest_sm: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """One way to compute attention that an engine chooses from. None: it does not say so without a GPU."""
+
+    name: str
+    sms: tuple[str, ...] | None  # it runs on these chips; empty: on a CPU
+    kv_types: tuple[str, ...] | None  # empty: any
+    dtypes: tuple[str, ...] | None  # of activations
+    is_mla: bool | None  # for models with a latent KV cache, and for no others
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """What the engine binary says of itself."""
 
     version: str
     build: int
-    commit: str
+    commit: str  # empty: a build that does not name it
     flags: tuple[str, ...]  # every spelling that --help lists, sorted
     kv_types: tuple[str, ...]
     kv_pairs: tuple[tuple[str, str], ...] = ()  # pairs with fast flash attention; empty: any pair of equal types
     backends: tuple[str, ...] = ()  # file names of the loadable backends, sorted
     split_modes: tuple[str, ...] = ()  # how it can split a model across GPUs
     cpu_variants: tuple[CpuVariant, ...] = ()  # those that are there, the fastest last; empty: it has one, or none
+    choices: tuple[FlagChoices, ...] = ()  # of the flags that list their values
+    quantizations: tuple[Quantization, ...] = ()  # of weights
+    attention: tuple[AttentionBackend, ...] = ()
+    tool_parsers: tuple[str, ...] = ()
+    reasoning_parsers: tuple[str, ...] = ()
+
+    def choices_of(self, flag: str) -> tuple[str, ...]:
+        """Empty for a flag that takes any value, and for one that is not there."""
+        return next((each.values for each in self.choices if each.flag == flag), ())
 
 
 def runs_on(form: str, sm: str) -> bool:

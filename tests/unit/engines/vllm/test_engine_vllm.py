@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,43 +14,104 @@ from appliance.image_facts import EngineFacts, dump_facts, parse_engine_facts
 from appliance.serve.inputs import load_engine
 from tests.builders import IMAGE
 
-# As the wheel of 0.33.0 has it, shortened.
-VERSION = """
-version: str
-__version__: str
-commit_id: str | None
-
-__version__ = version = '0.33.0'
-__version_tuple__ = version_tuple = (0, 33, 0)
-
-__commit_id__ = commit_id = 'g4ba787ec9'
-"""
+ROOT = Path(__file__).parents[4]
+SAID = ROOT / "tests/data/vllm/facts-0.32-cpu.json"  # of the image vllm-cpu
 FACTS = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
 
 
-def test_version_and_commit_are_those_of_the_wheel() -> None:
-    assert vllm_facts.parse_version(VERSION) == FACTS
+def recorded() -> dict[str, Any]:
+    """What introspect.py wrote."""
+    document: dict[str, Any] = json.loads(SAID.read_text("utf-8"))
+    for name in ("schema", "build", "kv_pairs", "backends", "split_modes", "cpu_variants"):
+        del document[name]
+    return document
 
 
-@pytest.mark.parametrize("text", ["", "__version__ = version = '0.33.0'\n__commit_id__ = commit_id = None\n"])
-def test_a_wheel_that_does_not_say_what_it_is_is_40(text: str) -> None:
-    with pytest.raises(EngineArgumentsError, match="names no version or no commit") as caught:
-        vllm_facts.parse_version(text)
+def pretend(folder: Path, script: str) -> Path:
+    """A launcher with a Python beside it that does as `script` says. `$2` is where the answer goes."""
+    folder.mkdir(parents=True)
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return folder / "vllm"
+
+
+def test_what_the_cpu_build_says_of_itself_is_read_whole() -> None:
+    facts = vllm_facts.parse_facts(json.dumps(recorded()))
+    assert facts == parse_engine_facts(SAID.read_text("utf-8"))
+    assert (facts.version, facts.commit) == ("0.32.0", "")
+    assert {"--uds", "--kv-cache-memory-bytes", "--max-num-seqs", "--speculative-config"} <= set(facts.flags)
+    assert facts.choices_of("--dtype") == ("auto", "bfloat16", "float", "float16", "float32", "half")
+    assert set(facts.choices_of("--kv-cache-dtype")) == set(facts.kv_types)
+    assert facts.choices_of("--uds") == ()
+
+
+def test_quantizations_and_attention_have_their_chips() -> None:
+    facts = parse_engine_facts(SAID.read_text("utf-8"))
+    lowest = {each.name: each.lowest_sm for each in facts.quantizations}
+    assert (lowest["gptq"], lowest["awq"], lowest["fp8"], lowest["mxfp4"]) == ("60", "75", "75", "80")
+    backends = {each.name: each for each in facts.attention}
+    assert "75" in (backends["TRITON_ATTN"].sms or ())
+    assert "75" not in (backends["FLASH_ATTN"].sms or ())
+    assert backends["CPU_ATTN"].sms == ()
+    assert backends["FLASHINFER"].sms is None, "its library is not in the CPU build, so nothing is said of it"
+    assert not [name for name in backends if name.startswith(("ROCM_", "XPU_"))]
+    assert {"hermes", "qwen3_coder"} <= set(facts.tool_parsers)
+    assert {"qwen3", "deepseek_r1"} <= set(facts.reasoning_parsers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flags": []}, "names none of: flags"),
+        ({"attention": []}, "names none of: attention"),
+        ({"version": ""}, "names none of: version"),
+        ({"version": 32}, "is not understood: EngineFacts"),
+        ({"unheard": 1}, "is not understood: EngineFacts"),
+    ],
+)
+def test_an_answer_that_is_not_understood_is_40(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineArgumentsError, match=message) as caught:
+        vllm_facts.parse_facts(json.dumps({**recorded(), **change}))
     assert caught.value.exit_code == 40
 
 
-def test_the_verb_reads_the_wheel_beside_the_launcher(tmp_path: Path) -> None:
-    (tmp_path / "lib/vllm").mkdir(parents=True)
-    (tmp_path / "lib/vllm/_version.py").write_text(VERSION)
+def test_the_verb_asks_the_python_beside_the_launcher(tmp_path: Path) -> None:
+    said = tmp_path / "said.json"
+    said.write_text(json.dumps(recorded()))
+    binary = pretend(
+        tmp_path / "bin", f'[ "${{1##*/}}" = introspect.py ] && cp {said} "$2" && echo INFO a line of its log'
+    )
     out = tmp_path / "facts.json"
-    assert main(["engine-facts", "--bin", str(tmp_path / "bin/vllm"), "--out", str(out)]) == 0
-    assert parse_engine_facts(out.read_text()) == FACTS
+    assert main(["engine-facts", "--bin", str(binary), "--out", str(out)]) == 0
+    assert out.read_text("utf-8") == SAID.read_text("utf-8")
 
 
-def test_a_launcher_without_its_wheel_is_44(tmp_path: Path) -> None:
-    with pytest.raises(EngineLibraryError, match=r"lib/vllm/_version\.py: No such file") as caught:
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "echo 'ImportError: libnuma.so.1: cannot open shared object file' >&2; exit 1",
+            r"exit code 1: .*libnuma\.so\.1",
+        ),
+        ("exit 0", "exit code 0"),
+    ],
+)
+def test_a_python_that_cannot_import_vllm_is_44(tmp_path: Path, script: str, message: str) -> None:
+    with pytest.raises(EngineLibraryError, match=message) as caught:
+        vllm_facts.read_facts(pretend(tmp_path / "bin", script), "")
+    assert caught.value.exit_code == 44
+
+
+def test_a_launcher_without_its_python_is_44(tmp_path: Path) -> None:
+    with pytest.raises(EngineLibraryError, match=r"cannot be asked: .*/bin/python: .*No such file") as caught:
         vllm_facts.read_facts(tmp_path / "bin/vllm", "")
     assert caught.value.exit_code == 44
+
+
+def test_pairs_of_kv_types_are_no_business_of_this_engine(tmp_path: Path) -> None:
+    with pytest.raises(EngineArgumentsError, match="no pairs of KV types: q8_0-q8_0"):
+        vllm_facts.read_facts(tmp_path / "bin/vllm", "q8_0-q8_0")
 
 
 def test_an_image_whose_engine_is_not_served_says_so_with_10() -> None:
