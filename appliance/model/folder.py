@@ -74,6 +74,7 @@ def read_folder(folder: Path) -> Model:
         parameters=_parameters(tensors),
         calls_tools=bool(template and CALLS_TOOLS.search(template)),
         reasons=bool(template and REASONS.search(template)),
+        config=config.values,
     )
 
 
