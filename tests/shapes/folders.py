@@ -64,6 +64,8 @@ def _tensors(row: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]
             prefix = f"model.layers.{layer}.{name}"
             yield from _stored(prefix, rows, columns, row if is_packed else {**row, "packed": None})
         yield f"model.layers.{layer}.input_layernorm.weight", plain, (width,)
+    for name, rows, columns, is_packed in _drafting(config):
+        yield from _stored(f"mtp.layers.0.{name}", rows, columns, row if is_packed else {**row, "packed": None})
     yield "model.norm.weight", plain, (width,)
     if not config.get("tie_word_embeddings"):
         yield "lm_head.weight", plain, (config["vocab_size"], width)
@@ -102,6 +104,14 @@ def _matrices(config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int,
         yield "self_attn.v_proj", kv, width, True
         yield "self_attn.o_proj", width, heads * length, True
     yield from _feed_forward(config)
+
+
+def _drafting(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:
+    """One layer that attends, in full precision as publishers leave it, and its projection."""
+    if config.get("mtp_num_hidden_layers"):
+        layer = int(config.get("full_attention_interval", 1)) - 1
+        yield from ((name, rows, columns, False) for name, rows, columns, _ in _matrices(config, layer))
+        yield "fc", config["hidden_size"], 2 * config["hidden_size"], False
 
 
 def _feed_forward(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:

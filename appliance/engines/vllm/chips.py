@@ -44,17 +44,18 @@ class WeightsKernel:
     source: str
 
 
-def chip_of(sm: str | None) -> Chip:
-    """Of the CPU for None. Raises ValueError for a chip below all that vLLM has kernels for."""
+def chip_of(sm: str | None, *, is_mla: bool = False) -> Chip:
+    """Of the CPU for None; `is_mla` for a model with a latent cache. Raises ValueError for a chip below all that vLLM
+    has kernels for."""
     data = _load()
     if sm is None:
-        return _chip(None, data["cpu"])
+        return _chip(None, data["cpu"], is_mla=is_mla)
     number = int(sm)
     known = [int(each) for each in data["sm"] if int(each) <= number]
     if not known:
         message = f"vLLM has no attention kernel for SM {sm}"
         raise ValueError(message)
-    return _chip(number, data["sm"][str(max(known))])
+    return _chip(number, data["sm"][str(max(known))], is_mla=is_mla)
 
 
 def weights_kernel(method: str, sm: int) -> WeightsKernel | None:
@@ -73,15 +74,16 @@ def methods_for(sm: int) -> tuple[str, ...]:
     return tuple(name for name, row in _load()["quantization"].items() if row["from"] <= sm)
 
 
-def _chip(sm: int | None, row: Mapping[str, Any]) -> Chip:
+def _chip(sm: int | None, row: Mapping[str, Any], *, is_mla: bool) -> Chip:
+    attention = row["mla"] if is_mla else row
     return Chip(
         sm=sm,
         dtype=row["dtype"],
-        backends=tuple(row["backends"]),
-        passed_over=row["passed_over"],
-        kv_types=row["kv_types"],
+        backends=tuple(attention["backends"]),
+        passed_over=attention.get("passed_over", {}),
+        kv_types=attention["kv_types"],
         gdn=row["gdn"],
-        block_size=row["block_size"],
+        block_size=attention["block_size"],
         source=row["source"],
     )
 

@@ -39,6 +39,11 @@ class _Flags:
             )
         self.argv += [flag, *map(str, values)]
 
+    def switch(self, name: str, *, is_on: bool) -> None:
+        """`--disable-x` since 0.33, `--no-enable-x` before."""
+        off = f"--disable-{name}" if f"--disable-{name}" in self._known else f"--no-enable-{name}"
+        self.need(f"--enable-{name}" if is_on else off)
+
     def use(self, flag: str, *values: str | int | float) -> None:
         """For what is good to have: left out where the engine does not know it, or nobody asked it."""
         if flag in self._known:
@@ -82,7 +87,7 @@ def _add_kv(flags: _Flags, plan: Plan) -> None:
     if launch.asked_block_size is not None:
         flags.need("--block-size", launch.asked_block_size)
     if not plan.is_embedding:
-        flags.need("--enable-prefix-caching" if launch.has_prefix_cache else "--no-enable-prefix-caching")
+        flags.switch("prefix-caching", is_on=launch.has_prefix_cache)
 
 
 def _add_kernels(flags: _Flags, plan: Plan) -> None:
@@ -112,7 +117,9 @@ def _add_serving(flags: _Flags, seqs: int) -> None:
     flags.use("--max-num-queued-reqs", max(QUEUED_AT_LEAST, 16 * seqs))
     flags.need("--disable-uvicorn-access-log")
     flags.need("--disable-fastapi-docs")
+    # What was cached of a prompt, and the engine's own clock: measuring needs no other.
     flags.use("--enable-prompt-tokens-details")
+    flags.use("--enable-per-request-metrics")
 
 
 def compilation_config(plan: Plan) -> str:

@@ -38,6 +38,12 @@ REDUNDANCY_MIB = Assumption(
     value=150.0, source="vLLM's own between what it measured and what it proposes (gpu_worker.py, redundancy_buffer)"
 )
 DRIVER_MIB = Assumption(value=106.0, source="kernels that the driver loads at their first use: chosen")
+WORKSPACE_SHARE = Assumption(
+    value=0.01, source="of a card: workspaces that kernels allocate at their first use, and fragments: chosen"
+)
+UNSURE_SHARE = Assumption(
+    value=0.03, source="of weights, activations and graphs: vLLM measures them itself, and may find more: chosen"
+)
 DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen")
 JIT_MIB = Assumption(value=256.0, source="Triton kernels that are compiled and tuned at the first request: chosen")
 DRAFT_MIB = Assumption(value=128.0, source="buffers of multi-token prediction: chosen")

@@ -96,18 +96,27 @@ class Estimate:
         asked = facts.settings.reserve_mib if facts.settings.is_set("reserve_mib") else None
         late = facts.chip.sm is not None and facts.chip.sm < 80
         return tuple(
-            reserve_of(gpu, asked_mib=asked, compiles_late=late, drafts=self.option.has_draft_layers)
+            reserve_of(
+                gpu,
+                total_mib(gpu, facts.hardware),
+                asked_mib=asked,
+                compiles_late=late,
+                drafts=self.option.has_draft_layers,
+            )
             for gpu in self.option.cards
         )
 
     @cached_property
     def share(self) -> float | None:
-        """One for all cards: the smallest decides."""
-        pins = self.facts.pins
-        if not self.option.cards or self.kv_asked is not None:
-            return None
-        if pins.utilization is not None:
-            return pins.utilization
+        """Of each whole card, for a first start; None where bytes are given."""
+        is_given = self.kv_asked is not None or math.isfinite(self.facts.limits.kv_mib)
+        return None if is_given or not self.option.cards else self._share_of_cards
+
+    @cached_property
+    def _share_of_cards(self) -> float:
+        """The smallest decides."""
+        if self.facts.pins.utilization is not None:
+            return self.facts.pins.utilization
         hardware = self.facts.hardware
         return min(
             utilization(total_mib(gpu, hardware), free_mib(gpu, hardware), self._context(gpu), reserve.mib)
@@ -127,8 +136,8 @@ class Estimate:
             return int(min(self.kv_asked, most))
         if not self.option.cards:
             return int(min(self._kv_of_host(), most))
-        hardware = self.facts.hardware
-        found = min(kv_bytes_at(total_mib(gpu, hardware), self.share or 0.0, self.memory) for gpu in self.option.cards)
+        totals = [total_mib(gpu, self.facts.hardware) for gpu in self.option.cards]
+        found = min(kv_bytes_at(total, self._share_of_cards, self.memory) for total in totals)
         return int(min(found, most))
 
     def _kv_of_host(self) -> int:
@@ -160,10 +169,19 @@ class Estimate:
     def blocks(self) -> int:
         return self.kv.blocks_in(self.kv_bytes)
 
+    @property
+    def sure_blocks(self) -> int:
+        """Before vLLM has measured, a context that nobody asked for counts on a little less than is computed: one block
+        too few and the engine refuses to start."""
+        if self.share is None or self.facts.settings.ctx_size:
+            return self.blocks
+        unsure = self.memory.counted * assumed.UNSURE_SHARE.value
+        return self.kv.blocks_in(self.kv_bytes - int(unsure * MIB))
+
     @cached_property
     def context(self) -> int:
         """The longest that one request may have, at most the wanted one; in whole steps below it."""
-        found = self.kv.longest(self.blocks, self.facts.wanted)
+        found = self.kv.longest(self.sure_blocks, self.facts.wanted)
         found = int(min(found, self.facts.limits.context))
         return found if found == self.facts.wanted else found - found % CONTEXT_STEP if found > CONTEXT_STEP else found
 
@@ -199,6 +217,9 @@ class Estimate:
         if not self.option.cards:
             ranks = self.option.layout.ranks
             return needed * ranks + self.host_overhead_mib - self.host_usable_mib
+        pinned = self.facts.pins.utilization
+        if pinned is not None:
+            return needed - min(pinned * total_mib(gpu, self.facts.hardware) for gpu in self.option.cards)
         return needed - min(self.room_mib)
 
     def _context(self, gpu: Gpu) -> float:

@@ -17,11 +17,11 @@ from appliance.engines.vllm.planning.precision import (
     quantization_choice,
 )
 from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
-from appliance.engines.vllm.planning.shape import Shape, shape_of
+from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
 from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts, runs_on
-from appliance.plan.choice import Choice
+from appliance.plan import Choice, Speculation
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -48,6 +48,7 @@ class Facts:
     wanted: int
     choices: tuple[Choice, ...]  # that are the same for every plan
     limits: Limits = NO_LIMITS
+    drafting: Speculation | None = None  # which the options count with
 
     @property
     def settings(self) -> Settings:
@@ -65,6 +66,15 @@ class Facts:
     def is_text_only(self) -> bool:
         return bool(self.pins.is_text_only) or (self.shape.has_vision and self.settings.mmproj == "off")
 
+    def speculating(self, speculation: Speculation) -> Facts:
+        """With the draft layers' weights and cache, where the model has them."""
+        shape = self.shape
+        if speculation.kind == "mtp":
+            layer: Kind = "full"
+            stored = shape.stored_bytes + shape.draft_bytes
+            shape = replace(shape, stored_bytes=stored, kinds=(*shape.kinds, *(layer for _ in range(shape.drafts))))
+        return replace(self, shape=shape, drafting=speculation)
+
     def with_limits(self, limits: Limits) -> Facts:
         return replace(self, limits=limits)
 
@@ -74,7 +84,7 @@ def read_facts(given: Inputs) -> Facts:
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
-    chip = _weakest(cards)
+    chip = _weakest(cards, is_mla="mla" in shape.kinds)
     dtype, by_dtype = choose_dtype(shape, chip, pins)
     kv_type, by_kv = choose_kv_type(settings, engine, chip, dtype)
     backend, by_attention = attention_choice(chip, kv_type, pins)
@@ -153,8 +163,8 @@ def _asked_for(settings: Settings, usable: list[Gpu]) -> tuple[Gpu, ...]:
     return tuple({card_id(by_name[name]): by_name[name] for name in names}.values())
 
 
-def _weakest(cards: tuple[Gpu, ...]) -> Chip:
+def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:
     """What all of them can do."""
     if not cards:
-        return chip_of(None)
-    return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int))
+        return chip_of(None, is_mla=is_mla)
+    return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int), is_mla=is_mla)

@@ -148,11 +148,12 @@ def context_mib(gpu: Gpu, ranks: int) -> float:
     return own + assumed.TORCH_MIB.value + (assumed.NCCL_MIB.value if ranks > 1 else 0.0)
 
 
-def reserve_of(gpu: Gpu, *, asked_mib: int | None, compiles_late: bool, drafts: bool) -> Reserve:
+def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_late: bool, drafts: bool) -> Reserve:
     """What is kept free of one card; `asked_mib` wins."""
     if asked_mib is not None:
         return Reserve(parts=(("asked for", float(asked_mib)),))
     parts = [("vLLM's own margin", assumed.REDUNDANCY_MIB.value), ("driver", assumed.DRIVER_MIB.value)]
+    parts.append(("workspaces", total_mib * assumed.WORKSPACE_SHARE.value))
     if gpu.display:
         parts.append(("display", assumed.DISPLAY_MIB.value))
     if compiles_late:

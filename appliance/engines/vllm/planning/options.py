@@ -8,7 +8,7 @@ from dataclasses import replace
 from appliance.engines.vllm.planning.estimate import Estimate, Option
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import Layout
+from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
@@ -18,7 +18,7 @@ from appliance.engines.vllm.planning.parallel import (
 )
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
 from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.plan import SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.probe import Gpu
 
 # vLLM's own numbers of tokens in a step, by what a card has in all (engine/arg_utils.py `get_batch_defaults`).
@@ -81,15 +81,18 @@ def _modes_around(facts: Facts, base: Option) -> tuple[str, ...]:
 
 
 def _option(facts: Facts, layout: Layout, cards: tuple[Gpu, ...]) -> Option:
-    seqs = facts.settings.parallel
+    seqs, drafting = facts.settings.parallel, facts.drafting
+    drafted = drafting.tokens if drafting else 0
     return Option(
         layout=layout,
         cards=cards,
         kv_type=facts.kv_type,
-        tokens=max(usual_tokens(facts, cards), seqs),
+        tokens=max(usual_tokens(facts, cards), seqs * (1 + drafted)),
         seqs=seqs,
         graph_mode=facts.pins.graph_mode or (_GRAPHS_AROUND[0] if cards else EAGER),
         block_size=facts.pins.block_size,
+        drafted=drafted,
+        has_draft_layers=drafting is not None and drafting.kind == "mtp",
     )
 
 
@@ -155,17 +158,24 @@ def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
     """Of the option that lacks least."""
     nearest = min(found, key=lambda each: each.missing_mib)
     memory, option = nearest.memory, nearest.option
-    least = facts.settings.ctx_size or min(facts.wanted, 256)
+    least = facts.settings.ctx_size or min(facts.wanted, CONTEXT_STEP)
+    kv_mib = nearest.kv.bytes_for(least) / MIB
+    parts = [f"{memory.weights:,.0f} weights", f"{memory.activation + memory.vision:,.0f} activations"]
+    parts += [f"{memory.graphs:,.0f} CUDA graphs"] if option.cards else []
+    needed, missing = memory.counted + kv_mib, max(1.0, nearest.missing_mib)
     where = f"each of {option.layout.ranks} ranks" if option.layout.ranks > 1 else "one rank"
-    room = min(nearest.room_mib) if option.cards else nearest.host_usable_mib - nearest.host_overhead_mib
-    place = option.cards[0].name or "the GPU" if option.cards else "the host"
-    needed = memory.counted + nearest.kv.bytes_for(least) / 2**20
     message = (
-        f"model does not fit: {facts.shape.title} needs {needed:,.0f} MiB on {where} ({memory.weights:,.0f} weights, "
-        f"{memory.activation + memory.vision:,.0f} activations, {memory.graphs:,.0f} CUDA graphs, "
-        f"{nearest.kv.bytes_for(least) / 2**20:,.0f} KV cache for {least:,} tokens), and {room:,.0f} MiB may be used "
-        f"on {place}; missing are {max(1.0, nearest.missing_mib):,.0f} MiB"
+        f"model does not fit: {facts.shape.title} needs {needed:,.0f} MiB on {where} ({', '.join(parts)}, "
+        f"{kv_mib:,.0f} KV cache for {least:,} tokens), and {needed - missing:,.0f} MiB may be used on "
+        f"{_place(facts, nearest)}; missing are {missing:,.0f} MiB"
     )
     longest = max((each.context for each in found), default=0)
-    smaller = f"--ctx-size {longest}, " if facts.settings.ctx_size and longest >= 256 else ""
-    return ModelDoesNotFitError(message, hint=f"use {smaller}a smaller --ubatch, a quantized model, or more GPUs")
+    smaller = f"--ctx-size {longest}, " if facts.settings.ctx_size and longest >= CONTEXT_STEP else ""
+    more = "more GPUs" if option.cards else "a higher limit of the container's memory"
+    return ModelDoesNotFitError(message, hint=f"use {smaller}a smaller --ubatch, a quantized model, or {more}")
+
+
+def _place(facts: Facts, nearest: Estimate) -> str:
+    cards, pins = nearest.option.cards, facts.pins
+    name = (cards[0].name or "the GPU") if cards else "the host"
+    return name if pins.utilization is None else f"{name} by a utilization of {pins.utilization:g} ({pins.source})"

@@ -53,7 +53,7 @@ def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
             f"and this is {chip.name} ({found.source})"
         )
         raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
-    why = f"kernels: {found.kernel}{group}; {chip.name} needs SM {found.least_sm} at least"
+    why = f"kernels: {found.kernel}{group}; it needs SM {found.least_sm} and this is {chip.name}"
     return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
 
 

@@ -51,6 +51,8 @@ def context(estimate: Estimate) -> Choice:
         return Choice(name="context", value=f"{found:,}", reason=why, source=settings.sources["rope_scaling"])
     needed = kv.blocks_for(found)
     room = f"{needed:,} of {estimate.blocks - NULL_BLOCKS:,} blocks of {kv.block_size} tokens"
+    if estimate.sure_blocks < estimate.blocks and found < facts.wanted:
+        room += f", {estimate.blocks - estimate.sure_blocks:,} left for what vLLM may measure above the estimate"
     if settings.ctx_size:
         return Choice(
             name="context", value=f"{found:,}", reason=f"asked for: {room}", source=settings.sources["ctx_size"]
@@ -140,10 +142,9 @@ def _uneven(estimate: Estimate) -> Iterator[Choice]:
 def memory(estimate: Estimate) -> Choice:
     facts, found = estimate.facts, estimate.memory
     kv_mib = estimate.kv_bytes / MIB
-    parts = (
-        f"{found.weights:,.0f} weights, {found.activation + found.vision:,.0f} activations at "
-        f"{estimate.option.tokens:,} tokens, {found.graphs:,.0f} CUDA graphs"
-    )
+    parts = f"{found.weights:,.0f} weights, {found.activation:,.0f} activations at {estimate.option.tokens:,} tokens"
+    parts += f", {found.vision:,.0f} for images" if found.vision else ""
+    parts += f", {found.graphs:,.0f} CUDA graphs" if facts.cards else ""
     if not facts.cards:
         why = (
             f"{estimate.host_usable_mib:,.0f} MiB usable less {estimate.host_overhead_mib:,.0f} of processes, {parts}; "
@@ -167,11 +168,16 @@ def memory(estimate: Estimate) -> Choice:
 
 
 def _reserve(estimate: Estimate) -> Iterator[Choice]:
+    """One line for all cards where they are alike."""
     settings = estimate.facts.settings
+    source = settings.sources["reserve_mib"] if settings.is_set("reserve_mib") else "default"
+    are_alike = len(set(estimate.reserves)) == 1
     for card, reserve in zip(estimate.option.cards, estimate.reserves, strict=True):
-        source = settings.sources["reserve_mib"] if settings.is_set("reserve_mib") else "default"
-        name = "reserve" if len(estimate.option.cards) == 1 else f"reserve of GPU {card.index}"
-        yield Choice(name=name, value=f"{reserve.mib:,.0f} MiB", reason=reserve.describe(), source=source)
+        name = "reserve" if are_alike else f"reserve of GPU {card.index}"
+        each = " each" if are_alike and len(estimate.option.cards) > 1 else ""
+        yield Choice(name=name, value=f"{reserve.mib:,.0f} MiB{each}", reason=reserve.describe(), source=source)
+        if are_alike:
+            return
 
 
 def blocks(estimate: Estimate) -> Choice:
@@ -198,7 +204,7 @@ def blocks(estimate: Estimate) -> Choice:
 
 def seqs(estimate: Estimate) -> Choice:
     settings = estimate.facts.settings
-    why = f"requests at the same time; the cache holds {estimate.concurrency:g} full contexts, the rest wait"
+    why = f"requests at the same time; full contexts in the cache: {estimate.concurrency:g}, the rest wait"
     source = settings.sources.get("parallel", "default")
     return Choice(name="max_num_seqs", value=str(estimate.option.seqs), reason=why, source=source)
 

@@ -47,7 +47,7 @@ def overrides_for(settings: Settings, model: Model) -> str | None:
     }
     changed: dict[str, Any] = {"rope_parameters": scaled}
     name = next((key for key in ("text_config", "llm_config") if isinstance(model.config.get(key), Mapping)), None)
-    return json.dumps({name: changed} if name else changed, sort_keys=True)
+    return json.dumps({name: changed} if name else changed, sort_keys=True, separators=(",", ":"))
 
 
 def rope_words(settings: Settings, model: Model) -> str:

@@ -114,7 +114,6 @@ def shape_of(model: Model) -> Shape:
     if not (heads and kv_heads and model.key_length):
         _fail(model, f"its layers do not attend: {heads} heads, {kv_heads} KV heads of {model.key_length} elements")
     drafts = model.layers - len(kinds)
-    draft_bytes = sum(layer.dense_bytes + layer.expert_bytes for layer in model.stack if layer.is_draft)
     return Shape(
         title=model.title,
         architecture=model.architecture,
@@ -134,8 +133,8 @@ def shape_of(model: Model) -> Shape:
         or (model.feed_forward_length if model.experts else 0),
         shared_length=_number(model, inner, "shared_expert_intermediate_size", default=0),
         dtype=_dtype(model, inner),
-        stored_bytes=model.weights_bytes - draft_bytes,
-        draft_bytes=draft_bytes,
+        stored_bytes=model.weights_bytes - model.draft_bytes,
+        draft_bytes=model.draft_bytes,
         drafts=drafts,
         expert_bytes=model.expert_bytes,
         tied_bytes=model.embedding_bytes if model.output_is_tied else 0,

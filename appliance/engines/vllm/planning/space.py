@@ -16,10 +16,23 @@ from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.options import around, choose
-from appliance.engines.vllm.planning.speculation import applied, offers_of, speculation_of, still_applied
+from appliance.engines.vllm.planning.speculation import UNMEASURED, applied, offers_of, speculation_of, still_applied
 from appliance.engines.vllm.planning.speed import costs_of
-from appliance.plan import Allocated, Choice, Costs, Kind, KnobEffect, Offer, Plan, Shortage, Speculation
+from appliance.plan import (
+    Allocated,
+    Choice,
+    Costs,
+    Kind,
+    KnobEffect,
+    Offer,
+    Plan,
+    Shortage,
+    Speculation,
+    with_choice,
+)
 from appliance.probe import Gpu
+
+FRAGMENTS_MIB = 64.0  # that is missing at least: a buffer may be refused though as much is free in pieces
 
 
 class Space(doors.Space):
@@ -40,11 +53,17 @@ class Space(doors.Space):
 
     @property
     def predicted(self) -> Plan:
-        """With the kind of speculative decoding that was asked for."""
-        offers = self.offers()
+        """With the kind of speculative decoding that was asked for, at the context that has room beside it."""
         asked = self._facts.settings.speculation
-        kind = next((offer.kind for offer in offers if offer.kind == asked), None)
-        return self.best if kind is None else self.speculating(self.best, self.speculation(self.best, kind, 3))
+        kind = next((offer.kind for offer in self.offers() if offer.kind == asked), None)
+        if kind is None:
+            return self.best
+        speculation = speculation_of(kind, UNMEASURED)
+        plan = plan_of(choose(self._facts.speculating(speculation)))
+        source = self._facts.settings.sources["speculation"]
+        why = f"asked for; {speculation.describe()}"
+        choice = Choice(name="speculation", value=kind, reason=why, source=source)
+        return with_choice(replace(plan, speculation=speculation), choice)
 
     @property
     def native(self) -> int:
@@ -74,8 +93,10 @@ class Space(doors.Space):
         option = self._option_of(measured)
         if isinstance(option, str):
             return option
-        kv_bytes = _kv_bytes(measured, allocated)
         facts = replace(self._facts, wanted=measured.context)
+        kv_bytes = _kv_bytes(measured, allocated)
+        if kv_bytes is not None:  # two decimals of a GiB in the engine's log
+            kv_bytes = max(kv_bytes, Estimate(facts=facts, option=option).kv.bytes_for(measured.context))
         estimate = Estimate(facts=facts, option=replace(option, kv_bytes=kv_bytes))
         if not estimate.fits and kv_bytes is not None:
             return f"{_lack(estimate)} for the cache of {kv_bytes / MIB:,.0f} MiB that it had"
@@ -99,7 +120,7 @@ class Space(doors.Space):
         return offers_of(self._facts)
 
     def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
-        return speculation_of(self._facts, kind, tokens)
+        return speculation_of(kind, tokens)
 
     def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
         estimate = self._estimate_of(plan)
@@ -109,23 +130,15 @@ class Space(doors.Space):
         return still_applied(plan, measured, self._estimate_of(plan))
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        """With less cache by what was missing, and no more context than the engine named."""
-        taken = _cache_mib(plan)
-        if shortage.context is None and shortage.refused_mib <= 0:
-            return None
-        limits = self._facts.limits
-        left = max(0.0, taken - shortage.refused_mib)
-        kept = Limits(
-            kv_mib=min(limits.kv_mib, left) if shortage.context is None else limits.kv_mib,
-            context=min(limits.context, shortage.context or limits.context),
-        )
-        where = shortage.device or ("each GPU" if plan.placement.shares else "the host")
-        return Reduced(
-            space=self._with_limits(limits=kept),
-            missing_mib=shortage.refused_mib,
-            where=where,
-            taken_mib=self._asked_mib,
-        )
+        """With no more context than the engine named, else with less cache by what was missing."""
+        limits, where = self._facts.limits, shortage.device or ("each GPU" if plan.placement.shares else "the host")
+        missing = max(shortage.refused_mib - (shortage.free_mib or 0.0), FRAGMENTS_MIB)
+        if shortage.context is None:
+            kept = replace(limits, kv_mib=max(0.0, min(limits.kv_mib, _cache_mib(plan)) - missing))
+        else:
+            kept, missing = replace(limits, context=min(limits.context, shortage.context)), shortage.refused_mib
+        space = self._with_limits(limits=kept)
+        return Reduced(space=space, missing_mib=missing, where=where, taken_mib=self._asked_mib)
 
     def _asked_mib(self, plan: Plan) -> float:
         """What its context takes of a rank's cache: that is what the engine compares with what it has left."""

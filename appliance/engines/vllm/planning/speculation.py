@@ -8,11 +8,10 @@ from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts
 from appliance.engines.vllm.planning.launch import with_launch
 from appliance.engines.vllm.planning.memory import MIB
-from appliance.engines.vllm.planning.shape import Kind as LayerKind
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.plan import NOTHING, Choice, Kind, Offer, Plan, Speculation, with_choice
 
-_FULL: tuple[LayerKind, ...] = ("full",)
+UNMEASURED = 3  # tokens to draft where one kind was asked for: what people publish
 
 
 def offers_of(facts: Facts) -> tuple[Offer, ...]:
@@ -35,7 +34,7 @@ def offers_of(facts: Facts) -> tuple[Offer, ...]:
     return tuple(offer for offer in found if asked not in ("mtp", "ngram") or offer.kind == asked)
 
 
-def speculation_of(facts: Facts, kind: Kind, tokens: int) -> Speculation:
+def speculation_of(kind: Kind, tokens: int) -> Speculation:
     """What it adds on each rank is in the plan's own sums: the draft layers' weights and cache."""
     return Speculation(kind=kind, tokens=tokens, adds=NOTHING)
 
@@ -46,10 +45,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
         message = f"model does not fit with {speculation.describe()}: its GPUs are not there"
         raise ModelDoesNotFitError(message, hint="use --speculation off")
     option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
-    facts = estimate.facts
-    if speculation.kind == "mtp":
-        shape = replace(facts.shape, stored_bytes=facts.shape.stored_bytes + facts.shape.draft_bytes)
-        facts = replace(facts, shape=replace(shape, kinds=(*shape.kinds, *_FULL * facts.shape.drafts)))
+    facts = estimate.facts.speculating(speculation)
     found = Estimate(facts=facts, option=option)
     if found.kv.longest(found.blocks, plan.context) < plan.context:
         message = (
