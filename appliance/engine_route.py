@@ -21,3 +21,12 @@ class EngineRoute:
     dialect: Dialect = "openai"
     not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadGauges:
+    """Names in /metrics of how busy a model is, for balancers that look for those of one kind of server."""
+
+    waiting: str = "appliance_requests_waiting"
+    running: str = "appliance_requests_running"
+    kv_use: str = "appliance_kv_cache_use"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance import engines
 from appliance.command import Command
-from appliance.engine_route import EngineRoute
+from appliance.engine_route import EngineRoute, LoadGauges
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import (
@@ -340,6 +340,20 @@ class Engine(Protocol):
     def dropped_headers(self) -> frozenset[bytes]:
         """Of a request, lower case: what the engine must not see."""
         return frozenset()
+
+    @property
+    def load_gauges(self) -> LoadGauges:
+        """Under which names its load is told."""
+        return LoadGauges()
+
+    @property
+    def kv_use_path(self) -> str | None:
+        """Of the engine's own server: what tells of its KV cache."""
+        return None
+
+    def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
+        """From its answer there: the share, 0 to 1, that running requests take. Raises ValueError."""
+        raise ValueError(_NOT_OFFERED)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         """Runs it. Raises EngineLibraryError (44) or EngineArgumentsError (40), and OSError where it is not there."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.engine_route import EngineRoute
+from appliance.engine_route import EngineRoute, LoadGauges
+from appliance.gateway.load import KvUse, Load, ParseKvUse
 from appliance.gateway.models import ListedModel
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream_pool import UpstreamPool
@@ -22,7 +23,8 @@ class Backend:
 
     `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `listed` is what the list of models
     tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
-    the engine.
+    the engine. `slots` are how many requests the engine works on at once, 0 while none serves; `kv_use` is the engine's
+    own path that tells of its KV cache, with the reader of the answer.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
@@ -39,6 +41,9 @@ class Backend:
         listed: Callable[[], ListedModel] | None = None,
         engine_restarts: Callable[[], int] | None = None,
         dropped_headers: frozenset[bytes] = frozenset(),
+        slots: Callable[[], int] | None = None,
+        kv_use: tuple[str, ParseKvUse] | None = None,
+        gauges: LoadGauges = LoadGauges(),  # noqa: B008 - frozen
     ) -> None:
         self.name = name  # as requests name it, where there are several
         self.routes = tuple(routes)
@@ -49,3 +54,15 @@ class Backend:
         self.engine_restarts = engine_restarts
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)
+        self._slots = slots
+        self._gauges = gauges
+        self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None
+
+    def load(self) -> Load | None:
+        """None where it is not known how many requests the engine works on at once."""
+        if self._slots is None:
+            return None
+        working = self.traffic.working
+        running = min(working, self._slots()) if self.progress().is_ready else 0
+        kv_use = self.kv_use.share if self.kv_use and self.progress().is_ready else None
+        return Load(model=self.name, gauges=self._gauges, waiting=working - running, running=running, kv_use=kv_use)

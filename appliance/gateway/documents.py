@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
@@ -30,7 +31,7 @@ def document_routes(metrics: Metrics, backends: Sequence[Backend]) -> dict[str, 
     actions = {name for backend in backends for name in backend.actions}
     names = {name for backend in backends for name in backend.documents} - actions
     each = {name: documents_of(name, backends) for name in sorted(names)}
-    return {"/metrics": _scrape(metrics), **{path_of(name): _endpoint(found) for name, found in each.items()}}
+    return {"/metrics": _scrape(metrics, backends), **{path_of(name): _endpoint(found) for name, found in each.items()}}
 
 
 def documents_of(name: str, backends: Sequence[Backend]) -> dict[str, Document]:
@@ -64,8 +65,10 @@ def _endpoint(documents: Mapping[str, Document]) -> Endpoint:
     return answer
 
 
-def _scrape(metrics: Metrics) -> Endpoint:
+def _scrape(metrics: Metrics, backends: Sequence[Backend]) -> Endpoint:
     async def answer(_scope: Scope, _receive: Receive, send: Send) -> None:
+        told = (backend.kv_use for backend in backends if backend.kv_use and backend.progress().is_ready)
+        await asyncio.gather(*(each.refresh() for each in told))
         body = metrics.text()
         headers = [(b"content-type", _TEXT), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from appliance.gateway.load import Load
+
 # From a cached prompt on a GPU to a long prefill on a CPU.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
@@ -50,12 +52,14 @@ class Metrics:
         events_per_s: Callable[[], float],
         progress: Callable[[], Progress],
         engine_restarts: Callable[[], int] | None,
+        loads: Callable[[], Iterable[Load]] = tuple,
     ) -> None:
         """`running` are the requests that are there now, `events_per_s` what their streams bring."""
         self._running = running
         self._events_per_s = events_per_s
         self._progress = progress
         self._engine_restarts = engine_restarts
+        self._loads = loads
         self._requests: Counter[tuple[str, str, str]] = Counter()
         self._durations: dict[str, Histogram] = {}
         self._first_bytes: dict[str, Histogram] = {}
@@ -107,6 +111,26 @@ class Metrics:
         if self._engine_restarts is not None:
             restarts = self._engine_restarts()
             yield CounterMetricFamily("appliance_engine_restarts", "Times the engine was restarted", value=restarts)
+        for name, words, values in _gauges_of(tuple(self._loads())):
+            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
+            for model, value in values.items():
+                gauge.add_metric([model], value)
+            yield gauge
+
+
+def _gauges_of(loads: Iterable[Load]) -> Iterable[tuple[str, str, dict[str, float]]]:
+    """Name, words, and the value of each model that has the gauge."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for load in loads:
+        each: tuple[tuple[str, str, float | None], ...] = (
+            (load.gauges.waiting, "Requests without a slot of the engine", load.waiting),
+            (load.gauges.running, "Requests that the engine works on", load.running),
+            (load.gauges.kv_use, "Share of the KV cache that running requests take, 0 to 1", load.kv_use),
+        )
+        for name, words, value in each:
+            if value is not None:
+                found.setdefault((name, words), {})[load.model] = value
+    return ((*key, values) for key, values in found.items())
 
 
 class Measured:

@@ -59,6 +59,11 @@ class Traffic:
         return len(self._running)
 
     @property
+    def working(self) -> int:
+        """Of those that run, the requests for work."""
+        return self._working
+
+    @property
     def idle_s(self) -> float:
         """Since the last request for work ended, since the beginning where there was none; 0 while one runs."""
         return 0.0 if self._working else time.monotonic() - self._rests_since

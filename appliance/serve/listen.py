@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
+from appliance.plan import Plan
 from appliance.report import Report
 from appliance.serve.served_model import ServedModel
 from appliance.serve.status import documents_of, listed_of, measure_now
@@ -17,6 +18,7 @@ from appliance.settings import Settings
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
+    from appliance.engines.engine import Engine
     from appliance.gateway.backend import Backend
     from appliance.gateway.server import Gateway
     from appliance.serve.awaited import AwaitedModel
@@ -67,6 +69,7 @@ def _backend(model: ServedModel | AwaitedModel) -> Backend:
     else:
         engine, documents = model.start.engine, documents_of(model)
         listed, measure, restarts = partial(listed_of, model), partial(measure_now, model), lambda: model.host.restarts
+    path = engine.kv_use_path
     return Backend(
         name=model.name,
         socket_path=model.socket_path,
@@ -77,7 +80,21 @@ def _backend(model: ServedModel | AwaitedModel) -> Backend:
         actions={"tuning": measure},
         listed=listed,
         engine_restarts=restarts,
+        gauges=engine.load_gauges,
+        slots=lambda: plan.parallel if (plan := _plan(model)) else 0,
+        kv_use=(path, partial(_kv_use, model, engine)) if path else None,
     )
+
+
+def _plan(model: ServedModel | AwaitedModel) -> Plan | None:
+    """That serves."""
+    served = model if isinstance(model, ServedModel) else model.served
+    return served.host.plan if served else None
+
+
+def _kv_use(model: ServedModel | AwaitedModel, engine: Engine, answer: bytes) -> float | None:
+    plan = _plan(model)
+    return engine.parse_kv_use(answer, plan) if plan else None
 
 
 def _key(settings: Settings, report: Report) -> str | None:

@@ -146,10 +146,17 @@ class Handler(BaseHTTPRequestHandler):
             meta = {"n_ctx_train": 8192, "n_params": 134_515_008}
             return self.reply(200, {"object": "list", "data": [{"id": model, "object": "model", "meta": meta}]})
         if path == "/slots":
-            return self.reply(200, [{"id": 0, "is_processing": False, "prompt": "secret of another client"}])
+            return self.reply(200, self.slots())
         if path == "/props":
             return self.reply(200, {"model_path": "/data/models/fake.gguf", "total_slots": 1})
         return self.fail(404, "not_found_error", "File Not Found")
+
+    def slots(self) -> list[dict[str, Any]]:
+        """One a stream that is open, with 1,024 tokens, and an idle one that still has its tokens."""
+        streams = self.server.ledger.snapshot().get("open_streams", 0)
+        busy = [{"id": number, "is_processing": True, "n_prompt_tokens": 1024} for number in range(1, streams + 1)]
+        idle = {"id": 0, "is_processing": False, "n_prompt_tokens": 512, "prompt": "secret of another client"}
+        return [idle, *busy]
 
     def answer_post(self, path: str, body: bytes) -> None:
         options = self.server.options

@@ -14,6 +14,7 @@ import aiohttp
 import openai
 import pytest
 
+from appliance.progress import Phase, Progress
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
@@ -53,6 +54,36 @@ def test_the_metrics_tell_how_fast_streams_are_now(endless: Stage) -> None:
     with endless.post("/v1/chat/completions", STREAM):
         eventually(lambda: 1.0 < per_s() < 60.0, timeout_s=60)
     eventually(lambda: per_s() == 0.0, timeout_s=60)
+
+
+def gauges(stage: Stage) -> dict[str, float]:
+    lines = stage.ask("GET", "/metrics").body.decode().splitlines()
+    ours = (line.removeprefix("vllm:") for line in lines if line.startswith("vllm:"))
+    found = (line.partition('{model_name="small"} ') for line in ours)
+    return {name: float(value) for name, _, value in found}
+
+
+def test_the_metrics_tell_the_load_under_the_names_of_the_inference_gateway() -> None:
+    """Three streams and two slots; the fake engine says that each stream has 1,024 of 8,192 tokens."""
+    with on_stage("fake_engine.py", "--chunks", "100000", "--chunk-interval", "0.02", slots=2) as stage:
+        idle = {"num_requests_waiting": 0.0, "num_requests_running": 0.0, "kv_cache_usage_perc": 0.0}
+        eventually(lambda: gauges(stage) == idle)
+        streams = [stage.post("/v1/chat/completions", STREAM) for _ in range(3)]
+        try:
+            busy = {"num_requests_waiting": 1.0, "num_requests_running": 2.0, "kv_cache_usage_perc": 0.375}
+            eventually(lambda: gauges(stage) == busy)
+            stage.progress = Progress(phase=Phase.LOADING)  # then none of them is with an engine
+            assert gauges(stage) == {"num_requests_waiting": 3.0, "num_requests_running": 0.0}
+        finally:
+            stage.progress = Progress(phase=Phase.READY)
+            for stream in streams:
+                stream.close()
+        eventually(lambda: gauges(stage) == idle)
+
+
+def test_an_engine_that_does_not_tell_of_its_cache_has_no_such_gauge(stage: Stage, odd: Stage) -> None:
+    assert gauges(odd) == {}  # nor is it known there how many it works on at once
+    assert stage.ask("GET", "/slots").status == 404  # clients do not see what the gateway asks
 
 
 def test_the_sdk_chats(stage: Stage) -> None:

@@ -19,7 +19,7 @@ from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
+from appliance.engines.llama.routes import DROPPED_HEADERS, LOAD_GAUGES, ROUTES, SLOTS_PATH, parse_kv_use
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
@@ -39,6 +39,11 @@ class Llama:
     launch: type[Launch] = LlamaLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
     dropped_headers = DROPPED_HEADERS
+    load_gauges = LOAD_GAUGES
+    kv_use_path = SLOTS_PATH
+
+    def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
+        return parse_kv_use(answer, plan.context)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return query_facts(binary, server.variant_environment(cpu_variant))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from appliance.engine_route import Dialect, EngineRoute
+import json
+
+from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+
+SLOTS_PATH = "/slots"
+"""The gateway's own: clients do not reach it."""
 
 
 def _post(
@@ -54,3 +59,20 @@ ROUTES: tuple[EngineRoute, ...] = (
 # llama-server keeps generating for such a conversation after its client has left (server-stream.cpp), and the routes to
 # come back to it are not among the above: a disconnect would hold the slot to the end.
 DROPPED_HEADERS = frozenset({b"x-conversation-id"})
+
+# vLLM's: the endpoint picker of the Gateway API's inference extension looks for these where it is told no others.
+LOAD_GAUGES = LoadGauges(
+    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
+)
+
+
+def parse_kv_use(answer: bytes, context: int) -> float:
+    """Of `/slots`: tokens in the slots that work, as a share of the one KV cache that all slots have. What idle slots
+    keep is given up for whoever needs the room. Raises ValueError."""
+    slots = json.loads(answer)
+    try:
+        tokens: int = sum(slot.get("n_prompt_tokens", 0) for slot in slots if slot["is_processing"])
+    except (AttributeError, KeyError, TypeError) as error:
+        message = f"{SLOTS_PATH} tells of no slots: {answer[:100]!r}"
+        raise ValueError(message) from error
+    return min(float(tokens) / context, 1.0)

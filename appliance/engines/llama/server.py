@@ -91,7 +91,6 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     flags.argv += extra_arguments(launch.extras, facts)
     flags.use("--offline")
     flags.use("--no-ui")
-    flags.use("--no-slots")
     flags.use("--log-prefix")
     flags.use("--log-colors", "off")
     flags.need("--log-verbosity", LOG_LEVEL)

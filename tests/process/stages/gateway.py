@@ -21,7 +21,7 @@ from typing import Any
 import openai
 import uvloop
 
-from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES
+from appliance.engines.llama.routes import DROPPED_HEADERS, LOAD_GAUGES, ROUTES, SLOTS_PATH, parse_kv_use
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend
@@ -151,12 +151,13 @@ def on_stage(
     max_body_mib: int = 64,
     documents: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
     tell_every_s: float = 0.1,
+    slots: int | None = None,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        with _engine(stage, engine), _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s):
+        with _engine(stage, engine), _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s, slots):
             yield stage
     finally:
         shutil.rmtree(folder)
@@ -192,6 +193,7 @@ def _gateway(
     max_body_mib: int,
     documents: Mapping[str, Callable[[], dict[str, Any]]],
     tell_every_s: float,
+    slots: int | None,
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
@@ -202,6 +204,9 @@ def _gateway(
         documents=documents,
         listed=lambda: stage.listed or ListedModel(id="small", phase=stage.progress.phase),
         engine_restarts=lambda: 3,
+        gauges=LOAD_GAUGES,
+        slots=None if slots is None else lambda: slots,
+        kv_use=(SLOTS_PATH, lambda answer: parse_kv_use(answer, 8192)),
     )
     app = create_app([backend], keys=keys, max_body_mib=max_body_mib, tell_every_s=tell_every_s)
     with running_loop() as loop:

@@ -41,7 +41,6 @@ OPTIONAL = (
     "--load-mode",
     "--offline",
     "--no-ui",
-    "--no-slots",
     "--log-prefix",
     "--log-colors",
 )
@@ -77,7 +76,7 @@ def test_the_whole_argument_list_of_one_plan() -> None:
     line = (
         "--model /data/models/small.gguf --alias small --host /tmp/appliance-7.sock --fit off --ctx-size 4096"
         " --cache-type-k f16 --cache-type-v f16 --flash-attn on --threads 3 --threads-batch 3 --batch-size 2048"
-        " --ubatch-size 256 --parallel 4 --kv-unified --cache-ram 300 --load-mode mmap --offline --no-ui --no-slots"
+        " --ubatch-size 256 --parallel 4 --kv-unified --cache-ram 300 --load-mode mmap --offline --no-ui"
         " --log-prefix --log-colors off --log-verbosity 4"
     )
     assert arguments(chosen(), ENGINE, SOCKET) == tuple(line.split())
