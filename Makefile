@@ -13,6 +13,7 @@ DEBIAN_MIRROR ?=
 # What pip, OpenSSL and requests are told on a machine behind such a proxy serves here as well.
 CA_BUNDLE ?= $(firstword $(PIP_CERT) $(SSL_CERT_FILE) $(REQUESTS_CA_BUNDLE))
 CELL ?= llama-cpu
+DEVCONTAINER ?= cpu
 # A recipe of images/models. The demo's weights are in its image: they come of a Python package, and `make up` needs no other host.
 MODEL ?= demo
 BAKE_WEIGHTS ?= $(filter demo,$(MODEL))
@@ -53,10 +54,10 @@ export TESTCONTAINERS_RYUK_DISABLED ?= true
 # Where it is set, each worker compiles every test anew, and each process that a test starts the whole appliance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up down clean venv image model check test lint drift unit properties process container integration verify render lock bench prune reproduce
+.PHONY: help devcontainer-verify up down clean venv image model check test lint drift unit properties process container integration verify render lock bench prune reproduce
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What the machine should run is for `images select` to say, where nobody named a cell. The demo is for a first look: a
 # CUDA image takes half an hour to build and is not begun for it. `choose` says the cell, and keeps the losers to itself.
@@ -132,7 +133,7 @@ lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/hadolint images/rendered/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile
+	.venv/bin/hadolint images/rendered/*/Dockerfile .devcontainer/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \
@@ -174,6 +175,10 @@ integration: process container ## both
 
 verify: image ## prove what is inside the built image
 	$(PY) -m images verify --only $(CELL) --image $(IMAGE) $(CA)
+
+# The first build of the engine takes a quarter of an hour on two cores; KEEP=1 leaves the container.
+devcontainer-verify: docker ## build and enter the devcontainer (DEVCONTAINER=cpu or cuda), build the engine, rebuild after a change
+	BASE='$(BASE)' CA_BUNDLE='$(CA_BUNDLE)' .devcontainer/verify $(DEVCONTAINER) --engine
 
 bench: image model ## time from docker run to the first token, against the bare engine
 	$(PY) -m benchmarks.start

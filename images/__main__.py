@@ -27,6 +27,7 @@ from images import (
     compat,
     debian,
     described,
+    devcontainer,
     docker,
     drift,
     explain,
@@ -137,8 +138,12 @@ def _built_here() -> frozenset[str]:
 def _render(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     files = {path: text for cell in cells for path, text in _rendered(cell).items()}
-    files[bake.BAKE_FILE] = bake.bake_file(loaded.cells, loaded.publisher)
-    files[ci.JOBS_FILE] = ci.jobs_file(loaded.cells, _is_locked)
+    files |= {
+        bake.BAKE_FILE: bake.bake_file(loaded.cells, loaded.publisher),
+        ci.JOBS_FILE: ci.jobs_file(loaded.cells, _is_locked),
+    }
+    for name, cell in loaded.devcontainers.items():
+        files |= devcontainer.files(ROOT, name, cell)
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:

@@ -146,6 +146,7 @@ class _MatrixFile(Row):
     targets: dict[Name, _TargetRow]
     cells: list[_CellRow]
     out_of_scope: tuple[_ScopeRow, ...] = ()
+    devcontainers: Mapping[Name, Name] = {}
     locks: dict[Name, _LockRow]
     publisher: _PublisherRow = _PublisherRow()
 
@@ -357,6 +358,7 @@ class Matrix:
     out_of_scope: tuple[Scope, ...]
     snapshot: str  # root of the service that keeps every state of Debian's archives
     publisher: Publisher
+    devcontainers: Mapping[str, Cell] = field(default_factory=dict)  # by the name of its folder
 
 
 def load(root: Path) -> Matrix:
@@ -386,6 +388,7 @@ def parse_matrix(data: object, locks: Mapping[str, str], files: Mapping[str, Eng
         out_of_scope=scopes,
         snapshot=file.snapshot.root,
         publisher=_publisher(file.publisher),
+        devcontainers={name: _cell_of(name, cell_id, cells) for name, cell_id in file.devcontainers.items()},
     )
 
 
@@ -410,6 +413,14 @@ def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
         message = f"no cell matches: {pattern}"
         raise UsageError(message, hint=near_miss(pattern, ids) or f"the cells are {', '.join(ids)}")
     return chosen
+
+
+def _cell_of(name: str, cell_id: str, cells: Iterable[Cell]) -> Cell:
+    known = {cell.id: cell for cell in cells}
+    if cell_id not in known:
+        message = f"devcontainer {name} is made from a cell, and none is called: {cell_id}"
+        raise MatrixError(message, hint=near_miss(cell_id, known) or "python -m images list names the cells")
+    return known[cell_id]
 
 
 def parse_source_sha256(text: str, *, distribution: str, release: str, lock: str) -> str:

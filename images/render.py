@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import jinja2
 
@@ -55,14 +56,14 @@ NONE = "none"  # the label of a fact that this cell does not have; an absent lab
 def render(cell: Cell, template: str) -> dict[Path, str]:
     """The files of one cell by their path below the project. MatrixError when the template asks for more."""
     return {
-        cell.folder / "Dockerfile": _fill(cell, template),
+        cell.folder / "Dockerfile": fill(cell, template),
         cell.folder / "Dockerfile.dockerignore": _dockerignore(cell),
         cell.folder / "image_facts.json": dump_facts(_facts(cell)),
     }
 
 
-def load_template(root: Path, cell: Cell) -> str:
-    path = TEMPLATES / f"{cell.template}.Dockerfile.j2"
+def load_template(root: Path, cell: Cell, kind: str = "Dockerfile") -> str:
+    path = TEMPLATES / f"{cell.template}.{kind}.j2"
     try:
         return (root / path).read_text("utf-8")
     except OSError as error:
@@ -83,9 +84,10 @@ def inputs(cell: Cell) -> tuple[Path, ...]:
     return (PACKAGE, LAUNCHER, *builder, *map(Path, patches), *(LOCKS / f"{name}.txt" for name in locks))
 
 
-def _fill(cell: Cell, template: str) -> str:
+def fill(cell: Cell, template: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`own` values beside those of the cell, or in their place."""
     try:
-        return _compiled(template).render(_values(cell))
+        return _compiled(template).render({**_values(cell), **own})
     except jinja2.TemplateError as error:
         message = f"cell {cell.id}: template {cell.template} cannot be filled: {error}"
         raise MatrixError(message, hint="the values are those of images/render.py") from error
@@ -136,6 +138,7 @@ def _source_values(cell: Cell) -> dict[str, str | int]:
     return {
         **(_cuda_values(cell, cell.toolkit) if cell.toolkit else {}),
         **{name: value for name, value in own.items() if value is not None},
+        "engine_title": engine.title,
         "compile_part": f"parts/{'compile-both' if len(variants) > 1 else 'compile'}.j2",
         "compile_stage": "compile",
         "compiled_stage": "compiled" if len(variants) > 1 else "compile",
