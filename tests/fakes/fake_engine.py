@@ -10,6 +10,7 @@ what was received and is answered in every state. Only the standard library is u
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import select
@@ -252,8 +253,10 @@ class Handler(BaseHTTPRequestHandler):
     def send_events(self, path: str, text: str) -> bool:
         """False when the client left before the end."""
         options = self.server.options
-        words = (text.split() or ["nothing"]) * options.chunks
-        for index, word in enumerate(words[: options.chunks]):
+        words = itertools.cycle(text.split() or ["nothing"])
+        for index, word in enumerate(words if options.until else itertools.islice(words, options.chunks)):
+            if options.until and options.until.exists():
+                break
             if options.die_on_request is not None and index >= options.die_on_request:
                 self.die_as_asked()
             if self.client_left(options.chunk_interval if index else 0.0):
@@ -385,6 +388,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--hang", action="store_true", help="never ready, no log, no CPU time")
     add("--chunk-interval", type=float, default=0.01, metavar="SECONDS")
     add("--chunks", type=int, default=5)
+    add("--until", type=Path, metavar="FILE", help="not so many chunks: a stream goes on until the file is there")
     add("--error-line", metavar="TEXT", help="logged at level E while loading, with other lines after it")
     add("--log-line", action="append", default=[], metavar="TEXT", help="written as it is while loading; repeatable")
     add("--threads", type=int, default=1)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -335,11 +334,9 @@ def test_a_second_start_of_fetched_weights_imports_no_client(tmp_path: Path, wei
             serving.wait_ready()
             serving.terminate()
         home.variables = {**home.variables, "PYTHONPROFILEIMPORTTIME": "1"}
-        began = time.monotonic()
         with home.serving() as serving:
             serving.wait_ready()
             imported = {line.rpartition("|")[2].strip() for line in serving.text.splitlines() if "|" in line}
-        assert time.monotonic() - began < 30
         slow = (
             "huggingface_hub",
             "aiohttp",

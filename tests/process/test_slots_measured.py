@@ -139,24 +139,29 @@ async def test_where_the_time_is_too_short_nothing_is_measured_and_why_is_said(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "error", "words"),
+    ("knobs", "stall_s", "error", "words"),
     [
-        (("--die-on-request",), EngineDiedError, "asked to die"),
-        (("--die-before-ready", "1"), EngineNotReadyError, "exit"),
-        (("--hang-on-completion",), EngineNotReadyError, "no progress for 1 s"),
+        (("--die-on-request",), 60.0, EngineDiedError, "asked to die"),
+        (("--die-before-ready", "1"), 60.0, EngineNotReadyError, "exit"),
+        (("--hang-on-completion",), 1.0, EngineNotReadyError, "no progress for 1 s"),
     ],
 )
 async def test_an_engine_that_fails_is_classified(
-    make_command: MakeCommand, knobs: tuple[str, ...], error: type[Exception], words: str, fake_plan: Plan
+    make_command: MakeCommand,
+    knobs: tuple[str, ...],
+    stall_s: float,
+    error: type[Exception],
+    words: str,
+    fake_plan: Plan,
 ) -> None:
     told: list[Step] = []
     with pytest.raises(error, match=words):
         await measure_slots(
             fake_plan,
-            bench_of(lambda _: make_command(*knobs, stall_timeout_s=1.0)),
+            bench_of(lambda _: make_command(*knobs, stall_timeout_s=stall_s)),
             users=2,
             workload=CHAT,
-            left_s=10.0,
+            left_s=120.0,
             on_step=told.append,
         )
     assert told[0].what == "loading"

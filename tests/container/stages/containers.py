@@ -81,7 +81,7 @@ class Stage:
 
         wait_for(is_ready, timeout_s, self.logs)
 
-    def wait_exit(self, timeout_s: float = 30) -> int:
+    def wait_exit(self, timeout_s: float = 90) -> int:
         return int(self.container.wait(timeout=timeout_s)["StatusCode"])
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
     parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
     parser.add_argument("--hang", action="append", default=[], help="list or file: never answered")
-    parser.add_argument("--retry-after", help="beside each failure")
+    parser.add_argument("--retry-after", help="beside each failure; `+2`: the date that is in so many seconds then")
     parser.add_argument("--gated", action="store_true", help="files answer 403 without a good token")
     parser.add_argument("--private", action="store_true", help="listings answer 401 without a good token")
     parser.add_argument("--token", default="hf_good", help="the good one")
@@ -86,8 +87,10 @@ class Hub:
             return None
         self.fails[what][1] = left - 1
         self.log(request, status)
-        headers = {"Retry-After": self.knobs.retry_after} if self.knobs.retry_after else {}
-        return web.Response(status=status, headers=headers)
+        asked = self.knobs.retry_after or ""
+        if asked.startswith("+"):
+            asked = formatdate(time.time() + float(asked), usegmt=True)
+        return web.Response(status=status, headers={"Retry-After": asked} if asked else {})
 
     async def hang(self, request: web.Request) -> None:
         self.log(request, 0)

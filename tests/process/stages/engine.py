@@ -50,7 +50,8 @@ def find_model() -> Path:
 
 def session_with(command: Command) -> aiohttp.ClientSession:
     """On the socket of an engine that is up."""
-    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(command.socket_path)))
+    connector = aiohttp.UnixConnector(path=str(command.socket_path))
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=3600))
 
 
 class Started(Llama):

@@ -210,12 +210,12 @@ def _gateway(
     )
     app = create_app([backend], keys=keys, max_body_mib=max_body_mib, tell_every_s=tell_every_s)
     with running_loop() as loop:
-        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(10)
+        gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(60)
         stage.port = gateway.port
 
         def drain(drain_s: float) -> float:
             began = time.monotonic()
-            asyncio.run_coroutine_threadsafe(gateway.drain(drain_s), loop).result(drain_s + 10)
+            asyncio.run_coroutine_threadsafe(gateway.drain(drain_s), loop).result(drain_s + 60)
             return time.monotonic() - began
 
         stage.drain = drain

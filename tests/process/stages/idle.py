@@ -32,6 +32,7 @@ from appliance.supervisor import Restart, Supervisor
 from tests.process.stages.gateway import KEY
 from tests.process.stages.supervisor import fake_command
 
+GRACE_S = 180.0  # of an engine that does not heed SIGTERM: nobody should wait so long
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 
 
@@ -167,7 +168,7 @@ async def idle_stage(
     report = Report("json", log)
     host: EngineHost[FakePlan] = EngineHost(
         sockets=sockets,
-        command=command or (lambda plan, path: fake_command(path, *plan.knobs, stop_grace_s=15.0)),
+        command=command or (lambda plan, path: fake_command(path, *plan.knobs, stop_grace_s=GRACE_S)),
         supervise=lambda _: Supervisor(restart=restart),
     )
     try:

@@ -82,6 +82,9 @@ class Served:
             return data
 
 
+PATIENCE = aiohttp.ClientTimeout(total=3600)  # a long prompt on a machine that others use
+
+
 class RefusedError(Exception):
     pass
 
@@ -101,7 +104,7 @@ async def serving(model: Path, *, change: Mapping[str, Any] | None = None, **set
         crash = await supervisor.wait_ready()
         assert crash is None, crash.describe()
         connector = aiohttp.UnixConnector(path=str(started.socket_path))
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300)) as session:
+        async with aiohttp.ClientSession(connector=connector, timeout=PATIENCE) as session:
             yield Served(plan, session)
     finally:
         await supervisor.stop()
