@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from appliance.errors import printable
 from appliance.progress import Phase, Progress
 
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -55,7 +56,7 @@ class Report:
 
         seconds = f"{time.monotonic() - self.began:6.1f} s  "
         # Names of files and lines of an engine may hold control sequences.
-        message = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
+        message = "\n".join(map(printable, message.split("\n")))
         Console(file=self._stream, soft_wrap=True, highlight=False).print(
             Text.assemble((seconds, "dim"), (message, _STYLES[level]))
         )

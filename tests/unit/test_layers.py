@@ -87,7 +87,7 @@ STRICT_LEAVES = {
     "progress": {"values"},
     "race": set(),
     "reference": {"errors", "values"},
-    "report": {"progress"},
+    "report": {"errors", "progress"},
     "values": set(),
     "moe": set(),
 }

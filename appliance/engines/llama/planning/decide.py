@@ -198,10 +198,14 @@ def plan_inputs(
 
 
 def _has_room(inputs: PlanInputs) -> bool:
-    """For the smallest context that would be served, and the least caches beside it."""
-    model = inputs.model
-    least = inputs.settings.ctx_size or min(model.native_context, MIN_CONTEXT)
-    job = replace(inputs.job, context=padded(least))
+    """For the smallest context that would be served, in any type of the cache, and the least caches beside it."""
+    least = inputs.settings.ctx_size or min(inputs.model.native_context, MIN_CONTEXT)
+    return any(
+        _is_placed(inputs, replace(inputs.job, context=padded(least), kv_type=kind)) for kind in offered_kinds(inputs)
+    )
+
+
+def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
     # What fits into host memory alone has room: one search, and on a start from a profile no other is made.
     is_free = job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)
     if is_free and place(job, replace(inputs.resources, devices=())) is not None:

@@ -19,6 +19,7 @@ from appliance.values import dataclass
 
 FLAG, MASK_FLAG = "--numa", "--cpu-mask"
 OFF = "off"
+NOT_TOLD = "predicted speeds do not tell these ways apart, measuring does"
 NODE_SHARE = 0.9  # of a node's memory, what weights may fill
 
 
@@ -74,14 +75,13 @@ def _near_gpus(
     every = sum(len(each.cpus) for each in nodes)
     cores = max(1, hardware.cpu.cores * len(node.cpus) // every)
     why = f"threads stay on the GPU's node: what the other of {len(nodes)} reads crosses the link between sockets"
-    return Numa(
-        mode=NODE, cpus=node.cpus, threads_max=cores, choice=_said(f"node {node.id}", f"{why}; {cores} cores of it")
-    )
+    words = f"{why}; {cores} cores of it; {NOT_TOLD}"
+    return Numa(mode=NODE, cpus=node.cpus, threads_max=cores, choice=_said(f"node {node.id}", words))
 
 
 def _spread(nodes: tuple[NumaNode, ...]) -> Numa:
     why = f"threads are dealt out to {len(nodes)} nodes, so that the memory of each is read by its own cores"
-    return Numa(mode="distribute", choice=_said("distribute", why))
+    return Numa(mode="distribute", choice=_said("distribute", f"{why}; {NOT_TOLD}"))
 
 
 def _said(value: str, why: str, source: str = "default") -> Choice:

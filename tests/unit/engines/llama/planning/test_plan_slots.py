@@ -15,12 +15,14 @@ from appliance.engines.llama.planning.memory import kv_mib, layers_of
 from appliance.engines.llama.planning.slots import conversation_mib, slots
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import arguments
+from appliance.errors import ModelDoesNotFitError
 from appliance.model import Model
 from appliance.plan import Choice, Plan
 from appliance.settings import resolve_settings
-from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine
+from tests.builders import ENGINE, IMAGE, LARGE, SMALL, machine, model
 
 SOCKET = Path("/tmp/e.sock")
+PUBLISHED_8B = model("llama-3.1-8b", "Q4_K_M")
 
 
 def first(model: Model = SMALL, *, total_mib: int = 16384, **flags: str) -> Plan:
@@ -128,3 +130,13 @@ def test_no_conversation_is_ever_left_to_a_cache_that_is_too_small(total_mib: in
     )
     assert launch_of(found).idle_slots_stay or launch_of(found).cache_ram_mib >= int(needed)
     assert ("--no-cache-idle-slots" in arguments(found, ENGINE, SOCKET)) == launch_of(found).idle_slots_stay
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "auto"])
+def test_slots_are_kept_where_a_rounder_cache_of_the_context_asked_for_has_room(kv_type: str) -> None:
+    """At f16 those 32,768 tokens do not fit, in one slot or four."""
+    plan = first(PUBLISHED_8B, total_mib=9000, ctx_size="32768", kv_type=kv_type)
+    assert (plan.kv_type, plan.parallel) == ("q8_0", 4)
+    assert plan.memory.cache >= 128
+    with pytest.raises(ModelDoesNotFitError):
+        first(PUBLISHED_8B, total_mib=9000, ctx_size="32768", kv_type="f16")
