@@ -120,7 +120,7 @@ def _list(arguments: argparse.Namespace) -> int:
 def _state(cell: Cell, proven: proofs.Proofs, here: frozenset[str]) -> dict[str, object]:
     own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
     foreign = [each for each in cell.platforms if each != own and (cell.id, each) not in proven]
-    unlocked = " and a Debian lock made there" if any(not _is_locked(cell, each) for each in foreign) else ""
+    unlocked = " and a Debian lock" if any(not _is_locked(cell, each) for each in foreign) else ""
     return {
         "state": proofs.state(cell, proven, here),
         "proofs": [proof.model_dump(mode="json") for each in cell.platforms if (proof := proven.get((cell.id, each)))],
@@ -549,9 +549,10 @@ def _lock(arguments: argparse.Namespace) -> int:
         return _lock_bases(arguments)
     if arguments.debian:
         return _lock_debian(arguments)
-    if arguments.debian_mirror:
-        message = f"--debian-mirror belongs to --debian, which is not there: {arguments.debian_mirror}"
-        raise UsageError(message, hint=f"lock --debian --debian-mirror {arguments.debian_mirror}")
+    for flag, value in {"--debian-mirror": arguments.debian_mirror, "--platform": arguments.platform}.items():
+        if value:
+            message = f"{flag} belongs to --debian, which is not there: {value}"
+            raise UsageError(message, hint=f"lock --debian {flag} {value}")
     known = matrix.load(ROOT).locks
     names = [name for name in known if not arguments.names or name in arguments.names]
     unknown = [name for name in arguments.names if name not in known]
@@ -618,7 +619,11 @@ def _lock_debian(arguments: argparse.Namespace) -> int:
     if arguments.check and not arguments.dry_run:
         return _check_debian(arguments, loaded, dockerfiles)
     archive = archives.given if arguments.dry_run else archives.choose(loaded.cells[0].base, moment)
-    lines = debian.lock(ROOT, dockerfiles, docker.Engine(), mirror.as_archive(archive), is_dry=arguments.dry_run)
+    engine = docker.Engine()
+    platform = arguments.platform or _platform_of(engine)
+    lines = debian.lock(
+        ROOT, dockerfiles, engine, mirror.as_archive(archive), platform=platform, is_dry=arguments.dry_run
+    )
     if not arguments.dry_run and not (archive and archive.timestamp):
         lines.append(f"{archives.reason}: the snapshot of each lock is told from the dates of the lists")
     _say(arguments, lines, lines)
@@ -629,10 +634,12 @@ def _check_debian(arguments: argparse.Namespace, loaded: Matrix, dockerfiles: Se
     """Of the moment of each lock, so a snapshot it must be: the archive of today has other packages by right."""
     strict = _archives(arguments, loaded, is_strict=True)
     base = loaded.cells[0].base
+    engine = docker.Engine()
+    platform = arguments.platform or _platform_of(engine)
     faults = debian.faults_of_locks(
-        ROOT, dockerfiles, docker.Engine(), lambda moment: mirror.as_archive(strict.choose(base, moment))
+        ROOT, dockerfiles, engine, lambda moment: mirror.as_archive(strict.choose(base, moment)), platform=platform
     )
-    return _say_locks(arguments, faults, [f"{LOCKS}/debian-*.json"])
+    return _say_locks(arguments, faults, [f"{LOCKS}/debian-*-{platform.partition('/')[2]}.json"])
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
@@ -1135,6 +1142,8 @@ def _add_lock_flags(parser: argparse.ArgumentParser) -> None:
     about = "write nothing; exit 61 naming each package that nothing asks for and each hash that no archive has"
     parser.add_argument("--check", action="store_true", help=about)
     _add_index_flag(parser)
+    about = "of --debian: the locks of this platform, from its index of the archive; without it this machine's"
+    parser.add_argument("--platform", choices=PLATFORMS, help=about)
     _add_mirror_flag(parser, of="of --debian: ", otherwise="as of six hours ago, or else from the base's own sources")
     about = "instead: ask registries for the digests of the base images and write them into build_matrix.yaml"
     one.add_argument("--bases", action="store_true", help=about)

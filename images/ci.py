@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from images import render, space
+from images import debian, render, space
 from images.matrix import Cell, Platform
 
 JOBS_FILE = Path(".github/images.json")
@@ -33,7 +33,7 @@ def jobs_file(cells: Iterable[Cell], is_locked: IsLocked = lambda cell, platform
     ready = [cell for cell in known if not cell.unresolved and cell.id not in too_big]
     locked = [replace(cell, platforms=tuple(p for p in cell.platforms if is_locked(cell, p))) for cell in ready]
     unlocked = {
-        f"{cell.id} {platform}": f"no Debian lock of {cell.base.image}: run `python -m images lock --debian` there"
+        f"{cell.id} {platform}": f"no Debian lock of {cell.base.image}: {debian.LOCK_COMMAND} --platform {platform}"
         for cell in ready
         for platform in cell.platforms
         if not is_locked(cell, platform)

@@ -1,8 +1,9 @@
 """Which Debian packages a build installs: asked of apt inside the base, written to a lock, and held against an image.
 
-A lock belongs to one base and one platform. It has a part for each set of packages that a stage installs, and in it
-every package that apt would bring along, with version and SHA-256. It names no address, but the moment at which a
-snapshot archive has all of them.
+A lock belongs to one base and one platform; that of another platform than the engine's is made of its index of the
+archive, as if the base had the same packages there. It has a part for each set of packages that a stage installs, and
+in it every package that apt would bring along, with version and SHA-256. It names no address, but the moment at which
+a snapshot archive has all of them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def load(root: Path, base: Base, platform: Platform) -> Lock | None:
     if found.platform != platform or foreign:
         said = found.platform if found.platform != platform else f"packages for {', '.join(sorted(foreign))}"
         message = f"{path} is a Debian lock of another platform than {platform}: {said}"
-        raise MatrixError(message, hint=f"{LOCK_COMMAND} writes it on a machine of that platform")
+        raise MatrixError(message, hint=f"{LOCK_COMMAND} --platform {platform} writes it")
     return found
 
 
@@ -128,11 +129,17 @@ class Archive:
 
 
 def lock(
-    root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine, archive: Archive, *, is_dry: bool
+    root: Path,
+    dockerfiles: Iterable[tuple[Cell, str]],
+    engine: docker.Engine,
+    archive: Archive,
+    *,
+    platform: Platform,
+    is_dry: bool,
 ) -> list[str]:
     """Writes the lock of each base that the engine has. A line for each file, and one for each package that moved."""
     lines: list[str] = []
-    for (image, platform), (base, parts) in _by_base(dockerfiles, engine).items():
+    for image, (base, parts) in _by_base(dockerfiles, platform).items():
         here, path = engine.image(image), path_for(base, platform)
         if here is None:
             lines.append(f"{path}: left as it is: {image} is not here")
@@ -162,11 +169,14 @@ def query(
 ) -> Lock:
     """Asks apt in the base itself. BuildError when it cannot say."""
     before = archive.prepare("\n".join(engine.run_shell(image, PRINT_SOURCES).lines)) if archive.prepare else ""
-    done = engine.run_shell(image, before + script(parts))
+    is_foreign = platform != engine.platform
+    done = engine.run_shell(image, before + script(parts, platform if is_foreign else None))
     if done.code != 0:
         message = f"apt in {image} cannot say what it would install: {' '.join(done.lines[-3:])}"
         raise BuildError(message, hint="a package may have another name in this release")
-    return parse_answer(done.lines, image=image, identity=identity, platform=platform, snapshot=archive.timestamp)
+    # No base of that platform was asked, so no image's base is this one, and only what is locked can be judged.
+    base = f"{identity} as {engine.platform} has it" if is_foreign else identity
+    return parse_answer(done.lines, image=image, identity=base, platform=platform, snapshot=archive.timestamp)
 
 
 def refuse_partial(lock: Lock, base: Base) -> None:
@@ -237,14 +247,19 @@ def differences(old: Lock, new: Lock) -> list[str]:
 
 
 def faults_of_locks(
-    root: Path, dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine, at: Callable[[str], Archive]
+    root: Path,
+    dockerfiles: Iterable[tuple[Cell, str]],
+    engine: docker.Engine,
+    at: Callable[[str], Archive],
+    *,
+    platform: Platform,
 ) -> list[str]:
-    """A line for each package of the engine's own locks that apt, asked again as of their moment, does not install.
+    """A line for each package of a platform's locks that apt, asked again as of their moment, does not install.
 
     `at`: the archive of a moment. BuildError when a base is not here.
     """
     lines: list[str] = []
-    for (image, platform), (base, parts) in _by_base(dockerfiles, engine).items():
+    for image, (base, parts) in _by_base(dockerfiles, platform).items():
         path = path_for(base, platform)
         old = load(root, base, platform)
         here = engine.image(image)
@@ -298,16 +313,13 @@ def faults(
     return found + [f"{name} {version} is not in the lock" for name, version in added.items() if name not in locked]
 
 
-def _by_base(
-    dockerfiles: Iterable[tuple[Cell, str]], engine: docker.Engine
-) -> dict[tuple[str, Platform], tuple[Base, set[str]]]:
-    """What the cells that can be built here ask of each base."""
-    found: dict[tuple[str, Platform], tuple[Base, set[str]]] = {}
+def _by_base(dockerfiles: Iterable[tuple[Cell, str]], platform: Platform) -> dict[str, tuple[Base, set[str]]]:
+    """What the cells of a platform ask of each base."""
+    found: dict[str, tuple[Base, set[str]]] = {}
     for cell, dockerfile in dockerfiles:
-        for platform in cell.platforms:
-            if platform == engine.platform:
-                _, parts = found.setdefault((cell.base.image, platform), (cell.base, set()))
-                parts.update(asked(dockerfile).values())
+        if platform in cell.platforms:
+            _, parts = found.setdefault(cell.base.image, (cell.base, set()))
+            parts.update(asked(dockerfile).values())
     return found
 
 
@@ -320,8 +332,33 @@ done
 """
 
 
-def script(parts: Iterable[str]) -> str:
-    """Shell lines that print what `parse_answer` reads."""
+# A base of this machine taken for one of another platform: its packages are those of the other's index, since the same
+# version needs other packages there. A package that the index has no longer keeps what is said here.
+OTHER_ARCHITECTURE = r"""
+own=$(dpkg --print-architecture)
+sed -i "s/^Architecture: $own\$/Architecture: @ARCH@/" /var/lib/dpkg/status
+echo @ARCH@ > /var/lib/dpkg/arch
+echo 'APT::Architecture "@ARCH@"; APT::Architectures { "@ARCH@"; };' > /etc/apt/apt.conf.d/99architecture
+"""
+OTHER_PACKAGES = r"""
+/usr/lib/apt/apt-helper cat-file /var/lib/apt/lists/*_Packages* | awk -v RS= '
+  function field(name) {
+    return match($0, "(^|\n)" name ": [^\n]*") ? substr($0, RSTART, RLENGTH) : ""
+  }
+  { key = field("Package") field("Version"); sub(/^\n/, "", key) }
+  NR == FNR { status[key] = $0; next }
+  key in status { sub(/\n/, "\nStatus: install ok installed\n"); status[key] = $0 }
+  END { for (key in status) print status[key] "\n" }
+' /var/lib/dpkg/status - > /tmp/status
+mv /tmp/status /var/lib/dpkg/status
+"""
+
+
+def script(parts: Iterable[str], other: Platform | None = None) -> str:
+    """Shell lines that print what `parse_answer` reads; `other`: as a platform has it that is not this machine's."""
+    architecture = other.partition("/")[2] if other else ""
+    before = OTHER_ARCHITECTURE.replace("@ARCH@", architecture) if other else ""
+    after = OTHER_PACKAGES if other else ""
     asks = "\n".join(
         f"echo '{PART_MARK}{part}'\n"
         f"apt-get install -y --no-install-recommends --print-uris -qq -o Acquire::ForceHash=SHA256 {part}"
@@ -331,7 +368,9 @@ def script(parts: Iterable[str]) -> str:
     return f"""
 find /etc/apt -name '*.sources' -o -name '*.list' \
   | xargs sed -i -E '/^(Components:|deb )/ s/\\bmain\\b/main contrib non-free/'
+{before}
 apt-get update -qq >&2
+{after}
 for file in /var/lib/apt/lists/*Release; do
   awk -F ': ' '/^Codename:/ {{ suite = $2 }} /^Date:/ {{ date = $2 }} END {{ print "{LIST_MARK}" suite, date }}' "$file"
 done

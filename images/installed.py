@@ -66,7 +66,7 @@ def refuse_unlocked(root: Path, job: Job, engine: docker.Engine) -> debian.Lock:
     """Its lock. BuildError for a job without one, or whose lock does not know what its stages ask for."""
     if job.lock is None:
         message = f"cell {job.cell.id} has no Debian lock for {engine.platform}: {job.cell.base.image}"
-        raise BuildError(message, hint=f"{debian.LOCK_COMMAND} writes it on a machine of that platform")
+        raise BuildError(message, hint=f"{debian.LOCK_COMMAND} --platform {engine.platform} writes it")
     unlocked = _asked(root, job).values() - job.lock.parts.keys()
     if unlocked:
         message = f"cell {job.cell.id} asks for packages that {name_of(job)} has no part for: {min(unlocked)}"

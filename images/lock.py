@@ -26,7 +26,7 @@ FORMS: dict[LockForm, tuple[str, ...]] = {
     "engine": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_36"),
 }
 # A lock holds the hashes of a release's every file. What may differ is which releases the other platform needs.
-ALSO_FOR: dict[LockForm, str] = {"engine": "aarch64-manylinux_2_36"}
+ALSO_FOR: dict[LockForm, str] = {"wheels": "aarch64-manylinux_2_28", "engine": "aarch64-manylinux_2_36"}
 
 
 def uv_argv(

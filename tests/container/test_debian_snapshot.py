@@ -223,7 +223,9 @@ def test_a_lock_is_made_of_a_snapshot_and_names_it(place: Place) -> None:
     path.write_text("no lock", "utf-8")
     with snapshot_service(place.copy) as service:
         archive = mirror.as_archive(mirror.Mirror(root=service.root, timestamp=TIMESTAMP))
-        lines = debian.lock(place.root, [(place.job.cell, dockerfile)], docker.Engine(), archive, is_dry=False)
+        lines = debian.lock(
+            place.root, [(place.job.cell, dockerfile)], docker.Engine(), archive, platform="linux/amd64", is_dry=False
+        )
     lock = debian.load(place.root, place.job.cell.base, "linux/amd64")
     assert lock
     assert (lock.snapshot, lock.suites) == (TIMESTAMP, ["bookworm", "bookworm-security", "bookworm-updates"])

@@ -14,7 +14,7 @@ from images.matrix import Cell
 GOLDEN: dict[str, Any] = {
     "context": ".",
     "dockerfile": "images/rendered/llama-cpu/Dockerfile",
-    "platforms": ["linux/amd64"],
+    "platforms": ["linux/amd64", "linux/arm64"],
     "args": {"APPLIANCE_BUILD_ID": "${llama_cpu_BUILD_ID}", "SOURCE_DATE_EPOCH": "${llama_cpu_EPOCH}"},
     "labels": {
         "io.appliance.base-override": "none",
@@ -34,7 +34,8 @@ GOLDEN: dict[str, Any] = {
 def test_the_file_is_the_golden_one(cell: Cell) -> None:
     made = json.loads(bake.bake_file([cell]))
     assert made["target"] == {"llama-cpu": GOLDEN}
-    assert made["group"] == {"default": {"targets": ["amd64"]}, "amd64": {"targets": ["llama-cpu"]}}
+    mine = {"targets": ["llama-cpu"]}
+    assert made["group"] == {"default": {"targets": ["amd64"]}, "amd64": mine, "arm64": mine}
     assert made["variable"]["CA_BUNDLE"] == {"default": "/dev/null"}
     assert "DO NOT EDIT" in made["//"]
 
@@ -83,7 +84,7 @@ def test_each_kind_of_machine_has_a_group_of_what_it_can_build(project: Path) ->
     assert groups.keys() == {"default", "amd64", "arm64"}
     for kind in ("amd64", "arm64"):
         assert groups[kind]["targets"] == [cell.id for cell in cells if f"linux/{kind}" in cell.platforms]
-    assert "llama-cpu" not in groups["arm64"]["targets"]
+    assert "llama-cu130-sm120" not in groups["arm64"]["targets"]
     assert "llama-cu130-sm121" not in groups["amd64"]["targets"]
 
 

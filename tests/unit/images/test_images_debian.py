@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -152,8 +153,9 @@ def test_committed_locks_hash_every_package_and_name_no_machine(project: Path) -
 def test_the_committed_lock_has_every_part_that_its_cells_install(project: Path) -> None:
     for cell in matrix.load(project).cells:
         dockerfile = project / cell.folder / "Dockerfile"
-        lock = debian.load(project, cell.base, "linux/amd64")
-        if lock and "linux/amd64" in cell.platforms:
+        for platform in cell.platforms:
+            lock = debian.load(project, cell.base, platform)
+            assert lock, (cell.id, platform)
             assert set(debian.asked(dockerfile.read_text("utf-8")).values()) <= set(lock.parts), cell.id
 
 
@@ -237,7 +239,7 @@ def _faults(folder: Path, cell: Cell, engine: docker.Engine) -> list[str]:
         moments.append(moment)
         return debian.Archive(timestamp=moment)
 
-    found = debian.faults_of_locks(folder, [(cell, DOCKERFILE)], engine, at)
+    found = debian.faults_of_locks(folder, [(cell, DOCKERFILE)], engine, at, platform="linux/amd64")
     assert set(moments) <= {"20260718T060000Z"}  # that of the lock
     return found
 
@@ -262,6 +264,32 @@ def test_a_stranger_and_a_flipped_digit_in_a_debian_lock_are_found(tmp_path: Pat
         f"{name}: libgomp1: 12.2.0-14+deb12u1 -> another file: SHA-256 {SHA}",
         f"{name}: python3 is missing: 1:3.11.2-1+b1",
     ]
+
+
+def test_of_another_platform_apt_is_asked_as_that_one(tmp_path: Path, cell: Cell) -> None:
+    """Its index, and the base's packages as that has them; no base of that platform was asked, and the lock says so."""
+    engine, archive = Apt(ANSWER.replace("_amd64.deb", "_arm64.deb")), debian.Archive()
+    (tmp_path / "images/locks").mkdir(parents=True)
+    for platform in ("linux/amd64", "linux/arm64"):
+        debian.lock(tmp_path, [(cell, DOCKERFILE)], engine, archive, platform=platform, is_dry=False)
+    own, other = engine.asked
+    assert "APT::Architecture" not in own
+    assert 'APT::Architecture "arm64"' in other
+    assert other.index("99architecture") < other.index("apt-get update") < other.index("Status: install ok installed")
+    found = debian.load(tmp_path, cell.base, "linux/arm64")
+    assert found
+    assert found.base == f"{BASE} as linux/amd64 has it"
+    assert {each.architecture for part in found.parts.values() for each in part.values()} <= {"arm64", "all"}
+
+
+def test_the_lock_of_another_platform_names_what_the_own_one_names(project: Path, cell: Cell) -> None:
+    """But for what is called by the machine's name, or there for one alone."""
+    own, other = (debian.load(project, cell.base, each) for each in get_args(matrix.Platform))
+    assert own
+    assert other
+    for part, packages in other.parts.items():
+        assert abs(len(packages) - len(own.parts[part])) <= 2, part
+        assert len(packages.keys() ^ own.parts[part].keys()) <= 4, part
 
 
 def test_a_debian_lock_that_is_not_there_is_a_fault_and_a_missing_base_an_error(tmp_path: Path, cell: Cell) -> None:

@@ -173,5 +173,5 @@ def test_the_command_prints_data_and_exits_10(capsys: pytest.CaptureFixture[str]
 def test_the_command_is_content_with_a_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["explain", "llama-cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("llama-cpu: exists\nstate: proven on 2026-")
+    assert out.startswith("llama-cpu: exists\nstate: linux/amd64 proven on 2026-")
     assert "\n    images/proven.yaml\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out

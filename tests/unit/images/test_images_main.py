@@ -94,6 +94,8 @@ def test_a_debian_lock_takes_no_names(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_mirror_of_a_lock_that_asks_no_archive_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["lock", "dev", "--debian-mirror", MIRROR]) == 2
     assert f"--debian-mirror belongs to --debian, which is not there: {MIRROR}" in capsys.readouterr().err
+    assert command.main(["lock", "appliance", "--platform", "linux/arm64"]) == 2
+    assert "--platform belongs to --debian, which is not there: linux/arm64" in capsys.readouterr().err
 
 
 def test_the_hint_of_a_mirror_is_one_itself(capsys: pytest.CaptureFixture[str]) -> None:
