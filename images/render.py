@@ -267,8 +267,12 @@ def _compiled_labels(cell: Cell) -> dict[str, str]:
 def _wheel_labels(cell: Cell) -> dict[str, str]:
     """`partial`: some kernels have no machine code for a chip; which ones is data, and `jit` is what fills in."""
     if not cell.sm_forms:
-        publisher = f"third party: {cell.engine.publisher}"
-        return {"io.appliance.engine.publisher": publisher, "io.appliance.jit": CPU_JIT, "io.appliance.ptx-jit": "no"}
+        return {
+            "io.appliance.engine.publisher": f"third party: {cell.engine.publisher}",
+            "io.appliance.jit": CPU_JIT,
+            "io.appliance.nccl": NONE,
+            "io.appliance.ptx-jit": "no",
+        }
     waiting: dict[str, list[str]] = {}
     for form in cell.sm_forms:
         if form.ptx:
