@@ -153,7 +153,7 @@ def test_the_other_engine_is_asked_for_by_name(name: str, platform: Platform) ->
 
 def test_without_a_gpu_the_other_engine_has_an_image_of_its_own() -> None:
     choice = select.choose(LOADED, _machine(platform=AMD), engine="vllm")
-    assert (choice.cell, choice.reason) == ("vllm-cpu", "no GPU was found; it runs on the CPU")
+    assert (choice.cell, choice.why) == ("vllm-cpu", "no GPU was found; it runs on the CPU")
     assert choice.runners_up[0].why == "needs a GPU"
 
 
