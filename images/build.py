@@ -86,6 +86,7 @@ class Options:
     epoch_s: int | None = None
     index_url: str | None = None  # of wheels; None: PyPI
     publisher: Publisher = Publisher()
+    wheels: Path | None = None  # a folder with those that PyPI does not have; None: their own index
     no_cache: bool = False
     force: bool = False
     space_check: bool = True
@@ -113,6 +114,7 @@ class Job:
     variant: Path | None = None  # a Dockerfile that is built instead of the cell's, made from it
     contexts: tuple[str, ...] = ()  # beside the project itself, as buildx takes them: name=DIR
     index_url: str | None = None  # of wheels; None: PyPI
+    wheels: Path | None = None  # where those that are not on PyPI lie; None: their own index is asked
     secrets: tuple[str, ...] = ()  # beside certificates, likewise: id=NAME,src=FILE
     lock: debian.Lock | None = None  # of its Debian packages
     publisher: Publisher = Publisher()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from appliance.image_facts import WeightsFormat
 from images.errors import MatrixError, near_miss
@@ -34,7 +34,58 @@ class EngineFiles:
     needed: tuple[re.Pattern[str], ...] = ()
     code: tuple[str, ...] = (LIBRARY_FOLDER,)  # must be compiled ahead
     wheel_folders: tuple[str, ...] = (LIBRARY_FOLDER,)
+    without_cuda: EngineFiles | None = None  # of its images for machines without a GPU, where they differ
 
+
+# vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
+# FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel. Its own
+# libraries alone are judged: those that its lock brings beside them are 8 GB.
+_VLLM = EngineFiles(
+    serves="safetensors",
+    repository="vllm-project/vllm",
+    folder="/opt/vllm",
+    binary="/opt/vllm/bin/vllm",
+    version_line="{version}",
+    packages="g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
+    caches={
+        "HOME": "home",
+        "CUDA_CACHE_PATH": "cuda",
+        "DG_JIT_CACHE_DIR": "deep_gemm",
+        "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+        "HF_HOME": "huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "VLLM_CACHE_ROOT": "vllm",
+        "XDG_CACHE_HOME": "xdg",
+    },
+    gpu_files=re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
+    tools=re.compile(
+        r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
+        r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
+    ),
+    headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
+    needed=(
+        re.compile(r"^usr/bin/gcc$"),
+        re.compile(r"^usr/include/stdio\.h$"),
+        re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
+    ),
+    code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
+    wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
+)
+# TorchInductor compiles with g++ and Python's headers. vLLM's kernels take libnuma; tcmalloc is what vLLM asks to be
+# preloaded, since it allocates small tensors all the time. The wheel is a third party's and says `+cpu` of itself.
+_VLLM_ON_CPU = replace(
+    _VLLM,
+    version_line="{version}+cpu",
+    packages="g++ libc6-dev libgomp1 libnuma1 libpython3-dev libstdc++6 libtcmalloc-minimal4 python3 tini",
+    caches={
+        "HOME": "home",
+        "HF_HOME": "huggingface",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "VLLM_CACHE_ROOT": "vllm",
+        "XDG_CACHE_HOME": "xdg",
+    },
+)
 
 ENGINES: Mapping[str, EngineFiles] = {
     "llama": EngineFiles(
@@ -47,41 +98,7 @@ ENGINES: Mapping[str, EngineFiles] = {
         caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
         gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
     ),
-    # vLLM compiles when it runs. Triton's launcher takes gcc, the C library's headers and Python's, and its own ptxas;
-    # FlashInfer takes g++ and the nvcc of the lock. Below its own folder everything is of a hash-locked wheel. Its own
-    # libraries alone are judged: those that its lock brings beside them are 8 GB.
-    "vllm": EngineFiles(
-        serves="safetensors",
-        repository="vllm-project/vllm",
-        folder="/opt/vllm",
-        binary="/opt/vllm/bin/vllm",
-        version_line="{version}",
-        packages="g++ libc6-dev libgomp1 libpython3-dev libstdc++6 python3 tini",
-        caches={
-            "HOME": "home",
-            "CUDA_CACHE_PATH": "cuda",
-            "DG_JIT_CACHE_DIR": "deep_gemm",
-            "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-            "HF_HOME": "huggingface",
-            "TORCHINDUCTOR_CACHE_DIR": "inductor",
-            "TRITON_CACHE_DIR": "triton",
-            "VLLM_CACHE_ROOT": "vllm",
-            "XDG_CACHE_HOME": "xdg",
-        },
-        gpu_files=re.compile(r"^opt/vllm/lib/vllm/.+\.so$"),
-        tools=re.compile(
-            r"^usr/(?:bin/(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|c\+\+|cc|cpp|ld|as|ar)(?:[.-][\w.]+)?|"
-            r"lib(?:exec)?/gcc/.+)$|^opt/vllm/lib/"
-        ),
-        headers=re.compile(r"^usr/(?:include|lib/gcc|lib/python3[^/]*)/|^opt/(?:vllm|appliance)/lib/"),
-        needed=(
-            re.compile(r"^usr/bin/gcc$"),
-            re.compile(r"^usr/include/stdio\.h$"),
-            re.compile(r"^usr/include/python3[\d.]*/Python\.h$"),
-        ),
-        code=(LIBRARY_FOLDER, "opt/vllm/lib/vllm/"),
-        wheel_folders=(LIBRARY_FOLDER, "opt/vllm/lib/"),
-    ),
+    "vllm": replace(_VLLM, without_cuda=_VLLM_ON_CPU),
 }
 
 

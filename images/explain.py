@@ -186,7 +186,7 @@ def _against(question: Question, matrix: Matrix, known: Facts) -> tuple[Verdict,
             Reason(what=f"there is no engine {question.engine} ({hint})", sources=(str(MATRIX_FILE),)),
         )
     if question.cuda is None:
-        if engine.cuda is None:
+        if engine.cuda is None or engine.without_cuda:
             return "not listed", (_unlisted(question),)
         what = (
             f"the wheels of {engine.title} {engine.version} are made with CUDA {engine.cuda}, and run on no CPU alone"
@@ -282,6 +282,8 @@ def _consequences(cell: Cell, matrix: Matrix, known: Facts) -> Iterator[Conseque
         yield Consequence(name="CPU variants", value=", ".join(cell.cpu_variants), sources=(where,))
     elif cell.sm_forms:
         yield from _wheel_consequences(cell, known)
+    else:
+        yield from _cpu_wheel_consequences(cell)
     if cell.toolkit and cell.sm_forms:
         yield from _cuda_consequences(cell, cell.toolkit, known)
     for base in cell.unresolved:
@@ -324,6 +326,17 @@ def _wheel_consequences(cell: Cell, known: Facts) -> Iterator[Consequence]:
         yield Consequence(name=f"compiled by {jit.name}", value=value, sources=told.cite(jit.sources))
     for form in cell.sm_forms:
         yield from _wheel_chip(cell, form, known)
+
+
+def _cpu_wheel_consequences(cell: Cell) -> Iterator[Consequence]:
+    """Whose build it is, and what PyPI does not have."""
+    engine, where = cell.engine, f"{MATRIX_FILE}, engines.{cell.engine.name}.without_cuda"
+    lock = engine.source.lock_file.as_posix()
+    wheels = f"{engine.source.distribution} {engine.source.release}"
+    yield Consequence(name="wheels", value=f"{wheels}, {engine.publisher}", sources=(where, lock))
+    for file in engine.index_files:
+        value = f"{file.file} of {file.index}; where that cannot be reached: build --wheels DIR"
+        yield Consequence(name="not on PyPI", value=value, sources=(where,))
 
 
 def _wheel_chip(cell: Cell, form: SmForm, known: Facts) -> Iterator[Consequence]:

@@ -24,6 +24,7 @@ FORMS: dict[LockForm, tuple[str, ...]] = {
     "sdist": ("--no-deps", "--no-binary", ":all:"),
     # Newer than the others: some of the wheels are made for glibc 2.31, and the images stand on 2.36.
     "engine": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_36"),
+    "engine-amd64": ("--only-binary", ":all:", "--python-platform", "x86_64-manylinux_2_36"),
 }
 # A lock holds the hashes of a release's every file. What may differ is which releases the other platform needs.
 ALSO_FOR: dict[LockForm, str] = {"wheels": "aarch64-manylinux_2_28", "engine": "aarch64-manylinux_2_36"}

@@ -30,7 +30,7 @@ Sm = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Platform = Literal["linux/amd64", "linux/arm64"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-LockForm = Literal["wheels", "wheel", "sdist", "engine"]
+LockForm = Literal["wheels", "wheel", "sdist", "engine", "engine-amd64"]
 BaseStatus = Literal["verified", "unverified", "unresolved"]
 ToolkitForm = Literal["debian", "image", "wheels"]
 
@@ -78,6 +78,22 @@ class _SourceRow(Row):
     wheels: Mapping[Platform, Sha256] = {}
 
 
+class _IndexFileRow(Row):
+    requirement: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+$")]
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9._+-]+\.whl$")]
+    sha256: Sha256
+    index: Annotated[str, Field(pattern=r"^https://[A-Za-z0-9._~:/%+-]*[A-Za-z0-9]$")]
+    status: Literal["verified", "unverified"]
+    source: _BaseSourceRow
+
+
+class _WithoutCudaRow(Row):
+    version: str
+    publisher: str
+    source: _SourceRow
+    index_files: tuple[_IndexFileRow, ...] = ()
+
+
 class _VariantsRow(Row):
     offered: list[Name]
     built: list[Name]
@@ -104,6 +120,7 @@ class _EngineRow(Row):
     sm_forms: Mapping[Sm, _SmFormRow] = {}
     fatbin_compression: Literal["size", "balance"] | None = None
     fast_kv_pairs: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_]+-[a-z0-9_]+$")], ...] = ()
+    without_cuda: _WithoutCudaRow | None = None
 
 
 class _TargetRow(Row):
@@ -186,6 +203,16 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexFile:
+    """A wheel that PyPI does not have: by name and hash, with the index that does."""
+
+    requirement: str  # torch==2.13.0+cpu
+    file: str
+    sha256: str
+    index: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Variants:
     """CPU variants by name: all that upstream offers, the baseline first; those that are built; and of these the ones
     that the emulator can execute, each with the least CPU that must run it, as qemu's `-cpu` takes it."""
@@ -258,7 +285,7 @@ class Engine:
     license: str
     version: str
     build: int | None  # None: its releases have no such number
-    commit: str  # all 40 digits, or as many as its wheel tells
+    commit: str  # all 40 digits, or as many as its wheel tells; empty: it tells none
     files: EngineFiles
     source: Source
     backend_lock: str | None
@@ -268,6 +295,12 @@ class Engine:
     cuda: str | None = None  # the release that its wheels are made with; None: it is compiled with whichever is asked
     fatbin_compression: str | None = None  # what its build tells nvcc, from CUDA 12.8 on; raises the driver's floor
     fast_kv_pairs: tuple[str, ...] = ()  # `K-V` types whose flash attention is compiled for CUDA; others are converted
+    publisher: str | None = None  # of its wheels, where that is not the engine's own project
+    index_files: tuple[IndexFile, ...] = ()  # wheels that its lock cannot name
+    without_cuda: Engine | None = None  # what serves machines without a GPU, where that is another release
+
+    def for_target(self, target: Target) -> Engine:
+        return self.without_cuda if self.without_cuda and target.cuda is None else self
 
     @property
     def is_compiled(self) -> bool:
@@ -523,12 +556,44 @@ def _engine(
     }
     return Engine(
         name=name,
-        **row.model_dump(exclude={"source", "cpu_variants", "sm_forms"}),
+        **row.model_dump(exclude={"source", "cpu_variants", "sm_forms", "without_cuda"}),
         source=_wheels(name, row.source, text) if row.source.wheels else _sdist(row.source, text),
         cpu_variants=variants,
         sm_forms={sm: SmForm(sm=sm, **form.model_dump()) for sm, form in row.sm_forms.items()},
         cuda=parse_cuda(text, lock=row.source.lock) if row.source.wheels else None,
         files=files,
+        without_cuda=_without_cuda(name, row, row.without_cuda, known, locks, files) if row.without_cuda else None,
+    )
+
+
+def _without_cuda(
+    name: str,
+    engine: _EngineRow,
+    row: _WithoutCudaRow,
+    known: Mapping[str, _LockRow],
+    locks: Mapping[str, str],
+    files: EngineFiles,
+) -> Engine:
+    """Of wheels only: what is compiled here is compiled from one source for every machine."""
+    _refuse_unknown(row.source.lock, known, f"engine {name}: without_cuda: lock")
+    if not engine.source.wheels or not row.source.wheels:
+        message = f"{MATRIX_FILE}: engine {name}: without_cuda is for engines from wheels, here and there"
+        raise MatrixError(message, hint="name the wheels of both by platform, or take it out")
+    return Engine(
+        name=name,
+        title=engine.title,
+        license=engine.license,
+        version=row.version,
+        build=None,
+        commit="",
+        files=files.without_cuda or files,
+        source=_wheels(name, row.source, locks.get(row.source.lock, "")),
+        backend_lock=None,
+        patches=(),
+        cpu_variants={},
+        sm_forms={},
+        publisher=row.publisher,
+        index_files=tuple(IndexFile(**file.model_dump(exclude={"status", "source"})) for file in row.index_files),
     )
 
 
@@ -592,23 +657,27 @@ def _cells(
 ) -> list[Cell]:
     _refuse_unknown(row.engine, engines, "cells: engine")
     _refuse_unknown(row.base, bases, f"cells of {row.engine}: base")
-    for target in row.targets:
-        _refuse_unknown(target, targets, f"cells of {row.engine}: target")
-        _refuse_untooled(targets[target], engines[row.engine], toolkits)
-        _refuse_unwheeled(row, engines[row.engine])
-    return [
-        Cell(
-            engine=engines[row.engine],
-            target=targets[target],
-            template=row.template,
-            base=bases[row.base],
-            platforms=tuple(row.platforms),
-            size_budget_mib=row.size_budget_mib,
-            toolkit=toolkits.get(targets[target].cuda or "") if engines[row.engine].is_compiled else None,
-            sm_forms=_forms(targets[target], engines[row.engine]),
-        )
-        for target in row.targets
-    ]
+    for name in row.targets:
+        _refuse_unknown(name, targets, f"cells of {row.engine}: target")
+    return [_cell(row, engines[row.engine], targets[name], bases, toolkits) for name in row.targets]
+
+
+def _cell(
+    row: _CellRow, engine: Engine, target: Target, bases: Mapping[str, Base], toolkits: Mapping[str, Toolkit]
+) -> Cell:
+    engine = engine.for_target(target)
+    _refuse_untooled(target, engine, toolkits)
+    _refuse_unwheeled(row, engine)
+    return Cell(
+        engine=engine,
+        target=target,
+        template=row.template,
+        base=bases[row.base],
+        platforms=tuple(row.platforms),
+        size_budget_mib=row.size_budget_mib,
+        toolkit=toolkits.get(target.cuda or "") if engine.is_compiled else None,
+        sm_forms=_forms(target, engine),
+    )
 
 
 def _forms(target: Target, engine: Engine) -> tuple[SmForm, ...]:

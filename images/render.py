@@ -49,7 +49,9 @@ TOOLKIT_PLACES: Mapping[ToolkitForm, Mapping[str, str]] = {
 NCCL_OFF = "off: several GPUs exchange through llama.cpp's own code, which its authors call suboptimal"
 NVRTC = "nvrtc, by which cuBLAS may compile kernels when it runs"
 NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
+CPU_JIT = "TorchInductor"  # with g++; what torch.compile writes for a CPU is C++
 OWN_LICENSE = "Apache-2.0"
+GIVEN_WHEELS = "given-wheels"  # an empty stage, which `build --wheels` puts a folder in the place of
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 
 
@@ -113,7 +115,7 @@ def _environment() -> jinja2.Environment:
 def _values(cell: Cell) -> dict[str, str | int]:
     engine = cell.engine
     return {
-        **(_source_values(cell) if engine.is_compiled else _wheel_values(cell)),
+        **_engine_values(cell),
         "base_reference": cell.base.reference,
         "build_command": f"python -m images build --only {cell.id}",
         "build_id_mark": BUILD_ID_MARK,
@@ -128,6 +130,12 @@ def _values(cell: Cell) -> dict[str, str | int]:
         "render_command": RENDER_COMMAND,
         "runtime_packages": engine.files.packages,
     }
+
+
+def _engine_values(cell: Cell) -> dict[str, str | int]:
+    if cell.engine.is_compiled:
+        return _source_values(cell)
+    return {**_wheel_values(cell), **(_cuda_wheel_values(cell) if cell.target.cuda else _cpu_wheel_values(cell))}
 
 
 def _source_values(cell: Cell) -> dict[str, str | int]:
@@ -154,15 +162,36 @@ def _source_values(cell: Cell) -> dict[str, str | int]:
 
 def _wheel_values(cell: Cell) -> dict[str, str | int]:
     """What the stages that install an engine take."""
-    engine, floors = cell.engine, compat.cell_floors(cell)
-    if floors is None or engine.cuda is None:
+    engine = cell.engine
+    return {
+        "engine_lock": engine.source.lock,
+        "engine_title": engine.title,
+        "engine_version": engine.version,
+        "given_wheels": GIVEN_WHEELS,
+    }
+
+
+def _cpu_wheel_values(cell: Cell) -> dict[str, str | int]:
+    """The files that PyPI does not have, as pip reads them. They share an index, which is asked for nothing else."""
+    files = cell.engine.index_files
+    indexes = {file.index for file in files}
+    if len(indexes) != 1:
+        message = f"cell {cell.id} takes files of {len(indexes)} indexes, and its template asks one: {indexes}"
+        raise MatrixError(message)
+    return {
+        "index_files": " ".join(file.file for file in files),
+        "index_requirements": " ".join(f"'{file.requirement} --hash=sha256:{file.sha256}'" for file in files),
+        "index_url": indexes.pop(),
+    }
+
+
+def _cuda_wheel_values(cell: Cell) -> dict[str, str | int]:
+    engine = cell.engine
+    if engine.cuda is None:
         message = f"cell {cell.id} is of an engine from CUDA wheels and has no CUDA"
         raise MatrixError(message)
     return {
         "engine_commit": engine.commit,
-        "engine_lock": engine.source.lock,
-        "engine_title": engine.title,
-        "engine_version": engine.version,
         "require_cuda": f"cuda>={engine.cuda.partition('.')[0]}.0",
         "require_driver": f"driver>={compat.required_driver(cell)}",
     }
@@ -220,7 +249,7 @@ def static_labels(cell: Cell) -> dict[str, str]:
         "io.appliance.driver.floor.ptx": floors.ptx if floors else NONE,
         "io.appliance.driver.floor.sass": floors.sass if floors else NONE,
         "io.appliance.engine": engine.name,
-        "io.appliance.engine.commit": engine.commit,
+        "io.appliance.engine.commit": engine.commit or NONE,
         "io.appliance.engine.source-sha256": engine.source.sha256 or _wheel_hashes(cell),
         "io.appliance.engine.version": engine.version,
         **(_compiled_labels(cell) if engine.is_compiled else _wheel_labels(cell)),
@@ -245,6 +274,13 @@ def _compiled_labels(cell: Cell) -> dict[str, str]:
 
 def _wheel_labels(cell: Cell) -> dict[str, str]:
     """`partial`: some kernels have no machine code for a chip; which ones is data, and `jit` is what fills in."""
+    if not cell.sm_forms:
+        return {
+            "io.appliance.engine.publisher": f"third party: {cell.engine.publisher}",
+            "io.appliance.jit": CPU_JIT,
+            "io.appliance.nccl": NONE,
+            "io.appliance.ptx-jit": "no",
+        }
     waiting: dict[str, list[str]] = {}
     for form in cell.sm_forms:
         if form.ptx:

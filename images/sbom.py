@@ -32,7 +32,7 @@ from spdx_tools.spdx.writer.json.json_writer import write_document_to_stream
 from images import debian, docker, packages
 from images.build import ARCHIVES, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
 from images.errors import BuildError, VerificationError
-from images.matrix import LOCKS, Cell, Toolkit
+from images.matrix import LOCKS, Cell, Engine, Toolkit
 from images.render import OWN_LICENSE
 from images.tree import Entry, Tree, read_tree
 
@@ -315,10 +315,10 @@ def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator
         kind="engine",
         name=engine.title,
         version=f"{engine.version}{build}",
-        purl=f"pkg:github/{engine.files.repository}@{engine.commit}",
+        purl=f"pkg:github/{engine.files.repository}@{engine.commit or engine.version}",
         license=_expression(engine.license),
         said=engine.license,
-        comment=f"git commit {engine.commit}{patched}",
+        comment=f"{_commit_of(engine)}{patched}",
     )
     yield source_of(cell)
     if cell.toolkit:
@@ -327,7 +327,7 @@ def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator
 
 def source_of(cell: Cell) -> Component:
     """The file that the engine is made from, or its wheels: the image's own platform tells which of these it was."""
-    source, commit = cell.engine.source, cell.engine.commit
+    source, commit = cell.engine.source, _commit_of(cell.engine)
     wheels = ", ".join(f"{platform} {sha256}" for platform, sha256 in source.wheels.items())
     told = f"installed as a wheel, SHA-256 by platform: {wheels}"
     return Component(
@@ -336,10 +336,13 @@ def source_of(cell: Cell) -> Component:
         version=source.release,
         purl=_pypi(source.distribution, source.release),
         sha256=source.sha256,
-        comment=f"{told}; git commit {commit}"
-        if wheels
-        else f"the engine's tree travels in this source distribution: git commit {commit}",
+        comment=f"{told}; {commit}" if wheels else f"the engine's tree travels in this source distribution: {commit}",
     )
+
+
+def _commit_of(engine: Engine) -> str:
+    """In words; a third party's wheel may name none."""
+    return f"git commit {engine.commit}" if engine.commit else f"no commit is named; built by {engine.publisher}"
 
 
 def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Component:

@@ -387,9 +387,8 @@ def check_engine_facts(snapshot: ImageSnapshot) -> Check:
     except ValueError as error:
         return Check(name=name, ok=False, detail=str(error))
     said = (facts.version, facts.build, facts.commit)
-    commit_agrees = bool(facts.commit) and engine.commit.startswith(facts.commit)
-    # What an engine from wheels takes is not asked while its image is built: see appliance/engines/vllm/facts.py.
-    is_complete = (bool(facts.flags) and bool(facts.kv_types)) or not engine.is_compiled
+    commit_agrees = bool(facts.commit) is bool(engine.commit) and engine.commit.startswith(facts.commit)
+    is_complete = bool(facts.flags) and bool(facts.kv_types)
     pairs = cell_pairs(snapshot.cell)
     is_complete = is_complete and tuple("-".join(pair) for pair in facts.kv_pairs) == pairs
     built = engine.cpu_variants.get(snapshot.platform)

@@ -115,7 +115,6 @@ def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
         ("lama-cu130-sm90", "impossible", "there is no engine lama (perhaps you meant llama)", "llama-cu130-sm90"),
         ("vllm-cu134-sm90", "impossible", "wheels of vLLM 0.33.0 are made with CUDA 13.0", "vllm-cu130 with"),
         ("llama-cu130", "impossible", "is compiled here, for the chips that the id names", "use llama-cu130-sm"),
-        ("vllm-cpu", "impossible", "are made with CUDA 13.0, and run on no CPU alone", "use llama-cpu"),
         ("llama-cu133-sm90", "out of scope", "CUDA 13.3 could make it", "llama-cu134-sm90"),
         ("vllm-cu130-sm87", "out of scope", "kernels for Orin, but torch's", "nothing here runs on it"),
     ],

@@ -213,11 +213,11 @@ def test_every_cell_is_built_only_when_that_was_said(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert command.main(["build"]) == 2
     err = capsys.readouterr().err
-    assert "build without --only means all 37 cells: llama-cpu, llama-cu124-sm75" in err
+    assert "build without --only means all 38 cells: llama-cpu, llama-cu124-sm75" in err
     assert "--all builds them all" in err
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     assert command.main(["build"]) == 2
-    assert "build 37 images, about half an hour each? [y/N] " in capsys.readouterr().err
+    assert "build 38 images, about half an hour each? [y/N] " in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

