@@ -94,6 +94,7 @@ STRICT_LEAVES = {
 WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
               "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
               "appliance/engines/llama/endings",
+              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
               "appliance/tune/slots", "appliance/tune/perplexity",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.command import Command
+from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
 from appliance.engines.vllm.facts import BINARY
 from appliance.engines.vllm.planning.launch import EAGER, launch_of
 from appliance.engines.vllm.planning.precision import ENGINE_TYPES
-from appliance.engines.vllm.ready import one_token
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
@@ -145,12 +144,14 @@ def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def command(plan: Plan, install: Install, socket_path: Path, is_error: Callable[[str], bool]) -> Command:
+def command(
+    plan: Plan, install: Install, socket_path: Path, *, is_ready: Readiness, is_error: Callable[[str], bool]
+) -> Command:
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     return Command(
         argv=(str(install.engine_dir / "bin" / BINARY), *arguments(plan, install.facts, socket_path)),
         environment=environment(plan, install, socket_path.parent),
-        is_ready=one_token(socket_path, plan.alias, is_embedding=plan.is_embedding),
+        is_ready=is_ready,
         is_error=is_error,
         socket_path=socket_path,
         stall_timeout_s=install.stall_timeout_s,
