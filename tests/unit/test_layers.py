@@ -94,7 +94,6 @@ STRICT_LEAVES = {
 WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
               "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
               "appliance/engines/llama/endings",
-              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
               "appliance/tune/slots", "appliance/tune/perplexity",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
@@ -103,6 +102,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
               "appliance/profile/at_start", "appliance/probe/conditions",
               "appliance/weights/choose", "appliance/weights/table", "appliance/serve/forecast",
+              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
               "appliance/gateway/models", "appliance/model/described", "appliance/model/quantize",
               "appliance/model/tensors", "appliance/model/shape",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip
