@@ -170,7 +170,7 @@ def arguments(plan: Plan) -> tuple[str, ...]:
 def variables(plan: Plan) -> dict[str, str]:
     """Those that a plan decides."""
     install = Install(engine_dir=Path("/opt/vllm"), facts=engine_facts(), cache_dir=Path("/data/cache/golden"))
-    found = server.environment(plan, install, SOCKET.parent)
+    found = server.environment(plan, install, server.scratch_of(SOCKET))
     return {name: value for name, value in found.items() if name.startswith(("CUDA_VIS", "OMP", "VLLM_CPU", "VLLM_PP"))}
 
 

@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.command import Command
+from appliance.command import Command, Readiness
 from appliance.engines.engine import Install
 from appliance.engines.vllm.facts import BINARY
 from appliance.engines.vllm.planning.launch import EAGER, launch_of
 from appliance.engines.vllm.planning.precision import ENGINE_TYPES
-from appliance.engines.vllm.ready import one_token
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Plan
@@ -145,12 +144,14 @@ def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def command(plan: Plan, install: Install, socket_path: Path, is_error: Callable[[str], bool]) -> Command:
+def command(
+    plan: Plan, install: Install, socket_path: Path, *, is_ready: Readiness, is_error: Callable[[str], bool]
+) -> Command:
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     return Command(
         argv=(str(install.engine_dir / "bin" / BINARY), *arguments(plan, install.facts, socket_path)),
-        environment=environment(plan, install, socket_path.parent),
-        is_ready=one_token(socket_path, plan.alias, is_embedding=plan.is_embedding),
+        environment=environment(plan, install, scratch_of(socket_path)),
+        is_ready=is_ready,
         is_error=is_error,
         socket_path=socket_path,
         stall_timeout_s=install.stall_timeout_s,
@@ -158,7 +159,12 @@ def command(plan: Plan, install: Install, socket_path: Path, is_error: Callable[
     )
 
 
-def environment(plan: Plan, install: Install, runtime_dir: Path) -> dict[str, str]:
+def scratch_of(socket_path: Path) -> Path:
+    """For the sockets between its processes, beside its own: their paths have to be short."""
+    return socket_path.with_suffix(".ipc")
+
+
+def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
     """What the user set for the engine comes last, but for what the plan decides."""
     launch, cache = launch_of(plan), install.cache_dir
     found = {
@@ -178,7 +184,7 @@ def environment(plan: Plan, install: Install, runtime_dir: Path) -> dict[str, st
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
-        "VLLM_RPC_BASE_PATH": str(runtime_dir),
+        "VLLM_RPC_BASE_PATH": str(scratch),
         "VLLM_HOST_IP": "127.0.0.1",
     }
     placed = _gpu_variables(plan, install) if plan.placement.shares else _cpu_variables(plan)

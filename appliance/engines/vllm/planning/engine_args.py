@@ -50,6 +50,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
 UNOFFERED: Mapping[str, str] = MappingProxyType({flag: why for why, flags in _REASONS.items() for flag in flags})
 _LONG = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config"}
+# Of two spellings a release lists one and takes both (utils/argparse_utils.py, EnableDisableAction).
 _OFF = ("--no-enable-prefix-caching", "--disable-prefix-caching")
 
 
@@ -112,7 +113,7 @@ class _Reader:
             self._refuse(f"a flag that the setting {setting.name} stands for: {flag}", f"use {setting.flag}")
         if flag in UNOFFERED:
             self._refuse(f"a flag that cannot be given: {flag}", UNOFFERED[flag])
-        if engine.flags and flag not in engine.flags:
+        if engine.flags and flag not in (*engine.flags, *_OFF):
             near = difflib.get_close_matches(flag, engine.flags, 3)
             hint = f"perhaps you meant {' or '.join(near)}" if near else f"the engine is vLLM {engine.version}"
             self._refuse(f"a flag that this engine has not: {flag}", hint)

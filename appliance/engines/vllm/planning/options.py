@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.vllm.planning.estimate import Estimate, Option
-from appliance.engines.vllm.planning.inputs import Facts, total_mib
+from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.parallel import (
@@ -118,11 +118,17 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
     _check_asked(facts)
     if not facts.cards:
         return [(Layout(tensor=pins.tensor or 1), ())]
-    found = list(layouts(shape, facts.cards, tensor=pins.tensor, pipeline=pins.pipeline))
+    by_room = sorted(facts.cards, key=lambda card: -free_mib(card, facts.hardware))
+    found = list(layouts(shape, by_room, tensor=pins.tensor, pipeline=pins.pipeline))
     short = [layout for layout in found if not has_shared_memory(facts, layout.ranks)]
     if short and len(short) == len(found):
         _refuse_shared_memory(facts, min(layout.ranks for layout in short))
-    return [(layout, choose_cards(facts.cards, layout.ranks)) for layout in found if layout not in short]
+    return [(layout, _cards_of(layout, by_room)) for layout in found if layout not in short]
+
+
+def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:
+    """Stages were made for the cards in this order."""
+    return tuple(by_room[: layout.ranks]) if layout.pipeline > 1 else choose_cards(by_room, layout.ranks)
 
 
 def has_shared_memory(facts: Facts, ranks: int) -> bool:

@@ -51,9 +51,9 @@ def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline:
             yield _staged(shape, size, pipeline, cards)
             continue
         yield Layout(tensor=size)
-        left = len(cards) // size
-        if left > 1 and not any(size < more <= size * left for more in allowed):
-            yield from (_staged(shape, size, stages, cards) for stages in range(2, left + 1))
+        for stages in range(2, len(cards) // size + 1):
+            if size * stages > max(allowed):
+                yield _staged(shape, size, stages, cards)
 
 
 def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Layout:

@@ -29,7 +29,7 @@ def speed_of(costs: Costs) -> Speed:
     return Speed(decode_tokens_per_s=1000 / decode_ms, prefill_tokens_per_s=1000 / prefill_ms, job_s=job_ms / 1000)
 
 
-def read_bytes(shape: Shape, dtype: str) -> float:
+def bytes_a_token(shape: Shape, dtype: str) -> float:
     """Of weights, that one token reads."""
     used = shape.experts_used / shape.experts if shape.experts else 1.0
     whole = shape.weights_bytes(dtype)
@@ -40,7 +40,7 @@ def read_bytes(shape: Shape, dtype: str) -> float:
 def flops_a_token(shape: Shape, dtype: str) -> float:
     """Two for each weight that a token is multiplied with."""
     bits = shape.quantization.bits or (8 if shape.quantization.name else 8 * dtype_bytes(dtype))
-    return 2 * read_bytes(shape, dtype) * 8 / bits
+    return 2 * bytes_a_token(shape, dtype) * 8 / bits
 
 
 def _on_gpus(estimate: Estimate) -> Costs:
@@ -48,7 +48,7 @@ def _on_gpus(estimate: Estimate) -> Costs:
     layout = option.layout
     slowest = min(_gb_s(card) for card in option.cards) * assumed.BANDWIDTH_SHARE.value
     # Stages of a pipeline work one after the other on one request: only ranks of one layer add up.
-    decode_ms = read_bytes(shape, dtype) / layout.tensor / slowest / GB * 1000
+    decode_ms = bytes_a_token(shape, dtype) / layout.tensor / slowest / GB * 1000
     tflops = slowest * assumed.TFLOPS_A_GB_S.value * layout.tensor
     return Costs(
         gpu_ms=decode_ms,
@@ -122,7 +122,7 @@ def _on_cpu(estimate: Estimate) -> Costs:
     gb_s = (measured or assumed.DRAM_GB_S.value) * assumed.DRAM_SHARE.value
     flops = hardware.cpu.cores * assumed.CPU_GFLOPS_CORE.value * GB
     return Costs(
-        cpu_ms=read_bytes(shape, facts.dtype) / gb_s / GB * 1000,
+        cpu_ms=bytes_a_token(shape, facts.dtype) / gb_s / GB * 1000,
         fixed_ms=assumed.STEP_MS_CPU.value + shape.layers * assumed.LAYER_US_CPU.value / 1000,
         cpu_depth_us=_depth_bytes(estimate) * option.layout.tensor / gb_s / GB * 1e6,
         cpu_prefill_ms=flops_a_token(shape, facts.dtype) / flops * 1000,
