@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Protocol
 
 from appliance.values import dataclass
 
 Readiness = Callable[[], Awaitable[bool]]
 """Asks the program once whether it is ready. Never raises for "not yet": a refused connection is False."""
+
+
+class Upkeep(Protocol):
+    """What a program keeps between its runs, held in order around each of them: quick, and called in this order."""
+
+    def begin(self) -> None:
+        """Before it is started."""
+
+    def ready(self) -> None:
+        """It became ready; not called where it ended before."""
+
+    def end(self) -> None:
+        """All of it is gone."""
 
 
 def _never(_line: str) -> bool:
@@ -31,6 +45,7 @@ class Command:
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
     # Made anew before each start, and removed after each end with all that is in it.
     scratch: Path | None = None
+    upkeep: Upkeep | None = None
     stall_timeout_s: float = 120.0  # not ready, no line in the log and no CPU time used for this long
     # Asked before it is taken for stalled: whether it does work that its processes do not show, such as a GPU's.
     is_at_work: Callable[[], bool] | None = None

@@ -57,18 +57,23 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._socket_path = command.socket_path
         self._scratch = command.scratch
+        self._upkeep = command.upkeep
         self._is_at_work = command.is_at_work
         self._segments = SharedMemory()
         self._count_oom_kills = command.oom_kills or (lambda: None)
         self._oom_kills_before = self._count_oom_kills()
         self._is_closed = False
         _free(command.socket_path, command.scratch)
+        if self._upkeep:
+            self._upkeep.begin()
         tag = secrets.token_hex(8)
         self._pipe, write_end = _open_pipe()
         try:
             self._process = _spawn(command, {**command.environment, TAG_NAME: tag}, write_end)
         except BaseException:
             os.close(self._pipe)
+            if self._upkeep:
+                self._upkeep.end()
             raise
         finally:
             os.close(write_end)
@@ -85,6 +90,8 @@ class Child:
         """Seconds since the start."""
         self.was_ready = True
         self.log.mark_ready()
+        if self._upkeep:
+            self._upkeep.ready()
         # Who has left the group and the session is seen while its parents still live.
         self._segments.note(self._tree.sample())
         return time.monotonic() - self._started_at
@@ -195,6 +202,8 @@ class Child:
         os.close(self._pipe)
         os.close(self._pidfd)
         self._segments.remove()
+        if self._upkeep:
+            self._upkeep.end()
         # Where it cannot be removed the next start says so.
         with suppress(OSError):
             _unlink(self._socket_path)

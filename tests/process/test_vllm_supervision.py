@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from appliance.command import Command
+from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.endings import as_error
+from appliance.engines.vllm.progress import CompileCache, compile_cache
 from appliance.engines.vllm.ready import one_token
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Crash, Restart, State, Supervisor, become_subreaper
@@ -208,3 +210,54 @@ def test_an_engine_that_refuses_its_first_request_is_no_endless_start(socket_pat
             await supervisor.wait_ready()
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept in order", "as vLLM does it"])
+def test_a_compile_cache_that_was_cut_off_breaks_no_later_start(
+    is_kept: bool, socket_path: Path, tmp_path: Path
+) -> None:
+    """By a kill in the middle of its file. The second row shows that there is something to break."""
+    build_dir = tmp_path / "cache/b1"
+
+    def command(*knobs: str) -> Command:
+        made = vllm_command(socket_path, *knobs)
+        environment = {**made.environment, "VLLM_CACHE_ROOT": str(build_dir / "vllm")}
+        return replace(made, environment=environment, upkeep=Caches(build_dir, "a") if is_kept else None)
+
+    def halves() -> list[Path]:
+        return [path for path in build_dir.rglob("vllm_compile_cache.py") if path.stat().st_size]
+
+    async def live() -> Crash | None:
+        supervisor = Supervisor()
+        supervisor.start(command("--fake-write-s", "600"))
+        await eventually(lambda: bool(halves()))
+        assert supervisor.pid
+        os.killpg(supervisor.pid, signal.SIGKILL)
+        assert await supervisor.wait_ready()
+        supervisor.start(command())
+        crash = await supervisor.wait_ready()
+        await supervisor.stop()
+        return crash
+
+    crash = asyncio.run(live())
+    assert (crash is None) == is_kept
+    assert crash is None or "SyntaxError" in str(crash.first_error)
+
+
+def test_the_second_start_finds_what_the_first_compiled(socket_path: Path, tmp_path: Path) -> None:
+    found: list[CompileCache] = []
+
+    async def live() -> None:
+        for _ in range(2):
+            lines: list[str] = []
+            supervisor = Supervisor(on_line=lines.append)
+            made = vllm_command(socket_path)
+            environment = {**made.environment, "VLLM_CACHE_ROOT": str(tmp_path / "b1/vllm")}
+            supervisor.start(replace(made, environment=environment, upkeep=Caches(tmp_path / "b1", "a")))
+            assert await supervisor.wait_ready() is None
+            await supervisor.stop()
+            found.append(compile_cache(lines))
+
+    asyncio.run(live())
+    assert [each.is_hit for each in found] == [False, True]
+    assert found[0].key == found[1].key
