@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import Protocol
 
 from appliance.values import dataclass
 
@@ -12,7 +13,20 @@ Readiness = Callable[[], Awaitable[bool]]
 """Asks the program once whether it is ready. Never raises for "not yet": a refused connection is False."""
 
 
-def _never_an_error(_line: str) -> bool:
+class Upkeep(Protocol):
+    """What a program keeps between its runs, held in order around each of them: quick, and called in this order."""
+
+    def begin(self) -> None:
+        """Before it is started."""
+
+    def ready(self) -> None:
+        """It became ready; not called where it ended before."""
+
+    def end(self) -> None:
+        """All of it is gone."""
+
+
+def _never(_line: str) -> bool:
     return False
 
 
@@ -23,12 +37,18 @@ class Command:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ready: Readiness
-    is_error: Callable[[str], bool] = _never_an_error  # whether a line of its log says that something went wrong
+    is_error: Callable[[str], bool] = _never  # whether a line of its log says that something went wrong
+    is_waiting: Callable[[str], bool] = _never  # whether one is no sign of work: said again and again by who waits
     # Never the volume: an engine may look for code to load in its working directory, and whoever can write a file
     # there would run code in every container that shares it.
     folder: Path = Path("/")
     socket_path: Path | None = None  # unlinked before each start: a stale file makes the next bind fail
+    # Made anew before each start, and removed after each end with all that is in it.
+    scratch: Path | None = None
+    upkeep: Upkeep | None = None
     stall_timeout_s: float = 120.0  # not ready, no line in the log and no CPU time used for this long
+    # Asked before it is taken for stalled: whether it does work that its processes do not show, such as a GPU's.
+    is_at_work: Callable[[], bool] | None = None
     stop_grace_s: float = 2.0  # between SIGTERM and SIGKILL
     # How many processes of our control group the kernel's memory killer has ended so far; None: it cannot be known.
     oom_kills: Callable[[], int | None] | None = None

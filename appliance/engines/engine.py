@@ -112,6 +112,15 @@ class ChunkSpec:
         return self.chunk_tokens * self.chunks
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadStep:
+    """How far an engine is that loads, by one line of its log. `facts` go into the document of the phase."""
+
+    stage: str
+    words: str
+    facts: Mapping[str, str]
+
+
 class Ending(Protocol):
     """What a supervisor tells of a program that ended."""
 
@@ -406,6 +415,10 @@ class Engine(Protocol):
 
     def is_worth_showing(self, line: str) -> bool:
         """Whether a line of its log belongs into ours."""
+
+    def step(self, line: str) -> LoadStep | None:
+        """What a line of its log says of how far it is as it loads. None for most."""
+        return None
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         """From the log of one start, up to readiness."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from appliance.engine_route import Dialect, EngineRoute
-from appliance.gateway import api_error, headers, hold
+from appliance.gateway import api_error, events, headers, hold
 from appliance.gateway.api_error import ApiError
+from appliance.gateway.metrics import FAILED
 from appliance.gateway.traffic import Rate, Traffic
 from appliance.gateway.upstream import BrokenError, Response, UnreachableError
 from appliance.gateway.upstream_pool import UpstreamPool
@@ -109,6 +110,8 @@ class EngineEndpoint:
                 try:
                     await self._exchange(scope, receive, reply, must_end)
                 except ApiError as error:
+                    if reply.is_started:
+                        scope[FAILED] = str(error.status)  # the status that went out says nothing of it
                     # Inside `admitted`: a stop waits until the client has been told.
                     await reply.refuse(error)
         except ApiError as error:
@@ -139,15 +142,19 @@ class EngineEndpoint:
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                await relay(response, reply, self._traffic.rate)
+                if not await relay(response, reply, self._traffic.rate):
+                    scope[FAILED] = "502"
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
         except BrokenError as error:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> None:
-    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read."""
+async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> bool:
+    """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
+
+    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew.
+    """
     if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
         raise api_error.of_engine(response.status, await response.read())
@@ -156,14 +163,32 @@ async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> None:
         body = await response.read()
         await reply.start(response)
         await reply.finish(body)
-        return
+        return True
     if not reply.is_started:
         await reply.start(response)
+    if response.is_stream:
+        return await _relay_events(response, reply, rate)
     async for chunk in response.chunks():
-        if response.is_stream:
-            rate.add(chunk)
         await reply.write(chunk)
     await reply.finish()
+    return True
+
+
+async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate) -> bool:
+    """What an engine sends after an error looks like a proper end, and is left out."""
+    watch = events.ErrorWatch()
+    async for chunk in response.chunks():
+        rate.add(chunk)
+        passed, error = watch.feed(chunk)
+        if passed:
+            await reply.write(passed)
+        if error is not None and events.is_named(error):
+            await reply.finish(error)
+            return False
+        if error is not None:
+            raise api_error.of_engine(502, events.data_of(error))
+    await reply.finish(watch.rest())
+    return True
 
 
 async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:

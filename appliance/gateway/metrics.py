@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # From a cached prompt on a GPU to a long prefill on a CPU.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"})
+FAILED = "appliance.failed"
+"""In the scope of a request: the status under which it is counted whose answer began with 200 and failed later."""
 CLIENT_LEFT = "499"
 """The status under which a request is counted whose client left before it was answered, as nginx does."""
 
@@ -163,4 +165,4 @@ class Measured:
         try:
             await self._app(scope, receive, counted)
         finally:
-            self._metrics.answered(route, method, status, time.perf_counter() - began)
+            self._metrics.answered(route, method, scope.get(FAILED, status), time.perf_counter() - began)

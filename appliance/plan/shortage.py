@@ -9,10 +9,10 @@ from appliance.values import dataclass
 class Shortage:
     """What an engine's log tells of it. `refused_mib` is the size of the buffer that was refused, so at most that much
     was missing. `device` is the engine's name of the GPU; None: the host. `free_mib` was
-    free there when the engine began, before it allocated anything. `longest_context` is the one that would fit, where
-    the engine computes it."""
+    free there when the engine began, before it allocated anything. `context` is what it names as the longest that would
+    have fitted."""
 
     refused_mib: float
     device: str | None = None
     free_mib: float | None = None
-    longest_context: int | None = None
+    context: int | None = None

@@ -7,6 +7,7 @@ from collections import deque
 
 from appliance.engines.engine import Engine
 from appliance.plan import Plan
+from appliance.progress import Phase
 from appliance.report import Report
 from appliance.supervisor import Restart, State, Supervisor
 
@@ -41,5 +42,14 @@ class EngineLogs:
     def _on_line(self, supervisor: Supervisor, lines: deque[str], line: str) -> None:
         if supervisor.state is State.STARTING:  # also beside another that serves
             lines.append(line)
+            self._tell_step(line)
         if self._engine.is_worth_showing(line):
             self._report.warning("engine", line[:1000])
+
+    def _tell_step(self, line: str) -> None:
+        """Of the engine that is waited for: a client that asks meanwhile is told how far it is."""
+        step = self._engine.step(line)
+        if step is None or self._report.progress.phase is not Phase.LOADING:
+            return
+        self._report.phase(Phase.LOADING, step.words, stage=step.stage)
+        self._report.info("engine_step", step.words, stage=step.stage, **step.facts)

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from appliance.errors import EngineNotReadyError
 from appliance.supervisor.crash import Crash
 from appliance.supervisor.log import Log
 from appliance.supervisor.reaper import TAG_NAME, ProcessTree, cpu_seconds, die_with_parent
+from appliance.supervisor.shared_memory import SharedMemory
 from appliance.values import dataclass
 
 PIPE_BYTES = 1 << 20
@@ -26,6 +28,7 @@ _READ_BYTES = 1 << 16
 # How much may still be read of a dead engine's log; more can only come from a survivor that keeps writing.
 _DRAIN_BYTES = 4 * PIPE_BYTES
 _BURIAL_S = 0.5
+_ASK_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -46,23 +49,31 @@ class Child:
     """
 
     def __init__(self, command: Command, on_line: Callable[[str], None] | None) -> None:
-        self.log = Log(command.is_error, on_line)
+        self.log = Log(command.is_error, on_line, command.is_waiting)
         self.was_ready = False
         self.exited = asyncio.Event()
         self._started_at = time.monotonic()
         self._seconds: float | None = None
         self._loop = asyncio.get_running_loop()
         self._socket_path = command.socket_path
+        self._scratch = command.scratch
+        self._upkeep = command.upkeep
+        self._is_at_work = command.is_at_work
+        self._segments = SharedMemory()
         self._count_oom_kills = command.oom_kills or (lambda: None)
         self._oom_kills_before = self._count_oom_kills()
         self._is_closed = False
-        _free(command.socket_path)
+        _free(command.socket_path, command.scratch)
+        if self._upkeep:
+            self._upkeep.begin()
         tag = secrets.token_hex(8)
         self._pipe, write_end = _open_pipe()
         try:
             self._process = _spawn(command, {**command.environment, TAG_NAME: tag}, write_end)
         except BaseException:
             os.close(self._pipe)
+            if self._upkeep:
+                self._upkeep.end()
             raise
         finally:
             os.close(write_end)
@@ -79,16 +90,29 @@ class Child:
         """Seconds since the start."""
         self.was_ready = True
         self.log.mark_ready()
-        self._tree.sample()  # who has left the group and the session is seen while its parents still live
+        if self._upkeep:
+            self._upkeep.ready()
+        # Who has left the group and the session is seen while its parents still live.
+        self._segments.note(self._tree.sample())
         return time.monotonic() - self._started_at
 
     def progress(self) -> Progress:
         members = self._tree.sample()
         return Progress(
-            lines=self.log.count,
+            lines=self.log.signs_of_work,
             cpu_s=cpu_seconds(members),
             major_faults=sum(process.major_faults for process in members),
         )
+
+    async def is_at_work(self) -> bool:
+        """In a way that `progress` does not show. No where it cannot be told in time."""
+        if self._is_at_work is None:
+            return False
+        try:
+            async with asyncio.timeout(_ASK_S):
+                return await asyncio.to_thread(self._is_at_work)
+        except TimeoutError:
+            return False
 
     def signal_group(self, number: signal.Signals) -> None:
         """Nothing once the leader is reaped: its number may be somebody else's group then."""
@@ -98,6 +122,7 @@ class Child:
 
     async def reap(self, *, exit_timeout_s: float | None = None) -> None:
         """SIGKILL to the group, then its end is awaited; kills and reaps all descendants, closes everything."""
+        self._segments.note(self._tree.sample())
         self.signal_group(signal.SIGKILL)
         with suppress(TimeoutError):
             async with asyncio.timeout(exit_timeout_s):
@@ -110,6 +135,7 @@ class Child:
 
     def kill_now(self) -> None:
         """The loop is going away: the same as `reap()` without it, blocking for a second at most."""
+        self._segments.note(self._tree.sample())
         self.signal_group(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_BURIAL_S)
@@ -175,16 +201,24 @@ class Child:
         self.log.close()
         os.close(self._pipe)
         os.close(self._pidfd)
+        self._segments.remove()
+        if self._upkeep:
+            self._upkeep.end()
         # Where it cannot be removed the next start says so.
         with suppress(OSError):
             _unlink(self._socket_path)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _free(socket_path: Path | None) -> None:
+def _free(socket_path: Path | None, scratch: Path | None) -> None:
     try:
         _unlink(socket_path)
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(mode=0o700)
     except OSError as error:
-        message = f"the engine's socket cannot be replaced: {socket_path}: {error.strerror}"
+        message = f"the engine's socket cannot be replaced: {error.filename or socket_path}: {error.strerror}"
         raise EngineNotReadyError(message, hint="remove it, or give /tmp a tmpfs of its own") from error
 
 

@@ -13,9 +13,16 @@ MAX_LINE_BYTES = 8192
 class Log:
     """Bytes in, lines out. Memory is bounded whatever comes: long lines are cut, old ones forgotten."""
 
-    def __init__(self, is_error: Callable[[str], bool], on_line: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        is_error: Callable[[str], bool],
+        on_line: Callable[[str], None] | None = None,
+        is_waiting: Callable[[str], bool] | None = None,
+    ) -> None:
         self.count = 0
+        self.signs_of_work = 0  # lines, but for those that only say that something is waited for
         self._is_error = is_error
+        self._is_waiting = is_waiting
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._partial = b""
@@ -57,6 +64,8 @@ class Log:
         line = self._partial.decode("utf-8", "replace").rstrip("\r")
         self._partial = b""
         self.count += 1
+        if self._is_waiting is None or not self._is_waiting(line):
+            self.signs_of_work += 1
         self._lines.append(line)
         if self._ready_at is None and self._first_error is None and self._is_error(line):
             self._first_error = line

@@ -304,9 +304,9 @@ async def _is_ready(command: Command) -> bool:
 
 
 async def _until_stalled(child: Child, timeout_s: float) -> None:
-    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk."""
+    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk, other work."""
     since, before = time.monotonic(), child.progress()
-    while time.monotonic() - since < timeout_s:
+    while time.monotonic() - since < timeout_s or await child.is_at_work():
         await asyncio.sleep(min(_SAMPLE_S, timeout_s / 4))
         now, progress = time.monotonic(), child.progress()
         worked_s = abs(progress.cpu_s - before.cpu_s)

@@ -323,7 +323,6 @@ class Api(ThreadingMixIn, UnixStreamServer):
         self.numbers = count(1)
         self.answers: dict[int, queue.Queue[dict[str, Any] | None]] = {}
         self.kept: dict[str, list[int]] = {}  # by salt, the last prompt
-        self.drafts = Counter[str]()
         super().__init__(str(options.uds), Handler, bind_and_activate=False)
         self.server_bind()
 
@@ -443,11 +442,8 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
         labels = f'block_size="{options.block_size}",num_gpu_blocks="{blocks}",cache_dtype="auto"'
-        with self.server.ledger.lock:
-            drafts = dict(self.server.drafts)
         lines = [
             f"vllm:cache_config_info{{{labels}}} 1.0",
-            *(f'vllm:{name}_total{{model_name="m"}} {value:.1f}' for name, value in sorted(drafts.items())),
             f"vllm:num_requests_running {len(self.server.answers):.1f}",
         ]
         body = "".join(f"{line}\n" for line in lines).encode()
@@ -514,9 +510,9 @@ class Handler(BaseHTTPRequestHandler):
             "queue_time_ms": 0.01,
         }
         if options.speculative_config:
-            drafts = max(1, made // 2)
-            spec = {"num_drafts": drafts, "num_draft_tokens": 3 * drafts, "num_accepted_tokens": drafts}
-            metrics["speculative_decoding"] = spec
+            steps = max(1, made // 2)
+            counts = {"num_spec_steps": steps, "num_draft_tokens": 3 * steps, "num_accepted_draft_tokens": steps}
+            metrics["speculative_decoding"] = counts
         return usage, metrics
 
     def stream(

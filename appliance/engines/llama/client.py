@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
-import aiohttp
-
-from appliance.command import Command
 from appliance.engines.engine import Completion
+from appliance.engines.json_socket import JsonSocket
 from appliance.errors import EngineNotReadyError
 
 
-class LlamaClient:
+class LlamaClient(JsonSocket):
     """See `appliance.engines.engine.Client`."""
-
-    def __init__(self, command: Command, *, doing: str) -> None:
-        connector = aiohttp.UnixConnector(path=str(command.socket_path), limit=0)
-        # However long an answer takes: whether the engine works at all is for others to watch.
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        self._doing = doing
-
-    async def __aenter__(self) -> LlamaClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._session.close()
 
     async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
         body: dict[str, Any] = {"content": text}
         if as_chat:
             message = {"role": "user", "content": text}
-            whole = await self._post("/apply-template", {"messages": [message]})
+            whole = await self.post("/apply-template", {"messages": [message]})
             body = {"content": whole["prompt"], "add_special": True, "parse_special": True}
-        return list((await self._post("/tokenize", body)).get("tokens") or ())
+        return list((await self.post("/tokenize", body)).get("tokens") or ())
 
     async def complete(
         self,
@@ -50,22 +33,7 @@ class LlamaClient:
         body = {"prompt": list(prompt), "n_predict": tokens, "cache_prompt": uses_cache, "return_tokens": True}
         body |= {"ignore_eos": True, "temperature": 0} if seed is None else {"seed": seed}
         body |= {} if slot is None else {"id_slot": slot}
-        return parse_completion(await self._post("/completion", body))
-
-    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            async with self._session.post(f"http://engine{route}", json=body) as reply:
-                data = await reply.json()
-                if reply.status != 200:
-                    message = f"engine refused {route} while {self._doing}: {reply.status}: {data}"
-                    raise EngineNotReadyError(message)
-        except (aiohttp.ClientError, ValueError) as error:
-            message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
-            raise EngineNotReadyError(message) from error
-        if not isinstance(data, dict):
-            message = f"engine answered {route} with no object while {self._doing}: {data!r:.200}"
-            raise EngineNotReadyError(message)
-        return data
+        return parse_completion(await self.post("/completion", body))
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import ChunkSpec, Client, Devices, Ending, Inputs, Install, KernelResult, TextReader
+from appliance.engines.engine import (
+    ChunkSpec,
+    Client,
+    Devices,
+    Ending,
+    Inputs,
+    Install,
+    KernelResult,
+    LoadStep,
+    TextReader,
+)
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts
@@ -105,6 +115,9 @@ class Llama:
 
     def is_worth_showing(self, line: str) -> bool:
         return server.is_worth_showing(line)
+
+    def step(self, line: str) -> LoadStep | None:
+        return None  # it loads in seconds, and says nothing meanwhile
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         return server.parse_allocated(lines)

@@ -268,7 +268,7 @@ def _lack(line: str) -> Shortage | None:
         longest = _LONGEST.search(line)
         return Shortage(
             refused_mib=max(0.0, float(found[1]) - float(found[2])) * 1024,
-            longest_context=int(longest[1]) if longest else None,
+            context=int(longest[1]) if longest else None,
         )
     if found := _FREE_OF.search(line):
         return Shortage(refused_mib=float(found[3]) * 1024, device=found[1], free_mib=float(found[2]) * 1024)
@@ -290,8 +290,9 @@ def _judge(ending: Ending) -> tuple[type[FatalError], str, str | None] | None:
         return (EngineHostMemoryError, _MORE, None) if ending.oom_kills else None
     if ending.oom_kills and (killed := _line_of_a_kill(ending.log)):
         return EngineHostMemoryError, _MORE, killed
-    found = cause_of(ending)
-    return (found[0].kind, found[0].remedy, found[1]) if found else None
+    if found := cause_of(ending):
+        return found[0].kind, found[0].remedy, found[1]
+    return (EngineNotReadyError, _unknown(ending), killed) if (killed := _line_of_a_kill(ending.log)) else None
 
 
 def _line_of_a_kill(log: Sequence[str]) -> str | None:

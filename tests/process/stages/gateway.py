@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import openai
 import uvloop
 
+from appliance.engine_route import EngineRoute
 from appliance.engines.llama.routes import DROPPED_HEADERS, LOAD_GAUGES, ROUTES, SLOTS_PATH, parse_kv_use
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
@@ -65,6 +68,11 @@ class Stage:
     port: int = 0
     drain: Callable[[float], float] = lambda _: 0.0
     """Drains; returns the seconds it took."""
+
+    @property
+    def log(self) -> Path:
+        """What the engine wrote."""
+        return self.engine_socket.with_suffix(".log")
 
     @property
     def url(self) -> str:
@@ -152,12 +160,14 @@ def on_stage(
     documents: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
     tell_every_s: float = 0.1,
     slots: int | None = None,
+    routes: tuple[EngineRoute, ...] = ROUTES,
 ) -> Iterator[Stage]:
     """`engine` is the fake's file name and its knobs; empty: there is no engine."""
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        with _engine(stage, engine), _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s, slots):
+        gateway = _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s, slots, routes)
+        with _engine(stage, engine), gateway:
             yield stage
     finally:
         shutil.rmtree(folder)
@@ -169,15 +179,17 @@ def _engine(stage: Stage, words: tuple[str, ...]) -> Iterator[None]:
         yield
         return
     name, *knobs = words
-    host = ["--host"] if name == "fake_engine.py" else []
+    before = {"fake_engine.py": ["--host"], "fake_vllm.py": ["serve", "/model", "--uds"]}.get(name, [])
     # -I and -S: the fake starts in a third of the time.
-    argv = [sys.executable, "-I", "-S", str(FAKES / name), *host, str(stage.engine_socket), *knobs]
-    stage.engine = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+    argv = [sys.executable, "-I", "-S", str(FAKES / name), *before, str(stage.engine_socket), *knobs]
+    with stage.log.open("wb") as log:
+        stage.engine = subprocess.Popen(argv, stderr=log, start_new_session=True)
     try:
         eventually(lambda: _listens(stage.engine_socket))
         yield
     finally:
-        stage.engine.kill()
+        with suppress(ProcessLookupError):  # a test may have ended all of it
+            os.killpg(stage.engine.pid, signal.SIGKILL)
         stage.engine.wait()
 
 
@@ -194,11 +206,12 @@ def _gateway(
     documents: Mapping[str, Callable[[], dict[str, Any]]],
     tell_every_s: float,
     slots: int | None,
+    routes: tuple[EngineRoute, ...],
 ) -> Iterator[None]:
     backend = Backend(
         name="small",
         socket_path=stage.engine_socket,
-        routes=ROUTES,
+        routes=routes,
         dropped_headers=DROPPED_HEADERS,
         progress=lambda: stage.progress,
         documents=documents,

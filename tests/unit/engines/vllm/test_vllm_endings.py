@@ -99,7 +99,7 @@ def test_only_real_memory_is_called_memory_with_what_the_log_tells_of_it(name: s
     assert shortage
     assert shortage.refused_mib == pytest.approx(row["needed_mib"], abs=0.01)
     assert shortage.free_mib == pytest.approx(row.get("free_mib"))
-    assert (shortage.device, shortage.longest_context) == (row.get("device"), row.get("longest_context"))
+    assert (shortage.device, shortage.context) == (row.get("device"), row.get("context"))
 
 
 @pytest.mark.parametrize("name", INDEX)
@@ -178,7 +178,7 @@ def test_errors_of_single_requests_are_no_cause_of_a_later_end() -> None:
     assert not found.was_memory
 
 
-def test_the_longest_context_is_taken_as_the_engine_computed_it() -> None:
+def test_the_context_is_taken_as_the_engine_computed_it() -> None:
     said = (
         "(EngineCore pid=9) ERROR 11-22 12:00:02 [core.py:1] ValueError: To serve at least one request with the model's"
         " max seq len (8192), (0.18 GiB KV cache is needed, which is larger than the available KV cache memory "
@@ -186,7 +186,7 @@ def test_the_longest_context_is_taken_as_the_engine_computed_it() -> None:
     )
     found = shortage_of(as_error(crash(said)), (said,))
     assert found
-    assert replace(found, refused_mib=0.0) == Shortage(refused_mib=0.0, longest_context=768)
+    assert replace(found, refused_mib=0.0) == Shortage(refused_mib=0.0, context=768)
     assert found.refused_mib == pytest.approx(163.84)
 
 

@@ -1,0 +1,154 @@
+"""What the engine compiled, on the volume: one folder a build. Half of a file breaks no start, and old builds go.
+
+vLLM writes `torch_compile_cache/KEY/rank_0_0/*/vllm_compile_cache.py` in place and reads it with `ast.literal_eval`
+(compilation/backends.py 199 and 236): one that was cut off ends every later start with the same key. So whatever a
+start wrote that did not become ready is removed, by the next one where the appliance went with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+LIMIT_BYTES = 20 * 2**30  # of all builds
+FOLDERS = ("vllm", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
+_KEYS = Path("vllm/torch_compile_cache")
+_STARTING, _IN_USE = "vllm-starting", "vllm-in-use"
+_SLACK_S = 1.0  # of clocks
+
+_log = logging.getLogger(__name__)
+
+
+class Caches:
+    """Of one engine that is started, maybe several times; see `appliance.command.Upkeep`. Another appliance may use the
+    same volume: what it uses is locked, and a lock goes with its process."""
+
+    def __init__(self, build_dir: Path, name: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        """`name` tells engines apart that are loaded at the same time."""
+        self._build_dir = build_dir
+        self._mark = build_dir / f"{_STARTING}-{name}"
+        self._limit_bytes = limit_bytes
+        self._since_s = 0.0
+        self._locks: list[int] = []
+
+    def begin(self) -> None:
+        self._release()
+        self._build_dir.mkdir(parents=True, exist_ok=True)
+        for mark in sorted(self._build_dir.glob(f"{_STARTING}-*")):
+            self._recover(mark)
+        self._locks.append(_locked(self._build_dir / _IN_USE, fcntl.LOCK_SH))
+        os.utime(self._build_dir / _IN_USE)
+        prune(self._build_dir, self._limit_bytes)
+        self._since_s = time.time() - _SLACK_S
+        self._locks.append(_locked(self._mark, fcntl.LOCK_EX))
+        os.utime(self._mark)
+
+    def ready(self) -> None:
+        """What was written until now is whole."""
+        self._mark.unlink(missing_ok=True)
+        self._since_s = 0.0
+
+    def end(self) -> None:
+        if self._since_s:
+            remove_since(self._build_dir, self._since_s)
+            self._mark.unlink(missing_ok=True)
+            self._since_s = 0.0
+        self._release()
+
+    def _recover(self, mark: Path) -> None:
+        """Of a start that went with its appliance: nobody holds the mark any more."""
+        try:
+            lock, since_s = _locked(mark, fcntl.LOCK_EX | fcntl.LOCK_NB), mark.stat().st_mtime - _SLACK_S
+        except OSError:
+            return  # it is being started elsewhere, or just became ready
+        try:
+            removed = remove_since(self._build_dir, since_s)
+            _log.warning("removed %d files that a start left that was cut off: %s", removed, self._build_dir)
+            mark.unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+
+def remove_since(build_dir: Path, since_s: float) -> int:
+    """How many files were removed: those of the caches that were written since then."""
+    removed = 0
+    for path in _files(build_dir):
+        with suppress(OSError):  # another engine may remove it as well
+            if path.lstat().st_mtime >= since_s:
+                path.unlink()
+                removed += 1
+    return removed
+
+
+def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:
+    """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build. What was
+    removed."""
+    others = [folder for folder in build_dir.parent.iterdir() if folder != build_dir and (folder / _IN_USE).exists()]
+    unused = sorted((folder for folder in others if _is_unused(folder)), key=_age)
+    keys = sorted((folder for folder in _subfolders(build_dir / _KEYS)), key=_age)
+    left = sum(_size(folder) for folder in (build_dir, *others))
+    removed = []
+    for folder in (*unused, *keys[:-1]):  # the newest key is likely the next
+        if left <= limit_bytes:
+            break
+        left -= _size(folder)
+        removed.append(folder)
+        _remove(folder, is_build=folder in unused)
+    return tuple(removed)
+
+
+def _remove(folder: Path, *, is_build: bool) -> None:
+    for part in [folder / name for name in FOLDERS] if is_build else [folder]:
+        shutil.rmtree(part, ignore_errors=True)
+    if is_build:
+        (folder / _IN_USE).unlink(missing_ok=True)
+
+
+def _is_unused(folder: Path) -> bool:
+    try:
+        os.close(_locked(folder / _IN_USE, fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _locked(path: Path, how: int) -> int:
+    """An open file, locked until it is closed or its process ends. Raises BlockingIOError where another has it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _files(build_dir: Path) -> Iterator[Path]:
+    for name in FOLDERS:
+        for folder, _, names in os.walk(build_dir / name):
+            yield from (Path(folder) / each for each in names)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _age(folder: Path) -> float:
+    """Of a build when it was used last."""
+    mark = folder / _IN_USE
+    return (mark if mark.exists() else folder).stat().st_mtime

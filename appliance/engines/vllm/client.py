@@ -1,0 +1,87 @@
+"""vLLM asked for completions, through its socket, by OpenAI's API with vLLM's own fields.
+
+Its clock comes with each answer (`--enable-per-request-metrics`), and so does what it had in its cache
+(`--enable-prompt-tokens-details`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from appliance.command import Command
+from appliance.engines.engine import Completion
+from appliance.engines.json_socket import JsonSocket
+from appliance.errors import EngineNotReadyError
+
+_NAME_FLAG = "--served-model-name"
+_THROWN_AWAY_TOKENS = 2
+
+
+class VllmClient(JsonSocket):
+    """See `appliance.engines.engine.Client`. The first completion is asked for twice and the first answer thrown away:
+    kernels are compiled for the first request of its kind, which `jit_ms` tells then and no measurement should."""
+
+    def __init__(self, command: Command, *, doing: str) -> None:
+        super().__init__(command, doing=doing)
+        self._model = command.argv[command.argv.index(_NAME_FLAG) + 1]
+        self.jit_ms: float | None = None
+
+    async def tokenize(self, text: str, *, as_chat: bool = False) -> list[int]:
+        body: dict[str, Any] = {"model": self._model}
+        body |= {"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text}
+        if not as_chat:
+            body["add_special_tokens"] = False  # a text that goes on is no beginning
+        return list((await self.post("/tokenize", body)).get("tokens") or ())
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        tokens: int,
+        *,
+        uses_cache: bool = True,
+        slot: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        if self.jit_ms is None:
+            # With a salt of its own: what it leaves in the cache is of no use to the one that counts.
+            thrown_away = self._body(prompt, min(tokens, _THROWN_AWAY_TOKENS), salt=secrets.token_hex(8), seed=None)
+            self.jit_ms = parse_completion(await self.post("/v1/completions", thrown_away)).prefill_ms
+        salt = None if uses_cache else secrets.token_hex(8)
+        return parse_completion(await self.post("/v1/completions", self._body(prompt, tokens, salt=salt, seed=seed)))
+
+    def _body(self, prompt: Sequence[int], tokens: int, *, salt: str | None, seed: int | None) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "return_token_ids": True,
+        }
+        body |= {"ignore_eos": True, "temperature": 0} if seed is None else {"seed": seed}
+        return body if salt is None else {**body, "cache_salt": salt}
+
+
+def parse_completion(reply: dict[str, Any]) -> Completion:
+    """EngineNotReadyError for an answer without the engine's clock, or whose figures are no numbers."""
+    try:
+        return _completion(reply)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        message = f"engine gave no timings: {reply!r:.200}"
+        raise EngineNotReadyError(message) from error
+
+
+def _completion(reply: dict[str, Any]) -> Completion:
+    usage, clock = reply["usage"], reply["metrics"]
+    cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    drafts = clock.get("speculative_decoding") or {}
+    return Completion(
+        read=int(usage["prompt_tokens"]) - cached,
+        cached=cached,
+        made=int(usage["completion_tokens"]),
+        tokens=tuple(reply["choices"][0].get("token_ids") or ()),
+        prefill_ms=float(clock["time_to_first_token_ms"]),
+        decode_ms=float(clock["generation_time_ms"]),
+        drafted=int(drafts.get("num_draft_tokens", 0)),
+        accepted=int(drafts.get("num_accepted_draft_tokens", 0)),
+    )

@@ -1,0 +1,36 @@
+"""Which of vLLM's routes a client may use: data.
+
+Not among them, though the engine announces them on every start: `/invocations` and `/ping` (inference that no key
+guards), `/generative_scoring`, `/scale_elastic_ep`, `/inference/v1/*`, `*/render`, `*/derender`, `/load`,
+`/kv_event_sources`, its documentation, and all of its development mode. The list of models is the gateway's own.
+"""
+
+from __future__ import annotations
+
+from appliance.engine_route import Dialect, EngineRoute
+
+
+def _post(
+    path: str, *, bare: bool = False, dialect: Dialect = "openai", can_stream: bool = False
+) -> tuple[EngineRoute, ...]:
+    """With `bare` also without /v1, for clients whose base URL lacks it."""
+    spellings = (path, path.removeprefix("/v1")) if bare else (path,)
+    return tuple(
+        EngineRoute(path=spelling, upstream=path, dialect=dialect, can_stream=can_stream) for spelling in spellings
+    )
+
+
+ROUTES: tuple[EngineRoute, ...] = (
+    *_post("/v1/chat/completions", bare=True, can_stream=True),
+    *_post("/v1/completions", bare=True, can_stream=True),
+    *_post("/v1/responses", bare=True, can_stream=True),
+    *_post("/v1/messages", dialect="anthropic", can_stream=True),
+    *_post("/v1/messages/count_tokens", dialect="anthropic"),
+    *_post("/v1/embeddings", bare=True),
+    *_post("/v1/rerank", bare=True),
+    *_post("/v1/score", bare=True),
+    *_post("/v1/audio/transcriptions", bare=True, can_stream=True),
+    *_post("/v1/audio/translations", bare=True, can_stream=True),
+    *_post("/tokenize"),
+    *_post("/detokenize"),
+)

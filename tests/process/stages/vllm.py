@@ -1,0 +1,35 @@
+"""The fake vLLM as a Command, with what the engine's folder knows of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from appliance.command import Command
+from appliance.engines.vllm.log import is_error, is_waiting
+from appliance.engines.vllm.ready import one_token
+
+FAKE_VLLM = Path(__file__).parents[2] / "fakes/fake_vllm.py"
+
+
+def vllm_command(socket_path: Path, *knobs: str, stall_timeout_s: float = 60.0, stop_grace_s: float = 2.0) -> Command:
+    scratch = socket_path.with_suffix(".ipc")
+    names = ("--served-model-name", "m")
+    return Command(
+        # -I and -S: the fake starts in a third of the time.
+        argv=(sys.executable, "-I", "-S", str(FAKE_VLLM), "serve", "/m", "--uds", str(socket_path), *names, *knobs),
+        environment={"PATH": "/usr/bin:/bin", "VLLM_RPC_BASE_PATH": str(scratch)},
+        is_ready=one_token(socket_path, "m", is_embedding=False),
+        is_error=is_error,
+        is_waiting=is_waiting,
+        socket_path=socket_path,
+        scratch=scratch,
+        stall_timeout_s=stall_timeout_s,
+        stop_grace_s=stop_grace_s,
+    )
+
+
+def family(leader: int) -> list[int]:
+    """The leader, EngineCore, workers: each a child of the one before it."""
+    children = [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
+    return [leader, *(pid for child in children for pid in family(child))]

@@ -1,0 +1,113 @@
+"""vLLM behind the gateway: streams that fail after their status was 200, and routes that do not exist outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.engines.vllm.routes import ROUTES
+from tests.process.stages.gateway import Stage, eventually, on_stage, read_until
+
+MESSAGES: Any = [{"role": "user", "content": "one two three"}]
+ENDLESS = {"model": "m", "messages": MESSAGES, "max_tokens": 10**6, "stream": True}
+END = b"\r\n0\r\n\r\n"  # of a body in chunks
+ANNOUNCED = re.compile(r"Route: (\S+), Methods: (.+)")
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with on_stage("fake_vllm.py", routes=ROUTES) as stage:
+        yield stage
+
+
+def child_of(pid: int) -> int:
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def kill_core(stage: Stage) -> None:
+    assert stage.engine
+    os.kill(child_of(stage.engine.pid), signal.SIGKILL)
+
+
+def kill_worker(stage: Stage) -> None:
+    assert stage.engine
+    os.kill(child_of(child_of(stage.engine.pid)), signal.SIGKILL)
+
+
+def counted(stage: Stage, route: str) -> dict[str, float]:
+    """By status."""
+    text = stage.ask("GET", "/metrics").body.decode()
+    pattern = rf'^appliance_requests_total{{method="POST",route="{route}",status="(\d+)"}} ([0-9.]+)$'
+    return {status: float(count) for status, count in re.findall(pattern, text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("kill", [kill_core, kill_worker])
+def test_a_stream_that_fails_is_an_error_although_its_status_was_200(kill: Any, stage: Stage) -> None:
+    with stage.post("/v1/chat/completions", ENDLESS) as connection:
+        assert read_until(connection, b"word").startswith(b"HTTP/1.1 200 ")
+        kill(stage)
+        rest = read_until(connection, END)
+    assert b"[DONE]" not in rest
+    *_, last = [line for line in rest.split(b"\r\n") if line.startswith(b"data: ")]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "500"
+    eventually(lambda: counted(stage, "/v1/chat/completions") == {"502": 1.0})
+
+
+def test_the_sdk_raises_what_the_engine_said(stage: Stage) -> None:
+    with stage.openai() as client:
+        events = iter(client.chat.completions.create(**ENDLESS))
+        next(events)
+        kill_core(stage)
+        with pytest.raises(openai.APIError, match="had an error while processing"):
+            list(events)
+
+
+def test_an_anthropic_stream_that_fails_is_told_in_its_own_words(stage: Stage) -> None:
+    with stage.post("/v1/messages", ENDLESS) as connection:
+        read_until(connection, b"word")
+        kill_core(stage)
+        rest = read_until(connection, END)
+    (event,) = re.findall(rb"event: error\ndata: (.*)\n", rest)
+    assert json.loads(event)["type"] == "error"
+    eventually(lambda: counted(stage, "/v1/messages") == {"502": 1.0})
+
+
+def test_a_stream_that_ends_well_is_counted_as_such(stage: Stage) -> None:
+    body = stage.ask("POST", "/v1/chat/completions", {**ENDLESS, "max_tokens": 3}).body
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert counted(stage, "/v1/chat/completions") == {"200": 1.0}
+
+
+def test_no_route_that_the_engine_announces_exists_outside_but_the_safe_ones(stage: Stage) -> None:
+    announced = [(path, method) for path, methods in ANNOUNCED.findall(stage.log.read_text())
+                 for method in methods.split(", ")]  # fmt: skip
+    assert len(announced) > 45
+    safe, ours = {route.path for route in ROUTES}, {"/health", "/metrics", "/v1/models"}
+    assert {"/v1/chat/completions", "/v1/messages", "/tokenize"} <= safe & {path for path, _ in announced}
+    refused = [(path, method) for path, method in announced if path not in safe | ours]
+    assert {("/invocations", "POST"), ("/scale_elastic_ep", "POST"), ("/collective_rpc", "POST")} <= set(refused)
+    for path, method in refused:
+        assert stage.ask(method, path, {} if method == "POST" else None).status == 404, path
+    assert set(stage.engine_saw()["counts"]) <= {"GET /health"}  # none of them ever reached it
+
+
+@pytest.mark.parametrize("path", ["//invocations", "/v1/../invocations", "/%69nvocations", "/v1/completions/render"])
+def test_no_spelling_reaches_a_route_that_is_not_listed(path: str, stage: Stage) -> None:
+    assert stage.ask("POST", path, {"model": "m", "prompt": "a"}).status == 404
+    assert not [count for count in stage.engine_saw()["counts"] if "invocations" in count or "render" in count]
+
+
+def test_a_client_that_leaves_ends_its_request_with_the_engine(stage: Stage) -> None:
+    with stage.post("/v1/chat/completions", ENDLESS) as connection:
+        read_until(connection, b"word")
+        assert stage.engine_saw()["open_streams"] == 1
+    eventually(lambda: stage.engine_saw()["open_streams"] == 0)

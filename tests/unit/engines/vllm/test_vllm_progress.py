@@ -1,0 +1,102 @@
+"""The ladder of a start, what was found in the compile cache, what was allocated: from lines of the real log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.engines.vllm.log import is_error, is_waiting, is_worth_showing
+from appliance.engines.vllm.progress import CompileCache, Stage, compile_cache, parse_allocated, step_of
+
+LOG = (Path(__file__).parents[3] / "data/vllm/start-0.32-cpu.log").read_text(encoding="utf-8").splitlines()
+# Of GPUs, from the formats of 0.33.0: compilation/backends.py, decorators.py, v1/worker/gpu_model_runner.py.
+CORE = "(EngineCore pid=117) INFO 11-22 12:00:40 [backends.py:1126] "
+ROOT = "/data/cache/b1/vllm"
+GRAPHS = "from the cache, took 0.812 s"
+COLD = (
+    f"{CORE}Starting torch.compile",
+    f"{CORE}Using cache directory: {ROOT}/torch_compile_cache/0a1b2c3d4e/rank_0_0/backbone for vLLM's torch.compile",
+    f"{CORE}Dynamo bytecode transform time: 3.21 s",
+    f"{CORE}Compiling a graph for compile range (1, 2048) takes 10.11 s",
+    f"{CORE}torch.compile took 13.40 s in total",
+)
+WARM = (COLD[1], f"{CORE}Directly load the compiled graph(s) for compile range (1, 2048) {GRAPHS}")
+AOT = f"{ROOT}/torch_compile_cache/torch_aot_compile/5f0e1d2c3b4a5f0e1d2c3b4a/rank_0_0/model"
+AOT_HIT = (f"{CORE}Directly load AOT compilation from path {AOT}",)
+AOT_MISS = (f"{CORE}Compiling model again due to a load failure from {AOT}, reason: Compile cache file corrupted.",)
+
+
+def test_the_ladder_of_a_real_start_is_climbed_in_its_order() -> None:
+    stages = [step.stage for line in LOG if (step := step_of(line))]
+    assert list(dict.fromkeys(stages)) == ["bind", "imports", "weights", "profile", "warm-up", "first token"]
+    words = [step.words for line in LOG if (step := step_of(line))]
+    assert "imports: version 0.32.0 is imported" in words
+    assert "weights: file 1 of 1" in words
+    assert "profile: room for 32,768 tokens" in words
+
+
+def test_nothing_of_a_good_start_is_an_error() -> None:
+    assert [line for line in LOG if is_error(line)] == []
+
+
+def test_what_is_as_it_should_be_is_not_shown() -> None:
+    shown = [line for line in LOG if is_worth_showing(line)]
+    assert not [line for line in shown if "ulimit" in line or "[shutdown]" in line]
+    assert all(" WARNING " in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (COLD, CompileCache(is_hit=False, key="0a1b2c3d4e")),
+        (WARM, CompileCache(is_hit=True, key="0a1b2c3d4e")),
+        (AOT_HIT, CompileCache(is_hit=True, key="5f0e1d2c3b")),
+        (AOT_MISS, CompileCache(is_hit=False, key="5f0e1d2c3b", reason="Compile cache file corrupted.")),
+        ((*WARM, COLD[3]), CompileCache(is_hit=False, key="0a1b2c3d4e")),
+        (LOG, CompileCache()),
+    ],
+)
+def test_what_a_start_found_in_its_compile_cache(lines: tuple[str, ...], found: CompileCache) -> None:
+    assert compile_cache(lines) == found
+
+
+def test_each_step_of_compiling_says_its_key_or_its_outcome() -> None:
+    words = [step.words for line in (*COLD, *WARM[1:]) if (step := step_of(line)) and step.stage == Stage.COMPILE]
+    assert words == [
+        "compile: the model is being compiled, or taken from the cache",
+        "compile: key 0a1b2c3d4e",
+        "compile: traced in 3.21 s",
+        "compile: cache miss, 10.11 s",
+        "compile: 13.40 s",
+        "compile: cache hit",
+    ]
+
+
+def test_graphs_and_memory_of_a_gpu() -> None:
+    lines = (
+        "(Worker_TP0 pid=2) INFO 11-22 12:00:40 [a.py:1] Model loading took 4.50 GiB memory and 3.802113 seconds",
+        "(Worker_TP1 pid=3) INFO 11-22 12:00:40 [a.py:1] Model loading took 4.50 GiB memory and 3.802113 seconds",
+        "(EngineCore pid=1) INFO 11-22 12:00:40 [a.py:1] Available KV cache memory: 2.00 GiB",
+        "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  51%|#####     | 2/4 [00:00<00:00]",
+        "(Worker_TP0 pid=2) INFO 11-22 12:00:40 [a.py:1] Graph capturing finished in 2 secs, took 0.25 GiB",
+    )
+    allocated = parse_allocated(lines)
+    assert (allocated.model, allocated.kv, allocated.compute) == (9216.0, 2048.0, 256.0)
+    assert [step.words for line in lines[3:] if (step := step_of(line))] == ["graphs: 51 %", "graphs: captured in 2 s"]
+
+
+def test_the_wait_of_one_process_for_another_is_neither_work_nor_an_error() -> None:
+    line = "(EngineCore pid=1) INFO 11-22 12:00:40 [shm_broadcast.py:705] No available shared memory broadcast block found in 60 seconds."  # noqa: E501
+    assert is_waiting(line)
+    assert step_of(line) is None
+    assert not is_error(line)
+    assert not is_waiting(LOG[0])
+
+
+@given(st.text(max_size=200))
+def test_an_unknown_line_is_no_error(line: str) -> None:
+    step = step_of(line)
+    assert step is None or step.stage in set(Stage)
