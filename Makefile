@@ -133,7 +133,7 @@ lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/hadolint images/rendered/*/Dockerfile .devcontainer/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile
+	.venv/bin/hadolint images/rendered/*/Dockerfile .devcontainer/*/Dockerfile images/emulator/Dockerfile images/models/Dockerfile images/scanner/Dockerfile images/router/Dockerfile
 	.venv/bin/zizmor --offline --quiet .github/workflows
 	@if docker buildx build --help 2>/dev/null | grep -q -e ' --check '; then \
 	  for file in images/rendered/*/Dockerfile; do docker buildx build --check --file "$$file" . || exit 1; done; \

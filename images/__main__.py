@@ -48,6 +48,7 @@ from images import (
     recipe,
     render,
     reproduce,
+    router,
     sbom,
     select,
     snapshot,
@@ -728,6 +729,20 @@ def _sbom(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _router(arguments: argparse.Namespace) -> int:
+    tag = arguments.tag or f"{router.NAME}:{router.version_of((ROOT / router.LOCK).read_text('utf-8'))}"
+    if arguments.dry_run:
+        _say(arguments, {"tag": tag, "image": arguments.image}, (f"{tag} on {arguments.image}",))
+        return 0
+    source = router.Source(ca_bundle=build.check_ca_bundle(arguments.ca_bundle), index_url=arguments.index_url)
+    engine = docker.Engine()
+    made = router.build(ROOT, engine, image=arguments.image, tag=tag, source=source)
+    router.verify(ROOT, engine, tag)
+    did = "reused" if made.is_reused else "built"
+    _say(arguments, {"tag": tag, "version": made.version, "did": did, "verified": True}, (tag,))
+    return 0
+
+
 def _bake(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
     if not arguments.dry_run:  # bake makes no folder for what it writes
@@ -937,6 +952,7 @@ def _parser() -> _Parser:
     _add_gate_flags(add("gate", "say which kernels of GPU libraries an SM runs natively; exit 61 when one needs a JIT"))
     _add_gaps_flags(add("gaps", "write images/gaps/<cell>.yaml: what of an engine's wheels runs on which SM", _only()))
     _add_sbom_flags(add("sbom", "write what is in built images as SPDX, .make/images/<cell>.spdx.json", _only()))
+    _add_router_flags(add("router", "build and verify the image of compose/replicas.yaml's balancer", _certificates()))
     _add_bake_flags(add("bake", f"write {bake.BAKE_FILE}: the builds for docker buildx bake", _only()))
     add("ci-matrix", f"write {ci.JOBS_FILE}: the jobs of the images workflow", _only()).set_defaults(verb=_ci_matrix)
     _add_prune_flags(add("prune", "give back the space of what builds left behind"))
@@ -1066,6 +1082,13 @@ def _add_sbom_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", metavar="IMAGE", help="describe this image; appliance:<cell> without it")
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to; beside the cell's archive without it")
     parser.set_defaults(verb=_sbom)
+
+
+def _add_router_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", metavar="IMAGE", default="appliance:llama-cpu", help="to build it on; %(default)s")
+    parser.add_argument("--tag", metavar="IMAGE", help=f"name of the image; {router.NAME}:<version> without it")
+    _add_index_flag(parser)
+    parser.set_defaults(verb=_router)
 
 
 def _add_bake_flags(parser: argparse.ArgumentParser) -> None:

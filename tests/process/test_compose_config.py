@@ -22,7 +22,11 @@ FILES = [
     ("appliance.yaml", "gpu.yaml"),
     *(((f"{front}.yaml",)) for front in FRONTS),
     *((f"{front}.yaml", "gpu.yaml") for front in FRONTS),
+    ("replicas.yaml",),
+    ("replicas.yaml", "replicas-gpu.yaml"),
+    ("appliance.yaml", "dev.yaml"),
 ]
+REPLICAS = ("appliance-1", "appliance-2")
 
 
 def compose(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -176,6 +180,58 @@ def test_provision_knows_its_flags_and_finds_what_they_name(front: str) -> None:
     assert service["healthcheck"]["test"] == ["CMD", "test", "-f", str(options.ready_file)]
     checks = services(front)["check"]["command"]
     assert (parser.parse_args(checks).action, parser.parse_args(checks).folder) == ("check", "/run/secrets")
+
+
+# Replicas
+
+
+def test_replicas_are_the_one_box_appliance_on_one_volume_and_only_the_router_is_published() -> None:
+    alone = read("appliance.yaml")["services"]["appliance"]
+    found = services("replicas")
+    for name in REPLICAS:
+        here = found[name]
+        assert {key for key in alone | here if alone.get(key) != here.get(key)} == {"ports"}
+        assert [(each["source"], each["target"]) for each in here["volumes"]] == [("data", "/data")]
+    published = {name: service["ports"] for name, service in found.items() if service.get("ports")}
+    assert set(published) == {"router"}
+    (port,) = published["router"]
+    assert (port["host_ip"], port["published"], port["target"]) == ("127.0.0.1", "11435", 30000)
+
+
+def test_the_router_is_hardened_knows_each_replica_and_waits_for_long_prompts() -> None:
+    router = services("replicas")["router"]
+    assert (router["user"], router["read_only"], router["cap_drop"]) == ("1000:0", True, ["ALL"])
+    assert router["security_opt"] == ["no-new-privileges:true"]
+    assert not router.get("volumes")
+    flags = dict(
+        word.removeprefix("--").split("=") for word in router["command"] if word.startswith("--") and "=" in word
+    )
+    urls = [word for word in router["command"] if word.startswith("http://")]
+    assert urls == [f"http://{name}:11435" for name in REPLICAS]
+    assert int(flags["request-timeout-secs"]) >= 3600
+    assert (flags["policy"], flags["health-check-endpoint"]) == ("cache_aware", "/health/ready")
+    assert (flags["host"], flags["port"], flags["prometheus-host"]) == ("0.0.0.0", "30000", "127.0.0.1")
+
+
+def test_each_replica_gets_the_cpus_or_the_gpu_that_are_its_own() -> None:
+    given = {"APPLIANCE_1_CPUS": "0-3", "APPLIANCE_2_CPUS": "4-7", "APPLIANCE_1_GPU": "GPU-1a", "APPLIANCE_2_GPU": "3"}
+    done = compose(*files("replicas.yaml", "replicas-gpu.yaml"), "config", "--format", "json", **given)
+    found = json.loads(done.stdout)["services"]
+    assert [found[name]["cpuset"] for name in REPLICAS] == ["0-3", "4-7"]
+    devices = [found[name]["deploy"]["resources"]["reservations"]["devices"][0] for name in REPLICAS]
+    assert [device["device_ids"] for device in devices] == [["GPU-1a"], ["3"]]
+    assert "cpuset" not in read("replicas.yaml")["services"]["appliance-1"]  # all CPUs where none are named
+
+
+def test_the_development_file_runs_the_working_tree_and_stays_as_hardened() -> None:
+    alone = read("appliance.yaml")["services"]["appliance"]
+    here = read("appliance.yaml", "dev.yaml")["services"]["appliance"]
+    assert {key for key in alone | here if alone.get(key) != here.get(key)} == {"volumes", "environment"}
+    (tree,) = [each for each in here["volumes"] if each["type"] == "bind"]
+    assert (tree["source"], tree["read_only"]) == (str(ROOT / "appliance"), True)
+    assert tree["target"] == "/opt/appliance/lib/appliance"
+    differs = {key for key in here["environment"] if here["environment"][key] != alone["environment"][key]}
+    assert differs == {"APPLIANCE_TUNE", "APPLIANCE_DRAIN_S"}
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -1,0 +1,186 @@
+"""compose/replicas.yaml for real: two appliances on the CPU behind the router, and one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import docker
+import pytest
+import requests
+from docker.models.containers import Container
+
+from tests.container.stages.containers import IMAGE, ROOT, volume, wait_for
+
+CLIENTS = 16
+SLOTS = 2
+WAIT_S = 600  # of a machine that does much else
+ROUTER = "appliance-router-test:latest"
+REPLICAS = ("appliance-1", "appliance-2")
+
+
+@dataclass
+class Replicas:
+    """The project that runs, asked through the router."""
+
+    project: str
+    base: str
+    client: docker.DockerClient
+    key: str = ""
+
+    def container(self, service: str) -> Container:
+        labels = [f"com.docker.compose.project={self.project}", f"com.docker.compose.service={service}"]
+        (found,) = self.client.containers.list(all=True, filters={"label": labels})
+        return found
+
+    def logs(self) -> str:
+        return "\n".join(self.container(name).logs(tail=20).decode(errors="replace") for name in (*REPLICAS, "router"))
+
+    def chat(self, content: str, **kwargs: Any) -> requests.Response:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, **kwargs}
+        headers = {"Authorization": f"Bearer {self.key}"}
+        url = f"{self.base}/v1/chat/completions"
+        return requests.post(url, json=body, headers=headers, stream=bool(kwargs.get("stream")), timeout=WAIT_S)
+
+    def in_flight(self, service: str) -> int:
+        """By the replica's own metrics."""
+        code = (
+            "import sys, urllib.request as u;"
+            "r = u.Request('http://127.0.0.1:11435/metrics', headers={'Authorization': 'Bearer ' + sys.argv[1]});"
+            "print(u.urlopen(r, timeout=30).read().decode().split('\\nappliance_requests_in_flight ')[1].split()[0])"
+        )
+        done = self.container(service).exec_run(["python3", "-c", code, self.key])
+        assert done.exit_code == 0, done.output
+        return int(float(done.output))
+
+    def is_ready(self) -> bool:
+        try:
+            return self.chat("Hi", max_tokens=1).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+
+@dataclass
+class Stream:
+    """One client with a long answer. It reads on while nothing is killed; after that it is content with one event more
+    and leaves, so that whoever still waits gets its place."""
+
+    has_begun: bool = False  # the head of an answer came, which no router can take back
+    is_served: bool = False  # by an event after the replica was killed
+    told: str = ""
+
+    def run(self, replicas: Replicas, number: int, killed: threading.Event) -> None:
+        try:
+            question = f"{number}: count to a hundred, and begin with {number}."
+            with replicas.chat(question, stream=True, ignore_eos=True, max_tokens=1500) as reply:
+                if reply.status_code != 200:
+                    self.told = f"{reply.status_code}: {reply.text[:300]}"
+                    return
+                self.has_begun = True
+                self._read(reply, killed)
+        except requests.RequestException as error:
+            self.told = type(error).__name__
+
+    def _read(self, reply: requests.Response, killed: threading.Event) -> None:
+        for line in reply.iter_lines():
+            if b'"error"' in line:
+                self.told = line.decode()
+                return
+            if line.startswith(b"data: ") and killed.is_set():
+                self.is_served = True
+                return
+
+
+def compose(replicas: str, *words: str, **variables: str) -> None:
+    argv = ["docker", "compose", "--project-name", replicas, "-f", "compose/replicas.yaml", *words]
+    done = subprocess.run(argv, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def router_image() -> Iterator[str]:
+    argv = [sys.executable, "-m", "images", "router", "--image", IMAGE, "--tag", ROUTER]
+    bundle = os.environ.get("SSL_CERT_FILE")
+    argv += ["--ca-bundle", bundle] if bundle else []
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ROUTER
+    yield ROUTER
+    subprocess.run(["docker", "image", "rm", ROUTER], capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def replicas(router_image: str) -> Iterator[Replicas]:
+    project, port = f"appliance-test-{uuid.uuid4().hex[:8]}", free_port()
+    with volume() as data:
+        variables = {
+            "APPLIANCE_IMAGE": IMAGE, "ROUTER_IMAGE": router_image, "APPLIANCE_VOLUME": data, "APPLIANCE_TUNE": "off",
+            "APPLIANCE_HOST_PORT": str(port), "APPLIANCE_USER": "12345:0", "APPLIANCE_PARALLEL": str(SLOTS),
+            "APPLIANCE_CTX_SIZE": "4096", "APPLIANCE_THREADS": "1",
+        }  # fmt: skip
+        found = Replicas(project=project, base=f"http://127.0.0.1:{port}", client=docker.from_env())
+        try:
+            compose(project, "up", "--detach", **variables)
+            wait_for(lambda: found.container("appliance-1").exec_run(["appliance", "key"]).exit_code == 0, 300)
+            found.key = found.container("appliance-1").exec_run(["appliance", "key"]).output.decode().strip()
+            wait_for(found.is_ready, 300, found.logs)
+            for name in REPLICAS:
+                wait_for(partial(is_healthy, found, name), 300, found.logs)
+            yield found
+        finally:
+            compose(project, "down", "--timeout", "0", **variables)
+            found.client.close()
+
+
+def test_the_router_lets_nobody_in_without_the_key(replicas: Replicas) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert requests.post(f"{replicas.base}/v1/chat/completions", json=chat, timeout=60).status_code == 401
+    assert requests.get(f"{replicas.base}/readiness", timeout=60).status_code == 200
+
+
+def test_a_killed_replica_loses_no_request_that_had_not_begun_and_comes_back(replicas: Replicas) -> None:
+    killed = threading.Event()
+    streams = [Stream() for _ in range(CLIENTS)]
+    arguments = [(replicas, number, killed) for number in range(CLIENTS)]
+    threads = [
+        threading.Thread(target=stream.run, args=given) for stream, given in zip(streams, arguments, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    # More requests than slots: at each replica some have begun, and others wait.
+    wait_for(lambda: all(replicas.in_flight(name) > SLOTS for name in REPLICAS), 300, replicas.logs)
+    wait_for(lambda: any(stream.has_begun for stream in streams), 300, replicas.logs)
+    victim, other = REPLICAS
+    replicas.container(victim).kill()
+    killed.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads), replicas.logs()
+    lost = [stream.told for stream in streams if not stream.has_begun]
+    assert not lost, f"{lost}\n{replicas.logs()}"
+    told = [stream.told for stream in streams if not stream.is_served]
+    assert all(told), "a stream was cut and its client was not told"
+    assert len(told) <= SLOTS  # that were with the engine that was killed
+
+    replicas.container(victim).start()
+    wait_for(lambda: is_healthy(replicas, victim), 300, replicas.logs)
+    replicas.container(other).kill()
+    wait_for(replicas.is_ready, 300, replicas.logs)
+
+
+def is_healthy(replicas: Replicas, service: str) -> bool:
+    return replicas.container(service).exec_run(["appliance", "health"]).exit_code == 0
