@@ -23,6 +23,7 @@ from images import (
     bake,
     bases,
     build,
+    cards,
     ci,
     compat,
     debian,
@@ -146,6 +147,7 @@ def _render(arguments: argparse.Namespace) -> int:
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
+    files[cards.PAGE] = cards.page(loaded, proofs.load(ROOT, loaded.cells))
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:

@@ -23,7 +23,10 @@ from images.__main__ import _parser
 from tests.process.stages.gateway import KEY, on_stage
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/figures.md", "docs/one-api.md", "images/README.md")
+PAGES = (
+    *("README.md", "images/README.md"),  # README.zh-CN.md has the same commands, which a unit test sees to
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").glob("*.md"))),
+)
 BEGINS = ("make", "python", "python3", "docker", "pip", "uv", "appliance")
 # Inside a line: a program and what it is told; `docker run` and `python3 -m images` alone are names.
 SPAN = re.compile(r"`((?:python\d? -m (?:images \S|benchmarks\.\w)|(?!python|docker run`)\w+ )[^`]*)`")
@@ -174,6 +177,7 @@ def test_the_command_line_inside_the_image_understands_it(command: Command) -> N
 
 def test_the_python_snippet_runs() -> None:
     (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert f"```python\n{snippet}```" in (ROOT / "README.zh-CN.md").read_text()
     with on_stage("fake_engine.py", "--alias", "demo") as stage:
         mine = snippet.replace("http://127.0.0.1:11435", stage.url).replace('api_key="…"', f'api_key="{KEY}"')
         assert mine.count(stage.url) == mine.count(KEY) == 1
