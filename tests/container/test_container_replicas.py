@@ -59,6 +59,7 @@ class Replicas:
         )
         done = self.container(service).exec_run(["python3", "-c", code, self.key])
         assert done.exit_code == 0, done.output
+        assert isinstance(done.output, bytes)
         return int(float(done.output))
 
     def is_ready(self) -> bool:
@@ -136,7 +137,9 @@ def replicas(router_image: str) -> Iterator[Replicas]:
         try:
             compose(project, "up", "--detach", **variables)
             wait_for(lambda: found.container("appliance-1").exec_run(["appliance", "key"]).exit_code == 0, 300)
-            found.key = found.container("appliance-1").exec_run(["appliance", "key"]).output.decode().strip()
+            key = found.container("appliance-1").exec_run(["appliance", "key"]).output
+            assert isinstance(key, bytes)
+            found.key = key.decode().strip()
             wait_for(found.is_ready, 300, found.logs)
             for name in REPLICAS:
                 wait_for(partial(is_healthy, found, name), 300, found.logs)

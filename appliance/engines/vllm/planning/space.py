@@ -133,10 +133,10 @@ class Space(doors.Space):
         """With no more context than the engine named, else with less cache by what was missing."""
         limits, where = self._facts.limits, shortage.device or ("each GPU" if plan.placement.shares else "the host")
         missing = max(shortage.refused_mib - (shortage.free_mib or 0.0), FRAGMENTS_MIB)
-        if shortage.longest_context is None:
+        if shortage.context is None:
             kept = replace(limits, kv_mib=max(0.0, min(limits.kv_mib, _cache_mib(plan)) - missing))
         else:
-            kept, missing = replace(limits, context=min(limits.context, shortage.longest_context)), shortage.refused_mib
+            kept, missing = replace(limits, context=min(limits.context, shortage.context)), shortage.refused_mib
         space = self._with_limits(limits=kept)
         return Reduced(space=space, missing_mib=missing, where=where, taken_mib=self._asked_mib)
 
