@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ settings.register_profile("fast", parent=settings.get_profile("thorough"), max_e
 # For `make properties`, which a workflow runs every week: 2,000 examples of what `make test` takes 60 of.
 settings.register_profile("weekly", parent=settings.get_profile("thorough"), max_examples=3400)
 settings.load_profile("fast")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
