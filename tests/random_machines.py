@@ -112,7 +112,7 @@ def space_of(hardware: Hardware, model: Model, **flags: str) -> Space:
     return Space(resolve_settings(flags, {}), image, engine, hardware, model)
 
 
-def job_s(space: Space, plan: Plan, depth: float = EMPTY) -> float:
+def job_s(space: Space, plan: Plan, depth: float = EMPTY, *, tokens_in: int = CHAT_IN) -> float:
     """Of a chat, with so much in the cache as it begins to answer."""
     costs = space.costs(plan)
-    return CHAT_OUT / decode_tokens_per_s(costs, depth) + CHAT_IN / prefill_tokens_per_s(costs, CHAT_IN)
+    return CHAT_OUT / decode_tokens_per_s(costs, depth) + tokens_in / prefill_tokens_per_s(costs, tokens_in)
