@@ -13,13 +13,14 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
+    addresses,
     bake,
     bases,
     build,
@@ -50,6 +51,7 @@ from images import (
     select,
     snapshot,
     space,
+    substitute,
     verify,
     wheel_gaps,
 )
@@ -185,6 +187,10 @@ def _build(arguments: argparse.Namespace) -> int:
         _say(arguments, rows, [_build_line(row) for row in rows])
         return 0
     build.refuse_platform(cells, engine.platform)
+    for cell in cells:
+        addresses.refuse_narrow(cell, addresses.here())
+    if options.toolkit_image == substitute.WORD:
+        options = replace(options, toolkit_image=substitute.make(ROOT, loaded, cells, options, engine))
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
     if models:
         results = [
@@ -435,6 +441,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         commit=found.labels.get(proofs.REVISION_LABEL),
         today=datetime.now(UTC).date(),
         machine=_machine_words(_machine_here(known)),
+        toolkit=found.labels.get(build.TOOLKIT_OVERRIDE_LABEL),
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
@@ -995,7 +1002,10 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     """What a build is made of, where that is not what the matrix pins; `of`: the flag that these belong to."""
     about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
     parser.add_argument("--base", metavar="IMAGE", help=of + about)
-    about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
+    about = (
+        "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one; `substitute`: "
+        "for 12.8 from one that is made here of Debian's nvcc 12.4 and wheels, which shows that the build runs"
+    )
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
