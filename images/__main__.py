@@ -25,6 +25,7 @@ from images import (
     bases,
     build,
     ci,
+    ci_steps,
     compat,
     debian,
     described,
@@ -744,6 +745,24 @@ def _ci_matrix(arguments: argparse.Namespace) -> int:
     return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells, _is_locked))
 
 
+def _ci_steps(arguments: argparse.Namespace) -> int:
+    """What a forge would run, to be read, checked or run here."""
+    known = ci_steps.load(ROOT)
+    jobs = dict.fromkeys(f"{step.workflow}/{step.job}" for step in known)
+    if arguments.job and arguments.job not in jobs:
+        message = f"no such job: {arguments.job}"
+        raise UsageError(message, hint=near_miss(arguments.job, jobs) or f"the jobs are {', '.join(jobs)}")
+    steps = [step for step in known if arguments.job in (None, f"{step.workflow}/{step.job}")]
+    if arguments.out and not arguments.dry_run:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            if step.script:
+                (arguments.out / step.file).write_text(f"#!/usr/bin/env bash\n{step.script}", "utf-8")
+    lines = [f"{step.file if step.script else f'{step.action} (an action)'}: {step.name}" for step in steps]
+    _say(arguments, [asdict(step) for step in steps], lines)
+    return 0
+
+
 def _is_locked(cell: Cell, platform: matrix.Platform) -> bool:
     return (ROOT / debian.path_for(cell.base, platform)).exists()
 
@@ -936,6 +955,7 @@ def _parser() -> _Parser:
     _add_sbom_flags(add("sbom", "write what is in built images as SPDX, .make/images/<cell>.spdx.json", _only()))
     _add_bake_flags(add("bake", f"write {bake.BAKE_FILE}: the builds for docker buildx bake", _only()))
     add("ci-matrix", f"write {ci.JOBS_FILE}: the jobs of the images workflow", _only()).set_defaults(verb=_ci_matrix)
+    _add_steps_flags(add("ci-steps", "show the steps of the workflows' jobs; with --out write the shell of each"))
     _add_prune_flags(add("prune", "give back the space of what builds left behind"))
     _add_explain_flags(add("explain", "say why a cell exists, cannot exist or is not built, with the sources"))
     _add_select_flags(
@@ -1070,6 +1090,12 @@ def _add_bake_flags(parser: argparse.ArgumentParser) -> None:
     about = "print the variables of this moment instead, as NAME=value lines for `env`"
     parser.add_argument("--env", action="store_true", help=about)
     parser.set_defaults(verb=_bake)
+
+
+def _add_steps_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="WORKFLOW/JOB", nargs="?", help="such as image/build; all without it")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write each step's shell there, as it would be run")
+    parser.set_defaults(verb=_ci_steps)
 
 
 def _add_prune_flags(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,8 @@ X86 = """\
 7ffd1b5e2000-7ffd1b603000 rw-p 00000000 00:00 0 [stack]
 ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
 """
-ARM_48 = (
-    "aaaad5a10000-aaaad5a1a000 r-xp 00000000 08:01 1 cat\nffffc3a1b000-ffffc3a3c000 rw-p 0 00:00 0 [stack]\n"
-)
-ARM_39 = (
-    "5567a10000-5567a1a000 r-xp 00000000 08:01 1 cat\n7fc3a1b000-7fc3a3c000 rw-p 0 00:00 0 [stack]\n"
-)
+ARM_48 = "aaaad5a10000-aaaad5a1a000 r-xp 00000000 08:01 1 cat\nffffc3a1b000-ffffc3a3c000 rw-p 0 00:00 0 [stack]\n"
+ARM_39 = "5567a10000-5567a1a000 r-xp 00000000 08:01 1 cat\n7fc3a1b000-7fc3a3c000 rw-p 0 00:00 0 [stack]\n"
 
 
 @pytest.mark.parametrize(("maps", "bits"), [(X86, 47), (ARM_48, 48), (ARM_39, 39), ("", None)])
