@@ -13,18 +13,20 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
+    addresses,
     bake,
     bases,
     build,
     cards,
     ci,
+    ci_steps,
     compat,
     debian,
     described,
@@ -54,6 +56,7 @@ from images import (
     select,
     snapshot,
     space,
+    substitute,
     verify,
     wheel_gaps,
 )
@@ -195,6 +198,10 @@ def _build(arguments: argparse.Namespace) -> int:
         _say(arguments, rows, [_build_line(row) for row in rows])
         return 0
     build.refuse_platform(cells, engine.platform)
+    for cell in cells:
+        addresses.refuse_narrow(cell, addresses.here())
+    if options.toolkit_image == substitute.WORD:
+        options = replace(options, toolkit_image=substitute.make(ROOT, loaded, cells, options, engine))
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
     if models:
         results = [
@@ -447,6 +454,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         commit=found.labels.get(proofs.REVISION_LABEL),
         today=datetime.now(UTC).date(),
         machine=_machine_words(_machine_here(known)),
+        toolkit=found.labels.get(build.TOOLKIT_OVERRIDE_LABEL),
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
@@ -764,6 +772,24 @@ def _ci_matrix(arguments: argparse.Namespace) -> int:
     return _generate(arguments, ci.JOBS_FILE, ci.jobs_file(loaded.cells, _is_locked))
 
 
+def _ci_steps(arguments: argparse.Namespace) -> int:
+    """What a forge would run, to be read, checked or run here."""
+    known = ci_steps.load(ROOT)
+    jobs = dict.fromkeys(f"{step.workflow}/{step.job}" for step in known)
+    if arguments.job and arguments.job not in jobs:
+        message = f"no such job: {arguments.job}"
+        raise UsageError(message, hint=near_miss(arguments.job, jobs) or f"the jobs are {', '.join(jobs)}")
+    steps = [step for step in known if arguments.job in (None, f"{step.workflow}/{step.job}")]
+    if arguments.out and not arguments.dry_run:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            if step.script:
+                (arguments.out / step.file).write_text(f"#!/usr/bin/env bash\n{step.script}", "utf-8")
+    lines = [f"{step.file if step.script else f'{step.action} (an action)'}: {step.name}" for step in steps]
+    _say(arguments, [asdict(step) for step in steps], lines)
+    return 0
+
+
 def _is_locked(cell: Cell, platform: matrix.Platform) -> bool:
     return (ROOT / debian.path_for(cell.base, platform)).exists()
 
@@ -957,6 +983,7 @@ def _parser() -> _Parser:
     _add_router_flags(add("router", "build and verify the image of compose/replicas.yaml's balancer", _certificates()))
     _add_bake_flags(add("bake", f"write {bake.BAKE_FILE}: the builds for docker buildx bake", _only()))
     add("ci-matrix", f"write {ci.JOBS_FILE}: the jobs of the images workflow", _only()).set_defaults(verb=_ci_matrix)
+    _add_steps_flags(add("ci-steps", "show the steps of the workflows' jobs; with --out write the shell of each"))
     _add_prune_flags(add("prune", "give back the space of what builds left behind"))
     _add_explain_flags(add("explain", "say why a cell exists, cannot exist or is not built, with the sources"))
     _add_select_flags(
@@ -1023,7 +1050,10 @@ def _add_source_flags(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     """What a build is made of, where that is not what the matrix pins; `of`: the flag that these belong to."""
     about = "build on this image of the engine instead of the pinned one; `auto`: the pinned one if it can be had"
     parser.add_argument("--base", metavar="IMAGE", help=of + about)
-    about = "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one"
+    about = (
+        "take the toolkit of CUDA 12.8 or 12.9 from this image of the engine instead of the pinned one; `substitute`: "
+        "for 12.8 from one that is made here of Debian's nvcc 12.4 and wheels, which shows that the build runs"
+    )
     parser.add_argument("--toolkit-image", metavar="IMAGE", help=of + about)
     about = "date of the image; without it the last commit's"
     parser.add_argument("--epoch", metavar="SECONDS", type=_epoch, help=of + about)
@@ -1097,6 +1127,12 @@ def _add_bake_flags(parser: argparse.ArgumentParser) -> None:
     about = "print the variables of this moment instead, as NAME=value lines for `env`"
     parser.add_argument("--env", action="store_true", help=about)
     parser.set_defaults(verb=_bake)
+
+
+def _add_steps_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="WORKFLOW/JOB", nargs="?", help="such as image/build; all without it")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write each step's shell there, as it would be run")
+    parser.set_defaults(verb=_ci_steps)
 
 
 def _add_prune_flags(parser: argparse.ArgumentParser) -> None:

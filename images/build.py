@@ -38,6 +38,7 @@ REPRODUCIBLE_LABEL = "io.appliance.reproducible"
 NO_ATTESTATIONS = ("--provenance=false", "--sbom=false")
 FILES_LABEL = "io.appliance.files-sha256"  # of the manifest of all files, which is in the image
 FILES_TARGET = "files-manifest"
+TOOLKIT_LABEL = "io.appliance.toolkit"  # of an image that is nothing else
 TOOLKIT_OVERRIDE_LABEL = "io.appliance.toolkit-override"  # on images that another toolkit image went into
 DISK_FULL = ("no space left on device", "disk quota exceeded")
 # What docker says to `buildx build --progress` when it has no such plugin.
@@ -366,7 +367,8 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
     if image is None:
         message = f"cell {cell.id}: the toolkit's image is not among the engine's images: {wanted}"
         raise BuildError(message, hint=f"docker pull {wanted}")
-    return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=wanted)
+    name = image.labels.get(TOOLKIT_LABEL, wanted)  # one that was made here says what it is
+    return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=name)
 
 
 def _toolkit_context(job: Job) -> str:

@@ -101,8 +101,9 @@ def of_checks(
     commit: str | None,
     today: date,
     machine: str,
+    toolkit: str | None = None,
 ) -> Proof:
-    """What `verify` saw of an image, check by check, all of which passed."""
+    """What `verify` saw of an image, check by check, all of which passed. `toolkit`: that stood for the matrix's."""
     size = re.match(r"(\d+) MiB", said.get("size", ""))
     others = [f"{name}: {_short(said[name])}" for name in TELLING if name in said]
     return Proof(
@@ -113,7 +114,7 @@ def of_checks(
         date=today,
         machine=machine,
         size_mib=int(size[1]) if size else None,
-        ran=(f"verify, {len(said)} checks", *others),
+        ran=(f"verify, {len(said)} checks", *others, *((f"substituted toolkit: {toolkit}",) if toolkit else ())),
     )
 
 

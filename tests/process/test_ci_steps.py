@@ -1,0 +1,210 @@
+"""The steps of the workflows' jobs, run as a forge runs them, up to what only a forge has.
+
+Each step's own shell runs; the programs that it would reach the world with are one that writes down how it was called.
+What it asks of the build half is asked of the real one, dry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from images import __main__ as command
+from images import ci_steps
+from images.ci_steps import Step
+from images.errors import MatrixError
+
+ROOT = Path(__file__).parents[2]
+DIGEST = "sha256:" + "d" * 64
+PUSHED = f"registry.example/appliance:llama-cpu-amd64@{DIGEST}"
+RECORDER = f"""#!/bin/sh
+printf '%s' "${{0##*/}}" >> "$CALLS"; printf ' %s' "$@" >> "$CALLS"; echo >> "$CALLS"
+case "${{0##*/}} $*" in
+  'git diff --cached --quiet') exit 1 ;;
+  'gh pr list '*) echo 0 ;;
+  'docker buildx imagetools inspect '*) echo '{{"digest": "{DIGEST}"}}' ;;
+  *'images list --json') echo '[{{"base": "debian:bookworm-slim"}}, {{"base": "debian:trixie-slim"}}]' ;;
+  *'images build '*' --push '*) echo {PUSHED} ;;
+esac
+"""
+WORLD = ("docker", "gh", "git", "make", "sudo")  # and the project's Python
+# What the forge would put in the place of an expression, for a job of one cell that is pushed.
+VALUES = {
+    "github.ref": "refs/heads/main",
+    "github.repository": "team/appliance",
+    "github.server_url": "https://git.example",
+    "github.token": "a-token",
+    "inputs.cell": "llama-cpu",
+    "inputs.only || '.*'": "llama-cpu",
+    "matrix.arch": "amd64",
+    "needs.build.outputs.amd64": DIGEST,
+    "needs.build.outputs.arm64": "",
+    "vars.REGISTRY": "registry.example/appliance",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A checkout with nothing in it but what the steps read."""
+
+    folder: Path
+    values: dict[str, str] = field(default_factory=lambda: dict(VALUES))
+
+    def run(self, step: Step, **more: str) -> subprocess.CompletedProcess[str]:
+        assert step.script is not None
+        given = {name: ci_steps.filled(text, self.values) for name, text in step.environment.items()}
+        forge = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary"}
+        own = {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "CALLS": str(self.folder / "calls"),
+            "GITHUB_ACTOR": "somebody",
+            "GITHUB_REF_NAME": "main",
+            "GITHUB_REF_TYPE": "branch",
+            "GITHUB_REPOSITORY_OWNER": "team",
+            **{name: str(self.folder / file) for name, file in forge.items()},
+        }
+        words = ("bash", "--noprofile", "--norc", "-c", step.script)
+        return subprocess.run(
+            words, cwd=self.folder, env={**own, **given, **more}, capture_output=True, text=True, check=False
+        )
+
+    def lines(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text("utf-8").splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    shutil.copytree(ROOT / ".github", tmp_path / ".github")
+    programs = [*(tmp_path / "bin" / name for name in WORLD), tmp_path / ".venv/bin/python"]
+    for program in programs:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(RECORDER, "utf-8")
+        program.chmod(0o755)
+    return Place(folder=tmp_path)
+
+
+def job(name: str) -> dict[str, Step]:
+    """Its steps that have a shell, by name."""
+    workflow, _, wanted = name.partition("/")
+    found = [step for step in ci_steps.load(ROOT) if (step.workflow, step.job) == (workflow, wanted)]
+    return {step.name: step for step in found if step.script}
+
+
+def ran(place: Place, name: str, **more: str) -> list[str]:
+    """What the steps of a job called, one after the other; none of them may fail."""
+    for step in job(name).values():
+        if step.name not in ("Containerd image store", "Free disk"):  # of the runner alone
+            done = place.run(step, **more)
+            assert done.returncode == 0, (step.name, done.stderr)
+    return place.lines("calls")
+
+
+def asked(calls: list[str]) -> list[list[str]]:
+    """What was asked of the build half."""
+    mark = "python -m images "
+    return [line.removeprefix(mark).split() for line in calls if line.startswith(mark)]
+
+
+def test_a_cell_is_built_gated_and_pushed(place: Place) -> None:
+    """As `image / build` does it, each command accepted by the build half itself."""
+    calls = ran(place, "image/build")
+    assert [words[0] for words in asked(calls)] == ["build", "verify", "build"]
+    address = "https://git.example/team/appliance"
+    named = ["--source", address, "--url", address, "--vendor", "team"]
+    for words in asked(calls):
+        assert words[1:3] == ["--only", "llama-cpu"]
+        assert words[0] == "verify" or words[-6:] == named
+        assert command.main([*words, "--dry-run"]) == 0
+    cache = "type=registry,ref=registry.example/appliance-cache:llama-cpu-amd64"
+    assert asked(calls)[0][4:8] == ["--cache-from", cache, "--cache-to", f"{cache},mode=max"]
+    assert place.lines("output") == [f"amd64={DIGEST}"]
+    assert "docker login --username somebody --password-stdin registry.example" in calls
+    assert not [line for line in calls if "a-token" in line]  # on stdin, where no list of processes shows it
+
+
+def test_without_a_registry_nothing_leaves_the_runner(place: Place) -> None:
+    place.values["vars.REGISTRY"] = ""
+    steps = job("image/build")
+    assert {steps[name].condition for name in ("Log in", "Push")} == {"vars.REGISTRY != ''"}
+    for name in ("Build", "Gate"):
+        assert place.run(steps[name]).returncode == 0
+    assert "--cache-from" not in " ".join(place.lines("calls"))
+
+
+@pytest.mark.parametrize(("kind", "name", "more"), [("branch", "main", ()), ("tag", "v1.2", (":1.2-llama-cpu",))])
+def test_an_index_is_made_of_what_was_pushed(place: Place, kind: str, name: str, more: tuple[str, ...]) -> None:
+    calls = ran(place, "image/merge", GITHUB_REF_TYPE=kind, GITHUB_REF_NAME=name)
+    words = next(line for line in calls if "imagetools create" in line).split()
+    tags = [value for flag, value in itertools.pairwise(words) if flag == "--tag"]
+    assert tags[0] == "registry.example/appliance:llama-cpu"
+    assert tags[1].removeprefix("registry.example/appliance:llama-cpu-").isdecimal()
+    assert tags[2:] == [f"registry.example/appliance{tag}" for tag in more]
+    assert words[-1] == f"registry.example/appliance@{DIGEST}"  # arm64 gave none
+    assert place.lines("output") == [f"digest={DIGEST}"]
+
+
+def test_the_cells_of_a_run_are_chosen_by_name(place: Place) -> None:
+    ran(place, "images/list")
+    (line,) = place.lines("output")
+    assert [each["cell"] for each in json.loads(line.removeprefix("cells="))] == ["llama-cpu"]
+    place.values["inputs.only || '.*'"] = "no-such"
+    done = place.run(job("images/list")["List cells"])
+    assert (done.returncode, done.stderr.strip()) == (2, "no cell matches: no-such")
+
+
+def test_fresh_locks_are_proposed_once(place: Place) -> None:
+    calls = ran(place, "lock/propose")
+    assert asked(calls)[1:] == [
+        ["lock", "--bases", "bookworm", "trixie"],
+        ["lock", "--debian", "--platform", "linux/amd64"],
+        ["lock", "--debian", "--platform", "linux/arm64"],
+        ["render"],
+    ]
+    assert [line for line in calls if line.startswith("docker pull")] == [
+        "docker pull --quiet debian:bookworm-slim",
+        "docker pull --quiet debian:trixie-slim",
+    ]
+    assert [line.partition(" --")[0] for line in calls if line.startswith("gh ")] == [
+        "gh auth setup-git",
+        "gh pr list",
+        "gh pr create",
+    ]
+
+
+def test_a_step_that_fails_ends_its_job(place: Place) -> None:
+    """A gate that does not hold must not be pushed."""
+    (place.folder / ".venv/bin/python").write_text("#!/bin/sh\nexit 61\n", "utf-8")
+    assert place.run(job("image/build")["Gate"]).returncode == 61
+    assert place.run(job("image/build")["Build"]).returncode == 61
+    assert place.run(job("lock/propose")["Lock"]).returncode == 61
+
+
+def test_the_steps_are_written_for_a_linter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["ci-steps", "image/build", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("(an action): actions/checkout")
+    assert said[-1] == "image-build-7.sh: Push"
+    assert (tmp_path / "image-build-6.sh").read_text("utf-8").startswith("#!/usr/bin/env bash\nset -e\n")
+    assert command.main(["ci-steps", "image/biuld"]) == 2
+    assert "no such job: image/biuld" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"run": "ls", "shell": "pwsh"}, "another shell than bash: pwsh"),
+        ({"run": "echo ${{ inputs.cell }}"}, r"part of a script: \$\{\{ inputs.cell \}\}"),
+    ],
+)
+def test_a_script_that_cannot_be_checked_is_refused(step: Mapping[str, str], said: str) -> None:
+    with pytest.raises(MatrixError, match=said):
+        list(ci_steps.parse("x", {"jobs": {"y": {"steps": [step]}}}))
