@@ -28,6 +28,7 @@ from images import (
     ci,
     ci_steps,
     compat,
+    convert,
     debian,
     described,
     devcontainer,
@@ -660,12 +661,17 @@ def _check_debian(arguments: argparse.Namespace, loaded: Matrix, dockerfiles: Se
 
 def _fetch(arguments: argparse.Namespace) -> int:
     rung = _rung_of(arguments, recipe.load(ROOT, arguments.name))
+    if arguments.safetensors:
+        convert.refuse_other(rung)
     targets = tuple(fetch.target_of(file, arguments.to) for file in rung.files)
+    folder = targets[0].with_suffix("") if arguments.safetensors else None
     if not arguments.dry_run:
         ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
         targets = fetch.fetch(ROOT, rung, arguments.to, ca_bundle=ca_bundle, hub=arguments.hub)
+        folder = convert.to_safetensors(ROOT, targets[0], ca_bundle=ca_bundle) if arguments.safetensors else None
     said = [{"file": str(at), "sha256": file.sha256} for at, file in zip(targets, rung.files, strict=True)]
-    _say(arguments, {**said[0], "files": said}, [str(target) for target in targets])
+    made = {"folder": str(folder)} if folder else {}
+    _say(arguments, {**said[0], "files": said, **made}, [str(folder)] if folder else [str(at) for at in targets])
     return 0
 
 
@@ -1222,6 +1228,8 @@ def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="a file of images/models, without .yaml")
     _add_rung_flags(parser)
     parser.add_argument("--to", metavar="DIR", type=Path, default=WEIGHTS, help="default: .make/models")
+    about = f"make of a GGUF file a folder of bf16 safetensors as well, in {convert.IMAGE}, and print that"
+    parser.add_argument("--safetensors", action="store_true", help=about)
     parser.set_defaults(verb=_fetch)
 
 

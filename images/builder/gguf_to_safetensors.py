@@ -1,9 +1,9 @@
 """A GGUF file as a folder that vLLM serves: bf16 safetensors, config and tokenizer. Run with vLLM's own Python.
 
-    /opt/vllm/bin/python gguf_to_safetensors.py MODEL.gguf FOLDER
+    /opt/vllm/bin/python gguf_to_safetensors.py MODEL.gguf FOLDER READERS
 
-transformers reads GGUF itself, with the packages gguf and accelerate on the path. The weights are those of the
-quantized file, made whole again: nothing is won by it but a model that an engine without GGUF can load.
+transformers reads GGUF itself, with the packages gguf and accelerate, which are in READERS. The weights are those of
+the quantized file, made whole again: nothing is won by it but a model that an engine without GGUF can load.
 """
 
 from __future__ import annotations
@@ -25,4 +25,5 @@ def main(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(sys.argv[3])
     main(Path(sys.argv[1]), Path(sys.argv[2]))
