@@ -210,7 +210,11 @@ def _setting(
 
 
 POOLINGS = ("none", "mean", "cls", "last", "rank")
-KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+# Of all engines: which of them one has is in the facts of its image.
+KV_TYPES = (
+    "auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "fp8", "fp8_e4m3", "fp8_e5m2",
+    "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
+)  # fmt: skip
 
 
 # What an engine may do something with, or nothing: each says which of them it takes.
@@ -392,6 +396,8 @@ class Settings:
     runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)  # for `model_dirs`; most are not there
+    # Variables of this process that are not ours: an engine looks among them for its own, and names what it leaves out.
+    environment: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def is_set(self, name: str) -> bool:
         """Whether somebody gave this value."""
@@ -484,7 +490,8 @@ def resolve_settings(
         values[name] = _parsed(name, text, source)
         sources[name] = source
     usual = _usual_model_dirs(environment)
-    return Settings(**values, sources=MappingProxyType(sources), usual_model_dirs=usual)
+    others = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    return Settings(**values, sources=MappingProxyType(sources), usual_model_dirs=usual, environment=others)
 
 
 def _usual_model_dirs(environment: Mapping[str, str]) -> tuple[Path, ...]:

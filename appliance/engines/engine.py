@@ -161,8 +161,9 @@ class Space(Protocol):
     def at_context(self, plan: Plan, context: int) -> Plan | None:
         """The plan with another context length; None where it does not fit."""
 
-    def now(self, measured: Plan) -> Plan | str:
-        """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+    def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
+        """A plan of an earlier start in the memory that is free now, or what it lacks, in words. `allocated` is what
+        the engine then had."""
 
     def offers(self) -> tuple[Offer, ...]:
         """Kinds of speculative decoding that model and engine can do, the likeliest first. Raises ConfigError (10) for

@@ -73,6 +73,11 @@ class Config:
         raise ModelUnreadableError(message, hint=hint)
 
     @property
+    def values(self) -> Mapping[str, object]:
+        """As they stand in the file."""
+        return self._outer
+
+    @property
     def architecture(self) -> str:
         names = self._outer.get("architectures")
         name = names[0] if isinstance(names, list) and names else None

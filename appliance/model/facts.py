@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from appliance.model.adapter import Adapter
 from appliance.model.ggml_types import FILE_TYPES
@@ -120,6 +121,9 @@ class Model:
     file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
     calls_tools: bool = False  # by its chat template
     reasons: bool = False  # before it answers, by its chat template
+    draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
+    # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property
     def reads_whole(self) -> bool:

@@ -74,6 +74,8 @@ def read_folder(folder: Path) -> Model:
         parameters=_parameters(tensors),
         calls_tools=bool(template and CALLS_TOOLS.search(template)),
         reasons=bool(template and REASONS.search(template)),
+        draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
+        config=config.values,
     )
 
 

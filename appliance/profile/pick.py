@@ -28,11 +28,12 @@ class Picked:
 def pick(profile: Profile, mode: str, space: Space) -> Picked | tuple[str, ...]:
     """What each plan lacks, where none fits."""
     plans = {plan.key: plan for plan in profile.plans}
+    allocated = {trial.key: trial.allocated for trial in profile.measurements if trial.allocated}
     mix = parse_mix(profile.workload)
     lacking: list[str] = []
     while left := scored(plans.values(), profile.measurements):
         chosen = choose(cast("Mode", mode), left, mix, native=profile.native)
-        found = space.now(plans[chosen.scored.key])
+        found = space.now(plans[chosen.scored.key], allocated.get(chosen.scored.key))
         if not isinstance(found, str):
             plan = _with_slots(with_measured(found, chosen.why, profile.plans), profile.plan)
             plan = space.speculating_as(plan, profile.plan)

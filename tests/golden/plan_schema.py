@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from appliance.engines.llama.planning.launch import LlamaLaunch
+from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.plan import Plan
 from appliance.serve.shown_plan import SCHEMA
 
 PATH = Path(__file__).parents[2] / "docs/plan.schema.json"
-LAUNCHES = (LlamaLaunch,)  # each engine's
+LAUNCHES = (LlamaLaunch, VllmLaunch)  # each engine's
 _NULL = {"type": "null"}
 
 

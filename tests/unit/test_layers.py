@@ -103,6 +103,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
               "appliance/profile/at_start", "appliance/probe/conditions",
               "appliance/weights/choose", "appliance/weights/table", "appliance/serve/forecast",
+              "appliance/engines/vllm/planning/", "appliance/engines/vllm/server",
               "appliance/gateway/models", "appliance/model/described", "appliance/model/quantize",
               "appliance/model/tensors", "appliance/model/shape",
               "images/matrix", "images/compat", "images/explain", "images/select", "images/render")  # fmt: skip

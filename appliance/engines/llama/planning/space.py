@@ -45,6 +45,7 @@ from appliance.model import Model
 from appliance.plan import (
     CONTEXT_STEP,
     SMALLEST_CONTEXT,
+    Allocated,
     Choice,
     Costs,
     Kernels,
@@ -307,8 +308,9 @@ class Space:
         found = self._loaded(self._at(placed, context_plan, ubatch=launch.ubatch), launch.load_mode)
         return with_launch(_with_threads(found, launch.threads), numa=launch.numa, cpus=launch.cpus)
 
-    def now(self, measured: Plan) -> Plan | str:
-        """A plan of an earlier start in the memory that is free now, or what it lacks, in words."""
+    def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
+        """A plan of an earlier start in the memory that is free now, or what it lacks, in words. Sizes are computed,
+        whatever it allocated then."""
         return plan_now(self._given, measured)
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:

@@ -69,7 +69,7 @@ class ToySpace(Space):
     def at_context(self, plan: Plan, context: int) -> Plan | None:
         return replace(plan, context=context)
 
-    def now(self, measured: Plan) -> Plan | str:
+    def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
         return replace(measured, model_path=self.best.model_path, usable_mib=self.best.usable_mib)
 
     def costs(self, plan: Plan) -> Costs:

@@ -1,0 +1,70 @@
+"""What a plan of vLLM assumes where nothing was measured: figures with where they come from, each used in one place."""
+
+from __future__ import annotations
+
+from appliance.values import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumption:
+    value: float
+    source: str
+
+
+# Memory of a GPU, MiB
+CONTEXT_MIB_EACH = Assumption(
+    value=3.3, source="each multiprocessor: CUDA context of published cards, 107 on 34 to 555 on 188 (llama.cpp#23604)"
+)
+CONTEXT_MIB = Assumption(value=512.0, source="CUDA context where the multiprocessors are unknown")
+TORCH_MIB = Assumption(
+    value=192.0, source="cuBLAS workspace of 32 MiB and kernels that PyTorch loads beside the context: chosen"
+)
+NCCL_MIB = Assumption(
+    value=384.0, source="NCCL's channels and the buffers of custom all-reduce of each rank of several: chosen"
+)
+GRAPH_MIB_LAYER = Assumption(
+    value=0.25, source="of one captured size, each layer, PIECEWISE: 5 to 15 MiB a size on models of 32 to 64 layers"
+)
+GRAPH_FULL_SHARE = Assumption(value=1.0, source="of that, what graphs of whole steps add in FULL_AND_PIECEWISE: chosen")
+GRAPH_FIRST_MIB = Assumption(value=64.0, source="private pool of the first captured size of each mode: chosen")
+ACTIVATION_SHARE = Assumption(
+    value=1.25, source="above the tensors that live at once: fragments of the allocator at max_num_batched_tokens"
+)
+VISION_MIB = Assumption(
+    value=1024.0, source="profile of a vision tower at its largest image; 0 with --mmproj off (--language-model-only)"
+)
+# Reserve of a GPU, MiB
+REDUNDANCY_MIB = Assumption(
+    value=150.0, source="vLLM's own between what it measured and what it proposes (gpu_worker.py, redundancy_buffer)"
+)
+DRIVER_MIB = Assumption(value=106.0, source="kernels that the driver loads at their first use: chosen")
+WORKSPACE_SHARE = Assumption(
+    value=0.01, source="of a card: workspaces that kernels allocate at their first use, and fragments: chosen"
+)
+UNSURE_SHARE = Assumption(
+    value=0.03, source="of weights, activations and graphs: vLLM measures them itself, and may find more: chosen"
+)
+DISPLAY_MIB = Assumption(value=256.0, source="a desktop that opens another window: chosen")
+JIT_MIB = Assumption(value=256.0, source="Triton kernels that are compiled and tuned at the first request: chosen")
+DRAFT_MIB = Assumption(value=128.0, source="buffers of multi-token prediction: chosen")
+# Host memory, MiB
+PROCESS_MIB = Assumption(value=900.0, source="a process that imported PyTorch and vLLM: API, EngineCore, each worker")
+APPLIANCE_MIB = Assumption(value=64.0, source="this program, with room for measuring")
+HOST_SPARE_SHARE = Assumption(value=0.05, source="of usable host memory, left alone")
+PINNED_MIB = Assumption(value=512.0, source="staging buffers in pinned memory of each rank: chosen")
+# Speed
+ALLREDUCE_US_NVLINK = Assumption(value=12.0, source="one small all-reduce over NVLink (custom all-reduce): chosen")
+ALLREDUCE_US_PCIE = Assumption(value=30.0, source="one small all-reduce over PCIe (NCCL): chosen")
+HOP_US = Assumption(value=60.0, source="from one pipeline stage to the next: chosen")
+LAYER_US_GRAPH = Assumption(value=12.0, source="a layer's kernels that are replayed from a CUDA graph: chosen")
+LAYER_US_EAGER = Assumption(value=60.0, source="a layer's kernels that the CPU launches one by one: chosen")
+LAYER_US_CPU = Assumption(value=150.0, source="a layer's operations on the CPU build: chosen")
+STEP_MS = Assumption(value=0.8, source="scheduler, sampler and detokenizer of one step: chosen")
+STEP_MS_CPU = Assumption(value=3.0, source="the same on the CPU build: chosen")
+BANDWIDTH_SHARE = Assumption(value=0.8, source="of a card's bandwidth, what its kernels stream")
+DRAM_SHARE = Assumption(value=0.7, source="of a measured DRAM stream, what the CPU build's kernels reach: chosen")
+DRAM_GB_S = Assumption(value=40.0, source="between desktops with DDR4 (32 to 38) and DDR5 (52 to 62)")
+GPU_GB_S = Assumption(value=200.0, source="below every GPU in the bandwidth table, for one that names none")
+TFLOPS_A_GB_S = Assumption(value=0.09, source="of 16-bit products for each GB/s of a card: 2080 Ti to H200 lie above")
+CPU_GFLOPS_CORE = Assumption(value=40.0, source="of one core with AVX2 or better in a prompt: chosen")
+LINK_GB_S = Assumption(value=6.3, source="half of a third-generation x16 link, where the link is unknown")

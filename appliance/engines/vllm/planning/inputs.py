@@ -1,0 +1,170 @@
+"""The facts of one start, and what follows from them whatever plan is made. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from appliance.engines.engine import Inputs
+from appliance.engines.vllm.chips import Chip, chip_of
+from appliance.engines.vllm.planning.engine_args import Pins, read_pins
+from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
+from appliance.engines.vllm.planning.precision import (
+    attention_choice,
+    choose_dtype,
+    choose_kv_type,
+    gdn_choice,
+    offered_kv_types,
+    quantization_choice,
+)
+from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
+from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
+from appliance.engines.vllm.planning.variables import own_variables
+from appliance.errors import ConfigError
+from appliance.image_facts import ImageFacts, runs_on
+from appliance.plan import Choice, Speculation
+from appliance.probe import Gpu, Hardware
+from appliance.settings import Settings
+from appliance.values import dataclass
+
+_OLDEST = "75"  # what holds there holds on every chip of an image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """`cards` is empty where the CPU serves; `wanted` is the context that was asked for, or the native one."""
+
+    given: Inputs
+    shape: Shape
+    cards: tuple[Gpu, ...]
+    chip: Chip
+    pins: Pins
+    dtype: str
+    kv_type: str
+    kv_types: tuple[str, ...]  # that a plan may use, the exact one first
+    attention_backend: str | None
+    gdn_backend: str | None
+    hf_overrides: str | None
+    variables: tuple[tuple[str, str], ...]
+    wanted: int
+    choices: tuple[Choice, ...]  # that are the same for every plan
+    limits: Limits = NO_LIMITS
+    drafting: Speculation | None = None  # which the options count with
+
+    @property
+    def settings(self) -> Settings:
+        return self.given.settings
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.given.hardware
+
+    @property
+    def has_prefix_cache(self) -> bool:
+        return self.pins.has_prefix_cache is not False and not self.given.model.is_embedding_model
+
+    @property
+    def is_text_only(self) -> bool:
+        return bool(self.pins.is_text_only) or (self.shape.has_vision and self.settings.mmproj == "off")
+
+    def speculating(self, speculation: Speculation) -> Facts:
+        """With the draft layers' weights and cache, where the model has them."""
+        shape = self.shape
+        if speculation.kind == "mtp":
+            layer: Kind = "full"
+            stored = shape.stored_bytes + shape.draft_bytes
+            shape = replace(shape, stored_bytes=stored, kinds=(*shape.kinds, *(layer for _ in range(shape.drafts))))
+        return replace(self, shape=shape, drafting=speculation)
+
+    def with_limits(self, limits: Limits) -> Facts:
+        return replace(self, limits=limits)
+
+
+def read_facts(given: Inputs) -> Facts:
+    """Raises ConfigError (10), NoKernelError (20) or ModelUnreadableError (30) for what no plan can mend."""
+    settings, engine, model = given.settings, given.facts, given.model
+    shape, pins = shape_of(model), read_pins(settings, engine)
+    cards, left_out = usable_cards(settings, given.image, given.hardware)
+    chip = _weakest(cards, is_mla="mla" in shape.kinds)
+    dtype, by_dtype = choose_dtype(shape, chip, pins)
+    kv_type, by_kv = choose_kv_type(settings, engine, chip, dtype)
+    backend, by_attention = attention_choice(chip, kv_type, pins)
+    gdn, by_gdn = gdn_choice(shape, chip, pins)
+    by_weights = quantization_choice(shape, chip)
+    wanted = wanted_context(settings, model)
+    return Facts(
+        given=given,
+        shape=shape,
+        cards=cards,
+        chip=chip,
+        pins=pins,
+        dtype=dtype,
+        kv_type=kv_type,
+        kv_types=(kv_type,) if settings.kv_type != "auto" else offered_kv_types(engine, chip, dtype),
+        attention_backend=backend,
+        gdn_backend=gdn,
+        hf_overrides=overrides_for(settings, model),
+        variables=own_variables(settings),
+        wanted=wanted,
+        choices=tuple(each for each in (by_dtype, by_weights, by_kv, by_attention, by_gdn, *left_out) if each),
+    )
+
+
+def usable_cards(
+    settings: Settings, image: ImageFacts, hardware: Hardware
+) -> tuple[tuple[Gpu, ...], tuple[Choice, ...]]:
+    """In PCI order, or as asked for, and why others are left out. Raises ConfigError (10) for one that is not there."""
+    if image.cuda is None or settings.devices == "none":
+        return (), ()
+    sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
+    usable: list[Gpu] = []
+    left_out: list[Choice] = []
+    for gpu in hardware.gpus.gpus:
+        if why := _unusable(gpu, image, sliced):
+            name = f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
+            left_out.append(Choice(name="left_out", value=name, reason=why, source="probe", is_refusal=True))
+        else:
+            usable.append(gpu)
+    return _asked_for(settings, usable), tuple(left_out)
+
+
+def card_id(gpu: Gpu) -> str:
+    return gpu.uuid or str(gpu.index)
+
+
+def total_mib(gpu: Gpu, hardware: Hardware) -> float:
+    return float(gpu.vram_total_mib or hardware.memory.total_mib)
+
+
+def free_mib(gpu: Gpu, hardware: Hardware) -> float:
+    """Of a card without memory of its own all that the host can give."""
+    return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
+
+
+def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
+    if gpu.uuid in sliced:
+        return "it is cut into slices (MIG), and those are used"
+    if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
+        return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
+    if not gpu.is_unified and gpu.vram_free_mib is None:
+        return "nobody says how much of its memory is free"
+    return None
+
+
+def _asked_for(settings: Settings, usable: list[Gpu]) -> tuple[Gpu, ...]:
+    if settings.devices == "auto":
+        return tuple(usable)
+    names = [name.strip() for name in settings.devices.split(",") if name.strip()]
+    by_name = {key: gpu for gpu in usable for key in (card_id(gpu), str(gpu.index))}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        there = ", ".join(f"{gpu.index} ({gpu.name}, {card_id(gpu)})" for gpu in usable) or "none"
+        message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
+        raise ConfigError(message, hint=f"usable GPUs here: {there}")
+    return tuple({card_id(by_name[name]): by_name[name] for name in names}.values())
+
+
+def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:
+    """What all of them can do."""
+    if not cards:
+        return chip_of(None, is_mla=is_mla)
+    return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int), is_mla=is_mla)

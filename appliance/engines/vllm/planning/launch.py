@@ -1,0 +1,111 @@
+"""What vLLM is started with beside what every plan has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
+from appliance.plan.launch import Value
+from appliance.values import dataclass
+
+EAGER = "EAGER"  # neither compiled nor captured
+GRAPH_MODES = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY", "NONE", EAGER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmLaunch(Launch):
+    """Sizes in tokens unless the name says otherwise. The cache is given in bytes where an earlier start told them,
+    else as a share of the whole card."""
+
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    graph_mode: str
+    graph_sizes: tuple[int, ...]
+    block_size: int  # that the engine ends with: hybrids raise it
+    asked_block_size: int | None  # None: the engine's own choice
+    tensor_parallel: int
+    pipeline_parallel: int
+    stage_layers: tuple[int, ...]  # of each pipeline stage; empty: one
+    kv_bytes: int | None
+    utilization: float | None
+    blocks: int  # predicted
+    has_prefix_cache: bool = True
+    attention_backend: str | None  # None: the engine's own choice
+    gdn_backend: str | None  # of linear attention; None: the engine's own choice, or the model has none
+    hf_overrides: str | None  # JSON
+    is_text_only: bool  # a multimodal model without its towers
+    threads: int | None  # of the CPU build; None: one on each core, bound
+    chat_template: str | None
+    variables: tuple[tuple[str, str], ...]  # of the engine, that the user set
+    engine_args: tuple[str, ...]  # that nothing here decides
+
+    @property
+    def knobs(self) -> tuple[tuple[str, Value], ...]:
+        return (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("graph_mode", self.graph_mode),
+            ("block_size", self.block_size),
+        )
+
+    @property
+    def tie_break(self) -> int:
+        """The engine's own mode of graphs is the one that most people run."""
+        return int(self.graph_mode == "FULL_AND_PIECEWISE")
+
+
+# Priors of a step: chosen, until starts on GPUs were measured. Graphs are what a token's launches cost, a larger batch
+# of a prompt saves only its tails.
+KNOB_EFFECTS: Mapping[str, KnobEffect] = {
+    "max_num_seqs": KnobEffect(prior=0.05, is_of_doubling=True),
+    "max_num_batched_tokens": KnobEffect(prior=0.1, phases=("prefill",), is_of_doubling=True),
+    "graph_mode": KnobEffect(prior=0.3, phases=("decode",)),
+    "block_size": KnobEffect(prior=0.05, is_of_doubling=True),
+    "kv_type": KnobEffect(prior=0.2),
+    "split": KnobEffect(prior=0.3),
+    "placement": PREDICTED,
+}
+
+
+def launch_of(plan: Plan) -> VllmLaunch:
+    """Raises TypeError for a plan of another engine."""
+    if not isinstance(plan.launch, VllmLaunch):
+        message = f"a plan of another engine: {plan.engine}"
+        raise TypeError(message)
+    return plan.launch
+
+
+def with_launch(plan: Plan, **changes: object) -> Plan:
+    """With these of the launch's fields changed."""
+    return replace(plan, launch=replace(launch_of(plan), **changes))  # type: ignore[arg-type]
+
+
+def compile_key(plan: Plan) -> str:
+    """Short hash of all that makes torch.compile begin anew: two plans with the same share a cache, others cost a
+    cold compilation of 24 to 166 s.
+
+    What moves it was seen on vLLM 0.32 with `VllmConfig.compute_hash`: context, sequences, tokens of a step, type and
+    block of the cache, speculative decoding. Not utilization, bytes of the cache, prefix caching, seed or name.
+    """
+    launch = launch_of(plan)
+    speculation = (plan.speculation.kind, plan.speculation.tokens) if plan.speculation else None
+    parts = {
+        "model": plan.model_path,
+        "context": plan.context,
+        "kv_type": plan.kv_type,
+        "seqs": launch.max_num_seqs,
+        "tokens": launch.max_num_batched_tokens,
+        "dtype": launch.dtype,
+        "graphs": [launch.graph_mode, *launch.graph_sizes],
+        "block": launch.block_size,
+        "ranks": [launch.tensor_parallel, launch.pipeline_parallel, *launch.stage_layers],
+        "attention": [launch.attention_backend, launch.gdn_backend],
+        "overrides": launch.hf_overrides,
+        "text_only": launch.is_text_only,
+        "speculation": speculation,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]

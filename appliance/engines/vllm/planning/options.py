@@ -1,0 +1,187 @@
+"""Configurations that may be served: layouts over cards, tokens of a step, graphs, types of the cache. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from appliance.engines.vllm.planning.estimate import Estimate, Option
+from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
+from appliance.engines.vllm.planning.launch import EAGER
+from appliance.engines.vllm.planning.memory import MIB, Layout
+from appliance.engines.vllm.planning.parallel import (
+    choose_cards,
+    layouts,
+    shm_needed_mib,
+    tensor_sizes,
+    why_not_tensor,
+)
+from appliance.engines.vllm.planning.speed import costs_of, speed_of
+from appliance.errors import ConfigError, ModelDoesNotFitError
+from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.probe import Gpu
+
+# vLLM's own numbers of tokens in a step, by what a card has in all (engine/arg_utils.py `get_batch_defaults`).
+_LARGE_GIB, _LARGE_TOKENS, _TOKENS = 70, 8192, 2048
+_TOKENS_AROUND = (1024, 2048, 4096, 8192)
+_GRAPHS_AROUND = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY")
+_SMALL_COMPUTE = ("a100", "gb10")
+
+
+def choose(facts: Facts) -> Estimate:
+    """The best by prediction. Raises ModelDoesNotFitError (31), ConfigError (10) for a layout that cannot be."""
+    found = [Estimate(facts=facts, option=option) for option in base_options(facts)]
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        raise _refusal(facts, found)
+    return _best(facts, fitting)
+
+
+def _best(facts: Facts, fitting: list[Estimate]) -> Estimate:
+    """By the mode: what is fast enough has the context decide, among equals the faster one with fewer cards."""
+    jobs = {id(each): speed_of(costs_of(each)).job_s for each in fitting}
+    least = min(facts.wanted, SMALLEST_CONTEXT)
+    usable = [each for each in fitting if each.context >= least] or fitting
+    fastest = min(jobs[id(each)] for each in usable)
+    kept = {"speed": 1.0, "balanced": SPEED_KEPT, "context": 0.0}[facts.settings.mode]
+    near = [each for each in usable if kept == 0 or jobs[id(each)] <= fastest / kept]
+    longest = max(each.context for each in near)
+    return min(
+        (each for each in near if each.context == longest), key=lambda each: (jobs[id(each)], each.option.layout.ranks)
+    )
+
+
+def base_options(facts: Facts) -> list[Option]:
+    """One for each layout, all else as predicted."""
+    return [_option(facts, layout, cards) for layout, cards in _placed(facts)]
+
+
+def around(facts: Facts, best: Estimate) -> Iterator[Option]:
+    """The best and its neighbours for measuring: each layout, tokens of a step, graphs, types of the cache."""
+    for base in (best.option, *(each for each in base_options(facts) if each.layout != best.option.layout)):
+        for tokens in _tokens_around(facts, base):
+            for mode in _modes_around(facts, base):
+                for kv_type in facts.kv_types:
+                    yield replace(base, tokens=tokens, graph_mode=mode, kv_type=kv_type)
+
+
+def _tokens_around(facts: Facts, base: Option) -> tuple[int, ...]:
+    if facts.settings.ubatch or facts.given.model.is_embedding_model:
+        return (base.tokens,)
+    near = [tokens for tokens in _TOKENS_AROUND if base.tokens // 2 <= tokens <= 2 * base.tokens]
+    return tuple(dict.fromkeys((base.tokens, *near)))
+
+
+def _modes_around(facts: Facts, base: Option) -> tuple[str, ...]:
+    if facts.pins.graph_mode:
+        return (base.graph_mode,)
+    if not base.cards:
+        return (base.graph_mode, "NONE")  # compiled: three minutes of a first start
+    return tuple(dict.fromkeys((base.graph_mode, *_GRAPHS_AROUND)))
+
+
+def _option(facts: Facts, layout: Layout, cards: tuple[Gpu, ...]) -> Option:
+    seqs, drafting = facts.settings.parallel, facts.drafting
+    drafted = drafting.tokens if drafting else 0
+    return Option(
+        layout=layout,
+        cards=cards,
+        kv_type=facts.kv_type,
+        tokens=max(usual_tokens(facts, cards), seqs * (1 + drafted)),
+        seqs=seqs,
+        graph_mode=facts.pins.graph_mode or (_GRAPHS_AROUND[0] if cards else EAGER),
+        block_size=facts.pins.block_size,
+        drafted=drafted,
+        has_draft_layers=drafting is not None and drafting.kind == "mtp",
+    )
+
+
+def usual_tokens(facts: Facts, cards: tuple[Gpu, ...]) -> int:
+    """Of one step. A model that gives vectors reads a text in one."""
+    if facts.settings.ubatch:
+        return facts.settings.ubatch
+    if facts.given.model.is_embedding_model:
+        return max(_TOKENS, facts.wanted)
+    if cards and all(_is_large(card, facts) for card in cards):
+        return _LARGE_TOKENS
+    return _TOKENS
+
+
+def _is_large(card: Gpu, facts: Facts) -> bool:
+    name = (card.name or "").lower()
+    return total_mib(card, facts.hardware) >= _LARGE_GIB * 1024 and not any(word in name for word in _SMALL_COMPUTE)
+
+
+def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
+    """Raises ConfigError for a number of ranks that was asked for and cannot be."""
+    pins, shape = facts.pins, facts.shape
+    _check_asked(facts)
+    if not facts.cards:
+        return [(Layout(tensor=pins.tensor or 1), ())]
+    by_room = sorted(facts.cards, key=lambda card: -free_mib(card, facts.hardware))
+    found = list(layouts(shape, by_room, tensor=pins.tensor, pipeline=pins.pipeline))
+    short = [layout for layout in found if not has_shared_memory(facts, layout.ranks)]
+    if short and len(short) == len(found):
+        _refuse_shared_memory(facts, min(layout.ranks for layout in short))
+    return [(layout, _cards_of(layout, by_room)) for layout in found if layout not in short]
+
+
+def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:
+    """Stages were made for the cards in this order."""
+    return tuple(by_room[: layout.ranks]) if layout.pipeline > 1 else choose_cards(by_room, layout.ranks)
+
+
+def has_shared_memory(facts: Facts, ranks: int) -> bool:
+    """What nobody looked at counts as enough."""
+    there = facts.hardware.memory.shm_mib
+    return there is None or there >= shm_needed_mib(ranks)
+
+
+def _check_asked(facts: Facts) -> None:
+    pins, cards = facts.pins, len(facts.cards)
+    ranks = (pins.tensor or 1) * (pins.pipeline or 1)
+    if pins.tensor and (why := why_not_tensor(facts.shape, pins.tensor)):
+        there = ", ".join(map(str, tensor_sizes(facts.shape, 16)))
+        message = f"setting engine_arg asks for tensor parallel {pins.tensor} ({pins.source}): {why}"
+        raise ConfigError(message, hint=f"this model allows {there}")
+    if pins.pipeline and pins.pipeline > facts.shape.layers:
+        message = f"setting engine_arg asks for {pins.pipeline} stages of {facts.shape.layers} layers ({pins.source})"
+        raise ConfigError(message, hint="use fewer stages")
+    if facts.cards and ranks > cards:
+        message = f"setting engine_arg asks for {ranks} ranks ({pins.source}), and {cards} GPUs can be used"
+        raise ConfigError(message, hint="use fewer ranks, or give the container more GPUs")
+
+
+def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
+    there = facts.hardware.memory.shm_mib
+    message = (
+        f"shared memory is too small for {ranks} ranks: {there} MiB in /dev/shm, {shm_needed_mib(ranks)} are needed"
+    )
+    raise ConfigError(message, hint="start the container with --ipc=host or --shm-size 4g")
+
+
+def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
+    """Of the option that lacks least."""
+    nearest = min(found, key=lambda each: each.missing_mib)
+    memory, option = nearest.memory, nearest.option
+    least = facts.settings.ctx_size or min(facts.wanted, CONTEXT_STEP)
+    kv_mib = nearest.kv.bytes_for(least) / MIB
+    parts = [f"{memory.weights:,.0f} weights", f"{memory.activation + memory.vision:,.0f} activations"]
+    parts += [f"{memory.graphs:,.0f} CUDA graphs"] if option.cards else []
+    needed, missing = memory.counted + kv_mib, max(1.0, nearest.missing_mib)
+    where = f"each of {option.layout.ranks} ranks" if option.layout.ranks > 1 else "one rank"
+    message = (
+        f"model does not fit: {facts.shape.title} needs {needed:,.0f} MiB on {where} ({', '.join(parts)}, "
+        f"{kv_mib:,.0f} KV cache for {least:,} tokens), and {needed - missing:,.0f} MiB may be used on "
+        f"{_place(facts, nearest)}; missing are {missing:,.0f} MiB"
+    )
+    longest = max((each.context for each in found), default=0)
+    smaller = f"--ctx-size {longest}, " if facts.settings.ctx_size and longest >= CONTEXT_STEP else ""
+    more = "more GPUs" if option.cards else "a higher limit of the container's memory"
+    return ModelDoesNotFitError(message, hint=f"use {smaller}a smaller --ubatch, a quantized model, or {more}")
+
+
+def _place(facts: Facts, nearest: Estimate) -> str:
+    cards, pins = nearest.option.cards, facts.pins
+    name = (cards[0].name or "the GPU") if cards else "the host"
+    return name if pins.utilization is None else f"{name} by a utilization of {pins.utilization:g} ({pins.source})"

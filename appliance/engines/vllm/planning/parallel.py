@@ -1,0 +1,119 @@
+"""How a model may be divided over cards: tensor parallel by what its heads and quantization groups allow, pipeline
+stages where that is not enough. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from appliance.engines.vllm.planning.memory import Layout
+from appliance.engines.vllm.planning.shape import Shape
+from appliance.probe import Gpu
+
+RANKS_MAX = 16
+# Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
+# from each of 24 MiB, ten chunks each (shm_broadcast.py line 500, multiproc_executor.py line 165).
+_BROADCAST_MIB, _REPLY_MIB = 160, 240
+
+
+def why_not_tensor(shape: Shape, ranks: int) -> str | None:
+    """In words, why so many ranks cannot share each layer; None where they can."""
+    if shape.heads % ranks:
+        return f"{shape.heads} attention heads are not divisible by {ranks}"
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:
+        return f"{shape.kv_heads} KV heads are neither divisible by {ranks} nor the other way round"
+    state = shape.linear
+    if state and (state.key_heads % ranks or state.value_heads % ranks):
+        return f"{state.key_heads} and {state.value_heads} heads of linear attention are not divisible by {ranks}"
+    for name, length in (("intermediate size", shape.feed_forward), ("intermediate size of experts", _experts(shape))):
+        if length % ranks:
+            return f"{name} {length:,} is not divisible by {ranks}"
+        group = shape.quantization.group
+        if group and length and length // ranks % group:
+            return f"{name} {length:,} / {ranks} = {length // ranks:,} is not divisible by the group of {group}"
+    return None
+
+
+def _experts(shape: Shape) -> int:
+    return shape.expert_length if shape.experts else 0
+
+
+def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
+    """Numbers of ranks that the model allows, 1 among them."""
+    return tuple(n for n in range(1, min(cards, RANKS_MAX) + 1) if n == 1 or why_not_tensor(shape, n) is None)
+
+
+def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline: int | None) -> Iterator[Layout]:
+    """Candidates over at most these cards; `tensor` and `pipeline` where they were asked for. Stages come only with
+    more cards than ranks of one layer may be, or where they were asked for."""
+    allowed = tensor_sizes(shape, len(cards))
+    for size in (tensor,) if tensor else allowed:
+        if pipeline:
+            yield _staged(shape, size, pipeline, cards)
+            continue
+        yield Layout(tensor=size)
+        for stages in range(2, len(cards) // size + 1):
+            if size * stages > max(allowed):
+                yield _staged(shape, size, stages, cards)
+
+
+def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Layout:
+    """Layers by the memory of each stage's smallest card."""
+    if stages == 1:
+        return Layout(tensor=tensor)
+    rooms = [_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
+    return Layout(tensor=tensor, pipeline=stages, layers=split_layers(shape.layers, rooms))
+
+
+def _room(cards: Sequence[Gpu]) -> float:
+    return min((float(card.vram_free_mib or card.vram_total_mib or 1) for card in cards), default=1.0)
+
+
+def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:
+    """In proportion to the rooms, at least one each, the largest remainders first. Raises ValueError for more stages
+    than layers."""
+    if layers < len(rooms):
+        message = f"{len(rooms)} pipeline stages need as many layers, and the model has {layers}"
+        raise ValueError(message)
+    whole = sum(rooms)
+    exact = [1 + (layers - len(rooms)) * room / whole for room in rooms]
+    found = [int(share) for share in exact]
+    order = sorted(range(len(rooms)), key=lambda at: (found[at] - exact[at], at))
+    for at in order[: layers - sum(found)]:
+        found[at] += 1
+    return tuple(found)
+
+
+def choose_cards(cards: Sequence[Gpu], ranks: int) -> tuple[Gpu, ...]:
+    """For tensor parallel: of one kind where there are enough, linked ones first; else those with most memory free."""
+    kinds: dict[tuple[str | None, str | None, int | None], list[Gpu]] = {}
+    for card in cards:
+        kinds.setdefault((card.name, card.sm, card.vram_total_mib), []).append(card)
+    fitting = [found for found in kinds.values() if len(found) >= ranks]
+    if fitting:
+        best = max(fitting, key=lambda found: (found[0].bandwidth_gb_s or 0.0, _least_free(found)))
+        return _linked(best, ranks)
+    return tuple(sorted(cards, key=lambda card: -(card.vram_free_mib or 0))[:ranks])
+
+
+def _least_free(cards: Sequence[Gpu]) -> int:
+    return min(card.vram_free_mib or 0 for card in cards)
+
+
+def _linked(cards: Sequence[Gpu], ranks: int) -> tuple[Gpu, ...]:
+    """The set with most free memory on its smallest card; of equals one whose cards are linked."""
+    order = sorted(cards, key=lambda card: (-(card.vram_free_mib or 0), card.index))
+    first = order[0]
+    peers = [card for card in order[1:] if card.index in first.nvlink_peers]
+    others = [card for card in order[1:] if card.index not in first.nvlink_peers]
+    return tuple([first, *peers, *others][:ranks])
+
+
+def are_linked(cards: Sequence[Gpu]) -> bool:
+    """Whether each has a link to another of them."""
+    indices = {card.index for card in cards}
+    return len(cards) > 1 and all(indices & set(card.nvlink_peers) - {card.index} for card in cards)
+
+
+def shm_needed_mib(ranks: int) -> int:
+    """Of /dev/shm; one rank needs none."""
+    return 0 if ranks == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks

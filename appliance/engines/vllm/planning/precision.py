@@ -1,0 +1,119 @@
+"""Types of weights and of the KV cache, kernels and backends, by compute capability: chosen with the reason, or refused
+with what there is instead. Pure."""
+
+from __future__ import annotations
+
+from appliance.engines.vllm.chips import Chip, methods_for, weights_kernel
+from appliance.engines.vllm.planning.engine_args import Pins
+from appliance.engines.vllm.planning.shape import Shape
+from appliance.errors import ConfigError, NoKernelError
+from appliance.image_facts import EngineFacts
+from appliance.plan.choice import Choice
+from appliance.settings import Settings
+
+# Our words for what the engine calls by its type, and back.
+ENGINE_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+OUR_TYPES = {value: name for name, value in ENGINE_TYPES.items()}
+_DTYPES = {"half": "float16", "float": "float32", **{name: name for name in OUR_TYPES}}
+
+
+def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
+    """Raises ConfigError (10) for bfloat16 on a chip without it."""
+    asked = pins.dtype if pins.dtype != "auto" else None
+    if asked is not None:
+        found = _DTYPES.get(asked)
+        if found is None or (found == "bfloat16" and not chip.has_bfloat16):
+            why = f"{chip.name} computes no bfloat16, which begins with SM 80" if found else "no such type"
+            message = f"setting engine_arg asks for a type that cannot be used: '{asked}' ({pins.source}): {why}"
+            raise ConfigError(message, hint="use --dtype float16, or leave it out")
+        return found, Choice(name="dtype", value=found, reason="asked for", source=pins.source)
+    if shape.dtype == "float16" or (shape.dtype == "bfloat16" and chip.has_bfloat16):
+        return shape.dtype, Choice(name="dtype", value=shape.dtype, reason="the model's own", source="model")
+    why = f"the model is {shape.dtype}"
+    if shape.dtype == "bfloat16":
+        why += f", which {chip.name} does not compute (SM 80 and newer do): weights are converted while they load"
+    else:
+        why += "; 16 bits are half the memory"
+    return chip.dtype, Choice(name="dtype", value=chip.dtype, reason=why, source="probe")
+
+
+def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
+    """Raises NoKernelError (20) for weights that no kernel of the chip multiplies with."""
+    method = shape.quantization.name
+    if method is None or chip.sm is None:
+        return None
+    found = weights_kernel(method, chip.sm)
+    group = f", groups of {shape.quantization.group}" if shape.quantization.group else ""
+    if found is None:
+        why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
+        return Choice(name="quantization", value=method, reason=why + group, source="model")
+    if chip.sm < found.least_sm:
+        message = (
+            f"model's weights cannot be used on this GPU: {shape.title} is {method}, which needs SM {found.least_sm}, "
+            f"and this is {chip.name} ({found.source})"
+        )
+        raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
+    why = f"kernels: {found.kernel}{group}; it needs SM {found.least_sm} and this is {chip.name}"
+    return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
+
+
+def choose_kv_type(settings: Settings, engine: EngineFacts, chip: Chip, dtype: str) -> tuple[str, Choice]:
+    """In our words where we have one. Raises ConfigError (10) with the alternatives."""
+    own = OUR_TYPES[dtype]
+    asked = settings.kv_type
+    if asked == "auto":
+        why = f"exact, as wide as the model's {dtype}"
+        return own, Choice(name="kv_type", value=own, reason=why, source="default")
+    source = settings.sources["kv_type"]
+    there = offered_kv_types(engine, chip, dtype)
+    if asked not in there:
+        message = (
+            f"setting kv_type cannot be used on {chip.name}: '{asked}' ({source}){_why_no_kv_type(asked, chip, dtype)}"
+        )
+        raise ConfigError(message, hint=f"use auto, or one of {', '.join(there)}")
+    backend = chip.kv_types.get(ENGINE_TYPES.get(asked, asked), chip.backends[0])
+    return asked, Choice(name="kv_type", value=asked, reason=f"asked for; {backend} reads it", source=source)
+
+
+def offered_kv_types(engine: EngineFacts, chip: Chip, dtype: str) -> tuple[str, ...]:
+    """The exact one first."""
+    narrow = [name for name in chip.kv_types if name not in ("auto", *ENGINE_TYPES.values())]
+    return (OUR_TYPES[dtype], *(name for name in narrow if not engine.kv_types or name in engine.kv_types))
+
+
+def _why_no_kv_type(asked: str, chip: Chip, dtype: str) -> str:
+    if asked in ENGINE_TYPES:
+        return f": the model is computed in {dtype}, and the cache is either that or narrower"
+    if asked.startswith("fp8") and chip.sm is not None and chip.sm < 80:
+        return ": Triton reads fp8 from SM 89 on, and FlashInfer and FlashAttention begin with SM 80"
+    return ""
+
+
+def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, Choice]:
+    """A flag only where there is a reason: one that was asked for, or a chip where all but one are passed over."""
+    usual = chip.kv_types.get(ENGINE_TYPES.get(kv_type, kv_type), chip.backends[0])
+    if pins.attention_backend:
+        found = pins.attention_backend
+        return found, Choice(name="attention", value=found, reason="asked for", source=pins.source)
+    if chip.passed_over:
+        passed = "; ".join(f"{name} is passed over: {why}" for name, why in chip.passed_over.items())
+        why = f"the only one on {chip.name}, which is no error; {passed}"
+        return usual, Choice(name="attention", value=usual, reason=why, source="probe", detail=chip.source)
+    why = f"first of {', '.join(chip.backends)} on {chip.name} that reads a {kv_type} cache, in vLLM's own order"
+    return None, Choice(name="attention", value=usual, reason=why, source="probe", detail=chip.source)
+
+
+def gdn_choice(shape: Shape, chip: Chip, pins: Pins) -> tuple[str | None, Choice | None]:
+    """Kernels of linear attention. FlashInfer's are compiled at the first request, which then waits for them."""
+    if shape.linear is None:
+        return None, None
+    if pins.gdn_backend:
+        asked = Choice(name="linear_attention", value=pins.gdn_backend, reason="asked for", source=pins.source)
+        return pins.gdn_backend, asked
+    if chip.gdn == "flashinfer":
+        why = "FlashInfer's kernels would be compiled at the first request; Triton's come with the image's cache"
+        return "triton", Choice(name="linear_attention", value="triton", reason=why, source="default")
+    why = "no kernels of their own below SM 90: Triton's, compiled at the first request, which takes longer once"
+    if chip.sm is None:
+        why = "the CPU build's own kernels"
+    return None, Choice(name="linear_attention", value=chip.gdn, reason=why, source="probe", detail=chip.source)

@@ -1,0 +1,255 @@
+"""What vLLM makes of a folder's config.json: the kinds of its layers, what each keeps, and how its weights are stored.
+
+Names of keys are those of vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py, models/qwen3_next.py,
+models/qwen3_5.py and layers/quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NoReturn
+
+from appliance.errors import ModelUnreadableError
+from appliance.model import LayerKind, Model
+from appliance.values import dataclass
+
+Kind = Literal["full", "sliding", "mla", "linear"]
+LIMIT = 1 << 20  # of any length or count: no published model comes near
+_HINT = "use a model of another architecture, or an image with another engine"
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearState:
+    """Of one layer with a gated delta rule: heads and lengths of keys and values, and the width of its convolution.
+
+    Kept by `gated_delta_net_state_shape` of layers/mamba/mamba_utils.py: a window of the convolution's input in the
+    model's type, and one matrix a value head in `type_bytes`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_length: int
+    value_length: int
+    kernel: int
+    type_bytes: int
+
+    def bytes_of_rank(self, tensor_parallel: int, dtype_bytes: int, drafted: int = 0) -> int:
+        channels = 2 * self.key_heads * self.key_length + self.value_heads * self.value_length
+        window = channels // tensor_parallel * (self.kernel - 1 + drafted) * dtype_bytes
+        matrices = self.value_heads // tensor_parallel * self.value_length * self.key_length
+        return window + matrices * self.type_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """`name` as vLLM calls the method; None of a folder without one. `group` is the number of inputs of a weight that
+    share a scale; None: a row, or it is not told."""
+
+    name: str | None = None
+    bits: int | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Lengths are elements. `kinds` has one entry a layer of the trunk, draft layers are not among them."""
+
+    title: str
+    architecture: str
+    kinds: tuple[Kind, ...]
+    heads: int
+    kv_heads: int
+    key_length: int  # of a head; of MLA the latent row with the rotated part
+    value_length: int  # 0 for MLA
+    window: int | None
+    linear: LinearState | None
+    width: int
+    feed_forward: int
+    vocabulary: int
+    experts: int
+    experts_used: int
+    expert_length: int
+    shared_length: int
+    dtype: str  # the model's own: float32, bfloat16 or float16
+    stored_bytes: int  # all weights as the files hold them, without draft layers
+    draft_bytes: int
+    drafts: int
+    expert_bytes: int
+    tied_bytes: int  # of an embedding that is the output, too
+    quantization: Quantization
+    native_context: int
+    has_vision: bool
+    is_exact: bool  # whether vLLM's KV cache is computed as it is, and not from above
+
+    @property
+    def layers(self) -> int:
+        return len(self.kinds)
+
+    @cached_property
+    def is_hybrid(self) -> bool:
+        return "linear" in self.kinds
+
+    def count(self, kind: Kind) -> int:
+        return self.kinds.count(kind)
+
+    def weights_bytes(self, dtype: str) -> int:
+        """As loaded: what is stored in 32 bits becomes `dtype`."""
+        if self.quantization.name is None and self.dtype == "float32":
+            return self.stored_bytes * dtype_bytes(dtype) // 4
+        return self.stored_bytes
+
+
+def dtype_bytes(dtype: str) -> int:
+    return _DTYPE_BYTES[dtype]
+
+
+def shape_of(model: Model) -> Shape:
+    """Raises ModelUnreadableError (30) for a config.json that lies or describes layers that are not known."""
+    inner = _inner(model.config)
+    kinds = _kinds(model, inner)
+    heads, kv_heads = model.heads, max(model.kv_heads, default=0)
+    if not (heads and kv_heads and model.key_length):
+        _fail(model, f"its layers do not attend: {heads} heads, {kv_heads} KV heads of {model.key_length} elements")
+    drafts = model.layers - len(kinds)
+    return Shape(
+        title=model.title,
+        architecture=model.architecture,
+        kinds=kinds,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_length=model.key_length,
+        value_length=model.value_length,
+        window=_window(model, inner),
+        linear=_linear(model, inner) if "linear" in kinds else None,
+        width=model.embedding_length,
+        feed_forward=model.feed_forward_length,
+        vocabulary=model.vocabulary,
+        experts=model.experts,
+        experts_used=model.experts_used,
+        expert_length=_number(model, inner, "moe_intermediate_size", "expert_intermediate_size", default=0)
+        or (model.feed_forward_length if model.experts else 0),
+        shared_length=_number(model, inner, "shared_expert_intermediate_size", default=0),
+        dtype=_dtype(model, inner),
+        stored_bytes=model.weights_bytes - model.draft_bytes,
+        draft_bytes=model.draft_bytes,
+        drafts=drafts,
+        expert_bytes=model.expert_bytes,
+        tied_bytes=model.embedding_bytes if model.output_is_tied else 0,
+        quantization=_quantization(model, inner),
+        native_context=model.native_context,
+        has_vision=any(key in model.config for key in ("vision_config", "vision_tower", "audio_config")),
+        is_exact=model.cache_kind == "attention" or "linear" in kinds,
+    )
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language part of a multimodal model."""
+    for name in ("text_config", "llm_config"):
+        if isinstance(config.get(name), Mapping):
+            return {**config, **config[name]}
+    return config
+
+
+def _kinds(model: Model, inner: Mapping[str, Any]) -> tuple[Kind, ...]:
+    if model.stack:
+        return tuple(_plain(layer.kind) for layer in model.stack if not layer.is_draft)
+    layers = _number(model, inner, "num_hidden_layers", "n_layer", "num_layers")
+    if inner.get("linear_num_value_heads"):
+        return _mixed(model, inner, layers)
+    return (_named(is_linear=False),) * layers
+
+
+def _plain(kind: LayerKind) -> Kind:
+    """By config.json alone `full`, `sliding` and `mla` are told apart."""
+    if kind == "sliding":
+        return "sliding"
+    return "mla" if kind == "mla" else "full"
+
+
+def _mixed(model: Model, inner: Mapping[str, Any], layers: int) -> tuple[Kind, ...]:
+    """Linear attention with a full layer now and then: named one by one, or every n-th."""
+    named = inner.get("layer_types")
+    if isinstance(named, Sequence) and not isinstance(named, str):
+        if len(named) != layers:
+            _fail(model, f"its layer_types must name {layers} layers, and names {len(named)}")
+        other = sorted({str(name)[:40] for name in named} - {"linear_attention", "full_attention"})
+        if other:
+            _fail(model, f"layers of a kind that is not known beside linear attention: {', '.join(other[:4])}")
+        return tuple(_named(is_linear=name == "linear_attention") for name in named)
+    every = _number(model, inner, "full_attention_interval", default=4, low=1)
+    return tuple(_named(is_linear=(at + 1) % every != 0) for at in range(layers))
+
+
+def _named(*, is_linear: bool) -> Kind:
+    return "linear" if is_linear else "full"
+
+
+def _linear(model: Model, inner: Mapping[str, Any]) -> LinearState:
+    kept = inner.get("mamba_ssm_dtype")
+    own = _dtype(model, inner)
+    return LinearState(
+        key_heads=_number(model, inner, "linear_num_key_heads", low=1),
+        value_heads=_number(model, inner, "linear_num_value_heads", low=1),
+        key_length=_number(model, inner, "linear_key_head_dim", low=1),
+        value_length=_number(model, inner, "linear_value_head_dim", low=1),
+        kernel=_number(model, inner, "linear_conv_kernel_dim", default=4, low=1, high=64),
+        # Without a word of the config it is the convolution's type: config.py, Qwen3_5ForConditionalGenerationConfig.
+        type_bytes=_DTYPE_BYTES.get(str(kept), 4) if kept else _DTYPE_BYTES[own],
+    )
+
+
+def _window(model: Model, inner: Mapping[str, Any]) -> int | None:
+    windows = {layer.window for layer in model.stack if layer.window}
+    return max(windows) if windows else None
+
+
+def _dtype(model: Model, inner: Mapping[str, Any]) -> str:
+    """What the config names, else what most bytes of the weights are; quantized ones are computed in bfloat16."""
+    named = str(inner.get("dtype") or inner.get("torch_dtype") or "").removeprefix("torch.")
+    if named in _DTYPE_BYTES:
+        return named
+    return next((_STORED[kind] for kind, _ in model.bytes_by_type if kind in _STORED), "bfloat16")
+
+
+def _quantization(model: Model, inner: Mapping[str, Any]) -> Quantization:
+    found = model.config.get("quantization_config") or inner.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return Quantization(name="modelopt") if model.quantization.startswith("modelopt") else Quantization()
+    algorithm = found.get("quant_algo")
+    name = found.get("quant_method") or ("modelopt" if algorithm else None)
+    groups = [found, *(group.get("weights") for group in _entries(found.get("config_groups")))]
+    sizes = [each.get(key) for each in groups if isinstance(each, Mapping) for key in ("group_size", "q_group_size")]
+    bits = [each.get(key) for each in groups if isinstance(each, Mapping) for key in ("bits", "w_bit", "num_bits")]
+    return Quantization(
+        name=str(name)[:40] if name else None,
+        bits=next((value for value in bits if type(value) is int and 0 < value <= 32), None),
+        group=next((value for value in sizes if type(value) is int and 0 < value <= LIMIT), None),
+    )
+
+
+def _entries(groups: object) -> list[Mapping[str, Any]]:
+    if not isinstance(groups, Mapping):
+        return []
+    return [group for group in groups.values() if isinstance(group, Mapping)]
+
+
+def _number(
+    model: Model, inner: Mapping[str, Any], *names: str, default: int | None = None, low: int = 0, high: int = LIMIT
+) -> int:
+    for name in names:
+        value = inner.get(name)
+        if value is not None:
+            if type(value) is not int or not low <= value <= high:
+                _fail(model, f"its {name} must be a whole number from {low} to {high}: {str(value)[:80]!r}")
+            return value
+    if default is None:
+        _fail(model, f"it has no {names[0]}")
+    return default
+
+
+def _fail(model: Model, reason: str) -> NoReturn:
+    message = f"model cannot be planned: {model.path / 'config.json'}: {reason}"
+    raise ModelUnreadableError(message, hint=_HINT)

@@ -1,0 +1,214 @@
+"""All plans of one start: the predicted one, its neighbours, and plans of an earlier start within the memory that is
+free now. Pure; computed when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+
+from appliance.engines import engine as doors
+from appliance.engines.engine import Inputs, Reduced
+from appliance.engines.vllm.planning.decide import plan_of
+from appliance.engines.vllm.planning.estimate import Estimate, Option
+from appliance.engines.vllm.planning.inputs import Facts, card_id, read_facts
+from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
+from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
+from appliance.engines.vllm.planning.memory import MIB, Layout
+from appliance.engines.vllm.planning.options import around, choose
+from appliance.engines.vllm.planning.speculation import UNMEASURED, applied, offers_of, speculation_of, still_applied
+from appliance.engines.vllm.planning.speed import costs_of
+from appliance.plan import (
+    Allocated,
+    Choice,
+    Costs,
+    Kind,
+    KnobEffect,
+    Offer,
+    Plan,
+    Shortage,
+    Speculation,
+    with_choice,
+)
+from appliance.probe import Gpu
+
+FRAGMENTS_MIB = 64.0  # that is missing at least: a buffer may be refused though as much is free in pieces
+
+
+class Space(doors.Space):
+    """Raises ModelDoesNotFitError (31) with figures, ConfigError (10) for a setting that the engine cannot take."""
+
+    def __init__(self, inputs: Inputs, limits: Limits = NO_LIMITS) -> None:
+        self._facts: Facts = read_facts(inputs).with_limits(limits)
+        self._estimates: dict[str, Estimate] = {}
+        self._with_limits = partial(Space, inputs)
+
+    @cached_property
+    def _best(self) -> Estimate:
+        return choose(self._facts)
+
+    @cached_property
+    def best(self) -> Plan:
+        return self._kept(self._best)
+
+    @property
+    def predicted(self) -> Plan:
+        """With the kind of speculative decoding that was asked for, at the context that has room beside it."""
+        asked = self._facts.settings.speculation
+        kind = next((offer.kind for offer in self.offers() if offer.kind == asked), None)
+        if kind is None:
+            return self.best
+        speculation = speculation_of(kind, UNMEASURED)
+        plan = plan_of(choose(self._facts.speculating(speculation)))
+        source = self._facts.settings.sources["speculation"]
+        why = f"asked for; {speculation.describe()}"
+        choice = Choice(name="speculation", value=kind, reason=why, source=source)
+        return with_choice(replace(plan, speculation=speculation), choice)
+
+    @property
+    def native(self) -> int:
+        return self._facts.wanted
+
+    def all(self) -> list[Plan]:
+        """The best first; others at its context, where they hold so much."""
+        found = {self.best.key: self.best}
+        for option in around(self._facts, self._best):
+            estimate = Estimate(facts=self._facts, option=option)
+            if estimate.fits:
+                plan = self._kept(estimate)
+                for each in (plan, self.at_context(plan, self.best.context)):
+                    if each is not None and (each.context == self.best.context or each is plan):
+                        found.setdefault(each.key, each)
+        return list(found.values())
+
+    def at_context(self, plan: Plan, context: int) -> Plan | None:
+        estimate = self._estimate_of(plan)
+        if context > self._facts.wanted or estimate is None:
+            return None
+        narrowed = replace(estimate, facts=replace(estimate.facts, wanted=context))
+        return self._kept(narrowed) if narrowed.fits and narrowed.context == context else None
+
+    def now(self, measured: Plan, allocated: Allocated | None = None) -> Plan | str:
+        """With the bytes that the cache was then left with, so that nothing is profiled again."""
+        option = self._option_of(measured)
+        if isinstance(option, str):
+            return option
+        facts = replace(self._facts, wanted=measured.context)
+        kv_bytes = _kv_bytes(measured, allocated)
+        if kv_bytes is not None:  # two decimals of a GiB in the engine's log
+            kv_bytes = max(kv_bytes, Estimate(facts=facts, option=option).kv.bytes_for(measured.context))
+        estimate = Estimate(facts=facts, option=replace(option, kv_bytes=kv_bytes))
+        if not estimate.fits and kv_bytes is not None:
+            return f"{_lack(estimate)} for the cache of {kv_bytes / MIB:,.0f} MiB that it had"
+        if not estimate.fits or estimate.context < measured.context:
+            return f"{_lack(estimate)} for {measured.context:,} tokens"
+        found = self._kept(estimate)
+        return self.speculating_as(found, measured) if measured.speculation else found
+
+    def costs(self, plan: Plan) -> Costs:
+        estimate = self._estimate_of(plan)
+        return Costs() if estimate is None else costs_of(estimate)
+
+    @property
+    def knob_effects(self) -> Mapping[str, KnobEffect]:
+        return KNOB_EFFECTS
+
+    def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
+        return tuple((share.device, share.memory.total, share.gpu.free_mib) for share in plan.placement.shares)
+
+    def offers(self) -> tuple[Offer, ...]:
+        return offers_of(self._facts)
+
+    def speculation(self, plan: Plan, kind: Kind, tokens: int) -> Speculation:
+        return speculation_of(kind, tokens)
+
+    def speculating(self, plan: Plan, speculation: Speculation, choice: Choice | None = None) -> Plan:
+        estimate = self._estimate_of(plan)
+        return applied(plan, speculation, choice, estimate)
+
+    def speculating_as(self, plan: Plan, measured: Plan) -> Plan:
+        return still_applied(plan, measured, self._estimate_of(plan))
+
+    def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
+        """With no more context than the engine named, else with less cache by what was missing."""
+        limits, where = self._facts.limits, shortage.device or ("each GPU" if plan.placement.shares else "the host")
+        missing = max(shortage.refused_mib - (shortage.free_mib or 0.0), FRAGMENTS_MIB)
+        if shortage.context is None:
+            kept = replace(limits, kv_mib=max(0.0, min(limits.kv_mib, _cache_mib(plan)) - missing))
+        else:
+            kept, missing = replace(limits, context=min(limits.context, shortage.context)), shortage.refused_mib
+        space = self._with_limits(limits=kept)
+        return Reduced(space=space, missing_mib=missing, where=where, taken_mib=self._asked_mib)
+
+    def _asked_mib(self, plan: Plan) -> float:
+        """What its context takes of a rank's cache: that is what the engine compares with what it has left."""
+        estimate = self._estimate_of(plan)
+        return _cache_mib(plan) if estimate is None else estimate.kv.bytes_for(plan.context) / MIB
+
+    def _kept(self, estimate: Estimate) -> Plan:
+        plan = plan_of(estimate)
+        self._estimates[plan.key] = estimate
+        return plan
+
+    def _estimate_of(self, plan: Plan) -> Estimate | None:
+        if plan.key in self._estimates:
+            return self._estimates[plan.key]
+        option = self._option_of(plan)
+        if isinstance(option, str):
+            return None
+        return Estimate(facts=replace(self._facts, wanted=max(1, plan.context)), option=option)
+
+    def _option_of(self, plan: Plan) -> Option | str:
+        """As it was, on the cards that are there; or which of them are not, in words."""
+        launch = launch_of(plan)
+        cards = _same_cards(plan, self._facts.cards)
+        if cards is None:
+            return f"a GPU that it used is not there: {', '.join(share.gpu.name for share in plan.placement.shares)}"
+        layout = Layout(tensor=launch.tensor_parallel, pipeline=launch.pipeline_parallel, layers=launch.stage_layers)
+        return Option(
+            layout=layout,
+            cards=cards,
+            kv_type=plan.kv_type,
+            tokens=launch.max_num_batched_tokens,
+            seqs=launch.max_num_seqs,
+            graph_mode=launch.graph_mode,
+            block_size=launch.asked_block_size,
+            kv_bytes=launch.kv_bytes if cards else None,
+        )
+
+
+def _same_cards(plan: Plan, cards: tuple[Gpu, ...]) -> tuple[Gpu, ...] | None:
+    """By id; a profile of another machine of the same kind finds its cards by name and order."""
+    left, found = list(cards), []
+    for share in plan.placement.shares:
+        same = [card for card in left if card_id(card) == share.gpu.id]
+        same = same or [card for card in left if (card.name or "unnamed GPU") == share.gpu.name]
+        if not same:
+            return None
+        left.remove(same[0])
+        found.append(same[0])
+    return tuple(found)
+
+
+def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
+    """Of one rank. On the CPU the plan decides anew: its bytes were never profiled."""
+    ranks = len(measured.placement.shares)
+    if not ranks:
+        return None
+    if allocated is not None and allocated.kv:
+        return int(allocated.kv * MIB / ranks)
+    return launch_of(measured).kv_bytes
+
+
+def _cache_mib(plan: Plan) -> float:
+    """Of one rank."""
+    shares = plan.placement.shares
+    return shares[0].memory.kv if shares else plan.memory.kv / launch_of(plan).tensor_parallel
+
+
+def _lack(estimate: Estimate) -> str:
+    if not estimate.option.cards:
+        return f"host memory has no room: {estimate.host_usable_mib:,.0f} MiB are usable"
+    needed = estimate.memory.counted + estimate.kv_bytes / MIB
+    free = min(estimate.room_mib)
+    return f"it needs {needed:,.0f} MiB of each of its GPUs, and {free:,.0f} are free"

@@ -1,0 +1,85 @@
+"""Speculative decoding: the model's own draft layers, or n-grams of the text. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from appliance.engines.vllm.planning.estimate import Estimate
+from appliance.engines.vllm.planning.inputs import Facts
+from appliance.engines.vllm.planning.launch import with_launch
+from appliance.engines.vllm.planning.memory import MIB
+from appliance.errors import ConfigError, ModelDoesNotFitError
+from appliance.plan import NOTHING, Choice, Kind, Offer, Plan, Speculation, with_choice
+
+UNMEASURED = 3  # tokens to draft where one kind was asked for: what people publish
+
+
+def offers_of(facts: Facts) -> tuple[Offer, ...]:
+    """The likeliest first. Raises ConfigError (10) for one that was asked for and cannot be done."""
+    settings, shape = facts.settings, facts.shape
+    if settings.speculation == "off" or facts.given.model.is_embedding_model:
+        return ()
+    found = []
+    if shape.drafts:
+        why = f"the model has {shape.drafts} draft layer{'s' * (shape.drafts > 1)} of its own"
+        found.append(Offer(kind="mtp", is_tried=True, reason=why))
+    found.append(Offer(kind="ngram", is_tried=True, reason="n-grams of the text so far: costs no memory"))
+    asked = settings.speculation
+    if asked in ("mtp", "draft") and asked not in {offer.kind for offer in found}:
+        why = (
+            "the model's files hold no draft layers" if asked == "mtp" else "no draft model of safetensors is taken yet"
+        )
+        message = f"speculative decoding cannot be done as asked: {asked} ({settings.sources['speculation']}): {why}"
+        raise ConfigError(message, hint=f"use one of {', '.join(offer.kind for offer in found)}, auto or off")
+    return tuple(offer for offer in found if asked not in ("mtp", "ngram") or offer.kind == asked)
+
+
+def speculation_of(kind: Kind, tokens: int) -> Speculation:
+    """What it adds on each rank is in the plan's own sums: the draft layers' weights and cache."""
+    return Speculation(kind=kind, tokens=tokens, adds=NOTHING)
+
+
+def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimate: Estimate | None) -> Plan:
+    """Raises ModelDoesNotFitError (31) where there is no room for the context of the plan."""
+    if estimate is None:
+        message = f"model does not fit with {speculation.describe()}: its GPUs are not there"
+        raise ModelDoesNotFitError(message, hint="use --speculation off")
+    option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
+    facts = estimate.facts.speculating(speculation)
+    found = Estimate(facts=facts, option=option)
+    if found.kv.longest(found.blocks, plan.context) < plan.context:
+        message = (
+            f"model does not fit with {speculation.describe()}: {plan.context:,} tokens need "
+            f"{found.kv.blocks_for(plan.context):,} blocks, and {found.blocks:,} are left"
+        )
+        raise ModelDoesNotFitError(message, hint="use --speculation off, or a smaller --ctx-size")
+    shares = tuple(
+        replace(
+            share,
+            memory=replace(
+                share.memory, weights=found.memory.weights, kv=found.kv_bytes / MIB, output=found.memory.graphs
+            ),
+        )
+        for share in plan.placement.shares
+    )
+    changed = with_launch(
+        plan,
+        graph_sizes=found.graph_sizes,
+        utilization=found.share,
+        kv_bytes=None if found.share is not None else found.kv_bytes,
+        blocks=found.blocks,
+        block_size=found.kv.block_size,
+    )
+    changed = replace(changed, speculation=speculation, placement=replace(plan.placement, shares=shares))
+    return with_choice(changed, choice)
+
+
+def still_applied(plan: Plan, measured: Plan, estimate: Estimate | None) -> Plan:
+    """As a plan that was measured, where there still is room."""
+    if measured.speculation is None or measured.context != plan.context:
+        return plan
+    choice = next((each for each in measured.choices if each.name == "speculation"), None)
+    try:
+        return applied(plan, measured.speculation, choice, estimate)
+    except ModelDoesNotFitError:
+        return plan

@@ -1,0 +1,204 @@
+"""Plans and command lines of vLLM for chosen machines and models as text, one file each, compared by a test.
+
+python -m tests.golden.vllm_plans    writes tests/golden/vllm/*.txt anew: read the difference before keeping it
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from appliance.engines.engine import Inputs, Install
+from appliance.engines.vllm import server
+from appliance.engines.vllm.planning.space import Space
+from appliance.errors import FatalError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model
+from appliance.plan import Kernels, Plan, explain
+from appliance.probe import Hardware
+from appliance.settings import resolve_settings
+from tests.fakes.machines import hardware_of
+from tests.golden.machines import MACHINES
+from tests.shapes.folders import folder_model
+
+HERE = Path(__file__).parent / "vllm"
+DATA = Path(__file__).parents[1] / "data/vllm"
+WIDTH = 118
+SOCKET = Path("/tmp/engine.sock")
+# As `ImageFacts` of the cell would say it: native and by JIT.
+SMS = ("75", "80", "86", "89", "90a", "100a", "103a", "120a", "121a")
+SHM_MIB = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    machine: str
+    model: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.name or f"{self.machine}_{self.model}"
+
+
+# A user of RTX 2080 Ti cards: published as TP 2, half, 262,144 tokens, one sequence, MTP 3, with an fp8 cache on 0.21.
+PUBLISHED = {"parallel": "1", "mmproj": "off", "speculation": "mtp"}
+CASES = (
+    Case(machine="cpu-16g", model="smollm2-135m"),
+    Case(machine="cpu-limit-8g", model="smollm2-135m", flags={"threads": "4", "parallel": "2"}),
+    Case(machine="cpu-16g", model="qwen3-8b"),
+    Case(machine="t4", model="qwen3-8b-fp8"),
+    Case(machine="2x2080ti-22g", model="qwen3.6-27b-awq"),
+    Case(machine="2x2080ti-22g", model="qwen3.6-27b-awq", flags=PUBLISHED, name="2x2080ti-22g_as-published"),
+    Case(
+        machine="2x2080ti-22g",
+        model="qwen3.6-27b-awq",
+        flags={**PUBLISHED, "ctx_size": "262144"},
+        name="2x2080ti-22g_as-published_262144",
+    ),
+    Case(
+        machine="2x2080ti-22g",
+        model="qwen3.6-27b-awq",
+        flags={**PUBLISHED, "kv_type": "fp8_e4m3"},
+        name="2x2080ti-22g_fp8-cache",
+    ),
+    Case(machine="4x2080ti-22g", model="qwen3.6-27b-awq"),
+    Case(machine="4x2080ti-22g", model="llama-3.3-70b-awq"),
+    Case(machine="1x4090", model="qwen3-8b-fp8"),
+    Case(
+        machine="1x4090",
+        model="qwen3-8b-fp8",
+        flags={"ctx_size": "131072", "rope_scaling": "yarn", "kv_type": "fp8"},
+        name="1x4090_qwen3-8b-fp8_yarn",
+    ),
+    Case(machine="2x4090", model="gemma-3-12b"),
+    Case(machine="4070+3060", model="qwen3-8b-fp8"),
+    Case(machine="a100-80g", model="qwen3-30b-a3b"),
+    Case(machine="a100-80g", model="deepseek-v2-lite"),
+    Case(machine="h200", model="qwen3-30b-a3b"),
+    Case(machine="h200", model="qwen3.6-27b-awq", flags={"speculation": "ngram"}),
+    Case(machine="3090+4090+5060", model="llama-3.3-70b-awq"),
+    Case(
+        machine="2x4090",
+        model="qwen3-8b",
+        flags={"engine_arg": "--tensor-parallel-size 1 --gpu-memory-utilization 0.8 --trust-remote-code"},
+        name="2x4090_own-values",
+    ),
+)
+
+
+def hardware(name: str) -> Hardware:
+    found = {"1x4090": _first("2x4090", 1), "a100-80g": _whole_a100()}.get(name) or MACHINES[name]
+    if not found.gpus.gpus:
+        return found
+    return replace(found, memory=replace(found.memory, shm_mib=SHM_MIB))
+
+
+def _first(name: str, cards: int) -> Hardware:
+    found = hardware_of(name)
+    return replace(found, gpus=replace(found.gpus, gpus=found.gpus.gpus[:cards]))
+
+
+def _whole_a100() -> Hardware:
+    """Without its slices."""
+    found = hardware_of("h200")
+    card = replace(
+        found.gpus.gpus[0],
+        name="NVIDIA A100-SXM4-80GB",
+        sm="80",
+        vram_total_mib=81920,
+        vram_free_mib=81000,
+        sm_count=108,
+        bandwidth_gb_s=2039.0,
+    )
+    return replace(found, gpus=replace(found.gpus, gpus=(card,)))
+
+
+@cache
+def known_flags(release: str) -> tuple[str, ...]:
+    """Of 0.32's parser as it answered, of 0.33 as its sources have it."""
+    file = {"0.32": "facts-0.32-cpu.json", "0.33": "flags-0.33.json"}[release]
+    return tuple(json.loads((DATA / file).read_text())["flags"])
+
+
+def image(machine: Hardware) -> ImageFacts:
+    has_gpu = bool(machine.gpus.gpus)
+    return ImageFacts(
+        build_id="b1",
+        cell="vllm-cu130" if has_gpu else "vllm-cpu",
+        engine="vllm",
+        engine_version="0.33.0",
+        engine_build=0,
+        engine_commit="4ba787ec9",
+        cuda="13.0" if has_gpu else None,
+        sm=SMS if has_gpu else (),
+    )
+
+
+def engine_facts() -> EngineFacts:
+    return EngineFacts(version="0.33.0", build=0, commit="4ba787ec9", flags=known_flags("0.33"), kv_types=())
+
+
+def inputs(
+    machine: Hardware, model: Model, flags: Mapping[str, str], environment: Mapping[str, str] | None = None
+) -> Inputs:
+    settings = resolve_settings({"alias": model.path.name, **flags}, environment or {})
+    return Inputs(
+        settings=settings,
+        image=image(machine),
+        facts=engine_facts(),
+        hardware=machine,
+        model=model,
+        kernels=Kernels(variant=None, isa=machine.cpu.isa),
+    )
+
+
+def space(case: Case) -> Space:
+    return Space(inputs(hardware(case.machine), folder_model(case.model), case.flags))
+
+
+def arguments(plan: Plan) -> tuple[str, ...]:
+    return server.arguments(plan, engine_facts(), SOCKET)
+
+
+def variables(plan: Plan) -> dict[str, str]:
+    """Those that a plan decides."""
+    install = Install(engine_dir=Path("/opt/vllm"), facts=engine_facts(), cache_dir=Path("/data/cache/golden"))
+    found = server.environment(plan, install, server.scratch_of(SOCKET))
+    return {name: value for name, value in found.items() if name.startswith(("CUDA_VIS", "OMP", "VLLM_CPU", "VLLM_PP"))}
+
+
+def text(case: Case) -> str:
+    asked = "".join(f", {name} {value}" for name, value in case.flags.items())
+    head = f"{case.model} on {case.machine}{asked}"
+    try:
+        plan = space(case).predicted
+    except FatalError as error:
+        return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
+    lines = [_wrapped(line, indent="    ") for line in explain(plan).splitlines()]
+    words = [f"{name}={value}" for name, value in variables(plan).items()]
+    shown = " ".join([*words, "vllm", *map(shlex.quote, arguments(plan))])
+    speed = f"predicted for the chat job, from bandwidths: {plan.speed.describe()}" if plan.speed else ""
+    return "\n".join((head, "", *lines, "", speed, "", _wrapped(shown, indent="    "), ""))
+
+
+def _wrapped(line: str, indent: str = "") -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    for old in HERE.glob("*.txt"):
+        old.unlink()
+    for case in CASES:
+        (HERE / f"{case.id}.txt").write_text(text(case))
+
+
+if __name__ == "__main__":
+    main()

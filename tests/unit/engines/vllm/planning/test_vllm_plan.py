@@ -1,0 +1,458 @@
+"""Plans of vLLM: what decides them, what they refuse, and what they never do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.engines.vllm.planning.launch import compile_key
+from appliance.engines.vllm.planning.memory import MIB, graph_sizes
+from appliance.engines.vllm.planning.parallel import split_layers
+from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError, NoKernelError
+from appliance.model import read_model
+from appliance.plan import Plan
+from tests.golden.vllm_plans import arguments, hardware
+from tests.shapes.folders import folder_model, write_folder
+from tests.unit.engines.vllm.planning.vllm_spaces import (
+    ADA,
+    CPU,
+    SERVER,
+    TURINGS,
+    best,
+    cards,
+    launch,
+    reason,
+    space,
+    with_cards,
+)
+
+
+def refused(kind: type[FatalError], *args: Any, **flags: Any) -> FatalError:
+    with pytest.raises(kind) as caught:
+        best(*args, **flags)
+    assert caught.value.hint
+    return caught.value
+
+
+def value_of(plan: Plan, flag: str) -> str:
+    argv = arguments(plan)
+    return argv[argv.index(flag) + 1]
+
+
+def test_a_first_start_takes_its_share_from_what_is_free() -> None:
+    free = best(ADA)
+    shared = best(with_cards(ADA, vram_free_mib=16000))
+    assert launch(shared).kv_bytes is None
+    assert (launch(shared).utilization or 1.0) < 16000 / 24564 < (launch(free).utilization or 0.0)
+    assert "16,000 are free" in reason(shared, "kv_cache")
+
+
+@pytest.mark.parametrize("machine", [ADA, TURINGS, SERVER])
+def test_what_was_left_is_passed_in_bytes_later(machine: str) -> None:
+    here = space(machine)
+    first = here.best
+    found = here.now(first)
+    assert isinstance(found, Plan)
+    kv_mib = first.placement.shares[0].memory.kv
+    from_log = replace_allocated(kv_mib * len(first.placement.shares) - 20)
+    later = here.now(first, from_log)
+    assert isinstance(later, Plan)
+    assert "--gpu-memory-utilization" not in arguments(later)
+    each = int((kv_mib * len(first.placement.shares) - 20) * MIB / len(first.placement.shares))
+    assert int(value_of(later, "--kv-cache-memory-bytes")) == each
+    assert (later.key, later.context) == (first.key, first.context)
+
+
+def replace_allocated(kv_mib: float) -> Any:
+    from appliance.plan import Allocated
+
+    return Allocated(kv=kv_mib)
+
+
+def test_a_plan_of_before_says_what_it_lacks() -> None:
+    measured = best(ADA)
+    now = space(with_cards(ADA, vram_free_mib=9000))
+    found = now.now(measured, replace_allocated(measured.placement.shares[0].memory.kv))
+    assert isinstance(found, str)
+    assert "MiB of each of its GPUs" in found
+    gone = space(CPU, "smollm2-135m").now(measured)
+    assert gone == "a GPU that it used is not there: NVIDIA GeForce RTX 4090"
+
+
+def test_sm75_is_explained_and_not_an_error() -> None:
+    plan = best(TURINGS, "qwen3.6-27b-awq")
+    assert (launch(plan).dtype, launch(plan).attention_backend) == ("float16", "TRITON_ATTN")
+    assert "which is no error" in reason(plan, "attention")
+    assert "FLASHINFER is passed over" in reason(plan, "attention")
+    assert "weights are converted" in reason(plan, "dtype")
+    assert "Marlin" in reason(plan, "quantization")
+
+
+@pytest.mark.parametrize("kv_type", ["fp8", "fp8_e4m3", "bf16", "q8_0", "nvfp4", "f16/q8_0"])
+def test_a_cache_type_that_the_chip_has_not_is_10_with_alternatives(kv_type: str) -> None:
+    if "/" in kv_type:
+        error = refused(ConfigError, TURINGS, "qwen3.6-27b-awq", kv_type="f16/q8_0")
+    else:
+        error = refused(ConfigError, TURINGS, "qwen3.6-27b-awq", kv_type=kv_type)
+    assert error.exit_code == 10
+    assert kv_type in error.message
+    assert "f16, int8_per_token_head, int4_per_token_head" in (error.hint or "")
+
+
+def test_bfloat16_that_was_asked_for_is_10_on_sm75() -> None:
+    error = refused(ConfigError, TURINGS, engine_arg="--dtype bfloat16")
+    assert "begins with SM 80" in error.message
+    assert error.exit_code == 10
+
+
+def test_weights_without_a_kernel_on_the_chip_are_20() -> None:
+    model = folder_model("qwen3-8b-fp8")
+    mx = replace(model, config={**model.config, "quantization_config": {"quant_method": "mxfp4"}})
+    error = refused(NoKernelError, TURINGS, mx)
+    assert error.exit_code == 20
+    assert "needs SM 80" in error.message
+    assert "awq" in (error.hint or "")
+
+
+def test_a_context_above_native_is_10_without_yarn() -> None:
+    error = refused(ConfigError, ADA, ctx_size="81920")
+    assert error.exit_code == 10
+    assert "--rope-scaling yarn: factor 2" in (error.hint or "")
+    plan = best(ADA, ctx_size="81920", rope_scaling="yarn")
+    overrides = json.loads(value_of(plan, "--hf-overrides"))["rope_parameters"]
+    assert overrides["factor"] == 2.0
+    assert overrides["original_max_position_embeddings"] == 40960
+    assert overrides["rope_type"] == "yarn"
+    assert value_of(plan, "--max-model-len") == "81920"
+
+
+@given(st.integers(40961, 163840))
+def test_yarn_always_reaches_what_was_asked_for(context: int) -> None:
+    """vLLM cuts `native x factor` off to whole tokens."""
+    from appliance.engines.vllm.planning.rope import overrides_for
+    from appliance.settings import resolve_settings
+
+    settings = resolve_settings({"ctx_size": str(context), "rope_scaling": "yarn"}, {})
+    found = json.loads(overrides_for(settings, folder_model("qwen3-8b")) or "")
+    assert int(40960 * found["rope_parameters"]["factor"]) >= context
+
+
+def test_yarn_on_a_model_with_a_scaling_of_its_own_is_10() -> None:
+    model = folder_model("qwen3-8b-fp8")
+    scaled = replace(model, config={**model.config, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    error = refused(ConfigError, ADA, scaled, ctx_size="81920", rope_scaling="yarn")
+    assert "a RoPE scaling of its own, yarn" in error.message
+
+
+@pytest.mark.parametrize(("tensor", "words"), [("3", "32 attention heads are not divisible by 3"), ("2", "")])
+def test_ranks_that_heads_allow(tensor: str, words: str) -> None:
+    if not words:
+        plan = best("2x4090", engine_arg=f"--tensor-parallel-size {tensor}")
+        assert value_of(plan, "--tensor-parallel-size") == tensor
+        return
+    error = refused(ConfigError, "4x2080ti-22g", engine_arg=f"--tensor-parallel-size {tensor}")
+    assert words in error.message
+    assert error.hint == "this model allows 1, 2, 4, 8, 16"
+
+
+def test_groups_of_quantized_weights_bound_the_ranks() -> None:
+    """29,568 / 8 = 3,696 is no multiple of 128: Qwen2.5-72B-AWQ stops at four."""
+    model = replace(folder_model("llama-3.3-70b-awq"), feed_forward_length=29568)
+    error = refused(ConfigError, "4x2080ti-22g", model, engine_arg="--tensor-parallel-size 8")
+    assert "29,568 / 8 = 3,696 is not divisible by the group of 128" in error.message
+
+
+def test_more_ranks_than_cards_are_10() -> None:
+    error = refused(ConfigError, "2x4090", engine_arg="--tensor-parallel-size 4")
+    assert "4 ranks" in error.message
+    assert "2 GPUs can be used" in error.message
+
+
+def test_more_cards_than_kv_heads_say_that_they_buy_no_context() -> None:
+    eight = cards("2x4090", *[{} for _ in range(8)])
+    plan = best(eight, "qwen3-30b-a3b", engine_arg="--tensor-parallel-size 8")
+    assert "cards beyond 4 buy no context" in reason(plan, "kv_heads")
+
+
+def test_stages_come_where_ranks_cannot() -> None:
+    """Three cards of 12 GiB: 32 heads allow two ranks, and neither one nor two of them hold 8B in 16 bits."""
+    three = cards("2x4090", *[{"vram_total_mib": 8192, "vram_free_mib": 8192} for _ in range(3)])
+    plan = best(three, "qwen3-8b")
+    assert launch(plan).pipeline_parallel == 3
+    assert sum(launch(plan).stage_layers) == 36
+    assert value_of(plan, "--pipeline-parallel-size") == "3"
+    assert "stages, since 32 attention heads are not divisible by 3" in reason(plan, "placement")
+
+
+def test_layers_of_stages_follow_the_memory() -> None:
+    assert split_layers(32, (24.0, 8.0)) == (24, 8)
+    with pytest.raises(ValueError, match="3 pipeline stages need as many layers"):
+        split_layers(2, (1.0, 1.0, 1.0))
+
+
+@given(st.integers(1, 128), st.lists(st.floats(1.0, 200_000.0), min_size=1, max_size=16))
+def test_every_layer_has_its_stage(layers: int, rooms: list[float]) -> None:
+    if layers >= len(rooms):
+        found = split_layers(layers, rooms)
+        assert sum(found) == layers
+        assert min(found) >= 1
+
+
+def test_shared_memory_is_looked_at_before_two_ranks() -> None:
+    two = hardware("2x4090")
+    short = replace(two, memory=replace(two.memory, shm_mib=64))
+    plan = best(short)
+    assert launch(plan).tensor_parallel == 1
+    assert "two need 640 MiB in /dev/shm, and it has 64" in reason(plan, "shm")
+    error = refused(ConfigError, short, engine_arg="--tensor-parallel-size 2")
+    assert "--shm-size" in (error.hint or "")
+
+
+def test_uneven_cards_are_said() -> None:
+    plan = best("4070+3060", engine_arg="--tensor-parallel-size 2")
+    assert "by the memory of the smallest card" in reason(plan, "uneven")
+
+
+def test_a_reserve_that_was_asked_for_is_the_whole_of_it() -> None:
+    plan, own = best(TURINGS), best(TURINGS, reserve_mib="2000")
+    assert "kernels compiled at the first request" in reason(plan, "reserve")
+    assert reason(own, "reserve") == "2,000 asked for"
+    assert (launch(own).utilization or 1.0) < (launch(plan).utilization or 0.0)
+
+
+def test_values_of_the_users_own_win() -> None:
+    words = (
+        "--gpu-memory-utilization 0.5 --block-size 32 --attention-backend TRITON_ATTN --no-enable-prefix-caching "
+        '--compilation-config {"cudagraph_mode":"PIECEWISE","cudagraph_capture_sizes":[1,2]}'
+    )
+    quoted = words.replace('{"', "'{\"").replace("]}", "]}'")
+    plan = best(SERVER, engine_arg=quoted)
+    assert value_of(plan, "--gpu-memory-utilization") == "0.5"
+    assert value_of(plan, "--block-size") == "32"
+    assert value_of(plan, "--attention-backend") == "TRITON_ATTN"
+    assert json.loads(value_of(plan, "--compilation-config")) == {
+        "cudagraph_capture_sizes": [1, 2],
+        "cudagraph_mode": "PIECEWISE",
+    }
+    assert "--disable-prefix-caching" in arguments(plan)
+    sources = {choice.name: choice.source for choice in plan.choices}
+    assert sources["graph_mode"] == sources["block_size"] == sources["kv_cache"] == "flag --engine-arg"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--max-model-len 4096", "the setting ctx_size stands for"),
+        ("--data-parallel-size 2", "cannot be given"),
+        ("-O3", "cannot be given"),
+        ("--tensor-paralel-size 2", "this engine has not"),
+        ("--block-size 1k", "no whole number"),
+        ("--gpu-memory-utilization 1.5", "no share above 0"),
+        ("--compilation-config '{\"level\":3}'", "keys of --compilation-config that no plan takes over: level"),
+        ("--compilation-config '{'", "no JSON"),
+        ("--dtype", "0 values for --dtype"),
+    ],
+)
+def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
+    error = refused(ConfigError, ADA, engine_arg=words)
+    assert error.exit_code == 10
+    assert said in error.message
+    assert "flag --engine-arg" in error.message
+
+
+def test_code_of_the_folder_is_never_run_unless_asked() -> None:
+    model = folder_model("qwen3-8b-fp8")
+    own = replace(model, config={**model.config, "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}})
+    plan = best(ADA, own)
+    assert "--trust-remote-code" not in arguments(plan)
+    assert "never run unless asked" in reason(plan, "remote_code")
+    asked = best(ADA, own, engine_arg="--trust-remote-code")
+    assert arguments(asked)[-1] == "--trust-remote-code"
+    assert "are executed" in reason(asked, "remote_code")
+
+
+@pytest.mark.parametrize("name", ["VLLM_SERVER_DEV_MODE", "VLLM_ENABLE_STARTUP_PLAN", "VLLM_CPU_KVCACHE_SPACE"])
+def test_a_variable_that_contradicts_the_plan_is_10(name: str) -> None:
+    error = refused(ConfigError, ADA, environment={name: "1"})
+    assert error.exit_code == 10
+    assert name in error.message
+    if name != "VLLM_CPU_KVCACHE_SPACE":
+        assert best(ADA, environment={name: "0"}).context
+
+
+def test_variables_are_honoured_or_named_and_never_lost() -> None:
+    given = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_API_KEY": "secret", "PATH": "/bin"}
+    plan = best(ADA, environment=given)
+    assert launch(plan).variables == (("VLLM_USE_DEEP_GEMM", "0"),)
+    named = {choice.name: choice for choice in plan.choices}
+    assert named["variables"].value == "VLLM_USE_DEEP_GEMM=0"
+    assert named["vllm_api_key"].is_refusal
+    assert not any("secret" in f"{choice.value} {choice.reason}" for choice in plan.choices)
+
+
+@pytest.mark.parametrize("seqs", [1, 4, 7, 64, 256])
+def test_graphs_are_captured_for_every_step_of_few_users(seqs: int) -> None:
+    sizes = graph_sizes(seqs)
+    assert sizes[0] == 1
+    assert sizes[-1] <= max(2, 2 * seqs)
+    assert any(size >= seqs for size in sizes)
+    assert list(sizes) == sorted(set(sizes))
+
+
+def test_what_moves_the_compile_key() -> None:
+    plans = space(SERVER, "qwen3-30b-a3b").all()
+    assert len({compile_key(plan) for plan in plans}) == len({plan.key for plan in plans})
+    first = plans[0]
+    later = space(SERVER, "qwen3-30b-a3b").now(first, replace_allocated(first.placement.shares[0].memory.kv - 100))
+    assert isinstance(later, Plan)
+    assert compile_key(later) == compile_key(first), "bytes of the cache are no part of it"
+
+
+@pytest.mark.parametrize("machine", [ADA, TURINGS, "4x2080ti-22g", SERVER, "4070+3060", "24+8"])
+def test_all_plans_fit_and_are_different(machine: str) -> None:
+    here = space(machine)
+    plans = here.all()
+    assert plans[0] == here.best
+    assert len({plan.key for plan in plans}) == len(plans) > 1
+    for plan in plans:
+        for share in plan.placement.shares:
+            assert share.memory.total <= share.gpu.free_mib + 0.1
+        assert here.costs(plan).gpu_ms > 0
+        assert plan.context <= here.native
+
+
+def test_memory_that_the_engine_lacked_steps_to_the_number_it_named() -> None:
+    from appliance.plan import Shortage
+
+    here = space(ADA)
+    plan = here.best
+    less = here.after(plan, Shortage(refused_mib=200.0, context=30720))
+    assert less is not None
+    assert less.space.best.context == 30720
+    assert less.is_smaller(less.space.best, plan)
+
+
+def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
+    from appliance.plan import Shortage
+
+    here = space(TURINGS, "qwen3.6-27b-awq")
+    plan = here.best
+    less = here.after(plan, Shortage(refused_mib=512.0, device="cuda:1", free_mib=100.0))
+    assert less is not None
+    smaller = less.space.best
+    assert smaller.placement.shares[0].memory.kv == pytest.approx(plan.placement.shares[0].memory.kv - 412)
+    assert launch(smaller).utilization is None, "else the engine would take all of it again"
+    assert (less.missing_mib, less.where) == (412.0, "cuda:1")
+
+
+def test_a_model_that_does_not_fit_is_31_with_its_sizes() -> None:
+    error = refused(ModelDoesNotFitError, "t4", "qwen3-8b")
+    assert error.exit_code == 31
+    assert "weights" in error.message
+    assert "missing are" in error.message
+    short = refused(ModelDoesNotFitError, CPU, "qwen3-8b")
+    assert "on the host" in short.message
+
+
+def test_a_context_that_does_not_fit_names_the_longest_that_does() -> None:
+    model = "llama-3.3-70b-awq"
+    error = refused(ModelDoesNotFitError, "2x4090", model, ctx_size="131072")
+    longest = int((error.hint or "").split("--ctx-size ")[1].split(",")[0])
+    assert best("2x4090", model, ctx_size=str(longest)).context == longest
+
+
+def test_speculation_counts_its_layers_and_states() -> None:
+    plain, drafting = (space(TURINGS, "qwen3.6-27b-awq", speculation=kind) for kind in ("off", "mtp"))
+    plan = drafting.predicted
+    assert json.loads(value_of(plan, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 3}
+    assert plan.context < plain.predicted.context
+    assert plan.placement.shares[0].memory.weights > plain.best.placement.shares[0].memory.weights
+    assert [offer.kind for offer in space(TURINGS, "qwen3.6-27b-awq").offers()] == ["mtp", "ngram"]
+
+
+def test_speculation_that_the_model_has_not_is_10() -> None:
+    with pytest.raises(ConfigError, match="no draft layers"):
+        space(ADA, speculation="mtp").offers()
+
+
+def test_on_the_cpu_bytes_are_given_at_once() -> None:
+    plan = best(CPU, "smollm2-135m")
+    assert launch(plan).utilization is None
+    assert int(value_of(plan, "--kv-cache-memory-bytes")) == launch(plan).blocks * 2_949_120
+    assert "--enforce-eager" in arguments(plan)
+    assert "--compilation-config" not in arguments(plan)
+    assert "--attention-backend" not in arguments(plan)
+
+
+@given(
+    total=st.integers(4096, 200_000),
+    free=st.floats(0.0, 1.0),
+    more=st.integers(0, 100_000),
+    seqs=st.sampled_from((1, 4, 64)),
+)
+def test_memory_is_never_planned_above_what_is_free(total: int, free: float, more: int, seqs: int) -> None:
+    """And more of it is never less context."""
+
+    def at(mib: int) -> Plan | None:
+        there = with_cards(ADA, vram_total_mib=total + more, vram_free_mib=mib)
+        try:
+            return best(there, parallel=str(seqs))
+        except ModelDoesNotFitError:
+            return None
+
+    first = at(int(total * free))
+    if first is not None:
+        share = first.placement.shares[0]
+        assert share.memory.total + share.gpu.held_back_mib <= total * free + 0.1
+        assert (launch(first).utilization or 0.0) * (total + more) <= total * free
+        second = at(int(total * free) + more)
+        assert second is not None
+        assert second.context >= first.context
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 10**9},
+        {"num_key_value_heads": 0},
+        {"num_attention_heads": "nine"},
+        {"head_dim": -1},
+    ],
+)
+def test_a_lying_config_is_30(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = write_folder(tmp_path / "m", "smollm2-135m", **change)
+    with pytest.raises(ModelUnreadableError) as caught:
+        best(CPU, read_model(folder, serves="safetensors"))
+    assert caught.value.exit_code == 30
+    assert "config.json" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"linear_num_value_heads": 10**9}, "linear_num_value_heads must be a whole number"),
+        ({"linear_num_key_heads": None}, "it has no linear_num_key_heads"),
+        ({"layer_types": ["linear_attention"] * 3}, "must name 64 layers, and names 3"),
+        ({"layer_types": ["linear_attention", "mystery"] * 32}, "not known beside linear attention: mystery"),
+    ],
+)
+def test_a_hybrid_that_lies_is_30(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    folder = write_folder(tmp_path / "m", "qwen3.6-27b-awq", **change)
+    with pytest.raises(ModelUnreadableError) as caught:
+        best(TURINGS, read_model(folder, serves="safetensors"))
+    assert said in caught.value.message
+
+
+def test_a_folder_that_is_a_file_is_30(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.write_text("{}")
+    with pytest.raises(ModelUnreadableError) as caught:
+        read_model(file, serves="safetensors")
+    assert caught.value.exit_code == 30
