@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, LoadStep
 from appliance.engines.vllm import endings, facts, log, progress, server
+from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
@@ -58,7 +59,13 @@ class Vllm(Engine):
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
         is_ready = one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
         found = server.command(plan, install, socket_path, is_ready=is_ready, is_error=log.is_error)
-        return replace(found, is_waiting=log.is_waiting, scratch=server.scratch_of(socket_path))
+        return replace(
+            found,
+            is_waiting=log.is_waiting,
+            is_at_work=_work_of(plan),
+            scratch=server.scratch_of(socket_path),
+            upkeep=Caches(install.cache_dir, socket_path.stem),
+        )
 
     def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
         from appliance.engines.vllm.client import VllmClient  # here: no start needs an HTTP library
@@ -76,6 +83,18 @@ class Vllm(Engine):
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         return endings.as_error(ending, served=served)
+
+
+def _work_of(plan: Plan) -> Callable[[], bool] | None:
+    """Of its cards; None on the CPU, whose work the processes show."""
+    uuids = [share.gpu.id for share in plan.placement.shares]
+
+    def is_at_work() -> bool:
+        from appliance.engines.vllm.gpu_work import gpus_at_work  # here: no start that goes well needs NVML
+
+        return gpus_at_work(uuids)
+
+    return is_at_work if uuids else None
 
 
 ENGINE = Vllm()

@@ -12,8 +12,11 @@ from appliance.run import RunTimeout, run
 TIMEOUT_S = 4.5  # less than the supervisor waits for an answer
 
 
-def gpus_at_work(uuids: Sequence[str], environment: Mapping[str, str], *, child: Sequence[str] = CHILD) -> bool:
-    """One of these, for the whole of two looks of a second. A driver that hangs does no work. Blocks for seconds."""
+def gpus_at_work(
+    uuids: Sequence[str], environment: Mapping[str, str] | None = None, *, child: Sequence[str] = CHILD
+) -> bool:
+    """One of these, for the whole of two looks of a second. A driver that hangs does no work. Blocks for seconds;
+    `environment` None is ours."""
     try:
         found = parse_answer(run(child, environment=environment, timeout_s=TIMEOUT_S))
     except (RunTimeout, OSError):

@@ -252,9 +252,9 @@ class Serving:
         assert status == 200, document
         return document
 
-    def stream(self) -> socket.socket:
-        """A streamed chat, begun; the caller reads and closes."""
-        data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
+    def stream(self, **more: Any) -> socket.socket:
+        """A streamed chat, begun, with `more` fields; the caller reads and closes."""
+        data = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True, **more})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {self.home.key}\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
