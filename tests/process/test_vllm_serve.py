@@ -42,6 +42,8 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
         assert serving.ask("POST", "/tokenize", {"model": "small", "prompt": "one two"}, key=home.key)[0] == 200
         assert serving.chat(key="sk-wrong")[0] == 401
         assert serving.ask("POST", "/invocations", body, key=home.key)[0] == 404
+        status, reply = serving.ask("POST", "/v1/embeddings", {"model": "small", "input": "a"}, key=home.key)
+        assert (status, reply["error"]["code"]) == (400, "model_gives_text")
         stages = [event["stage"] for event in serving.events if event["event"] == "engine_step"]
         assert list(dict.fromkeys(stages))[:3] == ["bind", "imports", "weights"]
         assert stages[-1] == "first token"
