@@ -20,6 +20,7 @@ class EngineRoute:
     methods: tuple[str, ...] = ("POST",)
     dialect: Dialect = "openai"
     not_for_rerankers: bool = False  # the engine would answer all the same, and with nonsense
+    only_for_embedders: bool = False  # at a model that gives text the engine has no such route
     can_stream: bool = False  # with `"stream": true` the engine answers with server-sent events
 
 

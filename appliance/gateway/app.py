@@ -22,7 +22,7 @@ from appliance.gateway.documents import document_routes, path_of
 from appliance.gateway.forward import EngineEndpoint, ResponseWriter
 from appliance.gateway.hold import TELL_EVERY_S
 from appliance.gateway.metrics import Measured, Metrics
-from appliance.gateway.models import Endpoint, NotForRerankers, list_routes
+from appliance.gateway.models import Endpoint, ForSomeModels, list_routes
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase, Progress
 
@@ -106,7 +106,9 @@ def _engine_routes(
                 tell_every_s=tell_every_s,
             )
             by_path.setdefault(route.path, {})[backend.name] = (
-                NotForRerankers(endpoint, route, backend.listed) if route.not_for_rerankers else endpoint
+                ForSomeModels(endpoint, route, backend.listed)
+                if route.not_for_rerankers or route.only_for_embedders
+                else endpoint
             )
 
     def endpoint_of(path: str) -> Endpoint:

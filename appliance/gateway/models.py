@@ -77,8 +77,8 @@ def find(name: str, backends: Sequence[Backend]) -> Backend | None:
     return found[0] if len(found) == 1 else None
 
 
-class NotForRerankers:
-    """The ASGI application of a route at which a reranker would answer nonsense. Raises ApiError (400) for one."""
+class ForSomeModels:
+    """The ASGI application of a route that some models cannot answer. Raises ApiError (400) for one of them."""
 
     def __init__(self, endpoint: Endpoint, route: EngineRoute, listed: Callable[[], ListedModel]) -> None:
         self._endpoint = endpoint
@@ -86,9 +86,15 @@ class NotForRerankers:
         self._listed = listed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (model := self._listed()).is_reranker:
+        model = self._listed()
+        if model.is_reranker and self._route.not_for_rerankers:
             detail = f"{model.id} is a reranker and gives scores, not what {self._route.path} is for: ask /v1/rerank"
             raise ApiError(400, "model_is_reranker", detail)
+        if self._route.only_for_embedders and not model.is_embedding and model.phase in _SERVES:
+            detail = (
+                f"{model.id} gives text, not what {self._route.path} is for: serve an embedding model or a reranker"
+            )
+            raise ApiError(400, "model_gives_text", detail)
         await self._endpoint(scope, receive, send)
 
 

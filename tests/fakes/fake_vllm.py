@@ -455,7 +455,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def generate(self, path: str, request: dict[str, Any]) -> None:
         options = self.server.options
-        if (name := request.get("model")) not in options.served_model_name and path != "/invocations":
+        if (name := request.get("model")) and name not in options.served_model_name:
             message = f"The model `{name}` does not exist."
             return self.reply(
                 404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}}

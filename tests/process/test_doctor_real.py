@@ -155,12 +155,12 @@ def test_each_ill_is_a_failed_check_with_the_code_of_a_start(ward: Ward, damage:
 
 
 def test_an_image_whose_engine_is_not_served_yet_is_examined_all_the_same(ward: Ward) -> None:
-    ward.set_image(engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
+    ward.set_image(engine="odd", engine_version="0.33.0", cell="odd-cu130")
     code, checks = ward.doctor()
     assert code == 10
     assert checks["image"]["status"] == "pass"
-    assert checks["image"]["value"].startswith("vllm-cu130, build ")
-    assert "cannot be served yet: vllm 0.33.0" in checks["engine"]["value"]
+    assert checks["image"]["value"].startswith("odd-cu130, build ")
+    assert "cannot be served yet: odd 0.33.0" in checks["engine"]["value"]
     assert {"memory", "cpu", "speeds", "gpu"} <= set(checks)
 
 

@@ -14,6 +14,8 @@ import openai
 import pytest
 
 from appliance.engines.vllm.routes import ROUTES
+from appliance.gateway.models import ListedModel
+from appliance.progress import Phase
 from tests.process.stages.gateway import Stage, eventually, on_stage, read_until
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
@@ -84,7 +86,7 @@ def test_an_anthropic_stream_that_fails_is_told_in_its_own_words(stage: Stage) -
 def test_a_stream_that_ends_well_is_counted_as_such(stage: Stage) -> None:
     body = stage.ask("POST", "/v1/chat/completions", {**ENDLESS, "max_tokens": 3}).body
     assert body.endswith(b"data: [DONE]\n\n")
-    assert counted(stage, "/v1/chat/completions") == {"200": 1.0}
+    eventually(lambda: counted(stage, "/v1/chat/completions") == {"200": 1.0})
 
 
 def test_no_route_that_the_engine_announces_exists_outside_but_the_safe_ones(stage: Stage) -> None:
@@ -111,3 +113,12 @@ def test_a_client_that_leaves_ends_its_request_with_the_engine(stage: Stage) -> 
         read_until(connection, b"word")
         assert stage.engine_saw()["open_streams"] == 1
     eventually(lambda: stage.engine_saw()["open_streams"] == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score"])
+def test_what_only_an_embedder_answers_is_refused_for_a_model_that_gives_text(path: str, stage: Stage) -> None:
+    answer = stage.ask("POST", path, {"model": "m", "input": "a"})
+    assert (answer.status, answer.error["code"]) == (400, "model_gives_text")
+    assert f"POST {path}" not in stage.engine_saw()["counts"]
+    stage.listed = ListedModel(id="m", phase=Phase.READY, is_embedding=True)
+    assert stage.ask("POST", path, {"model": "m", "input": "a"}).status == 404  # the engine's own answer, here

@@ -11,12 +11,24 @@ from appliance.engine_route import Dialect, EngineRoute
 
 
 def _post(
-    path: str, *, bare: bool = False, dialect: Dialect = "openai", can_stream: bool = False
+    path: str,
+    *,
+    bare: bool = False,
+    dialect: Dialect = "openai",
+    can_stream: bool = False,
+    only_for_embedders: bool = False,
 ) -> tuple[EngineRoute, ...]:
     """With `bare` also without /v1, for clients whose base URL lacks it."""
     spellings = (path, path.removeprefix("/v1")) if bare else (path,)
     return tuple(
-        EngineRoute(path=spelling, upstream=path, dialect=dialect, can_stream=can_stream) for spelling in spellings
+        EngineRoute(
+            path=spelling,
+            upstream=path,
+            dialect=dialect,
+            can_stream=can_stream,
+            only_for_embedders=only_for_embedders,
+        )
+        for spelling in spellings
     )
 
 
@@ -26,9 +38,9 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/responses", bare=True, can_stream=True),
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic"),
-    *_post("/v1/embeddings", bare=True),
-    *_post("/v1/rerank", bare=True),
-    *_post("/v1/score", bare=True),
+    *_post("/v1/embeddings", bare=True, only_for_embedders=True),
+    *_post("/v1/rerank", bare=True, only_for_embedders=True),
+    *_post("/v1/score", bare=True, only_for_embedders=True),
     *_post("/v1/audio/transcriptions", bare=True, can_stream=True),
     *_post("/v1/audio/translations", bare=True, can_stream=True),
     *_post("/tokenize"),

@@ -115,18 +115,18 @@ def test_pairs_of_kv_types_are_no_business_of_this_engine(tmp_path: Path) -> Non
 
 
 def test_an_image_whose_engine_is_not_served_says_so_with_10() -> None:
-    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
-    with pytest.raises(ConfigError, match=r"cannot be served yet: vllm 0\.33\.0 \(vllm-cu130\)") as caught:
+    image = replace(IMAGE, engine="odd", engine_version="0.33.0", cell="odd-cu130")
+    with pytest.raises(ConfigError, match=r"cannot be served yet: odd 0\.33\.0 \(odd-cu130\)") as caught:
         load_engine(image)
     assert caught.value.exit_code == 10
-    assert caught.value.hint == "use an image of llama: python -m images select"
+    assert caught.value.hint == "use an image of llama, vllm: python -m images select"
     assert load_engine(IMAGE).name == "llama"
 
 
 def test_serve_and_plan_end_with_10_before_they_look_for_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    image = replace(IMAGE, engine="vllm", engine_version="0.33.0", cell="vllm-cu130")
+    image = replace(IMAGE, engine="odd", engine_version="0.33.0", cell="odd-cu130")
     (tmp_path / "image_facts.json").write_text(dump_facts(image))
     (tmp_path / "engine_facts.json").write_text(dump_facts(FACTS))
     folders = ("--facts-dir", str(tmp_path), "--data-dir", str(tmp_path / "data"))
@@ -134,4 +134,4 @@ def test_serve_and_plan_end_with_10_before_they_look_for_a_model(
     assert main(["version", *folders]) == 0
     for verb in ("plan", "serve"):
         assert main([verb, *folders]) == 10
-        assert "the engine of this image cannot be served yet: vllm 0.33.0" in capsys.readouterr().err
+        assert "the engine of this image cannot be served yet: odd 0.33.0" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""vLLM behind the doors of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.command import Command
+from appliance.engine_route import EngineRoute
+from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, LoadStep
+from appliance.engines.vllm import endings, facts, log, progress, server
+from appliance.engines.vllm.caches import Caches
+from appliance.engines.vllm.planning.launch import VllmLaunch
+from appliance.engines.vllm.planning.space import Space
+from appliance.engines.vllm.ready import one_token
+from appliance.engines.vllm.routes import ROUTES
+from appliance.errors import FatalError
+from appliance.image_facts import EngineFacts
+from appliance.model import Format
+from appliance.plan import Allocated, KvCheck, Launch, Plan, Shortage
+from appliance.probe import Hardware
+
+SETTINGS = frozenset({
+    "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "parallel", "reserve_mib", "rope_scaling",
+    "speculation", "threads", "ubatch",
+})  # fmt: skip
+
+
+class Vllm(Engine):
+    """See `appliance.engines.engine.Engine`."""
+
+    name = "vllm"
+    binary = f"bin/{facts.BINARY}"
+    model_format: Format = "safetensors"
+    settings = SETTINGS
+    launch: type[Launch] = VllmLaunch
+    routes: tuple[EngineRoute, ...] = ROUTES
+
+    def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
+        return facts.read_facts(binary, "")
+
+    def query_devices(
+        self, install: Install, hardware: Hardware, *, cpu_variant: str | None = None, may_recall: bool = False
+    ) -> Devices:
+        """By NVML and the driver's library: asking the engine itself is an import of PyTorch, seconds of every start,
+        and one that sees no GPU says so by itself (23)."""
+        if hardware.gpus.libcuda is None:
+            return Devices(said="the driver's library libcuda.so.1 cannot be found: cannot open shared object file")
+        return Devices(names=tuple(f"cuda:{at}" for at in range(len(hardware.gpus.gpus))))
+
+    def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
+        return Space(inputs)
+
+    def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
+        return endings.shortage_of(error, lines)
+
+    def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
+        is_ready = one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
+        found = server.command(plan, install, socket_path, is_ready=is_ready, is_error=log.is_error)
+        return replace(
+            found,
+            is_waiting=log.is_waiting,
+            is_at_work=_work_of(plan),
+            scratch=server.scratch_of(socket_path),
+            upkeep=Caches(install.cache_dir, socket_path.stem),
+        )
+
+    def client(self, command: Command, *, doing: str = "measuring") -> AbstractAsyncContextManager[Client]:
+        from appliance.engines.vllm.client import VllmClient  # here: no start needs an HTTP library
+
+        return VllmClient(command, doing=doing)
+
+    def is_worth_showing(self, line: str) -> bool:
+        return log.is_worth_showing(line)
+
+    def step(self, line: str) -> LoadStep | None:
+        return progress.step_of(line)
+
+    def allocated(self, lines: Iterable[str]) -> Allocated:
+        return progress.parse_allocated(lines)
+
+    def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
+        return endings.as_error(ending, served=served)
+
+
+def _work_of(plan: Plan) -> Callable[[], bool] | None:
+    """Of its cards; None on the CPU, whose work the processes show."""
+    uuids = [share.gpu.id for share in plan.placement.shares]
+
+    def is_at_work() -> bool:
+        from appliance.engines.vllm.gpu_work import gpus_at_work  # here: no start that goes well needs NVML
+
+        return gpus_at_work(uuids)
+
+    return is_at_work if uuids else None
+
+
+ENGINE = Vllm()

@@ -1,0 +1,63 @@
+"""`appliance serve` with a folder of safetensors and the fake vLLM in place of the engine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.image_facts import EngineFacts, dump_facts
+from tests.builders import IMAGE
+from tests.process.stages.boot import ROOT, Home
+from tests.process.stages.vllm import FAKE_VLLM
+from tests.shapes.folders import write_folder
+
+FACTS = ROOT / "tests/data/vllm/facts-0.32-cpu.json"
+
+
+class VllmHome(Home):
+    """A volume with SmolLM2's shape, weights of holes, and an engine folder."""
+
+    @classmethod
+    def make(cls, folder: Path) -> VllmHome:
+        home = cls(folder)
+        for name in ("data/models", "engine/bin", "facts"):
+            (folder / name).mkdir(parents=True)
+        write_folder(home.data / "models/small", "smollm2-135m")
+        facts = json.loads(FACTS.read_text())
+        image = replace(IMAGE, engine="vllm", engine_version=facts["version"], cell="vllm-cpu")
+        (folder / "facts/image_facts.json").write_text(dump_facts(image))
+        engine = EngineFacts(
+            version=facts["version"],
+            build=0,
+            commit=facts["commit"],
+            flags=tuple(facts["flags"]),
+            kv_types=tuple(facts["kv_types"]),
+        )
+        (folder / "facts/engine_facts.json").write_text(dump_facts(engine))
+        home.set_engine()
+        return home
+
+    @property
+    def segments(self) -> list[str]:
+        """Shared memory that engines made and that is still there."""
+        path = self.folder / "segments"
+        return [name for name in path.read_text().split() if Path(name).exists()] if path.exists() else []
+
+    def set_engine(self, *knobs: str, where: str = "") -> None:
+        """`knobs` for starts whose command line holds `where`."""
+        common = ("--fake-segments", str(self.folder / "segments"), "--fake-block-bytes", "1474560")
+        run = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
+        path = self.folder / "engine/bin/vllm"
+        path.write_text(
+            f"""#!/bin/sh
+printf '%s\\n' "$*" >>{shlex.quote(str(self.starts))}
+case "$* " in
+*{shlex.quote(where)}*) exec {run} "$@" {shlex.join((*common, *knobs))} ;;
+*) exec {run} "$@" {shlex.join(common)} ;;
+esac
+"""
+        )
+        path.chmod(0o755)

@@ -1,0 +1,122 @@
+"""The appliance as a user starts it, with a vLLM that is faked down to its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.process.stages.boot import Serving, eventually, is_alive
+from tests.process.stages.gateway import read_until
+from tests.process.stages.vllm import family
+from tests.process.stages.vllm_home import VllmHome
+
+MEASURING = {"tune_start", "measured"}
+ENDINGS = Path(__file__).parents[1] / "endings"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> VllmHome:
+    return VllmHome.make(tmp_path / "home")
+
+
+def tree_of(serving: Serving) -> list[int]:
+    """API server, EngineCore, worker."""
+    leaders = [pid for pid in serving.engine_pids() if len(family(pid)) > 2]
+    (leader,) = leaders
+    return family(leader)
+
+
+def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> None:
+    with home.serving() as serving:
+        serving.wait_ready()
+        status, reply = serving.chat()
+        assert status == 200
+        assert reply["choices"][0]["message"]["content"].startswith("word")
+        body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        assert serving.ask("POST", "/v1/messages", body, key=home.key)[1]["type"] == "message"
+        assert serving.ask("POST", "/v1/responses", {"model": "small", "input": "a"}, key=home.key)[0] == 200
+        assert serving.ask("POST", "/tokenize", {"model": "small", "prompt": "one two"}, key=home.key)[0] == 200
+        assert serving.chat(key="sk-wrong")[0] == 401
+        assert serving.ask("POST", "/invocations", body, key=home.key)[0] == 404
+        status, reply = serving.ask("POST", "/v1/embeddings", {"model": "small", "input": "a"}, key=home.key)
+        assert (status, reply["error"]["code"]) == (400, "model_gives_text")
+        stages = [event["stage"] for event in serving.events if event["event"] == "engine_step"]
+        assert list(dict.fromkeys(stages))[:3] == ["bind", "imports", "weights"]
+        assert stages[-1] == "first token"
+        tree = tree_of(serving)
+        serving.terminate()
+    eventually(lambda: not [pid for pid in tree if is_alive(pid)])
+    assert home.segments == []
+
+
+@pytest.mark.parametrize("member", range(3), ids=["api", "core", "worker"])
+def test_whichever_process_is_killed_in_mid_stream_it_comes_back(member: int, home: VllmHome) -> None:
+    with home.serving() as serving:
+        serving.wait_ready()
+        old = tree_of(serving)
+        with serving.stream(max_tokens=10**6) as connection:
+            read_until(connection, b"word")
+            os.kill(old[member], signal.SIGKILL)
+            eventually(lambda: not [pid for pid in old if is_alive(pid)])
+        eventually(lambda: "engine_died" in serving.names())
+        serving.wait_ready()
+        assert serving.chat()[0] == 200
+        assert serving.document("status")["engine_restarts"] == 1
+        assert len(home.segments) == 1
+        serving.terminate()
+    assert home.segments == []
+
+
+def test_a_stop_in_mid_stream_that_it_hangs_in_ends_in_time(home: VllmHome) -> None:
+    home.set_engine("--fake-hang-at-sigterm")
+    with home.serving(drain_s="1") as serving:
+        serving.wait_ready()
+        tree = tree_of(serving)
+        with serving.stream(max_tokens=10**6) as connection:
+            read_until(connection, b"word")
+            assert serving.terminate() < 30  # 9 s on a machine that has nothing else to do
+            assert not [pid for pid in tree if is_alive(pid)]
+    assert home.segments == []
+
+
+@pytest.mark.parametrize("name", ["no-weights", "bad-choice", "environment-no-number", "cuda-no-kernel"])
+def test_it_ends_with_the_code_of_what_its_log_tells(name: str, home: VllmHome) -> None:
+    codes = {"no-weights": 30, "bad-choice": 40, "environment-no-number": 10, "cuda-no-kernel": 20}
+    log = ENDINGS / f"vllm-{name}.log"
+    home.set_engine("--fake-end-at", "weights", "--fake-replay", str(log))
+    with home.serving() as serving:
+        assert serving.wait_exit() == codes[name]
+
+
+def test_a_cache_that_is_too_small_is_stepped_to_the_context_that_the_log_names_at_once(home: VllmHome) -> None:
+    log = ENDINGS / "vllm-kv-too-small.log"
+    home.set_engine("--fake-end-at", "profile", "--fake-replay", str(log), where="--max-model-len 8192 ")
+    with home.serving() as serving:
+        serving.wait_ready()
+        stepped = serving.event("stepped_down")
+        assert stepped["context_before"] == 8192
+        assert len(home.started) == 2
+        longest = int(log.read_text().partition("estimated maximum model length is ")[2].partition(".")[0])
+        assert stepped["context"] == serving.document("status")["context"] <= longest
+        serving.terminate()
+
+
+def test_it_is_tuned_through_the_doors_and_the_next_start_serves_the_profile(home: VllmHome) -> None:
+    home.set_engine("--fake-decode-ms", "4", where="--max-num-seqs 2 ")
+    done = home.command("tune", budget_s="30")
+    assert done.returncode == 0, done.stderr
+    (path,) = home.profiles.glob("*.json")
+    profile = json.loads(path.read_text())
+    assert profile["plan"]["engine"] == "vllm"
+    assert profile["measurements"]
+    before = len(home.started)
+    with home.serving() as serving:
+        serving.wait_ready()
+        assert not MEASURING & set(serving.names())
+        assert serving.document("status")["from_profile"] is True
+        serving.terminate()
+    assert len(home.started) == before + 1
