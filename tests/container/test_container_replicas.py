@@ -57,9 +57,13 @@ class Replicas:
             "r = u.Request('http://127.0.0.1:11435/metrics', headers={'Authorization': 'Bearer ' + sys.argv[1]});"
             "print(u.urlopen(r, timeout=30).read().decode().split('\\nappliance_requests_in_flight ')[1].split()[0])"
         )
-        done = self.container(service).exec_run(["python3", "-c", code, self.key])
-        assert done.exit_code == 0, done.output
-        return int(float(done.output))
+        return int(float(self.run(service, "python3", "-c", code, self.key)))
+
+    def run(self, service: str, *argv: str) -> str:
+        code, output = self.container(service).exec_run(list(argv))
+        assert code == 0, output
+        assert isinstance(output, bytes)
+        return output.decode()
 
     def is_ready(self) -> bool:
         try:
@@ -136,7 +140,7 @@ def replicas(router_image: str) -> Iterator[Replicas]:
         try:
             compose(project, "up", "--detach", **variables)
             wait_for(lambda: found.container("appliance-1").exec_run(["appliance", "key"]).exit_code == 0, 300)
-            found.key = found.container("appliance-1").exec_run(["appliance", "key"]).output.decode().strip()
+            found.key = found.run("appliance-1", "appliance", "key").strip()
             wait_for(found.is_ready, 300, found.logs)
             for name in REPLICAS:
                 wait_for(partial(is_healthy, found, name), 300, found.logs)
