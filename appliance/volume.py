@@ -57,8 +57,18 @@ def read_or_make_key(path: Path) -> str:
     try:
         return _read(path) or _make_key(path)
     except OSError as error:
+        if _is_empty(path):  # and read-only: of a mounted secret
+            message = f"API key file is empty: {path}"
+            raise VolumeError(message, hint="put the key into the file or the Secret that is mounted there") from error
         message = f"API key cannot be kept on the volume: {path}: {_words(error)}"
         raise VolumeError(message, hint="check owner and mode of the volume, or set APPLIANCE_AUTH=off") from error
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size == 0
+    except OSError:  # then it is not the file that is wrong
+        return False
 
 
 def _make_key(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,14 +10,16 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
 import requests
 from docker.models.containers import Container
+from docker.types import Mount
 
-from tests.container.stages.containers import IMAGE, ROOT, volume, wait_for
+from tests.container.stages.containers import IMAGE, ROOT, free_port, started, volume, wait_for
 
 CLIENTS = 16
 SLOTS = 2
@@ -57,10 +58,13 @@ class Replicas:
             "r = u.Request('http://127.0.0.1:11435/metrics', headers={'Authorization': 'Bearer ' + sys.argv[1]});"
             "print(u.urlopen(r, timeout=30).read().decode().split('\\nappliance_requests_in_flight ')[1].split()[0])"
         )
-        done = self.container(service).exec_run(["python3", "-c", code, self.key])
-        assert done.exit_code == 0, done.output
-        assert isinstance(done.output, bytes)
-        return int(float(done.output))
+        return int(float(self.run(service, "python3", "-c", code, self.key)))
+
+    def run(self, service: str, *argv: str) -> str:
+        code, output = self.container(service).exec_run(list(argv))
+        assert code == 0, output
+        assert isinstance(output, bytes)
+        return output.decode()
 
     def is_ready(self) -> bool:
         try:
@@ -106,12 +110,6 @@ def compose(replicas: str, *words: str, **variables: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def router_image() -> Iterator[str]:
     argv = [sys.executable, "-m", "images", "router", "--image", IMAGE, "--tag", ROUTER]
@@ -137,9 +135,7 @@ def replicas(router_image: str) -> Iterator[Replicas]:
         try:
             compose(project, "up", "--detach", **variables)
             wait_for(lambda: found.container("appliance-1").exec_run(["appliance", "key"]).exit_code == 0, 300)
-            key = found.container("appliance-1").exec_run(["appliance", "key"]).output
-            assert isinstance(key, bytes)
-            found.key = key.decode().strip()
+            found.key = found.run("appliance-1", "appliance", "key").strip()
             wait_for(found.is_ready, 300, found.logs)
             for name in REPLICAS:
                 wait_for(partial(is_healthy, found, name), 300, found.logs)
@@ -187,3 +183,29 @@ def test_a_killed_replica_loses_no_request_that_had_not_begun_and_comes_back(rep
 
 def is_healthy(replicas: Replicas, service: str) -> bool:
     return replicas.container(service).exec_run(["appliance", "health"]).exit_code == 0
+
+
+@pytest.mark.parametrize(("text", "code"), [("sk-of-a-secret-0123456789\n", None), ("", 50)])
+def test_a_key_may_be_a_read_only_file_as_of_a_secret(text: str, code: int | None, tmp_path: Path) -> None:
+    """As Kubernetes mounts it: open for a supplementary group, in a folder that the runtime makes."""
+    secret = tmp_path / "api_key"
+    secret.write_text(text)
+    secret.chmod(0o440)
+    mount = Mount("/data/secrets/api_key", str(secret), type="bind", read_only=True)
+    with volume() as data:
+        remove_made_key(data)
+        with started(data, mounts=[mount], group_add=[str(secret.stat().st_gid)]) as stage:
+            if code is not None:
+                assert stage.wait_exit(300) == code
+                assert "/data/secrets/api_key" in stage.logs()
+                return
+            stage.wait_ready(300)
+            headers = {"Authorization": f"Bearer {text.strip()}"}
+            assert stage.get("/v1/models", headers=headers).status_code == 200
+
+
+def remove_made_key(data: str) -> None:
+    client = docker.from_env()
+    run = client.containers.run
+    run(IMAGE, ["-rf", "/data/secrets"], entrypoint="rm", user="0:0", remove=True, volumes=[f"{data}:/data"])
+    client.close()

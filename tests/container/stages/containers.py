@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -92,6 +93,12 @@ def wait_for(condition: Any, timeout_s: float, told: Any = lambda: "") -> None:
         time.sleep(0.1)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def volume(*, model: bool = True) -> Iterator[str]:
     """A new named volume, with the demo model on it."""
@@ -118,11 +125,11 @@ def put_model(client: docker.DockerClient, name: str, path: Path) -> None:
         **HARDENED,
     )
     try:
-        socket: Any = container.attach_socket(params={"stdin": 1, "stream": 1})
+        attached: Any = container.attach_socket(params={"stdin": 1, "stream": 1})
         container.start()
-        socket._sock.sendall(path.read_bytes())
-        socket._sock.close()
-        socket.close()
+        attached._sock.sendall(path.read_bytes())
+        attached._sock.close()
+        attached.close()
         assert container.wait(timeout=60)["StatusCode"] == 0, container.logs()
     finally:
         container.remove(force=True)

@@ -349,7 +349,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send(status, {"error": error})
 
     def send(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
-        data = b"" if document is None else json.dumps(document).encode()
+        # Without blanks, as Go writes it: the health checks of the compose files look for `"success":true`.
+        data = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
         self.send_bytes(status, data, {"Content-Type": "application/json; charset=utf-8", **(headers or {})})
 
     def send_bytes(self, status: int, data: bytes, headers: dict[str, str]) -> None:

@@ -203,6 +203,15 @@ def test_a_key_that_is_no_text_or_cannot_be_kept_is_said(volume: Path) -> None:
     assert "APPLIANCE_AUTH=off" in (caught.value.hint or "")
 
 
+def test_an_empty_key_file_that_cannot_be_replaced_is_said_to_be_empty(volume: Path) -> None:
+    path = volume / "secrets/api_key"
+    path.touch()
+    (volume / "secrets/.api_key.lock").mkdir()  # as where a secret is mounted: nothing can be made beside it
+    with pytest.raises(VolumeError, match=f"API key file is empty: {path}") as caught:
+        read_or_make_key(path)
+    assert "Secret" in (caught.value.hint or "")
+
+
 def test_a_key_that_is_a_pipe_is_not_waited_for(volume: Path) -> None:
     os.mkfifo(volume / "api_key")
     for read in (read_key, read_or_make_key):
