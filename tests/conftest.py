@@ -19,11 +19,15 @@ settings.register_profile("weekly", parent=settings.get_profile("thorough"), max
 settings.load_profile("fast")
 
 
+# What is imported and collected stays to the end: the garbage collector need not walk it again and again.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: the garbage collector need not walk it again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks

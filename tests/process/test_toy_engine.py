@@ -61,7 +61,7 @@ def home(tmp_path: Path) -> ToyHome:
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> ToyHome:
     home = ToyHome.make(tmp_path_factory.mktemp("toy") / "home")
-    done = home.command("tune")
+    done = home.command("tune", budget_s="120")
     assert done.returncode == 0, done.stderr
     return home
 
@@ -83,7 +83,7 @@ def test_its_own_knob_is_planned(home: ToyHome) -> None:
 
 
 def test_its_knob_is_tuned_the_profile_kept_and_the_fastest_served(home: ToyHome) -> None:
-    with home.serving(tune="first", budget_s="20") as serving:
+    with home.serving(tune="first", budget_s="120") as serving:
         serving.wait_ready()
         status, reply = serving.chat()
         assert (status, reply["choices"][0]["message"]["content"]) == (200, "2 lanes")
@@ -136,7 +136,7 @@ def test_what_it_died_of_is_told_in_its_own_words(home: ToyHome) -> None:
 
 def test_a_plan_that_fails_is_passed_over(home: ToyHome) -> None:
     home.set_engine("ouch=two is one too many", where="lanes=2 ")
-    with home.serving(tune="first", budget_s="20") as serving:
+    with home.serving(tune="first", budget_s="120") as serving:
         serving.wait_ready()
         assert "two is one too many" in serving.event("tune_failed")["message"]
         assert serving.chat()[1]["choices"][0]["message"]["content"] == "4 lanes"

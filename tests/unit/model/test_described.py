@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from appliance.model.described import describe_model, describe_shape, near_quant
 from appliance.model.ggml_types import GGML_TYPES
 from appliance.model.gguf import read_gguf
 from appliance.model.quantize import BASES
+from tests.builders import some
 from tests.shapes import PUBLISHED, SMALL, Shape, write_gguf
 
 QWEN = PUBLISHED["qwen3-8b"]
@@ -63,8 +65,7 @@ def test_it_is_as_long_as_the_published_file(name: str, quantization: str, publi
     assert model.file_type == quantization
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("quantization", ["Q8_0", "Q4_K_M", "MXFP4"])
+@pytest.mark.parametrize(("name", "quantization"), some(list(product(PUBLISHED, ("Q8_0", "Q4_K_M", "MXFP4")))))
 def test_it_is_the_model_that_would_be_read(tmp_path: Path, name: str, quantization: str) -> None:
     read = read_model(write_gguf(tmp_path / "m.gguf", PUBLISHED[name], quantization=quantization))
     described = describe_shape(PUBLISHED[name], tmp_path / "m.gguf", quantization)

@@ -32,7 +32,9 @@ def model(path: Path) -> Model:
 
 
 def test_a_projector_tells_what_it_reads_and_takes(tmp_path: Path) -> None:
-    path = write_projector(tmp_path / "mmproj.gguf", WIDTH, width=1152, wide=4304, heads=16, side=896, patch=14)
+    path = write_projector(
+        tmp_path / "mmproj.gguf", WIDTH, layers=1, width=1152, wide=4304, heads=16, side=896, patch=14
+    )
     found = read_projector(path)
     assert (found.kind, found.reads, found.length) == ("gemma3", ("image",), WIDTH)
     assert 0 <= path.stat().st_size - found.weights_bytes - found.header_bytes < 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -51,13 +52,23 @@ def reason(found: Plan, name: str) -> str:
     return next(choice.reason for choice in found.choices if choice.name == name)
 
 
+@cache
+def space_of(machine: str, name: str) -> Space | None:
+    """As it is asked for nothing; None where the model does not fit."""
+    found = space(MACHINES[machine], shape(name))
+    try:
+        _ = found.best
+    except ModelDoesNotFitError:
+        return None
+    return found
+
+
 @pytest.mark.parametrize(("machine", "name"), some(PAIRS))
 def test_nothing_is_planned_beyond_what_is_free(machine: str, name: str) -> None:
-    hardware = MACHINES[machine]
-    try:
-        found = best(hardware, shape(name))
-    except ModelDoesNotFitError:
+    hardware, here = MACHINES[machine], space_of(machine, name)
+    if here is None:
         return
+    found = here.best
     free = {gpu.uuid: gpu.vram_free_mib for gpu in hardware.gpus.gpus}
     on_host = found.memory.total
     for share in found.placement.shares:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ WITHOUT = replace(ENGINE, kv_pairs=tuple(pair for pair in ENGINE.kv_pairs if pai
 ACCEPTED = KvCheck(kv_type=MIXED, is_accepted=True, why="it costs nothing that could be measured")
 
 
+@cache
 def space(*kv_checks: KvCheck, has_pair: bool = True, **flags: str) -> Space:
     """Of a card on which q8_0 carries 13,312 tokens with everything on the GPUs."""
     engine = ENGINE if has_pair else WITHOUT

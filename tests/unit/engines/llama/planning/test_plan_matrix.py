@@ -70,7 +70,7 @@ S3: list[tuple[str, str, Mapping[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("machine", "name", "flags"), S3)
+@pytest.mark.parametrize(("machine", "name", "flags"), some(S3))
 def test_d_is_f16_at_the_price_of_layers(machine: str, name: str, flags: Mapping[str, str]) -> None:
     found = judged(machine, name, **flags)
     assert not is_on_gpus(found.plan)

@@ -24,7 +24,7 @@ from tests.builders import examples, model, some
 from tests.golden.machines import MACHINES
 from tests.golden.plans import CASES, Case
 from tests.shapes import PUBLISHED
-from tests.unit.engines.llama.planning.test_plan_gpus import shape, space, with_gpus
+from tests.unit.engines.llama.planning.test_plan_gpus import shape, space, space_of, with_gpus
 
 PAIRS = list(itertools.product(MACHINES, PUBLISHED))
 FITTING = [case for case in CASES if (case.machine, case.model) != ("2x4090", "deepseek-v3")]
@@ -65,11 +65,10 @@ def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case
 
 @pytest.mark.parametrize(("machine", "name"), some(PAIRS))
 def test_the_parts_of_a_plans_costs_add_up_to_its_predicted_speed(machine: str, name: str) -> None:
-    try:
-        here = space(MACHINES[machine], shape(name))
-        best = here.best
-    except ModelDoesNotFitError:
+    here = space_of(machine, name)
+    if here is None:
         return
+    best = here.best
     costs = here.costs(best)
     assert best.speed
     decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * DEPTH / 1000
