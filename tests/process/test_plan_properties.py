@@ -86,6 +86,20 @@ def test_a_smaller_ubatch_is_taken_where_it_keeps_all_on_the_faster_card() -> No
     assert beating(space, best, space.all()) == []
 
 
+def test_experts_leave_the_gpus_where_that_makes_a_slow_card_needless() -> None:
+    """Found with this property: the fewest that fit would have filled the slow card, too."""
+    layers = [replace(layer_of(window=1024 if at % 2 else None), k_elements=1024, v_elements=1024) for at in range(10)]
+    layers = [replace(layer, expert_bytes=800 * MIB) for layer in layers]
+    speeds = ((4000, 1790.0, 16), (24000, 600.0, 1), (4000, 200.0, 1))
+    cards = [gpu(at, free_mib=mib, gb_s=gb_s, lanes=lanes) for at, (mib, gb_s, lanes) in enumerate(speeds)]
+    hardware = with_gpus(machine(total_mib=8000, logical=16, physical=8), cards)
+    found = planned(hardware, stacked(layers, 131072, experts=64))
+    assert found is not None
+    space, best = found
+    assert [share.gpu.index for share in best.placement.shares] == [0, 1]
+    assert beating(space, best, space.all()) == []
+
+
 def layer_of(*, window: int | None) -> Layer:
     return Layer(
         kind="sliding" if window else "full",

@@ -182,18 +182,27 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
 def _expert_choices(
     sizes: _Sizes, resources: Resources, devices: tuple[Device, ...], is_pipeline: bool, last: int, table: _Table
 ) -> tuple[int, ...]:
-    """How many layers' experts to keep in host memory: the fewest that fit, and all, each GPU or DRAM being faster."""
+    """How many layers' experts to keep in host memory: the fewest that fit, also without the slower cards, which some
+    experts more may make needless; and all, each GPU or DRAM being faster."""
     asked = sizes.job.cpu_expert_layers
     if asked is not None:
         return (min(asked, last),)
-    low, high = 0, last
-    while low < high:
-        middle = (low + high) // 2
-        if _Search(sizes, resources, devices, middle, is_pipeline, table, may_use_cpu=False).is_possible():
-            high = middle
-        else:
-            low = middle + 1
-    return (high,) if table.gpus_pay else tuple(dict.fromkeys((high, last)))
+
+    def fewest(of: tuple[Device, ...]) -> int:
+        low, high = 0, last
+        while low < high:
+            middle = (low + high) // 2
+            if _Search(sizes, resources, of, middle, is_pipeline, table, may_use_cpu=False).is_possible():
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    counts = [fewest(devices)]
+    if len(devices) == len(resources.devices):  # of the other teams it would take seconds with eight cards
+        slower = (at for at in range(1, len(devices)) if devices[at].bandwidth_gb_s < devices[at - 1].bandwidth_gb_s)
+        counts += [fewest(devices[:at]) for at in slower]
+    return tuple(dict.fromkeys(counts if table.gpus_pay else (*counts, last)))
 
 
 def _last_expert_layer(model: Model) -> int:
