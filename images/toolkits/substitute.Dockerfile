@@ -1,6 +1,7 @@
 
 # A folder as NVIDIA's devel image of CUDA 12.8 has it, of what others carry: Debian's nvcc 12.4 with its headers, and the
 # libraries of 12.8.1 from wheels, which also run what an older 12 compiled. Not that release's compiler: no SM above 90.
+# The headers were patched for trixie's C library, and go to bookworm, whose older one does not compile with that patch.
 FROM nvcc AS laid-out
 COPY images/locks/cuda-12.8-libraries.txt /locks/
 RUN --mount=type=secret,id=ca,target=/run/ca.crt \
@@ -19,6 +20,7 @@ RUN home=/usr/local/cuda-12.8 && lib=$home/targets/x86_64-linux/lib \
  && dpkg-query -L libcu++-dev libcub-dev libthrust-dev nvidia-cuda-dev | grep '^/usr/include/' \
       | while read -r path; do if [ -f "$path" ]; then echo "${path#/usr/include/}"; fi; done \
       | tar -C /usr/include --create --dereference --files-from - | tar -C $home/include --extract \
+ && patch --reverse $home/include/crt/math_functions.h /build/cuda-12.4-glibc-2.41.patch \
  && cp -L /wheels/nvidia/*/lib/lib*.so.* "$lib/" \
  && cp -L /usr/lib/x86_64-linux-gnu/libcudadevrt.a /usr/lib/x86_64-linux-gnu/libcudart_static.a "$lib/" \
  && for name in cudart cublas cublasLt nvrtc; do ln -s lib$name.so.12 "$lib/lib$name.so"; done \

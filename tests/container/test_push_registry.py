@@ -85,7 +85,7 @@ def test_what_is_pushed_is_what_was_built_with_both_attestations(
     root: Path, job: build.Job, built: build.Built, pushed: push.Pushed, host: str
 ) -> None:
     assert pushed.manifest == built.digest
-    assert pushed.reference.startswith(f"{host}/team/appliance:llama-cpu@sha256:")
+    assert pushed.reference.startswith(f"{host}/team/appliance:llama-cpu-amd64@sha256:")
     assert _left_behind(host) == []
     assert [path.name for path in job.archive.parent.iterdir()] == ["llama-cpu.spdx.json"]
     index = manifest(host, "team/appliance", pushed.reference.rpartition("@")[2]).json()
@@ -150,7 +150,7 @@ def test_an_image_that_came_out_differently_is_not_pushed(
     with pytest.raises(VerificationError, match="came out differently") as caught:
         push.push(root, job, built, docker.Engine(), name=f"{host}/other")
     assert caught.value.exit_code == 61
-    assert manifest(host, "other", "llama-cpu").status_code == 404
+    assert manifest(host, "other", "llama-cpu-amd64").status_code == 404
     assert _left_behind(host) == []
 
 
@@ -175,7 +175,7 @@ def test_a_proxy_in_a_build_argument_is_not_published(
         r"cell llama-cpu: its provenance would publish the address of a proxy: .*http_proxy.*", last, re.I
     )
     assert "pw@" not in last
-    assert manifest(host, "proxied", "llama-cpu").status_code == 404
+    assert manifest(host, "proxied", "llama-cpu-amd64").status_code == 404
 
 
 def test_a_registry_that_does_not_answer_is_exit_60(root: Path, job: build.Job, built: build.Built) -> None:
