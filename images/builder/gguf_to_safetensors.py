@@ -17,11 +17,14 @@ def main(gguf: Path, folder: Path) -> None:
     transformers, torch = import_module("transformers"), import_module("torch")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # It says GGUF, which the folder no longer is.
+    # The tensors are whole, and transformers would still take the model for a GGUF file, which it does not write.
+    model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(folder, safe_serialization=True)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # weights are written for their owner alone, and a container runs as somebody else
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def test_the_parser_takes_what_it_knows_and_says_what_it_does_not() -> None:
     wrong = {
         "--no-such-flag 3": "unrecognized arguments: --no-such-flag 3",
         "--max-model-len banana": "invalid human_readable_int_or_auto value: 'banana'",
-        "--kv-cache-dtype q4_0": "argument --kv-cache-dtype: invalid choice: 'q4_0'",
         "--speculative-config {": "argument --speculative-config",
     }
     taken, *refused = complaints([MINIMAL, *(["serve", "/m", *flag.split()] for flag in wrong)])
@@ -67,5 +66,8 @@ def test_the_parser_takes_what_it_knows_and_says_what_it_does_not() -> None:
 def test_the_images_facts_name_each_flag_that_the_parser_takes() -> None:
     known = set(facts().flags)
     assert {word for word in MINIMAL if word.startswith("--")} <= known
-    choices = [["serve", "/m", "--kv-cache-dtype", value] for value in facts().choices_of("--kv-cache-dtype")]
-    assert complaints(choices) == [None] * len(choices)
+    listed = [each for each in facts().choices if "None" not in each.values]
+    good = complaints([["serve", "/m", each.flag, each.values[-1]] for each in listed])
+    assert [each.flag for each, said in zip(listed, good, strict=True) if said and "invalid choice" in said] == []
+    bad = complaints([["serve", "/m", each.flag, "no-such-value"] for each in listed])
+    assert [each.flag for each, said in zip(listed, bad, strict=True) if "invalid" not in (said or "")] == []

@@ -135,3 +135,20 @@ def test_serve_and_plan_end_with_10_before_they_look_for_a_model(
     for verb in ("plan", "serve"):
         assert main([verb, *folders]) == 10
         assert "the engine of this image cannot be served yet: odd 0.33.0" in capsys.readouterr().err
+
+
+def test_what_0_33_takes_differently_is_known() -> None:
+    """Its Python files over the CPU build's torch 2.13; the wheel's own is 2.14, and its libraries need CUDA."""
+    old = parse_engine_facts(SAID.read_text("utf-8"))
+    new = parse_engine_facts(SAID.with_name("facts-0.33-python.json").read_text("utf-8"))
+    assert (new.version, new.commit) == ("0.33.0", "4ba787ec9")
+    # `--no-enable-x` is listed as `--disable-x`, and the other way round.
+    turned = {flag for flag in old.flags if flag.startswith(("--no-enable-", "--no-disable-"))}
+    assert set(old.flags) - set(new.flags) == turned
+    assert "--disable-prefix-caching" in set(new.flags) - set(old.flags)
+    # Any KV type is parsed; the configuration refuses it later, so the types themselves are what a plan goes by.
+    assert (bool(old.choices_of("--kv-cache-dtype")), new.choices_of("--kv-cache-dtype")) == (True, ())
+    assert set(old.kv_types) < set(new.kv_types)
+    assert [(each.name, each.lowest_sm) for each in old.quantizations] == [
+        (each.name, each.lowest_sm) for each in new.quantizations
+    ]
