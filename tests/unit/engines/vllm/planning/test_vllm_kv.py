@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -168,3 +171,31 @@ def test_more_ranks_never_take_more_of_each(request: KvRequest, context: int) ->
     assert two.page_bytes // two.block_size <= one.page_bytes // one.block_size
     # Whole blocks of a larger block size may hold the same tokens in a little more.
     assert two.bytes_for(context) <= one.bytes_for(context) + len(one.groups) * two.bytes_per_block
+
+
+RECORDED = json.loads((Path(__file__).parents[4] / "data/vllm/blocks-0.32.json").read_text())
+
+
+def recorded_shape(row: dict[str, Any]) -> Shape:
+    """Of one rank."""
+    shape = QWEN36 if row["state_bytes"] else small(kv_heads=row["kv_heads"], length=row["head_size"])
+    return replace(shape, kinds=tuple(row["kinds"]), window=row["window"])
+
+
+@pytest.mark.parametrize("row", RECORDED, ids=lambda row: f"{row['name']}-{row['tensor_parallel']}-{row['kv_bytes']}")
+def test_blocks_are_those_that_vllm_counts(row: dict[str, Any]) -> None:
+    """12 shapes on one rank and two with two or three budgets, by vLLM 0.32's own functions (count_blocks.py)."""
+    hybrid = bool(row["state_bytes"])
+    layout = layout_of(
+        KvRequest(
+            shape=recorded_shape(row),
+            dtype="bfloat16",
+            kv_type="bf16",
+            block_size=16 if hybrid else row["block_size"],
+            tensor_parallel=row["tensor_parallel"] if hybrid else 1,
+            in_flight=row["in_flight"],
+        )
+    )
+    blocks = layout.blocks_in(row["kv_bytes"])
+    assert (layout.block_size, blocks) == (row["block_size"], row["blocks"])
+    assert layout.longest(blocks, row["native"]) == row["longest"]
