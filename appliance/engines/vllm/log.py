@@ -26,6 +26,7 @@ _CONSEQUENCE = re.compile(
     r"|EngineCore encountered an issue|^(?:\w+\.)*CancelledError|^RuntimeError: cancelled$"
     r"|Frontend process failed during engine core initialization"
 )
+_LOST = re.compile(r"MPClient: engine core exited unexpectedly|^Worker proc \S+ died unexpectedly")
 _DEPTHS = (("Worker", 2), ("EngineCore", 1))  # what a process's name has in it: VllmWorker-0, Worker_TP1, EngineCore
 
 
