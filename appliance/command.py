@@ -38,6 +38,7 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ready: Readiness
     is_error: Callable[[str], bool] = _never  # whether a line of its log says that something went wrong
+    is_fatal: Callable[[str], bool] = _never  # whether one says, while it serves, that nothing more will be answered
     is_waiting: Callable[[str], bool] = _never  # whether one is no sign of work: said again and again by who waits
     # Never the volume: an engine may look for code to load in its working directory, and whoever can write a file
     # there would run code in every container that shares it.

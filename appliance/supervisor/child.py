@@ -49,7 +49,10 @@ class Child:
     """
 
     def __init__(self, command: Command, on_line: Callable[[str], None] | None) -> None:
-        self.log = Log(command.is_error, on_line, command.is_waiting)
+        self.gave_up = asyncio.Event()
+        self._is_fatal = command.is_fatal
+        self._on_line = on_line
+        self.log = Log(command.is_error, self._take_line, command.is_waiting)
         self.was_ready = False
         self.exited = asyncio.Event()
         self._started_at = time.monotonic()
@@ -142,9 +145,9 @@ class Child:
         self._tree.end_now(timeout_s=_BURIAL_S)
         self._close()
 
-    def crash(self, *, stalled: bool = False, stopped: bool = False) -> Crash:
-        """After `reap()`."""
-        code = self._process.returncode
+    def crash(self, *, stalled: bool = False, stopped: bool = False, gave_up: bool = False) -> Crash:
+        """After `reap()`. With `gave_up` the signal was ours."""
+        code = None if gave_up else self._process.returncode
         return Crash(
             exit_code=code if code is not None and code >= 0 else None,
             signal=-code if code is not None and code < 0 else None,
@@ -152,10 +155,17 @@ class Child:
             log=self.log.lines,
             was_ready=self.was_ready,
             stalled=stalled,
+            gave_up=gave_up,
             seconds=self._seconds if self._seconds is not None else time.monotonic() - self._started_at,
             stopped=stopped,
             oom_kills=self._oom_kills(),
         )
+
+    def _take_line(self, line: str) -> None:
+        if self.was_ready and self._is_fatal(line):
+            self.gave_up.set()
+        if self._on_line:
+            self._on_line(line)
 
     def _oom_kills(self) -> int | None:
         before, after = self._oom_kills_before, self._count_oom_kills()

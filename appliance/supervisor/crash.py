@@ -32,6 +32,7 @@ class Crash:
     was_ready: bool = False
     stalled: bool = False  # killed by us: no line in the log and no CPU time for Command.stall_timeout_s
     seconds: float
+    gave_up: bool = False  # ended by us: it said that a part of it is gone; then there is neither code nor signal
     stopped: bool = False  # not a crash at all: stop() was called before it was ready
     not_executed: bool = False  # `first_error` says why
     # Processes of our control group that the kernel's memory killer ended meanwhile; None: it cannot be known.
@@ -50,6 +51,8 @@ class Crash:
             return "was stopped on request"
         if self.stalled:
             return f"made no progress (no log line, no CPU time) and was killed {self.seconds:.1f} s after its start,"
+        if self.gave_up:
+            return "lost a process that it needs and was ended"
         if self.signal is not None:
             return f"was killed by {_signal_in_words(self.signal, self.oom_kills)}"
         if self.exit_code is not None:

@@ -28,6 +28,7 @@ _IDLE_SHARE = 0.01
 _IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
 _UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
 _STOP_MARGIN_S = 1.0
+_LAST_WORDS_S = 1.0  # of an engine that lost a process
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class _Event(Enum):
     STOP = "stop"
     EXIT = "exit"
     STALL = "stall"
+    GAVE_UP = "gave up"
     READY = "ready"
 
 
@@ -217,7 +219,13 @@ class Supervisor:
             self._ready_seconds = child.mark_ready()
             self._was_ever_ready = True
             self._go(State.READY)
-            event = await _first_of({_Event.STOP: stop.wait(), _Event.EXIT: child.exited.wait()})
+            event = await _first_of(
+                {
+                    _Event.STOP: stop.wait(),
+                    _Event.EXIT: child.exited.wait(),
+                    _Event.GAVE_UP: _until_given_up(child),
+                }
+            )
         if event is _Event.STOP:
             self._go(State.STOPPING)
             child.signal_group(signal.SIGTERM)
@@ -225,7 +233,7 @@ class Supervisor:
             await child.reap()
             return None
         await child.reap(exit_timeout_s=_UNKILLABLE_S)
-        return child.crash(stalled=event is _Event.STALL)
+        return child.crash(stalled=event is _Event.STALL, gave_up=event is _Event.GAVE_UP)
 
     def _was_healthy(self, crash: Crash) -> bool:
         if self._restart is None or not crash.was_ready or self._ready_seconds is None:
@@ -301,6 +309,12 @@ async def _is_ready(command: Command) -> bool:
             return await command.is_ready()
     except TimeoutError:
         return False  # it took the question and never answered; the stall timer decides what that means
+
+
+async def _until_given_up(child: Child) -> None:
+    """With time for it to tell its clients and its log, and to end by itself."""
+    await child.gave_up.wait()
+    await asyncio.sleep(_LAST_WORDS_S)
 
 
 async def _until_stalled(child: Child, timeout_s: float) -> None:

@@ -209,12 +209,13 @@ def _send_bytes(pipe: socket.socket, data: bytes) -> None:
 
 def shared_memory(options: argparse.Namespace) -> mmap.mmap:
     """What EngineCore and its workers share, as Python names it; left behind by whoever is killed."""
+    if options.fake_segments is None:
+        return mmap.mmap(-1, 4096)
     path = Path("/dev/shm") / f"psm_{secrets.token_hex(4)}"
+    with options.fake_segments.open("a") as names:
+        names.write(f"{path}\n")
     with path.open("wb") as file:
         file.truncate(4096)
-    if options.fake_segments:
-        with options.fake_segments.open("a") as file:
-            file.write(f"{path}\n")
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 4096)
 
@@ -654,7 +655,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-exit", type=int, default=1)
     add("--fake-worker-error", choices=["load", "first"], help="a worker raises, as it loads or at the first token")
     add("--fake-error", default="AssertionError")
-    add("--fake-segments", type=Path, metavar="FILE", help="the names of its shared memory")
+    add("--fake-segments", type=Path, metavar="FILE", help="its shared memory has a name, and it stands there")
     options, rest = parser.parse_known_args(arguments)
     options.rest = rest
     return options

@@ -113,7 +113,7 @@ def test_whichever_process_is_killed_in_mid_stream_all_go_and_it_serves_again(
 def test_an_exit_with_code_0_is_no_good_end(socket_path: Path) -> None:
     async def live() -> Crash:
         supervisor = Supervisor()
-        supervisor.start(vllm_command(socket_path))
+        supervisor.start(replace(vllm_command(socket_path), is_fatal=lambda _: False))
         assert await supervisor.wait_ready() is None
         assert supervisor.pid
         os.kill(family(supervisor.pid)[1], signal.SIGKILL)
@@ -123,6 +123,32 @@ def test_an_exit_with_code_0_is_no_good_end(socket_path: Path) -> None:
     found = as_error(crash)
     assert (crash.exit_code, found.exit_code) == (0, 45)
     assert "engine core exited unexpectedly" in found.message
+
+
+@pytest.mark.parametrize("member", [1, 2], ids=["core", "worker"])
+def test_one_that_lost_a_process_is_not_waited_for(member: int, socket_path: Path) -> None:
+    """vLLM's watchdog looks every five seconds; here it never does."""
+
+    async def live() -> tuple[Crash, bytes]:
+        supervisor = Supervisor()
+        supervisor.start(vllm_command(socket_path, "--fake-watchdog-s", "600"))
+        assert await supervisor.wait_ready() is None
+        assert supervisor.pid
+        tree = family(supervisor.pid)
+        reader, writer = await streaming(socket_path)
+        os.kill(tree[member], signal.SIGKILL)
+        crash = await supervisor.wait_failed()
+        assert not [pid for pid in tree if is_known(pid)]
+        rest = await reader.read()
+        writer.close()
+        return crash, rest
+
+    crash, rest = asyncio.run(live())
+    found = as_error(crash)
+    assert (crash.gave_up, crash.exit_code, crash.signal, found.exit_code) == (True, None, None, 45)
+    assert "lost a process that it needs and was ended while serving" in found.message
+    assert "unexpectedly" in found.message
+    assert b'"error"' in rest, "its clients were told first"
 
 
 def test_a_stop_that_the_engine_hangs_in_ends_all_the_same(socket_path: Path, tmp_path: Path) -> None:

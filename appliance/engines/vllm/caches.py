@@ -38,7 +38,14 @@ class Caches:
         self._locks: list[int] = []
 
     def begin(self) -> None:
+        """A volume that refuses is no reason not to serve: the engine says itself what it cannot write."""
         self._release()
+        try:
+            self._take_in_order()
+        except OSError as error:
+            _log.warning("what the engine compiled cannot be kept in order: %s", error)
+
+    def _take_in_order(self) -> None:
         self._build_dir.mkdir(parents=True, exist_ok=True)
         for mark in sorted(self._build_dir.glob(f"{_STARTING}-*")):
             self._recover(mark)
@@ -51,14 +58,14 @@ class Caches:
 
     def ready(self) -> None:
         """What was written until now is whole."""
-        self._mark.unlink(missing_ok=True)
         self._since_s = 0.0
+        with suppress(OSError):  # then the next start removes what this one writes
+            self._mark.unlink(missing_ok=True)
 
     def end(self) -> None:
         if self._since_s:
             remove_since(self._build_dir, self._since_s)
-            self._mark.unlink(missing_ok=True)
-            self._since_s = 0.0
+            self.ready()
         self._release()
 
     def _recover(self, mark: Path) -> None:

@@ -62,6 +62,7 @@ class Vllm(Engine):
         return replace(
             found,
             is_waiting=log.is_waiting,
+            is_fatal=log.is_fatal,
             is_at_work=_work_of(plan),
             scratch=server.scratch_of(socket_path),
             upkeep=Caches(install.cache_dir, socket_path.stem),

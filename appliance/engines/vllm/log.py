@@ -26,6 +26,7 @@ _CONSEQUENCE = re.compile(
     r"|EngineCore encountered an issue|^(?:\w+\.)*CancelledError|^RuntimeError: cancelled$"
     r"|Frontend process failed during engine core initialization"
 )
+_LOST = re.compile(r"MPClient: engine core exited unexpectedly|^Worker proc \S+ died unexpectedly")
 _DEPTHS = (("Worker", 2), ("EngineCore", 1))  # what a process's name has in it: VllmWorker-0, Worker_TP1, EngineCore
 
 
@@ -86,3 +87,11 @@ def is_worth_showing(line: str) -> bool:
 def is_waiting(line: str) -> bool:
     """What it says every minute while one of its processes waits for another: no sign of work, and none of a stall."""
     return "No available shared memory broadcast block found" in line
+
+
+def is_fatal(line: str) -> bool:
+    """Whether one of its processes is gone: it answers nothing more, and takes up to six seconds to end."""
+    text = parse_line(line).text
+    return "engine core exited unexpectedly" in text or (
+        text.startswith("Worker proc ") and "died unexpectedly" in text
+    )

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from appliance.command import Command
-from appliance.engines.vllm.log import is_error, is_waiting
+from appliance.engines.vllm.log import is_error, is_fatal, is_waiting
 from appliance.engines.vllm.ready import one_token
 
 FAKE_VLLM = Path(__file__).parents[2] / "fakes/fake_vllm.py"
@@ -22,6 +22,7 @@ def vllm_command(socket_path: Path, *knobs: str, stall_timeout_s: float = 60.0, 
         is_ready=one_token(socket_path, "m", is_embedding=False),
         is_error=is_error,
         is_waiting=is_waiting,
+        is_fatal=is_fatal,
         socket_path=socket_path,
         scratch=scratch,
         stall_timeout_s=stall_timeout_s,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from appliance.image_facts import EngineFacts, dump_facts
 from tests.builders import IMAGE
-from tests.process.stages.boot import ROOT, Home
+from tests.process.stages.boot import ROOT, Home, Serving
 from tests.process.stages.vllm import FAKE_VLLM
 from tests.shapes.folders import write_folder
 
@@ -45,6 +49,18 @@ class VllmHome(Home):
         """Shared memory that engines made and that is still there."""
         path = self.folder / "segments"
         return [name for name in path.read_text().split() if Path(name).exists()] if path.exists() else []
+
+    @contextmanager
+    def serving(self, **settings: str) -> Iterator[Serving]:
+        """A killed appliance takes the engine's first process with it; the others go with a container, or here."""
+        with super().serving(**settings) as serving:
+            try:
+                yield serving
+            finally:
+                serving.process.kill()
+                for pid in serving.engine_pids():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     def set_engine(self, *knobs: str, where: str = "") -> None:
         """`knobs` for starts whose command line holds `where`."""

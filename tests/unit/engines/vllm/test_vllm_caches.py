@@ -117,6 +117,14 @@ def test_of_this_build_old_keys_go_but_not_the_newest(tmp_path: Path) -> None:
     assert prune(own, 1) == (keys / "k1",)
 
 
+def test_a_volume_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caches = Caches(put(tmp_path / "file") / "b1", "a")
+    caches.begin()
+    caches.ready()
+    caches.end()
+    assert "cannot be kept in order" in caplog.text
+
+
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:
     assert remove_since(tmp_path, 0.0) == 0
     assert prune(tmp_path, 0) == ()

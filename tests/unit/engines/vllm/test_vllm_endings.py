@@ -63,7 +63,7 @@ def crash(*log: str, **changes: Any) -> Crash:
 def test_every_kept_log_is_in_the_index_and_every_row_has_its_log() -> None:
     assert {path.stem.removeprefix("vllm-") for path in FOLDER.glob("vllm-*.log")} == set(INDEX)
     for name, row in INDEX.items():
-        assert ("measured" in row) != ("source" in row), name
+        assert ("run" in row) != ("source" in row), name
         assert ("exit_code" in row) != ("signal" in row), name
         assert row["remedy"], name
 
