@@ -83,7 +83,7 @@ def install_argv(target: Path, source: Source) -> tuple[str, ...]:
     environment = [f"{variable}={value}" for variable, value in given.items() if value]
     return (
         *(("env", *environment) if environment else ()),
-        *(sys.executable, "-m", "uv", "pip", "install", "--quiet", "--target", target.as_posix()),
+        *(sys.executable, "-m", "uv", "pip", "install", "--target", target.as_posix()),
         *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--link-mode", "copy"),
         *("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.11", "--requirement", LOCK.as_posix()),
     )

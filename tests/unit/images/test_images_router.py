@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
-from images import lock, router
+import pytest
+
+from images import docker, lock, router
+from images.errors import BuildError, VerificationError
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,3 +67,67 @@ def test_the_image_is_made_of_what_is_here(tmp_path: Path) -> None:
     dockerfile = (ROOT / router.DOCKERFILE).read_text()
     assert "\nRUN " not in dockerfile
     assert "USER" not in dockerfile  # that of the image below, which is nobody
+
+
+class Holding(docker.Engine):
+    """An engine with some images; what runs in one says what `told` has, the check's words first and then the help."""
+
+    def __init__(self, images: dict[str, docker.Image], *told: docker.Finished) -> None:
+        self._images = images
+        self._told = list(told)
+
+    def image(self, reference: str) -> docker.Image | None:
+        return self._images.get(reference)
+
+    def run(self, image: str, argv: tuple[str, ...], *, entrypoint: tuple[str, ...] | None = None) -> docker.Finished:
+        return self._told.pop(0)
+
+
+def image(platform: str = router.PLATFORM, **labels: str) -> docker.Image:
+    return docker.Image(id="sha256:1", tags=(), digests=(), config={"Labels": labels}, platform=platform)
+
+
+def build(engine: docker.Engine) -> router.RouterImage:
+    return router.build(ROOT, engine, image="appliance:x", tag="appliance-router:x", source=router.Source())
+
+
+def test_without_an_image_to_stand_on_the_build_is_refused_with_what_makes_one() -> None:
+    with pytest.raises(BuildError, match="the image to build the router on is not here: appliance:x") as caught:
+        build(Holding({}))
+    assert "images build --only llama-cpu" in (caught.value.hint or "")
+
+
+def test_an_image_of_another_platform_than_the_locks_is_refused() -> None:
+    with pytest.raises(BuildError, match="locked for linux/amd64, and appliance:x is of linux/arm64"):
+        build(Holding({"appliance:x": image("linux/arm64")}))
+
+
+def test_an_image_of_the_same_inputs_is_reused() -> None:
+    texts = [(ROOT / path).read_text("utf-8") for path in (router.LOCK, router.DOCKERFILE)]
+    identity = hashlib.sha256("\0".join(("sha256:1", *texts)).encode()).hexdigest()[:32]
+    here = {"appliance:x": image(), "appliance-router:x": image(**{router.IDENTITY_LABEL: identity})}
+    assert build(Holding(here)).is_reused
+
+
+PINS = tuple(lock.parse_pins((ROOT / router.LOCK).read_text("utf-8")))
+RIGHT = docker.Finished(code=0, lines=PINS)
+HELP = docker.Finished(code=0, lines=tuple(f"  [{flag} VALUE]" for flag in router.FLAGS))
+
+
+def test_what_is_as_it_must_be_passes() -> None:
+    router.verify(ROOT, Holding({}, RIGHT, HELP), "r")
+
+
+@pytest.mark.parametrize(
+    ("found", "told", "fault"),
+    [
+        (docker.Finished(code=1, lines=(*PINS, "added: /opt/router/lib/x.py")), HELP, "added: /opt/router/lib/x.py"),
+        (docker.Finished(code=0, lines=PINS[1:]), HELP, f"{PINS[0]} is not the lock's"),
+        (docker.Finished(code=0, lines=(*PINS, "left==1")), HELP, "left==1 is not the lock's"),
+        (RIGHT, docker.Finished(code=0, lines=HELP.lines[1:]), f"it has no flag {router.FLAGS[0]}"),
+    ],
+)
+def test_what_is_not_as_locked_is_named(found: docker.Finished, told: docker.Finished, fault: str) -> None:
+    with pytest.raises(VerificationError) as caught:
+        router.verify(ROOT, Holding({}, found, told), "r")
+    assert fault in caught.value.message
