@@ -48,7 +48,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     """The fake takes 10 ms a token and 10 more with every 2,048: with 16,384 in the context nobody reads along."""
     home = Home.make(tmp_path / "home")
     write_model(home.data / "models/small.gguf", context=16384)
-    done = home.command("tune", budget_s="60", **NARROW)
+    done = home.command("tune", beside=None, budget_s="60", **NARROW)
     assert done.returncode == 0, done.stderr
     (path,) = home.profiles.glob("*.json")
     before = json.loads(path.read_text())
