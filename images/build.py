@@ -31,6 +31,7 @@ FALLBACK_EPOCH_S = 1767225600
 REGISTRY_TIMEOUT_S = 8.0
 BUILD_ID_DIGITS = 32
 BUILD_ID_LABEL = "io.appliance.build-id"
+CELL_LABEL = "io.appliance.cell"
 RECIPE_LABEL = "io.appliance.recipe"  # of a model image, which is a cell and one layer more
 BASE_OVERRIDE_LABEL = "io.appliance.base-override"
 # `no` on images of other Debian packages than the lock's: another day gives others. Absent otherwise.
@@ -306,9 +307,9 @@ def refuse_store(image_store: str) -> None:
 
 def find_built(job: Job, engine: docker.Engine) -> Built | None:
     """An image that was made from the same inputs and names the same publisher, under this job's tag from now on."""
-    named = {BUILD_ID_LABEL: job.build_id, "io.appliance.cell": job.cell.id, **job.publisher.labels}
-    known = engine.images_labelled(named)
-    found = [image for image in known if RECIPE_LABEL not in image.labels]
+    known = engine.images_labelled({BUILD_ID_LABEL: job.build_id, CELL_LABEL: job.cell.id})
+    cells = (image for image in known if RECIPE_LABEL not in image.labels)
+    found = [image for image in cells if job.publisher.is_of(image.labels)]
     if not found:
         return None
     if not any(_same_name(job.tag, tag) for image in found for tag in image.tags):

@@ -61,7 +61,9 @@ def tag_of(cell: Cell, platform: str) -> str:
 
 def is_current(job: Job, image: docker.Image | None) -> bool:
     """Whether an image with this build id has this job's date, revision and version as well: a registry shows them."""
-    return image is not None and moment_labels(job).items() <= image.labels.items()
+    if image is None or not job.publisher.is_of(image.labels):
+        return False
+    return moment_labels(job).items() <= image.labels.items()
 
 
 def push(root: Path, job: Job, built: Built, engine: docker.Engine, *, name: str) -> Pushed:

@@ -58,4 +58,5 @@ def _beginning_of_one(data: bytes) -> int:
     """Where the last line may become an error with the next chunk; the end where it cannot."""
     at = data.rfind(b"\n") + 1
     line = data[at:]
-    return at if line and (_UNNAMED.startswith(line) or _NAMED.startswith(line)) else len(data)
+    may_be = _UNNAMED.startswith(line) or _NAMED.startswith(line.removesuffix(b"\r"))
+    return at if line and may_be else len(data)

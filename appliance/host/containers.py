@@ -18,7 +18,7 @@ from appliance.host.gateway import Gateway
 from appliance.host.launch import DATA, LABEL, PORT, PREFIX, RESTARTS, RETRIES, Launch, parse_label
 from appliance.values import dataclass
 
-CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one
+CELL = "io.appliance.cell"  # of every image of ours, and so of every container of one; empty on what only stands on one
 KEY = f"{DATA}/secrets/api_key"
 AUTH_OFF = {"off", "false", "no", "0"}
 ALL_ADDRESSES = ("", "0.0.0.0", "::")  # noqa: S104
@@ -56,7 +56,7 @@ class Found:
 def all_of_ours(client: APIClient) -> list[Found]:
     """All that run one of our images, newest first, whoever started them."""
     rows = client.containers(all=True, filters={"label": CELL})
-    return [_found(row) for row in rows]
+    return [found for found in map(_found, rows) if found.labels.get(CELL)]
 
 
 def by_name(client: APIClient, name: str) -> Found | None:

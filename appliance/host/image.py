@@ -144,9 +144,8 @@ def _refused(finished: Finished) -> FatalError:
 def _cell_by_labels(client: APIClient, here: Sequence[HostGpu], *, on_cpu: bool) -> str:
     """Without the build half: of the images that are here, by what their labels say."""
     found: dict[str, Mapping[str, str]] = {}
-    for row in client.images(filters={"label": CELL}):
-        labels = row.get("Labels") or {}
-        found[labels[CELL]] = labels
+    for row in _cells(client):
+        found[row["Labels"][CELL]] = row["Labels"]
     sms = {gpu.sm for gpu in here if gpu.sm}
     fits = [cell for cell, labels in sorted(found.items()) if _serves(labels, set() if on_cpu else sms)]
     if fits:
@@ -154,6 +153,11 @@ def _cell_by_labels(client: APIClient, here: Sequence[HostGpu], *, on_cpu: bool)
     message = f"no image for this machine is here, and building one needs a clone of the project: no {CLONE / MATRIX}"
     hint = "in a clone: make up; or name an image of a registry: --image REGISTRY/NAME:TAG"
     raise ConfigError(message, hint=hint)
+
+
+def _cells(client: APIClient) -> list[dict[str, Any]]:
+    """Of the images that are here."""
+    return [row for row in client.images(filters={"label": CELL}) if row["Labels"][CELL]]
 
 
 def _serves(labels: Mapping[str, str], sms: set[str]) -> bool:
@@ -170,9 +174,7 @@ def obtain(client: APIClient, wish: Wanted, err: Console, *, agrees: Callable[[s
         found = build(client, wish, err, agrees=agrees)
     if found is None:
         message = f"no such image here: {wish.reference}"
-        known = ", ".join(
-            sorted(tag for row in client.images(filters={"label": CELL}) for tag in row["RepoTags"] or ())
-        )
+        known = ", ".join(sorted(tag for row in _cells(client) for tag in row["RepoTags"] or ()))
         hint = f"there are: {known}" if known else "in a clone of the project: make up"
         raise ConfigError(message, hint=hint)
     return found

@@ -90,7 +90,7 @@ class Profile:
     kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
     notes: tuple[str, ...]  # of speculative decoding and of slots: what was tried, in words
     mode: str
-    workload: str  # as the setting says it, and as it was measured
+    workload: str  # as the setting says it
     native: int  # the largest context that counts
     job_s: float
     speed: str  # in words

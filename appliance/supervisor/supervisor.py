@@ -25,6 +25,7 @@ _PROBE_TIMEOUT_S = 5.0
 _SAMPLE_S = 0.25
 # Less than this share of one core is not work: answering our own questions costs an engine 0.2 %, idle pollers 0.5 %.
 _IDLE_SHARE = 0.01
+_AT_WORK_MOST = 10.0  # times the limit without a sign of work
 _IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
 _UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
 _STOP_MARGIN_S = 1.0
@@ -318,9 +319,12 @@ async def _until_given_up(child: Child) -> None:
 
 
 async def _until_stalled(child: Child, timeout_s: float) -> None:
-    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk, other work."""
+    """Returns after `timeout_s` without a line in the log, work on a CPU, a page read from disk; after some times that
+    where other work is seen, which may be that of others on the same GPU, or of a kernel that waits for ever."""
     since, before = time.monotonic(), child.progress()
-    while time.monotonic() - since < timeout_s or await child.is_at_work():
+    while (quiet_s := time.monotonic() - since) < timeout_s or (
+        quiet_s < _AT_WORK_MOST * timeout_s and await child.is_at_work()
+    ):
         await asyncio.sleep(min(_SAMPLE_S, timeout_s / 4))
         now, progress = time.monotonic(), child.progress()
         worked_s = abs(progress.cpu_s - before.cpu_s)

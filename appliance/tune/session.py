@@ -26,7 +26,7 @@ from appliance.tune.modes import Mode
 from appliance.tune.partial import PartialResults, PartialStore
 from appliance.tune.slot_trials import SlotTrials
 from appliance.tune.tuner import Goal, Tuned, Tuner
-from appliance.tune.workload import measured_as, parse_mix
+from appliance.tune.workload import parse_mix
 
 # Of the budget, each only where there is something to find out; what one leaves is there for the next.
 SHARE_FOR_KV = 0.25
@@ -45,7 +45,6 @@ class TuningResult:
     kv_checks: tuple[KvCheck, ...]  # on types of the KV cache below q8_0
     notes: tuple[str, ...]
     native: int  # the largest context that counts
-    workload: str  # as it was measured
     seconds: float
 
 
@@ -113,7 +112,6 @@ class TuningSession:
             kv_checks=kv_checks,
             notes=(*notes, *of_slots),
             native=space.native,
-            workload=self._workload(space),
             seconds=self._budget.spent_s,
         )
 
@@ -176,14 +174,11 @@ class TuningSession:
             space,
             plans,
             take,
-            Goal(mix=parse_mix(self._workload(space)), mode=cast("Mode", self._settings.mode), native=space.native),
+            Goal(mix=self._mix, mode=cast("Mode", self._settings.mode), native=space.native),
             budget_s=budget_s,
             on_result=self._results.on_measurement,
             kept=self.measurements,
         )
-
-    def _workload(self, space: Space) -> str:
-        return measured_as(self._settings.workload, space.best)
 
     def _possible(self, space: Space) -> list[Plan]:
         """Every plan that fits; beside an engine that serves, only what memory holds as well, lest it be killed."""

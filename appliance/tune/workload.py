@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Plan
+from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT
 from appliance.settings import WORKLOADS as NAMES
 from appliance.settings import parse_jobs
 from appliance.tune.curve import Curve
@@ -36,9 +36,6 @@ CHAT = Workload(name="chat", tokens_in=CHAT_TOKENS_IN, tokens_out=CHAT_TOKENS_OU
 # An agent sends its whole history each turn and adds a file or a tool's answer: an eighth is new.
 CODING_AGENT = Workload(name="coding agent", tokens_in=16384, tokens_out=512, tokens_reused=14336, ttft_limit_s=30.0)
 LONG_DOCUMENT = Workload(name="long document", tokens_in=65536, tokens_out=256, ttft_limit_s=300.0)
-# A chat with a file in it: what predictions read where weights are copied to a GPU for each batch of a prompt.
-LONG_CHAT = replace(CHAT, name="chat with a long prompt", tokens_in=4096, ttft_limit_s=30.0)
-LONG_PROMPTS = ", long prompts"  # after a workload's text
 WORKLOADS: Mapping[str, Workload] = dict(zip(NAMES, (CHAT, CODING_AGENT, LONG_DOCUMENT), strict=True))
 
 
@@ -62,17 +59,8 @@ class Mix:
 
 
 def parse_mix(text: str) -> Mix:
-    """ "chat", or "chat:3,agent:1", and what `measured_as` makes of them. Raises ValueError that says what is wrong."""
-    plain = text.removesuffix(LONG_PROMPTS)
-    parts = tuple((WORKLOADS[name], weight) for name, weight in parse_jobs(plain))
-    long = tuple((LONG_CHAT, weight) for workload, weight in parts if workload == CHAT)
-    return Mix(parts=parts if plain == text else (*parts, *long))
-
-
-def measured_as(workload: str, best: Plan) -> str:
-    """With as many long chats as chats where the prediction copies weights to a GPU for each batch of a prompt: a short
-    prompt is one batch, whatever the ubatch, and hardly tells what the copies cost."""
-    return workload + LONG_PROMPTS if best.placement.copies_weights else workload
+    """ "chat", or "chat:3,agent:1". Raises ValueError that says what is wrong."""
+    return Mix(parts=tuple((WORKLOADS[name], weight) for name, weight in parse_jobs(text)))
 
 
 def only(workload: Workload) -> Mix:

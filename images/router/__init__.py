@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from images import docker, lock
-from images.build import ARCHIVES
+from images.build import ARCHIVES, BUILD_ID_LABEL, CELL_LABEL, FILES_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import LOCKS
 
@@ -24,6 +24,7 @@ LOCK = LOCKS / "router.txt"
 DOCKERFILE = Path("images/router/Dockerfile")
 CHECK = Path("images/router/check.py")
 IDENTITY_LABEL = "io.appliance.router.id"  # of all that the image is made of
+CELL_LABELS = (BUILD_ID_LABEL, CELL_LABEL, FILES_LABEL)
 PLATFORM = "linux/amd64"  # of which the lock was made
 # What compose/replicas.yaml and the Kubernetes manifests give it.
 FLAGS = (
@@ -101,7 +102,10 @@ def buildx_argv(image: str, tag: str, identity: str, context: str) -> tuple[str,
     return (
         *("docker", "buildx", "build", "--progress", "plain", "--provenance=false", "--sbom=false", "--load"),
         *("--tag", tag, "--file", DOCKERFILE.as_posix(), "--build-arg", f"IMAGE={image}"),
-        *("--label", f"{IDENTITY_LABEL}={identity}", "--label", f"org.opencontainers.image.title={tag}", context),
+        *("--label", f"{IDENTITY_LABEL}={identity}", "--label", f"org.opencontainers.image.title={tag}"),
+        # It stands on a cell's image and is none: what looks for cells by these labels must not find it.
+        *(word for label in CELL_LABELS for word in ("--label", f"{label}=")),
+        context,
     )
 
 

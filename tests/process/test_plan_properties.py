@@ -59,18 +59,6 @@ def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardw
     assert beating(space, best, [other for other in others if ubatch_of(other) == ubatch_of(best)]) == []
 
 
-@settings(patient, max_examples=SOME if SOME < MANY else 60, derandomize=True)
-@given(machines(), models())
-def test_nor_by_one_of_another_ubatch_or_in_split_mode_tensor(hardware: Hardware, model: Model) -> None:
-    """The same machines in each run: of thousands of new ones single ones may still be beaten, since sizes of a ubatch
-    are compared at one context, in whose place another ubatch may have another. What was found is kept below."""
-    found = planned(hardware, model)
-    assume(found is not None)
-    assert found is not None
-    space, best = found
-    assert beating(space, best, space.all()) == []
-
-
 def ubatch_of(plan: Plan) -> int:
     return launch_of(plan).ubatch
 

@@ -157,7 +157,7 @@ def test_a_stop_that_the_engine_hangs_in_ends_all_the_same(socket_path: Path, tm
     async def live() -> None:
         supervisor = Supervisor()
         knobs = ("--fake-hang-at-sigterm", "--fake-segments", str(segments))
-        supervisor.start(vllm_command(socket_path, *knobs, stop_grace_s=0.5))
+        supervisor.start(vllm_command(socket_path, *knobs, stop_grace_s=3.0))
         assert await supervisor.wait_ready() is None
         assert supervisor.pid
         tree = family(supervisor.pid)
@@ -165,7 +165,6 @@ def test_a_stop_that_the_engine_hangs_in_ends_all_the_same(socket_path: Path, tm
         await supervisor.stop()
         assert supervisor.state is State.STOPPED
         assert not [pid for pid in tree if is_known(pid)]
-        assert any("Waiting for connections to close" in line for line in supervisor.log_tail)
         assert leftovers(segments) == []
         writer.close()
 

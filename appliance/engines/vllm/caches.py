@@ -10,9 +10,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +33,8 @@ class Caches:
     def __init__(self, build_dir: Path, name: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
         """`name` tells engines apart that are loaded at the same time."""
         self._build_dir = build_dir
-        self._mark = build_dir / f"{_STARTING}-{name}"
+        # Another container's process may have the same number, and so its engine the same name.
+        self._mark = build_dir / f"{_STARTING}-{name}-{secrets.token_hex(4)}"
         self._limit_bytes = limit_bytes
         self._since_s = 0.0
         self._locks: list[int] = []
@@ -63,10 +65,11 @@ class Caches:
             self._mark.unlink(missing_ok=True)
 
     def end(self) -> None:
-        if self._since_s:
-            remove_since(self._build_dir, self._since_s)
-            self.ready()
+        since_s = self._since_s
         self._release()
+        if since_s:
+            remove_since(self._build_dir, since_s, is_shared=not _is_unused(self._build_dir))
+            self.ready()
 
     def _recover(self, mark: Path) -> None:
         """Of a start that went with its appliance: nobody holds the mark any more."""
@@ -75,7 +78,7 @@ class Caches:
         except OSError:
             return  # it is being started elsewhere, or just became ready
         try:
-            removed = remove_since(self._build_dir, since_s)
+            removed = remove_since(self._build_dir, since_s, is_shared=not _is_unused(self._build_dir))
             _log.warning("removed %d files that a start left that was cut off: %s", removed, self._build_dir)
             mark.unlink(missing_ok=True)
         finally:
@@ -87,10 +90,11 @@ class Caches:
         self._locks.clear()
 
 
-def remove_since(build_dir: Path, since_s: float) -> int:
-    """How many files were removed: those of the caches that were written since then."""
+def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
+    """How many files were removed: those of the caches that were written since then. `is_shared`: other engines write
+    there, too, and only what is known to break a start goes."""
     removed = 0
-    for path in _files(build_dir):
+    for path in _files(build_dir, (_KEYS.as_posix(),) if is_shared else FOLDERS):
         with suppress(OSError):  # another engine may remove it as well
             if path.lstat().st_mtime >= since_s:
                 path.unlink()
@@ -141,8 +145,8 @@ def _locked(path: Path, how: int) -> int:
     return handle
 
 
-def _files(build_dir: Path) -> Iterator[Path]:
-    for name in FOLDERS:
+def _files(build_dir: Path, folders: Iterable[str]) -> Iterator[Path]:
+    for name in folders:
         for folder, _, names in os.walk(build_dir / name):
             yield from (Path(folder) / each for each in names)
 

@@ -27,6 +27,13 @@ _CONSEQUENCE = re.compile(
     r"|Frontend process failed during engine core initialization"
 )
 _LOST = re.compile(r"MPClient: engine core exited unexpectedly|^Worker proc \S+ died unexpectedly")
+# With the source that says so: what clients send stands in the log, too, and must end nothing. Each line of it has a
+# mark of its own, so that none can begin like these.
+_GONE = re.compile(
+    r"\(APIServer[^)]*\) WARNING \S+ \S+ \[core_client\.py:\d+\] \[shutdown\] MPClient: engine core exited "
+    r"unexpectedly"
+    r"|\(EngineCore[^)]*\) ERROR \S+ \S+ \[multiproc_executor\.py:\d+\] Worker proc \S+ died unexpectedly"
+)
 _DEPTHS = (("Worker", 2), ("EngineCore", 1))  # what a process's name has in it: VllmWorker-0, Worker_TP1, EngineCore
 
 
@@ -91,7 +98,4 @@ def is_waiting(line: str) -> bool:
 
 def is_fatal(line: str) -> bool:
     """Whether one of its processes is gone: it answers nothing more, and takes up to six seconds to end."""
-    text = parse_line(line).text
-    return "engine core exited unexpectedly" in text or (
-        text.startswith("Worker proc ") and "died unexpectedly" in text
-    )
+    return _GONE.match(_COLOUR.sub("", line)) is not None

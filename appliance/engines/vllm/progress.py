@@ -119,10 +119,11 @@ _ALLOCATED = (
 
 
 def parse_allocated(lines: Iterable[str]) -> Allocated:
-    """What the log tells, of all ranks: two decimals of a GiB. `vllm:cache_config_info` tells blocks exactly."""
-    sums = {"model": 0.0, "kv": 0.0, "compute": 0.0}
+    """What the log tells: two decimals of a GiB, the cache's of one rank. Every rank has a cache of the smallest's
+    size, and its line is printed by the first alone. `vllm:cache_config_info` tells blocks exactly."""
+    sizes: dict[str, list[float]] = {"model": [], "kv": [], "compute": []}
     for line in lines:
         for kind, pattern in _ALLOCATED:
             if found := pattern.search(line):
-                sums[kind] += float(found[1]) * _GIB
-    return Allocated(model=sums["model"], kv=sums["kv"], compute=sums["compute"])
+                sizes[kind].append(float(found[1]) * _GIB)
+    return Allocated(model=sum(sizes["model"]), kv=min(sizes["kv"], default=0.0), compute=sum(sizes["compute"]))

@@ -54,9 +54,10 @@ def test_nothing_but_a_beginning_of_an_error_is_held_back(size: int) -> None:
     assert ErrorWatch().feed(b"data: {}").passed == b"data: {}"
 
 
-def test_an_error_in_lines_of_dos_is_one() -> None:
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_an_error_in_lines_of_dos_is_one(at: list[int]) -> None:
     error = NAMED.replace(b"\n", b"\r\n")
-    assert watched([error + DONE]) == (b"", error)
+    assert watched(cut(error + DONE, at)) == (b"", error)
 
 
 def test_an_endless_one_is_not_waited_for() -> None:

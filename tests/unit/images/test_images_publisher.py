@@ -80,3 +80,19 @@ def test_the_provenance_may_say_what_the_labels_say_and_no_other_address(job: bu
     push.refuse_leaks(job.cell, said(SOURCE), private=(), public=(SOURCE,))
     with pytest.raises(VerificationError, match="would publish an address"):
         push.refuse_leaks(job.cell, said(f"{SOURCE}/other"), private=(), public=(SOURCE,))
+
+
+@pytest.mark.parametrize(
+    ("publisher", "labels", "is_of"),
+    [
+        (Publisher(), {}, True),
+        (Publisher(), {"org.opencontainers.image.vendor": "X", "other": "y"}, False),
+        (Publisher(vendor="X"), {"org.opencontainers.image.vendor": "X"}, True),
+        (Publisher(vendor="X"), {}, False),
+        (Publisher(vendor="X"), {f"org.opencontainers.image.{name}": "X" for name in ("vendor", "url")}, False),
+    ],
+)
+def test_an_image_of_another_publisher_is_another_image(
+    publisher: Publisher, labels: dict[str, str], is_of: bool
+) -> None:
+    assert publisher.is_of(labels) is is_of

@@ -63,6 +63,7 @@ def test_what_an_installation_leaves_is_taken_away(tmp_path: Path) -> None:
 def test_the_image_is_made_of_what_is_here(tmp_path: Path) -> None:
     argv = router.buildx_argv("appliance:llama-cpu", "appliance-router:1", "abc", tmp_path.as_posix())
     assert argv[-1] == tmp_path.as_posix()  # the context: wheels alone
+    assert {"io.appliance.cell=", "io.appliance.build-id=", "io.appliance.files-sha256="} <= set(argv), "it is no cell"
     assert "IMAGE=appliance:llama-cpu" in argv
     dockerfile = (ROOT / router.DOCKERFILE).read_text()
     assert "\nRUN " not in dockerfile

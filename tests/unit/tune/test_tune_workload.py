@@ -6,25 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS as PREDICTED_BY
 from appliance.tune.curve import Curve, Point
 from appliance.tune.workload import (
     CHAT,
     CODING_AGENT,
     EXCESS_WEIGHT,
-    LONG_CHAT,
     LONG_DOCUMENT,
     Workload,
     cost_s,
     job_s,
-    measured_as,
     only,
     parse_mix,
     scaled,
     scaled_mix,
     ttft_s,
 )
-from tests.golden.plans import CASES, Case, space
 
 FLAT = Curve(points=(Point(depth=512, decode_ms=20.0, prefill_ms=2.0, prefill_tokens=512),))
 
@@ -47,29 +43,6 @@ def test_a_mix_is_the_mean_job() -> None:
     assert cost_s(FLAT, mix) == pytest.approx((3 * job_s(FLAT, CHAT) + job_s(FLAT, CODING_AGENT)) / 4)
     assert mix.depth == round((3 * CHAT.depth + CODING_AGENT.depth) / 4)
     assert parse_mix("document") == only(LONG_DOCUMENT)
-
-
-def test_where_weights_are_copied_for_a_prompt_chats_with_a_long_one_count_as_much() -> None:
-    beside, whole = (space(case_of(machine)).best for machine in ("laptop-5060", "a100-mig"))
-    assert (beside.placement.copies_weights, whole.placement.copies_weights) == (True, False)
-    assert measured_as("chat:3,agent", whole) == "chat:3,agent"
-    mix = parse_mix(measured_as("chat:3,agent", beside))
-    assert mix.parts == ((CHAT, 3.0), (CODING_AGENT, 1.0), (LONG_CHAT, 3.0))
-    assert measured_as("document", beside) == "document, long prompts"
-    assert parse_mix("document, long prompts") == only(LONG_DOCUMENT)
-
-
-def test_a_chat_with_a_long_prompt_is_what_predictions_choose_a_ubatch_by() -> None:
-    assert LONG_CHAT.tokens_in == PREDICTED_BY["chat"]
-    slow_to_read = Curve(points=(Point(depth=4096, decode_ms=20.0, prefill_ms=4.0, prefill_tokens=4096),))
-    slow_to_write = Curve(points=(Point(depth=4096, decode_ms=24.0, prefill_ms=2.0, prefill_tokens=4096),))
-    chat, both = parse_mix("chat"), parse_mix("chat, long prompts")
-    assert cost_s(slow_to_read, chat) == pytest.approx(cost_s(slow_to_write, chat))
-    assert cost_s(slow_to_read, both) > 1.3 * cost_s(slow_to_write, both)
-
-
-def case_of(machine: str) -> Case:
-    return next(case for case in CASES if (case.machine, case.model) == (machine, "qwen3-30b-a3b"))
 
 
 @pytest.mark.parametrize("text", ["", "chats", "chat:", "chat:0", "chat:-1", "chat:inf", "chat:many", "chat,,agent"])

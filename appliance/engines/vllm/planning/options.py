@@ -147,9 +147,24 @@ def _check_asked(facts: Facts) -> None:
     if pins.pipeline and pins.pipeline > facts.shape.layers:
         message = f"setting engine_arg asks for {pins.pipeline} stages of {facts.shape.layers} layers ({pins.source})"
         raise ConfigError(message, hint="use fewer stages")
+    if not facts.cards and (of_gpus := _of_gpus(facts)):
+        message = f"setting engine_arg asks for what needs a GPU ({pins.source}): {', '.join(of_gpus)}"
+        raise ConfigError(message, hint="leave it out: the plan is for the CPU")
     if facts.cards and ranks > cards:
         message = f"setting engine_arg asks for {ranks} ranks ({pins.source}), and {cards} GPUs can be used"
         raise ConfigError(message, hint="use fewer ranks, or give the container more GPUs")
+
+
+def _of_gpus(facts: Facts) -> list[str]:
+    """Of what was asked for: the engine's CPU build takes it in silence, and does nothing with it or fails."""
+    pins = facts.pins
+    asked = {
+        "--pipeline-parallel-size": (pins.pipeline or 1) > 1,
+        "--gpu-memory-utilization": pins.utilization is not None,
+        "--attention-backend": pins.attention_backend is not None,
+        "--compilation-config with graphs": pins.graph_mode not in (None, EAGER, "NONE") or bool(pins.graph_sizes),
+    }
+    return [flag for flag, is_asked in asked.items() if is_asked]
 
 
 def _refuse_shared_memory(facts: Facts, ranks: int) -> None:

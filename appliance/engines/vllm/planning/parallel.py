@@ -51,7 +51,7 @@ def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline:
             yield _staged(shape, size, pipeline, cards)
             continue
         yield Layout(tensor=size)
-        for stages in range(2, len(cards) // size + 1):
+        for stages in range(2, min(len(cards) // size, shape.layers) + 1):
             if size * stages > max(allowed):
                 yield _staged(shape, size, stages, cards)
 

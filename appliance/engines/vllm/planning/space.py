@@ -196,7 +196,7 @@ def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
     if not ranks:
         return None
     if allocated is not None and allocated.kv:
-        return int(allocated.kv * MIB / ranks)
+        return int(allocated.kv * MIB)
     return launch_of(measured).kv_bytes
 
 

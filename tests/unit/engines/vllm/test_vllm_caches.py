@@ -56,7 +56,8 @@ def test_the_next_start_removes_what_a_killed_appliance_left(caches: Caches, tmp
     half, kept = put(tmp_path / "b1/vllm/half"), put(tmp_path / "b1/vllm/whole", modified=OLD)
     caches.begin()
     assert (half.exists(), kept.exists()) == (False, True)
-    assert [path.name for path in (tmp_path / "b1").glob("vllm-starting-*")] == ["vllm-starting-a"]
+    (mark,) = (tmp_path / "b1").glob("vllm-starting-*")
+    assert mark.name.startswith("vllm-starting-a-")
     caches.end()
 
 
@@ -71,6 +72,29 @@ def test_another_start_that_goes_on_is_left_alone(caches: Caches, tmp_path: Path
     for each in (caches, other):
         each.end()
     assert written.exists()
+
+
+def test_two_containers_whose_engines_have_one_name_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    one, other = Caches(tmp_path / "b1", "a"), Caches(tmp_path / "b1", "a")
+    one.begin()
+    other.begin()
+    one.ready()
+    other.end()
+    one.end()
+    assert not list((tmp_path / "b1").glob("vllm-starting-*"))
+
+
+def test_beside_an_engine_that_compiles_only_what_breaks_a_start_is_removed(tmp_path: Path) -> None:
+    one, other = Caches(tmp_path / "b1", "a"), Caches(tmp_path / "b1", "b")
+    one.begin()
+    other.begin()
+    kept = put(tmp_path / "b1/triton/k/kernel.so")
+    half = put(tmp_path / "b1/vllm/torch_compile_cache/key/rank_0_0/model/vllm_compile_cache.py")
+    one.end()
+    assert (kept.exists(), half.exists()) == (True, False)
+    other.ready()
+    other.end()
+    assert kept.exists()
 
 
 def test_a_second_life_of_the_same_command_begins_anew(caches: Caches, tmp_path: Path) -> None:
@@ -126,5 +150,5 @@ def test_a_volume_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:
-    assert remove_since(tmp_path, 0.0) == 0
+    assert remove_since(tmp_path, 0.0, is_shared=False) == 0
     assert prune(tmp_path, 0) == ()

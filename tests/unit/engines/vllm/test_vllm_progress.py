@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.vllm.log import is_error, is_waiting, is_worth_showing
+from appliance.engines.vllm.log import is_error, is_fatal, is_waiting, is_worth_showing
 from appliance.engines.vllm.progress import CompileCache, Stage, compile_cache, parse_allocated, step_of
 
 LOG = (Path(__file__).parents[3] / "data/vllm/start-0.32-cpu.log").read_text(encoding="utf-8").splitlines()
@@ -100,3 +100,23 @@ def test_the_wait_of_one_process_for_another_is_neither_work_nor_an_error() -> N
 def test_an_unknown_line_is_no_error(line: str) -> None:
     step = step_of(line)
     assert step is None or step.stage in set(Stage)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "INFO 11-22 12:00:40 [logger.py:1] Received request: prompt: 'engine core exited unexpectedly'",
+        "ERROR 11-22 12:00:40 [x.py:1] TemplateError: Worker proc VllmWorker-0 died unexpectedly",
+        "Worker proc VllmWorker-0 died unexpectedly",
+    ],
+)
+def test_what_a_client_says_ends_no_engine(words: str) -> None:
+    assert not is_fatal(f"(APIServer pid=1) {words}")
+    assert not is_fatal(words)
+
+
+def test_a_lost_process_does() -> None:
+    core = "(APIServer pid=1) WARNING 11-22 23:40:27 [core_client.py:817] [shutdown] MPClient: engine core exited unexpectedly; bye"  # noqa: E501
+    worker = "(EngineCore pid=2) ERROR 11-22 23:47:29 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9)"  # noqa: E501
+    assert is_fatal(core)
+    assert is_fatal(worker)

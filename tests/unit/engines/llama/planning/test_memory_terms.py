@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.launch import launch_of
@@ -114,6 +114,7 @@ def test_terms_of_a_plan_are_never_negative_and_add_up(
     having: list[tuple[int, float, int]], host: str, name: str, flags: dict[str, str]
 ) -> None:
     hardware, of = machine(having, host), model(name, QUANTIZATIONS.get(name, "Q4_K_M"))
+    assume(int(flags.get("ctx_size", "0")) <= of.longest_context)  # more is refused before anything is planned
     plan = planned(hardware, of, flags)
     if plan is None:
         return

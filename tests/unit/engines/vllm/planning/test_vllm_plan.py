@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from appliance.engines.vllm.planning.launch import compile_key
 from appliance.engines.vllm.planning.memory import MIB, graph_sizes
-from appliance.engines.vllm.planning.parallel import split_layers
+from appliance.engines.vllm.planning.parallel import layouts, split_layers
+from appliance.engines.vllm.planning.shape import shape_of
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError, NoKernelError
 from appliance.model import read_model
 from appliance.plan import Plan
@@ -60,12 +61,11 @@ def test_what_was_left_is_passed_in_bytes_later(machine: str) -> None:
     found = here.now(first)
     assert isinstance(found, Plan)
     kv_mib = first.placement.shares[0].memory.kv
-    from_log = replace_allocated(kv_mib * len(first.placement.shares) - 20)
+    from_log = replace_allocated(kv_mib - 20)
     later = here.now(first, from_log)
     assert isinstance(later, Plan)
     assert "--gpu-memory-utilization" not in arguments(later)
-    each = int((kv_mib * len(first.placement.shares) - 20) * MIB / len(first.placement.shares))
-    assert int(value_of(later, "--kv-cache-memory-bytes")) == each
+    assert int(value_of(later, "--kv-cache-memory-bytes")) == int((kv_mib - 20) * MIB)
     assert (later.key, later.context) == (first.key, first.context)
 
 
@@ -336,6 +336,28 @@ def test_memory_that_the_engine_lacked_steps_to_the_number_it_named() -> None:
     assert less is not None
     assert less.space.best.context == 30720
     assert less.is_smaller(less.space.best, plan)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pipeline-parallel-size 2",
+        "--gpu-memory-utilization 0.5",
+        "--attention-backend TRITON_ATTN",
+        '--compilation-config \'{"cudagraph_mode":"PIECEWISE"}\'',
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(words: str) -> None:
+    error = refused(ConfigError, CPU, "smollm2-135m", engine_arg=words)
+    assert error.message.startswith("setting engine_arg asks for what needs a GPU")
+    assert words.split()[0] in error.message
+
+
+def test_no_more_stages_than_layers_are_tried() -> None:
+    shape = shape_of(folder_model("smollm2-135m"))
+    many = hardware("4x2080ti-22g").gpus.gpus * 8
+    found = list(layouts(replace(shape, kinds=shape.kinds[:2]), many, tensor=None, pipeline=None))
+    assert max(layout.pipeline for layout in found) <= 2
 
 
 def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
