@@ -43,12 +43,3 @@ class JsonSocket:
             message = f"engine answered {route} with no object while {self._doing}: {data!r:.200}"
             raise EngineNotReadyError(message)
         return data
-
-    async def text(self, route: str) -> str:
-        """Raises EngineNotReadyError (43)."""
-        try:
-            async with self._session.get(f"http://engine{route}") as reply:
-                return await reply.text()
-        except aiohttp.ClientError as error:
-            message = f"engine broke off {route} while {self._doing}: {type(error).__name__}: {error}"
-            raise EngineNotReadyError(message) from error

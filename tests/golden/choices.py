@@ -19,6 +19,7 @@ from appliance.weights.table import as_text
 from images import recipe as recipes
 from images.rows import PROJECT
 from tests.builders import facts_for
+from tests.golden.files import write_anew
 from tests.golden.machines import MACHINES, _without_gpu
 
 HERE = Path(__file__).parent / "choices"
@@ -94,11 +95,7 @@ def text(case: Case) -> str:
 
 
 def main() -> None:
-    HERE.mkdir(exist_ok=True)
-    for old in HERE.glob("*.txt"):
-        old.unlink()
-    for case in CASES:
-        (HERE / f"{case.name}.txt").write_text(text(case))
+    write_anew(HERE, {case.name: text(case) for case in CASES})
 
 
 if __name__ == "__main__":

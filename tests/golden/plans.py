@@ -5,7 +5,6 @@ python -m tests.golden.plans    writes tests/golden/plans/*.txt anew: read the d
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ from appliance.errors import FatalError
 from appliance.plan import explain
 from appliance.settings import resolve_settings
 from tests.builders import facts_for, model
+from tests.golden.files import wrapped, write_anew
 from tests.golden.machines import MACHINES
 
 HERE = Path(__file__).parent / "plans"
-WIDTH = 118
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +83,25 @@ def text(case: Case) -> str:
     try:
         first = space(case).best
     except FatalError as error:
-        return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
+        return f"{head}\n\n{wrapped(f'error {error.exit_code}: {error.message}')}\n{wrapped(f'hint: {error.hint}')}\n"
     argv = " ".join(arguments(first, engine, Path("/tmp/engine.sock")))
     variables = environment(first, Path("/opt/llama"), Path("/data/cache/golden"))
     cuda = "".join(f"{name}={value} " for name, value in variables.items() if name.startswith(("CUDA", "GGML")))
-    lines = [_wrapped(line, indent="    ") for line in explain(first, is_verbose=True).splitlines()]
+    lines = [wrapped(line, indent="    ") for line in explain(first, is_verbose=True).splitlines()]
     return "\n".join(
         (
             head,
             "",
             *lines,
             "",
-            _wrapped(f"{cuda}llama-server {argv}", indent="    "),
+            wrapped(f"{cuda}llama-server {argv}", indent="    "),
             "",
         )
     )
 
 
-def _wrapped(line: str, indent: str = "") -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def main() -> None:
-    for old in HERE.glob("*.txt"):
-        old.unlink()
-    for case in CASES:
-        (HERE / f"{case.name}.txt").write_text(text(case))
+    write_anew(HERE, {case.name: text(case) for case in CASES})
 
 
 if __name__ == "__main__":

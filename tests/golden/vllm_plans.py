@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,12 +22,12 @@ from appliance.plan import Kernels, Plan, explain
 from appliance.probe import Hardware
 from appliance.settings import resolve_settings
 from tests.fakes.machines import hardware_of
+from tests.golden.files import wrapped, write_anew
 from tests.golden.machines import MACHINES
 from tests.shapes.folders import folder_model
 
 HERE = Path(__file__).parent / "vllm"
 DATA = Path(__file__).parents[1] / "data/vllm"
-WIDTH = 118
 SOCKET = Path("/tmp/engine.sock")
 # As `ImageFacts` of the cell would say it: native and by JIT.
 SMS = ("75", "80", "86", "89", "90a", "100a", "103a", "120a", "121a")
@@ -180,24 +179,16 @@ def text(case: Case) -> str:
     try:
         plan = space(case).predicted
     except FatalError as error:
-        return f"{head}\n\n{_wrapped(f'error {error.exit_code}: {error.message}')}\n{_wrapped(f'hint: {error.hint}')}\n"
-    lines = [_wrapped(line, indent="    ") for line in explain(plan).splitlines()]
+        return f"{head}\n\n{wrapped(f'error {error.exit_code}: {error.message}')}\n{wrapped(f'hint: {error.hint}')}\n"
+    lines = [wrapped(line, indent="    ") for line in explain(plan).splitlines()]
     words = [f"{name}={value}" for name, value in variables(plan).items()]
     shown = " ".join([*words, "vllm", *map(shlex.quote, arguments(plan))])
     speed = f"predicted for the chat job, from bandwidths: {plan.speed.describe()}" if plan.speed else ""
-    return "\n".join((head, "", *lines, "", speed, "", _wrapped(shown, indent="    "), ""))
-
-
-def _wrapped(line: str, indent: str = "") -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join((head, "", *lines, "", speed, "", wrapped(shown, indent="    "), ""))
 
 
 def main() -> None:
-    HERE.mkdir(exist_ok=True)
-    for old in HERE.glob("*.txt"):
-        old.unlink()
-    for case in CASES:
-        (HERE / f"{case.id}.txt").write_text(text(case))
+    write_anew(HERE, {case.id: text(case) for case in CASES})
 
 
 if __name__ == "__main__":

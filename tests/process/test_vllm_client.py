@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from appliance.engines.engine import Completion
@@ -63,7 +64,10 @@ def test_the_first_answer_is_thrown_away_once(socket_path: Path) -> None:
         assert before is None
         for _ in range(2):
             await client.complete(PROMPT, 3)
-        document = json.loads(await client.text("/fake/ledger"))
+        connector = aiohttp.UnixConnector(path=str(socket_path))
+        ledger = "http://engine/fake/ledger"
+        async with aiohttp.ClientSession(connector=connector) as session, session.get(ledger) as reply:
+            document = json.loads(await reply.text())
         return document["counts"]["POST /v1/completions"], client.jit_ms
 
     count, jit_ms = asked(socket_path, ask)

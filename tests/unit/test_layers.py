@@ -93,7 +93,7 @@ STRICT_LEAVES = {
 }
 WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/planning/",
               "appliance/engines/llama/server", "appliance/engines/llama/perplexity",
-              "appliance/engines/llama/endings",
+              "appliance/engines/llama/endings", "appliance/engines/gpus",
               "appliance/engines/vllm/endings", "appliance/engines/vllm/log",
               "appliance/tune/candidates", "appliance/tune/measurement", "appliance/tune/acceptance",
               "appliance/tune/slots", "appliance/tune/perplexity",

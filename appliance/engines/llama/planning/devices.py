@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from appliance.engines.gpus import device_id, judged
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.cuda_context import context_mib, held_back_mib
 from appliance.engines.llama.planning.handicaps import handicaps
 from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
 from appliance.engines.llama.planning.rates import card_rates
-from appliance.image_facts import EngineFacts, ImageFacts, runs_on
+from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import Device
 from appliance.probe import Gpu, Hardware
 
@@ -26,9 +27,8 @@ def usable_devices(
         return (), ()
     devices: list[Device] = []
     refused: list[str] = []
-    sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
-    for gpu in hardware.gpus.gpus:
-        if why := _unusable(gpu, image, sliced):
+    for gpu, why in judged(hardware, image):
+        if why:
             refused.append(f"GPU {gpu.index} ({_name(gpu)}) is left out: {why}")
         else:
             devices.append(_device(gpu, hardware, limits, reserve_mib))
@@ -39,21 +39,6 @@ def _rank(device: Device) -> tuple[float | int | str, ...]:
     """Of cards as fast as each other that with the faster link first, then that with more room: a card's slot decides
     only between cards that are the same in all of it."""
     return (-device.bandwidth_gb_s, -device.upload_gb_s, -device.free_mib, device.index, device.id)
-
-
-def device_id(gpu: Gpu) -> str:
-    """What a `Device` and a plan's share are known by."""
-    return gpu.uuid or str(gpu.index)
-
-
-def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
-    if gpu.uuid in sliced:
-        return "it is cut into slices (MIG), and those are used"
-    if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
-        return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
-    if not gpu.is_unified and gpu.vram_free_mib is None:
-        return "nobody says how much of its memory is free"
-    return None
 
 
 def _device(gpu: Gpu, hardware: Hardware, limits: Limits, reserve_mib: float) -> Device:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.estimate import Estimate
-from appliance.engines.vllm.planning.inputs import card_id, free_mib
+from appliance.engines.vllm.planning.inputs import free_mib
 from appliance.engines.vllm.planning.launch import VllmLaunch, compile_key
 from appliance.engines.vllm.planning.memory import MIB
 from appliance.engines.vllm.planning.parallel import are_linked
@@ -122,7 +123,7 @@ def _device(estimate: Estimate, at: int) -> Device:
     free = max(0.0, estimate.room_mib[at])
     held = free_mib(card, hardware) - free
     return Device(
-        id=card_id(card),
+        id=device_id(card),
         name=_name(card),
         index=card.index,
         free_mib=free,

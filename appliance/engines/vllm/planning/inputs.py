@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.engines.engine import Inputs
+from appliance.engines.gpus import device_id, judged
 from appliance.engines.vllm.chips import Chip, chip_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
@@ -20,7 +21,7 @@ from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
 from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
 from appliance.errors import ConfigError
-from appliance.image_facts import ImageFacts, runs_on
+from appliance.image_facts import ImageFacts
 from appliance.plan import Choice, Speculation
 from appliance.probe import Gpu, Hardware
 from appliance.settings import Settings
@@ -115,20 +116,15 @@ def usable_cards(
     """In PCI order, or as asked for, and why others are left out. Raises ConfigError (10) for one that is not there."""
     if image.cuda is None or settings.devices == "none":
         return (), ()
-    sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
     usable: list[Gpu] = []
     left_out: list[Choice] = []
-    for gpu in hardware.gpus.gpus:
-        if why := _unusable(gpu, image, sliced):
+    for gpu, why in judged(hardware, image):
+        if why:
             name = f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
             left_out.append(Choice(name="left_out", value=name, reason=why, source="probe", is_refusal=True))
         else:
             usable.append(gpu)
     return _asked_for(settings, usable), tuple(left_out)
-
-
-def card_id(gpu: Gpu) -> str:
-    return gpu.uuid or str(gpu.index)
 
 
 def total_mib(gpu: Gpu, hardware: Hardware) -> float:
@@ -140,27 +136,17 @@ def free_mib(gpu: Gpu, hardware: Hardware) -> float:
     return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
 
 
-def _unusable(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:
-    if gpu.uuid in sliced:
-        return "it is cut into slices (MIG), and those are used"
-    if image.sm and gpu.sm is not None and not any(runs_on(form, gpu.sm) for form in image.sm):
-        return f"this image has kernels for SM {', '.join(image.sm)} and none for SM {gpu.sm}"
-    if not gpu.is_unified and gpu.vram_free_mib is None:
-        return "nobody says how much of its memory is free"
-    return None
-
-
 def _asked_for(settings: Settings, usable: list[Gpu]) -> tuple[Gpu, ...]:
     if settings.devices == "auto":
         return tuple(usable)
     names = [name.strip() for name in settings.devices.split(",") if name.strip()]
-    by_name = {key: gpu for gpu in usable for key in (card_id(gpu), str(gpu.index))}
+    by_name = {key: gpu for gpu in usable for key in (device_id(gpu), str(gpu.index))}
     missing = [name for name in names if name not in by_name]
     if missing:
-        there = ", ".join(f"{gpu.index} ({gpu.name}, {card_id(gpu)})" for gpu in usable) or "none"
+        there = ", ".join(f"{gpu.index} ({gpu.name}, {device_id(gpu)})" for gpu in usable) or "none"
         message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
         raise ConfigError(message, hint=f"usable GPUs here: {there}")
-    return tuple({card_id(by_name[name]): by_name[name] for name in names}.values())
+    return tuple({device_id(by_name[name]): by_name[name] for name in names}.values())
 
 
 def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:

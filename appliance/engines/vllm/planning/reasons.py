@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.vllm.planning.estimate import Estimate
-from appliance.engines.vllm.planning.inputs import Facts, card_id, free_mib, total_mib
+from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB
@@ -265,7 +265,3 @@ def _engine_args(facts: Facts) -> Iterator[Choice]:
     if facts.pins.passed:
         why = "passed to the engine as it is; the figures here know nothing of it"
         yield Choice(name="engine_arg", value=" ".join(facts.pins.passed), reason=why, source=facts.pins.source)
-
-
-def card_ids(estimate: Estimate) -> tuple[str, ...]:
-    return tuple(card_id(card) for card in estimate.option.cards)

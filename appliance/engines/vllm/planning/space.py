@@ -9,9 +9,10 @@ from functools import cached_property, partial
 
 from appliance.engines import engine as doors
 from appliance.engines.engine import Inputs, Reduced
+from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate, Option
-from appliance.engines.vllm.planning.inputs import Facts, card_id, read_facts
+from appliance.engines.vllm.planning.inputs import Facts, read_facts
 from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.memory import MIB, Layout
@@ -181,7 +182,7 @@ def _same_cards(plan: Plan, cards: tuple[Gpu, ...]) -> tuple[Gpu, ...] | None:
     """By id; a profile of another machine of the same kind finds its cards by name and order."""
     left, found = list(cards), []
     for share in plan.placement.shares:
-        same = [card for card in left if card_id(card) == share.gpu.id]
+        same = [card for card in left if device_id(card) == share.gpu.id]
         same = same or [card for card in left if (card.name or "unnamed GPU") == share.gpu.name]
         if not same:
             return None

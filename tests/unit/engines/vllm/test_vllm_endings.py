@@ -17,6 +17,7 @@ from appliance.errors import EngineDiedError, EngineError, EngineHostMemoryError
 from appliance.plan import Shortage
 from appliance.supervisor import Crash
 from appliance.supervisor.log import Log
+from tests.endings.kept import crash_of
 
 FOLDER = Path(__file__).parents[3] / "endings"
 INDEX: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "vllm.yaml").read_text(encoding="utf-8"))
@@ -43,16 +44,7 @@ def read(name: str, **changes: Any) -> Crash:
         log.mark_ready()
     log.feed(after.encode())
     log.close()
-    return Crash(
-        exit_code=row.get("exit_code"),
-        signal=row.get("signal"),
-        first_error=log.first_error(),
-        log=log.lines,
-        was_ready=row.get("was_ready", False),
-        stalled=row.get("stalled", False),
-        seconds=1.0,
-        oom_kills=row.get("oom_kills", 0),
-    )
+    return crash_of(row, log)
 
 
 def crash(*log: str, **changes: Any) -> Crash:
