@@ -16,10 +16,11 @@ from appliance.gateway.app import App
 from appliance.gateway.traffic import all_idle
 from appliance.race import first_of
 
-# Together with uvicorn's own steps of 0.1 s these stay below the second that `drain` may take after its `drain_s`.
-TELL_S = 0.25  # for the error events to reach the clients
-FLUSH_S = 0.35  # for connections to be closed in order
-ABORT_S = 0.2  # after those that were not have been torn
+# Together with uvicorn's own steps of 0.1 s this stays below the second that a stop may take after its `drain_s`.
+END_S = 0.8
+# Shares of it: for the error events to reach the clients, for connections to be closed in order, and after those that
+# were not have been torn.
+TELL, FLUSH, ABORT = 0.3, 0.45, 0.25
 
 KEEP_ALIVE_S = 65  # longer than the pools of the usual clients and proxies keep a connection, so that they close first
 BIND_HINTS = {
@@ -70,21 +71,21 @@ class Gateway:
         """Requests of every kind."""
         return sum(traffic.running for traffic in self._traffics)
 
-    async def drain(self, drain_s: float) -> None:
+    async def drain(self, drain_s: float, *, end_s: float = END_S) -> None:
         """Stops in order: no new connections, no new requests, `drain_s` seconds for running ones, an error for the
-        rest, every connection closed. Returns within `drain_s` + 1 s whatever the clients do; a second call waits for
-        the same end."""
+        rest, every connection closed. Returns within `drain_s` + `end_s` + 0.2 s whatever the clients do; a second call
+        waits for the same end."""
         for traffic in self._traffics:
             traffic.close()
         self._server.stop_accepting()
         if not await all_idle(self._traffics, drain_s):
             for traffic in self._traffics:
                 traffic.end_all()
-            await all_idle(self._traffics, TELL_S)
+            await all_idle(self._traffics, TELL * end_s)
         self._server.should_exit = True
-        if not await self._has_ended(FLUSH_S):
+        if not await self._has_ended(FLUSH * end_s):
             self._server.abort_connections()
-            if not await self._has_ended(ABORT_S):
+            if not await self._has_ended(ABORT * end_s):
                 self._serving.cancel()
         await asyncio.wait([self._serving], timeout=0.1)
 

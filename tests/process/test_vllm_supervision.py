@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from appliance.engines.vllm.progress import CompileCache, compile_cache
 from appliance.engines.vllm.ready import one_token
 from appliance.errors import EngineNotReadyError
 from appliance.supervisor import Crash, Restart, State, Supervisor, become_subreaper
+from appliance.supervisor.reaper import PR_SET_CHILD_SUBREAPER
 from tests.process.stages.supervisor import eventually, is_known
 from tests.process.stages.vllm import family, vllm_command
 
@@ -28,8 +31,11 @@ ENDLESS = {"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": True}
 
 
 @pytest.fixture(autouse=True)
-def _subreaper() -> None:
+def _subreaper() -> Iterator[None]:
     become_subreaper()
+    yield
+    # Orphans of other tests' programs would become children of this process: they are to be somebody else's.
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
 async def ask(socket_path: Path, path: str, body: Any = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -29,7 +29,7 @@ from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend
 from appliance.gateway.models import ListedModel
-from appliance.gateway.server import Gateway
+from appliance.gateway.server import END_S, Gateway
 from appliance.progress import Phase, Progress
 
 FAKES = Path(__file__).parents[2] / "fakes"
@@ -66,8 +66,9 @@ class Stage:
     progress: Progress = field(default_factory=lambda: Progress(phase=Phase.READY))
     listed: ListedModel | None = None  # None: its name and phase
     port: int = 0
-    drain: Callable[[float], float] = lambda _: 0.0
-    """Drains; returns the seconds it took."""
+    drain: Callable[..., float] = lambda *_: 0.0
+    """Drains for the seconds given; returns those it took. Clients get a minute to hear of it, or `end_s`: on a machine
+    that is busy with other tests the gateway's own patience is over before all were told."""
 
     @property
     def log(self) -> Path:
@@ -226,16 +227,16 @@ def _gateway(
         gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(60)
         stage.port = gateway.port
 
-        def drain(drain_s: float) -> float:
+        def drain(drain_s: float, end_s: float = 60.0) -> float:
             began = time.monotonic()
-            asyncio.run_coroutine_threadsafe(gateway.drain(drain_s), loop).result(drain_s + 60)
+            asyncio.run_coroutine_threadsafe(gateway.drain(drain_s, end_s=end_s), loop).result(drain_s + end_s + 60)
             return time.monotonic() - began
 
         stage.drain = drain
         try:
             yield
         finally:
-            drain(0.0)
+            drain(0.0, end_s=END_S)
 
 
 @contextmanager
