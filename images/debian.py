@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from email.parser import HeaderParser
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote
 
+from debian.deb822 import Deb822
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from images import docker
@@ -283,8 +283,7 @@ def _description(was: Locked, now: Locked | None) -> str:
 
 def parse_status(text: str) -> Iterator[Installed]:
     """The installed packages of a dpkg status file, or of one paragraph of it."""
-    for paragraph in re.split(r"\n\s*\n", text.strip()):
-        fields = HeaderParser().parsestr(paragraph)
+    for fields in Deb822.iter_paragraphs(text, use_apt_pkg=False):
         name, version = fields.get("Package"), fields.get("Version")
         # A file for each package, in images made without dpkg, has no such line.
         is_installed = fields.get("Status", "install ok installed") == "install ok installed"

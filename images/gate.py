@@ -7,6 +7,7 @@ a template kernel stands once in every translation unit that uses it, and each u
 from __future__ import annotations
 
 import fnmatch
+import io
 import re
 import struct
 import sysconfig
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
 from pydantic import Field
 
 from images import compat, docker, rows
@@ -48,8 +51,6 @@ FATBIN_ARCH_OFFSET = 28
 FATBIN_KINDS: Mapping[int, Kind] = {1: "ptx", 2: "elf"}
 # An executable's own code, else an object's that is not linked yet: the order in which cuobjdump looks.
 FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
-ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-ELF_SECTION = struct.Struct("<IIQQQQ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,33 +408,25 @@ def _fatbin_range(data: bytes) -> tuple[int, int]:
     """The section that holds them; the whole file when it is no ELF."""
     if data[:4] != b"\x7fELF":
         return 0, len(data) if data[:4] == FATBIN_START else 0
-    sections = _elf_sections(data)
-    return next((sections[name] for name in FATBIN_SECTIONS if name in sections), (0, 0))
+    ranges = dict(_elf_sections(data))
+    return next((ranges[name] for name in FATBIN_SECTIONS if name in ranges), (0, 0))
 
 
-def _elf_sections(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where each section begins and ends in a 64-bit ELF, by name."""
-    header = ELF_HEADER.unpack_from(data)
-    table, size, count, names_index = header[6], header[11], header[12], header[13]
-    _refuse_beyond(data, table + size * count)
-    rows = [ELF_SECTION.unpack_from(data, table + index * size) for index in range(count)]
-    names = rows[names_index][4] if rows else 0
-    sections = {_c_string(data, names + row[0]): (row[4], row[4] + row[5]) for row in rows}
-    for name in FATBIN_SECTIONS:
-        _refuse_beyond(data, sections.get(name, (0, 0))[1])
-    return sections
+def _elf_sections(data: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Where each section begins and ends, by name. Each has to be there: without that of the names none has one."""
+    try:
+        for section in ELFFile(io.BytesIO(data)).iter_sections():
+            start, size = section["sh_offset"], section.data_size if section["sh_type"] != "SHT_NOBITS" else 0
+            _refuse_beyond(data, start + size if size else 0)
+            yield section.name, (start, start + size)
+    except ELFError as error:
+        raise struct.error(str(error)) from error
 
 
 def _refuse_beyond(data: bytes, end: int) -> None:
     if end > len(data):
         message = f"a fat binary ends at {end:#x}, the file at {len(data):#x}"
         raise struct.error(message)
-
-
-def _c_string(data: bytes, start: int) -> str:
-    end = data.find(b"\0", start)
-    _refuse_beyond(data, start if end >= 0 else len(data) + 1)
-    return data[start:end].decode("ascii", "replace")
 
 
 def _matches(library: str, kernel: str, known: tuple[str, str]) -> bool:

@@ -16,9 +16,10 @@ from datetime import datetime
 from email.parser import HeaderParser
 from pathlib import Path, PurePosixPath
 from typing import Literal
-from urllib.parse import quote
 
 from license_expression import ExpressionError
+from packageurl import PackageURL
+from packaging.utils import canonicalize_name
 from spdx_tools.common.spdx_licensing import spdx_licensing
 from spdx_tools.spdx.model.actor import Actor, ActorType
 from spdx_tools.spdx.model.checksum import Checksum, ChecksumAlgorithm
@@ -221,7 +222,7 @@ def appliance(tree: Tree, image: docker.Image) -> Component:
         kind="appliance",
         name="appliance",
         version=version,
-        purl=f"pkg:generic/appliance@{_quoted(version)}",
+        purl=_purl("generic", "appliance", version),
         license=OWN_LICENSE,
         comment=f"git commit {image.labels.get(REVISION_LABEL, 'not known')}; {len(own)} files, SHA-256 of their list "
         f"as sha256sum writes it: {hashlib.sha256(lines.encode()).hexdigest()}",
@@ -236,17 +237,16 @@ def packages_of(
     A scanner needs both qualifiers: advisories are of a release of Debian, and of source packages.
     """
     for package in debian.parse_status(text):
-        identity = f"{_quoted(package.name)}@{_quoted(package.version)}"
         sha256 = hashes.get((package.name, package.version))
         qualifiers = {"arch": package.architecture, "distro": distribution.release, "upstream": _upstream(package)}
-        words = "&".join(f"{name}={_quoted(value)}" for name, value in qualifiers.items() if value)
+        told = {name: value for name, value in qualifiers.items() if value}
         source = f"source package {package.source}" if package.source else ""
         origin = "" if sha256 else "in no Debian lock: of the base image"
         yield Component(
             kind="deb",
             name=package.name,
             version=package.version,
-            purl=f"pkg:deb/{distribution.name}/{identity}?{words}",
+            purl=PackageURL("deb", distribution.name, package.name, package.version, told).to_string(),
             said=said.get(package.name),
             sha256=sha256,
             comment="; ".join(filter(None, (source, origin))) or None,
@@ -276,12 +276,12 @@ def parse_metadata(text: str) -> Component:
     words = fields.get("License-Expression") or fields.get("License") or ""
     classifiers = [line.removeprefix("License :: ") for line in fields.get_all("Classifier", []) if "License" in line]
     said = "; ".join(filter(None, (words.partition("\n")[0], *classifiers)))
-    normal = re.sub(r"[-_.]+", "-", name).lower()
+    normal = canonicalize_name(name)
     return Component(
         kind="pypi",
         name=normal,
         version=version,
-        purl=_pypi(normal, version),
+        purl=_purl("pypi", normal, version),
         license=_expression(words),
         said=said or None,
     )
@@ -299,7 +299,7 @@ def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str]) -> list[Com
     rest = [name for name in found if WHEEL_OF_LIBRARY[name] not in pins]
     return [
         *(
-            Component(kind="pypi", name=name, version=pins[name], purl=_pypi(name, pins[name]))
+            Component(kind="pypi", name=name, version=pins[name], purl=_purl("pypi", name, pins[name]))
             for name in sorted(wheels)
         ),
         *(_library(name, toolkit.release, toolkit.source) for name in rest),
@@ -334,7 +334,7 @@ def source_of(cell: Cell) -> Component:
         kind="source",
         name=source.distribution,
         version=source.release,
-        purl=_pypi(source.distribution, source.release),
+        purl=_purl("pypi", source.distribution, source.release),
         sha256=source.sha256,
         comment=f"{told}; {commit}" if wheels else f"the engine's tree travels in this source distribution: {commit}",
     )
@@ -358,7 +358,7 @@ def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Com
         kind="compiler",
         name="nvcc",
         version=version,
-        purl=_pypi(NVCC, version) if NVCC in pins else f"pkg:generic/nvcc@{_quoted(version)}",
+        purl=_purl("pypi", NVCC, version) if NVCC in pins else _purl("generic", "nvcc", version),
         comment=f"{told}; {toolkit.source}",
     )
 
@@ -453,12 +453,11 @@ def _distribution(tree: Tree) -> Distribution:
 
 
 def _library(name: str, version: str | None, comment: str) -> Component:
-    suffix = f"@{_quoted(version)}" if version else ""
-    return Component(kind="cuda", name=name, version=version, purl=f"pkg:generic/{name}{suffix}", comment=comment)
+    return Component(kind="cuda", name=name, version=version, purl=_purl("generic", name, version), comment=comment)
 
 
-def _pypi(name: str, version: str) -> str:
-    return f"pkg:pypi/{name}@{_quoted(version)}"
+def _purl(kind: str, name: str, version: str | None) -> str:
+    return PackageURL(kind, name=name, version=version).to_string()
 
 
 def _expression(words: str) -> str | None:
@@ -506,7 +505,3 @@ def _image_package(cell: Cell, image: docker.Image) -> Package:
         comment=UNLOCKED if image.labels.get(REPRODUCIBLE_LABEL) == "no" else None,
         primary_package_purpose=PackagePurpose.CONTAINER,
     )
-
-
-def _quoted(text: str) -> str:
-    return quote(text, safe="")
