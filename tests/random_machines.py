@@ -73,20 +73,32 @@ def machines(draw: st.DrawFn, *, cards: st.SearchStrategy[list[Gpu]] | None = No
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     count, experts = draw(st.integers(2, 12)), draw(st.sampled_from([0, 0, 8, 64]))
-    layer = Layer(
-        kind="full",
+    layer = layer_of(
+        dense_mib=draw(st.sampled_from([20, 150, 600, 1500])),
+        expert_mib=draw(st.sampled_from([200, 800, 2500])) if experts else 0,
         k_elements=draw(st.sampled_from([256, 1024])),
         v_elements=draw(st.sampled_from([256, 1024])),
-        window=None,
-        state_bytes=0,
-        dense_bytes=draw(st.sampled_from([20, 150, 600, 1500])) * MIB,
-        expert_bytes=draw(st.sampled_from([200, 800, 2500])) * MIB if experts else 0,
     )
     slides = draw(st.sampled_from([0, 0, 2, 6]))  # of so many layers one attends to everything
-    stack = tuple(
-        replace(layer, kind="sliding", window=1024) if slides and at % slides else layer for at in range(count)
-    )
+    stack = tuple(sliding(layer) if slides and at % slides else layer for at in range(count))
     return stacked(stack, draw(st.sampled_from([4096, 40960, 131072])), experts=experts)
+
+
+def layer_of(*, dense_mib: int, expert_mib: int = 0, k_elements: int = 256, v_elements: int = 256) -> Layer:
+    """Attends to everything."""
+    return Layer(
+        kind="full",
+        k_elements=k_elements,
+        v_elements=v_elements,
+        window=None,
+        state_bytes=0,
+        dense_bytes=dense_mib * MIB,
+        expert_bytes=expert_mib * MIB,
+    )
+
+
+def sliding(layer: Layer) -> Layer:
+    return replace(layer, kind="sliding", window=1024)
 
 
 def stacked(stack: Sequence[Layer], native: int, *, experts: int = 0) -> Model:

@@ -102,6 +102,12 @@ def engine_died(status: int, detail: str) -> ApiError:
     return ApiError(status, "engine_died", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
 
 
+def context_full() -> ApiError:
+    """For requests that would each be answered alone."""
+    detail = "requests that run at the same time do not fit into the model's context together; try again in a moment"
+    return ApiError(503, "context_full", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
 def of_engine(status: int, body: bytes) -> ApiError:
     """The engine's own error, for a client that can only be told by an event: the status went out before."""
     try:

@@ -32,6 +32,15 @@ T = TypeVar("T")
 WHOLE_REPLY_BYTES = 8 * 2**20
 
 
+# Of a request that did not fit beside others, one after the other: others that came since may crowd it out again.
+ATTEMPTS_ALONE = 2
+
+
+class CrowdedError(Exception):
+    """The engine ended all requests that ran, since they do not fit into its context together; nothing of this one's
+    answer was sent."""
+
+
 class ClientLeft(Exception):  # noqa: N818 - not an error: nobody is there any more to be told one
     """The client closed its connection before the answer was whole."""
 
@@ -141,8 +150,24 @@ class EngineEndpoint:
 
     async def _forward(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         try:
+            await self._ask(scope, body, reply)
+        except CrowdedError:
+            await self._ask_alone(scope, body, reply)
+
+    async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+        async with self._engine.one_by_one:
+            for _ in range(ATTEMPTS_ALONE):
+                try:
+                    return await self._ask(scope, body, reply)
+                except CrowdedError:
+                    continue
+        raise api_error.context_full()
+
+    async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
+        """Raises ApiError, and CrowdedError where it may be asked again."""
+        try:
             async with self._engine.asked(scope, self._route.upstream, body) as response:
-                if not await relay(response, reply, self._traffic.rate):
+                if not await relay(response, reply, self._traffic.rate, self._route.crowded):
                     scope[FAILED] = "502"
         except UnreachableError as error:
             raise api_error.engine_died(503, "the engine cannot be reached; try again in a moment") from error
@@ -150,31 +175,39 @@ class EngineEndpoint:
             raise api_error.engine_died(502, "the engine ended while it worked on this request") from error
 
 
-async def relay(response: Response, reply: ResponseWriter, rate: Rate) -> bool:
+async def relay(response: Response, reply: ResponseWriter, rate: Rate, crowded: bytes = b"") -> bool:
     """Chunks pass as they arrive. `write` waits while the client is slow, and then nothing more is read.
 
-    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew.
+    False for a stream that ended with an error in the client's dialect; ApiError for one that has to be told anew;
+    CrowdedError for an answer that is an error with `crowded` in it.
     """
     if reply.is_started and not response.is_stream:
         # The client was promised events while it waited, and the engine answers with one document: an error.
-        raise api_error.of_engine(response.status, await response.read())
+        raise api_error.of_engine(response.status, await _read_unless_crowded(response, crowded))
     length = None if reply.is_started else response.content_length
     if response.method != "HEAD" and length is not None and length <= WHOLE_REPLY_BYTES:
-        body = await response.read()
+        body = await _read_unless_crowded(response, crowded)
         await reply.start(response)
         await reply.finish(body)
         return True
     if not reply.is_started:
         await reply.start(response)
     if response.is_stream:
-        return await _relay_events(response, reply, rate)
+        return await _relay_events(response, reply, rate, crowded)
     async for chunk in response.chunks():
         await reply.write(chunk)
     await reply.finish()
     return True
 
 
-async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate) -> bool:
+async def _read_unless_crowded(response: Response, crowded: bytes) -> bytes:
+    body = await response.read()
+    if response.status >= 500 and crowded and crowded in body:
+        raise CrowdedError
+    return body
+
+
+async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate, crowded: bytes) -> bool:
     """What an engine sends after an error looks like a proper end, and is left out."""
     watch = events.ErrorWatch()
     async for chunk in response.chunks():
@@ -182,6 +215,8 @@ async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate) -
         passed, error = watch.feed(chunk)
         if passed:
             await reply.write(passed)
+        if error is not None and crowded and crowded in error:
+            raise api_error.context_full()
         if error is not None and events.is_named(error):
             await reply.finish(error)
             return False

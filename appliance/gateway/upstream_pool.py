@@ -22,6 +22,8 @@ class UpstreamPool:
         self._dropped_headers = dropped_headers
         self._present = _Upstream(socket_path)
         self._past: list[_Upstream] = []
+        self.one_by_one = asyncio.Lock()
+        """For requests that did not fit into the engine's context together."""
 
     @property
     def socket_path(self) -> Path:

@@ -23,9 +23,13 @@ class Ledger:
     working: int = 0
     disconnects: int = 0
     flooded_bytes: int = 0
+    crowding: int = 0
+    side_by_side: int = 0
+    most_side_by_side: int = 0
 
 
 LEDGER = Ledger()
+TWO_CAME = asyncio.Event()
 Act = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -116,6 +120,40 @@ async def api_error(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.write(head + error)
 
 
+CROWDED = b'{"error":{"code":500,"message":"Context size has been exceeded.","type":"server_error"}}'
+
+
+async def full(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As llama-server ends all that run when the context they share is full."""
+    LEDGER.crowding += 1
+    end_crowded(writer)
+
+
+def end_crowded(writer: asyncio.StreamWriter) -> None:
+    head = b"HTTP/1.1 500 Internal Server Error\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(CROWDED) + CROWDED)
+
+
+async def full_later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(EVENTS + chunk(b'data: {"choices":[]}\n\n') + chunk(b"data: " + CROWDED + b"\n\n") + chunk(b""))
+
+
+async def crowded(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """The first two run together and are ended; who comes later is answered, after a while."""
+    if LEDGER.crowding < 2:
+        LEDGER.crowding += 1
+        if LEDGER.crowding == 2:
+            TWO_CAME.set()
+        await TWO_CAME.wait()
+        end_crowded(writer)
+        return
+    LEDGER.side_by_side += 1
+    LEDGER.most_side_by_side = max(LEDGER.most_side_by_side, LEDGER.side_by_side)
+    await asyncio.sleep(0.1)
+    LEDGER.side_by_side -= 1
+    writer.write(whole(b"{}"))
+
+
 async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Closes without a byte."""
 
@@ -131,6 +169,9 @@ ACTS: dict[str, Act] = {
     "big": big,
     "redirect": redirect,
     "refusal": api_error,
+    "full": full,
+    "full_later": full_later,
+    "crowded": crowded,
     "nothing": nothing,
 }
 

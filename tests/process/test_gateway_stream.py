@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import aiohttp
 import openai
 import pytest
 
+from appliance.gateway.forward import ATTEMPTS_ALONE
 from appliance.progress import Phase, Progress
 from tests.process.stages.gateway import KEY, Stage, eventually, on_stage, read_all, read_until
 
@@ -264,6 +266,43 @@ def test_a_body_that_can_hold_no_error_stays_torn(odd: Stage) -> None:
     with odd.post("/v1/audio/transcriptions", {"act": "torn_bytes"}) as connection:
         received = read_all(connection)
     assert received.endswith(b"4\r\nRIFF\r\n")
+
+
+# The context that all share is full
+
+
+def test_those_that_do_not_fit_together_are_answered_one_after_the_other(odd: Stage) -> None:
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(odd.ask("POST", "/v1/chat/completions", {"act": "crowded"}).status)
+
+    asked = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join(60)
+    assert answers == [200, 200]
+    saw = odd.engine_saw()
+    assert (saw["crowding"], saw["most_side_by_side"]) == (2, 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_who_never_fits_is_told_to_come_again(odd: Stage, path: str) -> None:
+    before = odd.engine_saw()["crowding"]
+    answer = odd.ask("POST", path, {"act": "full"})
+    assert (answer.status, answer.error["code"]) == (503, "context_full")
+    assert answer.headers["retry-after"] == "2"
+    assert odd.engine_saw()["crowding"] == before + 1 + ATTEMPTS_ALONE
+
+
+def test_a_stream_that_runs_is_told_why_it_ends(odd: Stage) -> None:
+    _, error, *rest = odd.ask("POST", "/v1/chat/completions", {"act": "full_later"}).body.split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "context_full"
+    assert rest == [b""]
+    last = odd.ask("POST", "/v1/messages", {"act": "full_later"}).body.rstrip(b"\n").split(b"\n")
+    assert last[-2] == b"event: error"
+    assert b"fit into the model's context together" in last[-1]
 
 
 # Helpers of the flood

@@ -6,24 +6,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from appliance.engines.llama.planning.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.context import AS_FAST
 from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.placement import EVEN_FOR
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.tensor_mode import CLEARLY as TENSOR_CLEARLY
 from appliance.engines.llama.planning.tensor_mode import TENSOR, has_good_links
 from appliance.errors import FatalError, ModelDoesNotFitError
-from appliance.model import Layer, Model
+from appliance.model import Model
 from appliance.plan import CONTEXT_STEP, Memory, Plan
 from appliance.probe import Gpu, Hardware
 from tests.builders import examples, machine
-from tests.random_machines import MIB, gpu, gpus, job_s, machines, models, space_of, stacked, with_gpus
+from tests.random_machines import (
+    gpu,
+    gpus,
+    job_s,
+    layer_of,
+    machines,
+    models,
+    sliding,
+    space_of,
+    stacked,
+    with_gpus,
+)
 
 SOME, MANY = examples(60), 1000
 LONG_IN = LONG_PROMPTS["chat"]
-CLEARLY = 1.1  # faster than that, and measuring would see it
+# Faster than that, and a rounder cache is taken for it; an even split may cost a little beside it.
+CLEARLY = (1 + EVEN_FOR) / AS_FAST
 SLACK = 1.02  # a split that is as fast as chance allows is taken where it is even
 MODES = ("speed", "balanced", "context")
 # Few are the same in each run, so that `make test` says the same of the same planner; many are new ones each week.
@@ -47,8 +61,18 @@ def is_worse(space: Space, plan: Plan, than: tuple[Space, Plan]) -> bool:
     return plan.context < best.context and is_slower
 
 
+def small_machine(total_mib: int = 8000) -> Hardware:
+    return machine(total_mib=total_mib, logical=4, physical=2)
+
+
 @patient
 @given(machines(), models())
+@example(  # q8_0 is faster by a tenth but for the rounding of whole layers
+    with_gpus(
+        small_machine(32000), [gpu(0, free_mib=12000, gb_s=200.0, lanes=1), gpu(1, free_mib=16000, gb_s=360.0, lanes=1)]
+    ),
+    stacked([layer_of(dense_mib=150, expert_mib=800, k_elements=1024, v_elements=1024)] * 12, 131072, experts=8),
+)
 def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardware: Hardware, model: Model) -> None:
     """Of the same ubatch, and of whole layers."""
     found = planned(hardware, model)
@@ -64,38 +88,16 @@ def ubatch_of(plan: Plan) -> int:
 
 
 def test_a_smaller_ubatch_is_taken_where_it_keeps_a_layer_on_the_gpu() -> None:
-    layer = Layer(
-        kind="full",
-        k_elements=256,
-        v_elements=256,
-        window=None,
-        state_bytes=0,
-        dense_bytes=150 * MIB,
-        expert_bytes=0,
-    )
-    found = planned(with_gpus(machine(total_mib=8000), [gpu(0, free_mib=2500, gb_s=200.0)]), stacked([layer] * 7, 4096))
+    model = stacked([layer_of(dense_mib=150)] * 7, 4096)
+    found = planned(with_gpus(small_machine(), [gpu(0, free_mib=2500, gb_s=200.0)]), model)
     assert found is not None
     assert beating(*found, found[0].all()) == []
 
 
-def test_a_smaller_ubatch_is_taken_where_it_keeps_all_on_the_faster_card() -> None:
-    """Found with this property: at 512 one layer of the same context lay on the slow card."""
-    layers = [layer_of(window=None if at % 6 == 0 else 1024) for at in range(12)]
-    cards = [gpu(0, free_mib=6000, gb_s=200.0, lanes=1), gpu(1, free_mib=24000, gb_s=600.0, lanes=1)]
-    hardware = with_gpus(machine(total_mib=8000, logical=4, physical=2), cards)
-    found = planned(hardware, stacked(layers, 40960, experts=8))
-    assert found is not None
-    space, best = found
-    assert [share.gpu.index for share in best.placement.shares] == [1]
-    assert launch_of(best).ubatch == 256
-    assert "its buffers are smaller" in next(choice.reason for choice in best.choices if choice.name == "ubatch")
-    assert beating(space, best, space.all()) == []
-
-
 def test_experts_leave_the_gpus_where_that_makes_a_slow_card_needless() -> None:
     """Found with this property: the fewest that fit would have filled the slow card, too."""
-    layers = [replace(layer_of(window=1024 if at % 2 else None), k_elements=1024, v_elements=1024) for at in range(10)]
-    layers = [replace(layer, expert_bytes=800 * MIB) for layer in layers]
+    full = layer_of(dense_mib=1500, expert_mib=800, k_elements=1024, v_elements=1024)
+    layers = [sliding(full) if at % 2 else full for at in range(10)]
     speeds = ((4000, 1790.0, 16), (24000, 600.0, 1), (4000, 200.0, 1))
     cards = [gpu(at, free_mib=mib, gb_s=gb_s, lanes=lanes) for at, (mib, gb_s, lanes) in enumerate(speeds)]
     hardware = with_gpus(machine(total_mib=8000, logical=16, physical=8), cards)
@@ -106,31 +108,10 @@ def test_experts_leave_the_gpus_where_that_makes_a_slow_card_needless() -> None:
     assert beating(space, best, space.all()) == []
 
 
-def layer_of(*, window: int | None) -> Layer:
-    return Layer(
-        kind="sliding" if window else "full",
-        k_elements=256,
-        v_elements=256,
-        window=window,
-        state_bytes=0,
-        dense_bytes=1500 * MIB,
-        expert_bytes=200 * MIB,
-    )
-
-
 def test_what_one_card_costs_is_not_told_of_another() -> None:
     """Found by `make properties`: the large slow card carries more, and both are the first to the engine."""
-    layer = Layer(
-        kind="full",
-        k_elements=256,
-        v_elements=256,
-        window=None,
-        state_bytes=0,
-        dense_bytes=150 * MIB,
-        expert_bytes=0,
-    )
     cards = [gpu(0, free_mib=2500, gb_s=600.0, lanes=1), gpu(1, free_mib=4000, gb_s=200.0, lanes=1)]
-    found = planned(with_gpus(machine(total_mib=8000, logical=4, physical=2), cards), stacked([layer] * 2, 40960))
+    found = planned(with_gpus(small_machine(), cards), stacked([layer_of(dense_mib=150)] * 2, 40960))
     assert found is not None
     space, best = found
     on_one = {plan.placement.shares[0].gpu.index: plan for plan in space.all() if plan.placement.summary() == "CUDA0 3"}
@@ -155,6 +136,11 @@ def beating(space: Space, best: Plan, others: Sequence[Plan]) -> list[str]:
     ]
 
 
+def relied_on_s(space: Space, plan: Plan) -> float:
+    """Of split mode tensor, which is experimental, what a prediction may rely on."""
+    return job_s(space, plan) * (TENSOR_CLEARLY if plan.placement.split_mode == TENSOR else 1.0)
+
+
 def clearly(plan: Plan) -> float:
     """How many times as fast another has to be, to have been the better prediction."""
     if plan.placement.split_mode != TENSOR:
@@ -173,6 +159,23 @@ def test_a_better_machine_is_never_worse_in_context_and_in_speed(
     better = improved(hardware, what, data.draw(gpus()))
     after = planned(better, model)
     assert after is not None, "what had room has none on a better machine"
+    assert not is_worse(*after, before), (before[1].key, after[1].key)
+
+
+def test_a_fourth_card_takes_no_context_away() -> None:
+    """Found with this property: a ubatch of 256 left more context on two of three, and was not taken with a fourth."""
+    full = layer_of(dense_mib=20, k_elements=1024, v_elements=1024)
+    model = stacked([sliding(full) if at % 2 else full for at in range(5)], 131072)
+    three = [
+        gpu(0, free_mib=2500, gb_s=200.0, lanes=4),
+        *(gpu(at, free_mib=2500, gb_s=936.0, lanes=1) for at in (1, 2)),
+    ]
+    before = planned(with_gpus(small_machine(), three), model)
+    after = planned(
+        improved(with_gpus(small_machine(), three), "another", gpu(0, free_mib=2500, gb_s=936.0, lanes=4)), model
+    )
+    assert before is not None
+    assert after is not None
     assert not is_worse(*after, before), (before[1].key, after[1].key)
 
 
@@ -235,14 +238,18 @@ def terms(memory: Memory) -> list[float]:
 
 @patient
 @given(machines(), models())
+@example(  # balanced takes split mode tensor beside whole layers on both cards; speed has them on one
+    with_gpus(small_machine(), [gpu(0, free_mib=2500, gb_s=200.0), gpu(1, free_mib=2500, gb_s=360.0)]),
+    stacked([layer_of(dense_mib=150, k_elements=1024, v_elements=1024)] * 2, 131072),
+)
 def test_modes_are_ordered_in_context_and_in_speed(hardware: Hardware, model: Model) -> None:
     found = {mode: planned(hardware, model, mode=mode) for mode in MODES}
     assert len({plan is None for plan in found.values()}) == 1
     speed, balanced, context = (found[mode] for mode in MODES)
     if speed and balanced and context:
         assert speed[1].context <= balanced[1].context <= context[1].context
-        assert job_s(*speed) <= SLACK * job_s(*balanced)
-        assert job_s(*balanced) <= SLACK * job_s(*context)
+        assert relied_on_s(*speed) <= SLACK * relied_on_s(*balanced)
+        assert relied_on_s(*balanced) <= SLACK * relied_on_s(*context)
 
 
 @patient

@@ -9,6 +9,10 @@ from appliance.engine_route import Dialect, EngineRoute, LoadGauges
 SLOTS_PATH = "/slots"
 """The gateway's own: clients do not reach it."""
 
+CROWDED = b"Context size has been exceeded."
+"""All that run are ended with it, status 500, where slots share one context and it is full (server-context.cpp,
+`llama_decode` returned 1 for a single token). A request too long for itself is a 400, or ends by length."""
+
 
 def _post(
     path: str,
@@ -27,6 +31,7 @@ def _post(
             dialect=dialect,
             can_stream=can_stream,
             not_for_rerankers=not_for_rerankers,
+            crowded=CROWDED,
         )
         for spelling in spellings
     )

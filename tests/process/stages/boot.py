@@ -230,9 +230,11 @@ class Serving:
         event: dict[str, Any] = eventually(find, timeout_s=timeout_s, what=lambda: f"event {name} in {self.text}")
         return event
 
-    def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> tuple[int, Any]:
+    def ask(
+        self, method: str, path: str, body: Any = None, *, key: str | None = None, timeout_s: float = 60
+    ) -> tuple[int, Any]:
         """Status and JSON; (0, None) when nobody listens or the connection breaks."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)

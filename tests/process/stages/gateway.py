@@ -135,8 +135,8 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    received = b""
+def read_until(connection: socket.socket, mark: bytes, received: bytes = b"") -> bytes:
+    """All that came, what was `received` before included."""
     while mark not in received:
         data = connection.recv(65536)
         assert data, f"the connection ended before {mark!r}: {received[-500:]!r}"

@@ -18,7 +18,7 @@ from appliance.engines.llama.planning.context import (
     choose_context,
 )
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs, speed_of
-from appliance.engines.llama.planning.memory import UBATCH, padded
+from appliance.engines.llama.planning.memory import UBATCH
 from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
 from appliance.engines.llama.planning.roofline import DEPTH
 from appliance.plan import CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
@@ -44,8 +44,9 @@ def with_batch(
 ) -> ContextPlan:
     """The same decision with the ubatch that reads a long prompt soonest, its buffer counted. The context may become
     smaller for it, but stays worth its name."""
-    sizes = () if settings.ubatch or job.model.reads_whole else _sizes(context_plan.placed.placement, job, resources)
-    for ubatch in _by_time(context_plan, job, resources, settings, sizes):
+    if settings.ubatch or job.model.reads_whole or not context_plan.placed.placement.copies_weights:
+        return context_plan
+    for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
         found = choose_context(replace(job, ubatch=ubatch), resources, request)
@@ -54,32 +55,17 @@ def with_batch(
     return context_plan
 
 
-def _sizes(placement: Placement, job: PlacementJob, resources: Resources) -> tuple[int, ...]:
-    """Larger ones where weights are copied for each; smaller ones where their room may bring layers to a faster GPU."""
-    if placement.copies_weights:
-        return UBATCHES_GPU
-    used = [share.gpu.id for share in placement.shares]
-    if not used or used == [resources.devices[0].id]:
-        return ()
-    return tuple(size for size in UBATCHES_GPU if size <= job.ubatch)
-
-
 def _is_enough(found: ContextPlan, before: ContextPlan) -> bool:
     least = min(before.context, SMALLEST_CONTEXT)
     return found.context >= least and found.context * CONTEXT_WORTH >= before.context
 
 
-def _by_time(
-    context_plan: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings, sizes: tuple[int, ...]
-) -> list[int]:
-    """Ubatches by the time of a job with a long prompt: at a context that most need, or where all is on GPUs at the one
-    that decides which."""
+def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings) -> list[int]:
+    """Ubatches by the time of a job with a long prompt, at a context that most need."""
     tokens = long_prompt(settings)
-    copies = context_plan.placed.placement.copies_weights
-    context = min(context_plan.context, GOOD_CONTEXT) if copies else padded(context_plan.context)
-    at = replace(job, kv_type=context_plan.kv_type, context=context)
+    at = replace(job, kv_type=context_plan.kv_type, context=min(context_plan.context, GOOD_CONTEXT))
     times: dict[int, float] = {}
-    for ubatch in sizes:
+    for ubatch in UBATCHES_GPU:
         of_size = replace(at, ubatch=ubatch)
         placed = place(of_size, resources) if ubatch <= at.context else None
         if placed:
@@ -140,10 +126,8 @@ def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: 
 
 
 def ubatch_words(costs: Costs, settings: Settings) -> str:
-    """What a ubatch is taken for, where weights are copied for every one of a prompt, or smaller buffers leave room."""
+    """What a ubatch is taken for, where weights are copied for every one of a prompt."""
     tokens = long_prompt(settings)
-    if not costs.copy_ms:
-        return "its buffers are smaller: with llama.cpp's default more layers would lie on a slower GPU"
     if costs.batch == UBATCH:
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     here, usual = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in (costs, replace(costs, batch=UBATCH)))

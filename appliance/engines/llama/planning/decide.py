@@ -398,7 +398,6 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
     host, by_cache = prompt_cache(inputs, host, context_plan.kv_type, spare, longest)
     is_on_host = inputs.projector_on_host or not context_plan.placed.placement.shares
     extras = extras_of(settings, model, on_host=is_on_host)
-    is_chosen = placement.copies_weights or context_plan.ubatch < usual_ubatch(settings, model)
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
@@ -443,7 +442,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             reasons.whole_ubatch(ubatch)
             if is_read_whole(settings, model)
-            else reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if is_chosen else ""),
+            else reasons.ubatch(settings, ubatch, ubatch_words(costs, settings) if placement.copies_weights else ""),
             *slot_choices(settings, model, context_plan.context, cache_mib=host.cache, needed_mib=longest),
             *reasons.fixed(inputs.no_flash),
             loading,

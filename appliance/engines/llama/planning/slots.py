@@ -9,7 +9,8 @@ What the engine does, read in its tools/server/server-context.cpp and seen (test
   cache cannot take is cleared all the same: a conversation longer than the cache is lost to every side request.
 - What comes back from the prompt cache needs room beside idle slots, which are cleared only after it: where two
   conversations do not fit into the context together, the one that comes back is read anew. One slot has no neighbour.
-- Where requests run together and do not fit, idle slots are cleared unsaved; then all fail.
+- Where requests run together and do not fit, idle slots are cleared unsaved; then all fail. The gateway
+  asks those again whose answer has not begun, one after the other (`../routes.py`, CROWDED).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def _share(settings: Settings, count: int, context: int) -> str:
     else:
         served = f"{count} at once, of {users} users" if count < users else f"{users} users at once, none beside them"
     each = context // min(users, count)
-    return f"{served}; one alone has all {context:,} tokens, each has {each:,} when all run, and beyond that all fail"
+    beyond = "and beyond that those wait that have not begun, and the others end"
+    return f"{served}; one alone has all {context:,} tokens, each has {each:,} when all run, {beyond}"
 
 
 def _idle(settings: Settings, context: int, cache_mib: float, needed_mib: float) -> tuple[Choice, ...]:

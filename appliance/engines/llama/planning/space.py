@@ -388,7 +388,11 @@ def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
 
 def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
     """The same context in split mode tensor, where that is clearly faster than whole layers and relies on nothing that
-    nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring."""
+    nobody has seen: two cards with good links, and an architecture that runs so. Else it is for measuring.
+
+    The context stays that of whole layers, though this mode may carry another: it is experimental, and where it aborts
+    or turns out slower, whole layers have to serve what was promised.
+    """
     if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
         return None
     for placed in _split(inputs, replace(found, kv_type="f16"), ubatch=inputs.job.ubatch):

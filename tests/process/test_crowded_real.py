@@ -1,0 +1,46 @@
+"""Requests that do not fit into the context together, on the real engine: each is answered, or told why it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.process.stages.boot import Serving
+from tests.process.stages.gateway import read_until
+from tests.process.stages.real import real_home
+from tests.shapes import SMALL, write_gguf
+
+CONTEXT, TOKENS = 512, 300
+PATIENCE_S = 600
+ROUNDS = 50  # of which one has to meet: on a fast machine the first may be done before the second has come
+FULL = b'"code":"context_full"'
+
+
+def asked(number: int, **more: Any) -> dict[str, Any]:
+    """More than half of the context, most of it generated, and each time another beginning."""
+    text = f"{number} is a number. " + "Count on. " * 5
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+
+
+def round_of_two(serving: Serving, number: int) -> bool:
+    """A stream, and once it has begun another request; whether they met."""
+    with serving.stream(**asked(number)) as stream:
+        stream.settimeout(PATIENCE_S)
+        begun = read_until(stream, b"data: ")
+        body = asked(number + ROUNDS)
+        status, answer = serving.ask("POST", "/v1/chat/completions", body, key=serving.home.key, timeout_s=PATIENCE_S)
+        received = read_until(stream, b"0\r\n\r\n", begun)
+    assert (status, answer["usage"]["completion_tokens"]) == (200, TOKENS), answer
+    has_met = FULL in received
+    assert has_met or b"[DONE]" in received
+    return has_met
+
+
+def test_one_that_has_not_begun_is_answered_after_all(tmp_path: Path) -> None:
+    home = real_home(tmp_path / "home")
+    write_gguf(home.data / "models/model.gguf", SMALL["gqa"], quantization="Q8_0", with_data=True)
+    with home.serving(parallel="4", ctx_size=str(CONTEXT), threads="1") as serving:
+        serving.wait_ready()
+        assert any(round_of_two(serving, number) for number in range(ROUNDS))
+        assert serving.terminate() < 10
