@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from images.model import ModelImage
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, volume, wait_for
 from tests.fakes.hub.repos import read_repo
 from tests.fakes.hub.running import REPO, RunningHub, running_hub
+from tests.ports import free_port
 
 PREFIX = f"appliance-test/owner-{os.getpid()}"
 LARGE = "30b-a3b-2507-q4_k_m"  # which the hub here has not, and the limit of memory rules out
@@ -99,9 +99,7 @@ class Owner:
 
 @contextmanager
 def owner(tag: str, name: str, hub: RunningHub) -> Iterator[Owner]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     client = docker_py.from_env()
     around = {**hub.environment(), "APPLIANCE_PORT": str(port), "APPLIANCE_HOST": "127.0.0.1", "APPLIANCE_TUNE": "off"}
     limits: dict[str, Any] = {"network_mode": "host", "mem_limit": "6g"}

@@ -19,7 +19,8 @@ import requests
 from docker.models.containers import Container
 from docker.types import Mount
 
-from tests.container.stages.containers import IMAGE, ROOT, free_port, started, volume, wait_for
+from tests.container.stages.containers import IMAGE, ROOT, started, volume, wait_for
+from tests.ports import free_port
 
 CLIENTS = 16
 SLOTS = 2

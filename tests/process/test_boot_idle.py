@@ -80,7 +80,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
 
 
 def test_sigterm_while_it_measures_beside_leaves_nothing(home: Home) -> None:
-    home.set_engine("--load-seconds", "0.5")
+    home.set_engine("--load-seconds", "600", where="m.sock")  # of what is measured
     with home.serving(tune="idle", idle_s="1", speculation="off") as serving:
         serving.wait_ready()
         serving.event("tune_step", timeout_s=WAIT_S)

@@ -15,7 +15,8 @@ import pytest
 
 from appliance.image_facts import ImageFacts, dump_facts, parse_engine_facts, parse_image_facts
 from tests.fakes.machines import build_library, describe
-from tests.process.stages.boot import ROOT, Home, free_port
+from tests.ports import free_port
+from tests.process.stages.boot import ROOT, Home
 
 COMPILER = shutil.which("gcc")
 HELP = ROOT / "tests/data/llama-server-help.txt"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.stages.boot import free_port
+from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, RTX_4090, Host, on_host
 
 SAYS = ("--log",)

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.__main__ import HOST_VERBS
 from appliance.host.__main__ import VERBS
-from tests.process.stages.boot import free_port
+from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, Host, on_host
 
 NEXT = "appliance:next"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.progress import Phase, Progress
-from tests.process.stages.boot import free_port
+from tests.ports import free_port
 from tests.process.stages.gateway import KEY, eventually
 from tests.process.stages.provision import (
     QWEN,

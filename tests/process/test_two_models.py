@@ -24,7 +24,8 @@ from appliance.serve.run import serve_model
 from appliance.serve.served_model import ServedModel, open_model
 from appliance.serve.stop import stoppable
 from appliance.settings import load_settings
-from tests.process.stages.boot import Home, free_port, short_folder
+from tests.ports import free_port
+from tests.process.stages.boot import Home, short_folder
 from tests.process.stages.engine import session_with
 from tests.process.stages.supervisor import eventually
 

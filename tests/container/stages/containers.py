@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -91,12 +90,6 @@ def wait_for(condition: Any, timeout_s: float, told: Any = lambda: "") -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s\n{told()}"
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import numpy as np
 
 from appliance.image_facts import CpuVariant, EngineFacts, dump_facts, parse_engine_facts
 from tests.builders import IMAGE
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/fakes/fake_engine.py"
@@ -319,12 +320,6 @@ def short_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def write_model(path: Path, context: int = 4096) -> None:
