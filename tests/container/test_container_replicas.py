@@ -25,7 +25,7 @@ from tests.ports import free_port
 CLIENTS = 16
 SLOTS = 2
 WAIT_S = 600  # of a machine that does much else
-ROUTER = "appliance-router-test:latest"
+ROUTER = f"appliance-router-test:{uuid.uuid4().hex[:8]}"
 REPLICAS = ("appliance-1", "appliance-2")
 
 

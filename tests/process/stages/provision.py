@@ -75,8 +75,8 @@ class Front:
 
 @contextmanager
 def one_api(*knobs: str) -> Iterator[Front]:
-    port = () if "--port" in knobs else ("--port", str(free_port()))
-    argv = [sys.executable, "-m", "tests.fakes.one_api", *port, *knobs]
+    told = () if "--port" in knobs else ("--port", str(free_port()))
+    argv = [sys.executable, "-m", "tests.fakes.one_api", *told, *knobs]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as fake:
         try:
             assert fake.stdout
@@ -123,7 +123,7 @@ class Both:
             "--key-file", str(self.folder / "api_key"),
             "--root-password-file", str(secrets / "root_password"),
             "--token-file", str(self.folder / "token"),
-            "--wait-s", "20", "--model-wait-s", "20", "--json",
+            "--wait-s", "120", "--model-wait-s", "120", "--json",
         ]  # fmt: skip
         if "--kind" not in words:
             given += ["--access-token-file", str(secrets / "access_token")]
