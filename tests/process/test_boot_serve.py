@@ -195,6 +195,7 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
             assert home.command("tune").returncode == 0
             assert other.chat()[0] == 200
             other.terminate()
+    home.calm()
     with home.serving(tune="first") as again:
         again.wait_ready()
         assert again.event("profile_used")["profile"] == profile_of(home)["key"]["id"]
@@ -218,6 +219,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
         one.event("tuned", timeout_s=120)
         one.wait_ready()
         assert one.chat()[0] == 200
+        home.calm()
         with home.serving(tune="first") as third:
             third.event("profile_used")
             third.wait_ready()

@@ -242,6 +242,7 @@ def test_with_guesses_on_half_the_speed_is_found_as_well(tmp_path: Path) -> None
     probes = Probes(home, tmp_path, "--guess", "ngram-mod:0.1,0.9")
     done = home.command("tune", speculation="ngram")
     assert done.returncode == 0, done.stderr
+    home.calm()
     probes.slow_down(2)
     with home.serving(tune="first", idle_s="1", speculation="ngram") as serving:
         serving.wait_ready()

@@ -47,6 +47,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     home.set_engine(*QUICK_TO_READ)
     done = home.command("tune")
     assert done.returncode == 0, done.stderr
+    home.calm()
     (path,) = home.profiles.glob("*.json")
     return parse_profile(path.read_text())
 

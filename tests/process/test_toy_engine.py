@@ -63,6 +63,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> ToyHome:
     home = ToyHome.make(tmp_path_factory.mktemp("toy") / "home")
     done = home.command("tune", budget_s="120")
     assert done.returncode == 0, done.stderr
+    home.calm()
     return home
 
 
