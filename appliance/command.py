@@ -51,5 +51,6 @@ class Command:
     # Asked before it is taken for stalled: whether it does work that its processes do not show, such as a GPU's.
     is_at_work: Callable[[], bool] | None = None
     stop_grace_s: float = 2.0  # between SIGTERM and SIGKILL
+    last_words_s: float = 1.0  # after a fatal line: to tell its clients and its log, and to end by itself
     # How many processes of our control group the kernel's memory killer has ended so far; None: it cannot be known.
     oom_kills: Callable[[], int | None] | None = None

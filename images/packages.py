@@ -21,10 +21,18 @@ Say = Callable[[str], None]
 class Archives:
     """What one command knows of Debian's archives. The snapshot service is asked once, when it is first needed."""
 
-    def __init__(self, service: str, *, given: Mirror | None = None, is_strict: bool = False) -> None:
+    def __init__(
+        self,
+        service: str,
+        *,
+        given: Mirror | None = None,
+        is_strict: bool = False,
+        timeout_s: float = snapshot.TIMEOUT_S,
+    ) -> None:
         self.service = service  # root of the snapshot service
         self.given = given  # what the user named
         self.is_strict = is_strict  # only what the lock says
+        self.timeout_s = timeout_s
         self.trouble: str | None = None  # why no snapshot is taken
         self._is_asked = False
 
@@ -35,7 +43,7 @@ class Archives:
         dated = Mirror(root=self.service, timestamp=timestamp)
         if not self._is_asked:
             self._is_asked = True
-            self.trouble = snapshot.query(snapshot.address(dated, base))
+            self.trouble = snapshot.query(snapshot.address(dated, base), timeout_s=self.timeout_s)
         if self.trouble and self.is_strict:
             hint = "name another snapshot archive (--debian-mirror); without --locked, --push and --against "
             raise BuildError(self.reason, hint=f"{hint}the newest packages are taken")

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+_PIECE = 64 * 1024
+
+
+def fill_up(path: Path, size: int) -> None:
+    """A file of that size, or less where others have taken the room meanwhile."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        for _ in range(size // _PIECE):
+            file.write(bytes(_PIECE))
 
 
 @contextmanager

@@ -123,7 +123,7 @@ async def bind(host: str, port: int) -> socket.socket:
     """A socket bound to `host`; a name stands for its IPv4 address where it has one. Raises ConfigError."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # the last of an empty part of a name
         message = f"the address to listen on is unknown: {host} port {port}"
         raise ConfigError(message, hint=BIND_HINTS[errno.EADDRNOTAVAIL]) from error
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)

@@ -29,7 +29,6 @@ _AT_WORK_MOST = 10.0  # times the limit without a sign of work
 _IDLE_S = 0.02  # two ticks of the kernel's clock: one may be rounding
 _UNKILLABLE_S = 30.0  # freeing 100 GB of pinned memory takes seconds; a hung driver takes for ever
 _STOP_MARGIN_S = 1.0
-_LAST_WORDS_S = 1.0  # of an engine that lost a process
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ class Supervisor:
                 {
                     _Event.STOP: stop.wait(),
                     _Event.EXIT: child.exited.wait(),
-                    _Event.GAVE_UP: _until_given_up(child),
+                    _Event.GAVE_UP: _until_given_up(child, command.last_words_s),
                 }
             )
         if event is _Event.STOP:
@@ -312,10 +311,9 @@ async def _is_ready(command: Command) -> bool:
         return False  # it took the question and never answered; the stall timer decides what that means
 
 
-async def _until_given_up(child: Child) -> None:
-    """With time for it to tell its clients and its log, and to end by itself."""
+async def _until_given_up(child: Child, last_words_s: float) -> None:
     await child.gave_up.wait()
-    await asyncio.sleep(_LAST_WORDS_S)
+    await asyncio.sleep(last_words_s)
 
 
 async def _until_stalled(child: Child, timeout_s: float) -> None:

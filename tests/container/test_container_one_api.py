@@ -16,7 +16,8 @@ import pytest
 import requests
 
 from appliance.host.provision.secret import make_secrets
-from tests.container.stages.containers import IMAGE, ROOT, free_port, volume
+from tests.container.stages.containers import IMAGE, ROOT, volume
+from tests.ports import free_port
 
 FRONTS = ("one-api", "new-api")
 # As root the secrets are given to somebody else: no service is root.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +26,11 @@ from images.model import ModelImage
 from tests.container.stages.containers import HARDENED, IMAGE, MODEL, ROOT, volume, wait_for
 from tests.fakes.hub.repos import read_repo
 from tests.fakes.hub.running import REPO, RunningHub, running_hub
+from tests.ports import free_port
 
 PREFIX = f"appliance-test/owner-{os.getpid()}"
 LARGE = "30b-a3b-2507-q4_k_m"  # which the hub here has not, and the limit of memory rules out
-PACE = 12_000_000  # bytes a second: some eight seconds for the whole
+PACE = 1_000_000  # bytes a second, of the first start: a minute and a half for the whole
 
 
 def two_rungs(folder: Path) -> Recipe:
@@ -72,7 +72,7 @@ class Owner:
     def ready(self) -> tuple[int, dict[str, Any]]:
         """Status and document of /health/ready; 0 before it listens."""
         try:
-            reply = requests.get(f"{self.base}/health/ready", timeout=10)
+            reply = requests.get(f"{self.base}/health/ready", timeout=60)
         except requests.ConnectionError:
             self.container.reload()
             assert self.container.status == "running", self.container.logs()
@@ -81,7 +81,7 @@ class Owner:
 
     def wait_ready(self) -> float:
         """Seconds since it was started."""
-        wait_for(lambda: self.ready()[0] == 200, 120, self.container.logs)
+        wait_for(lambda: self.ready()[0] == 200, 300, self.container.logs)
         return time.monotonic() - self.began
 
     def key(self) -> str:
@@ -99,9 +99,7 @@ class Owner:
 
 @contextmanager
 def owner(tag: str, name: str, hub: RunningHub) -> Iterator[Owner]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     client = docker_py.from_env()
     around = {**hub.environment(), "APPLIANCE_PORT": str(port), "APPLIANCE_HOST": "127.0.0.1", "APPLIANCE_TUNE": "off"}
     limits: dict[str, Any] = {"network_mode": "host", "mem_limit": "6g"}
@@ -118,34 +116,36 @@ def owner(tag: str, name: str, hub: RunningHub) -> Iterator[Owner]:
 def test_from_an_empty_volume_to_an_answer_with_a_kill_in_between(
     image: ModelImage, weights: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    size = MODEL.stat().st_size
-    with volume(model=False) as name, running_hub(weights, f"--bytes-per-s={PACE}") as hub:
+    size, hurry = MODEL.stat().st_size, weights.parent / "hurry"
+    pace = (f"--bytes-per-s={PACE}", f"--pace-until={hurry}")
+    with volume(model=False) as name, running_hub(weights, *pace) as hub:
         with owner(image.tag, name, hub) as first:
-            wait_for(lambda: first.ready()[1].get("bytes_done", 0) > size // 4, 60, first.container.logs)
+            wait_for(lambda: first.ready()[1].get("bytes_done", 0) > size // 16, 300, first.container.logs)
             _, seen = first.ready()
             assert seen["phase"] == "fetching"
             assert seen["bytes_total"] == size
             assert seen["seconds_left"] > 0
-            assert requests.get(f"{first.base}/health/live", timeout=10).status_code == 200
+            assert requests.get(f"{first.base}/health/live", timeout=60).status_code == 200
             refused = first.ask("/v1/chat/completions", messages=[{"role": "user", "content": "Hello"}])
             assert refused.status_code == 503
             assert int(refused.headers["Retry-After"]) >= 1
             assert [each["state"] for each in first.ask("/v1/models").json()["data"]] == ["fetching"]
             begun_s = time.monotonic() - first.began
             first.container.kill("SIGKILL")
-            first.container.wait(timeout=30)
+            first.container.wait(timeout=90)
+        hurry.touch()
         before = hub.bytes_sent
         with owner(image.tag, name, hub) as second:
             ready_s = second.wait_ready()
             answer = second.ask("/v1/chat/completions", max_tokens=8, messages=[{"role": "user", "content": "Say hi."}])
             assert answer.json()["choices"][0]["message"]["content"]
         again = hub.bytes_sent - before
-        assert again < size - size // 8  # what the killed run had is not fetched twice
+        assert again < size - size // 20  # what the killed run had is not fetched twice
         with owner(image.tag, name, hub) as third:
             third_s = third.wait_ready()
         assert hub.bytes_sent - before == again
     with capsys.disabled():
         print(
             f"\nempty volume, killed after {begun_s:.1f} s; second start ready in {ready_s:.1f} s with "
-            f"{again / size:.0%} of {size:,} bytes fetched at {PACE / 1e6:.0f} MB/s; third start {third_s:.1f} s"
+            f"{again / size:.0%} of {size:,} bytes fetched; third start {third_s:.1f} s"
         )

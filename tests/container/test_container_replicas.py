@@ -19,12 +19,13 @@ import requests
 from docker.models.containers import Container
 from docker.types import Mount
 
-from tests.container.stages.containers import IMAGE, ROOT, free_port, started, volume, wait_for
+from tests.container.stages.containers import IMAGE, ROOT, started, volume, wait_for
+from tests.ports import free_port
 
 CLIENTS = 16
 SLOTS = 2
 WAIT_S = 600  # of a machine that does much else
-ROUTER = "appliance-router-test:latest"
+ROUTER = f"appliance-router-test:{uuid.uuid4().hex[:8]}"
 REPLICAS = ("appliance-1", "appliance-2")
 
 

@@ -13,7 +13,7 @@ import pytest
 import requests
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.container.stages.containers import ROOT, Stage, started, volume, wait_for
+from tests.container.stages.containers import ROOT, WAIT_S, Stage, started, volume, wait_for
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
 
@@ -28,7 +28,7 @@ def tuned_volume() -> Iterator[str]:
 def first_start(tuned_volume: str) -> Iterator[Stage]:
     # Time for more than one depth, also on a machine that others use.
     with started(tuned_volume, env={"APPLIANCE_TUNE": "first", "APPLIANCE_BUDGET_S": "40"}) as stage:
-        wait_for(lambda: _answers(stage, "/health/live"), 60, stage.logs)
+        wait_for(lambda: _answers(stage, "/health/live"), WAIT_S, stage.logs)
         loading = requests.post(
             f"{stage.base}/v1/chat/completions", json={"messages": QUESTION}, headers=stage.authorized(), timeout=60
         )
@@ -177,13 +177,13 @@ def test_host_program_asks_and_reports(first_start: Stage) -> None:
 def test_second_start_uses_the_profile(first_start: Stage, tuned_volume: str) -> None:
     first_start.key()
     with started(tuned_volume) as second:
-        second.wait_ready(30)
+        second.wait_ready()
         assert "profile_used" in second.names()
         assert "tune_start" not in second.names()
         assert second.key() == first_start.key()
         both = [_chat(stage) for stage in (first_start, second)]  # two containers on one volume, both serving
         assert all(both)
-        wait_for(lambda: _health(second) == "healthy", 60, second.logs)
+        wait_for(lambda: _health(second) == "healthy", WAIT_S, second.logs)
 
 
 def _chat(stage: Stage) -> str:
@@ -200,10 +200,10 @@ def _health(stage: Stage) -> str:
 def test_sigterm_in_mid_stream_ends_it_with_an_error_event(first_start: Stage, tuned_volume: str) -> None:
     assert first_start.key()
     with started(tuned_volume, env={"APPLIANCE_DRAIN_S": "1"}) as stage:
-        stage.wait_ready(30)
+        stage.wait_ready()
         body = {"messages": QUESTION, "stream": True, "max_tokens": 8000, "ignore_eos": True}
         with requests.post(
-            f"{stage.base}/v1/chat/completions", json=body, headers=stage.authorized(), stream=True, timeout=30
+            f"{stage.base}/v1/chat/completions", json=body, headers=stage.authorized(), stream=True, timeout=60
         ) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith(b"data: ")
@@ -221,9 +221,9 @@ def test_sigterm_in_mid_stream_ends_it_with_an_error_event(first_start: Stage, t
 def test_engine_that_is_killed_is_restarted(first_start: Stage, tuned_volume: str) -> None:
     assert first_start.key()
     with started(tuned_volume) as stage:
-        stage.wait_ready(30)
+        stage.wait_ready()
         stage.run("/bin/sh", "-c", "kill -9 $(grep -l llama-server /proc/[0-9]*/comm | cut -d/ -f3)")
-        wait_for(lambda: stage.names().count("ready") == 2, 30, stage.logs)
+        wait_for(lambda: stage.names().count("ready") == 2, WAIT_S, stage.logs)
         assert _chat(stage)
         died = next(event for event in stage.events() if event["event"] == "engine_died")
         assert "SIGKILL" in died["message"]
@@ -234,7 +234,7 @@ def test_a_library_on_the_volume_is_not_loaded_by_the_engine(first_start: Stage,
     first_start.run("cp", "/opt/llama/libggml-cpu-x64.so", "/data/libggml-blas.so")
     try:
         with started(tuned_volume) as stage:
-            stage.wait_ready(30)
+            stage.wait_ready()
             maps = stage.run("/bin/sh", "-c", "cat $(grep -l llama-server /proc/[0-9]*/comm | sed 's/comm/maps/')")
             assert "/opt/llama/libggml" in maps
             assert "/data/libggml" not in maps
@@ -245,7 +245,7 @@ def test_a_library_on_the_volume_is_not_loaded_by_the_engine(first_start: Stage,
 def test_nothing_outlives_an_appliance_that_is_killed(first_start: Stage, tuned_volume: str) -> None:
     assert first_start.key()
     with started(tuned_volume) as stage:
-        stage.wait_ready(30)
+        stage.wait_ready()
         stage.run("/bin/sh", "-c", "kill -9 $(pgrep -f 'bin/appliance serve' 2>/dev/null || "
                   "grep -l '^appliance$' /proc/[0-9]*/comm | cut -d/ -f3)")  # fmt: skip
         assert stage.wait_exit() == 137

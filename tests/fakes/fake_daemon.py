@@ -43,6 +43,7 @@ class Container:
     state: str = "created"
     exit_code: int = 0
     began_s: float = 0.0
+    told: list[str] = field(default_factory=list)  # the phases that somebody has been told of
     server: ThreadingHTTPServer | None = None
     key: bytes = (KEY + "\n").encode()
     log: list[bytes] = field(default_factory=list)
@@ -84,13 +85,18 @@ class Daemon:
         container.server, container.state, container.exit_code = None, "exited", code
 
     def phase(self, container: Container) -> dict[str, Any]:
-        """The document of readiness."""
-        age = time.time() - container.began_s
-        if age < self.knobs.fetch_for:
-            done = int(4_900_000_000 * age / self.knobs.fetch_for)
+        """The document of readiness. However late somebody asks, no phase is over before it was told."""
+        document = self._phase(container, time.time() - container.began_s)
+        container.told.append(document.get("phase", "ready"))
+        return document
+
+    def _phase(self, container: Container, age: float) -> dict[str, Any]:
+        if self.knobs.fetch_for and (age < self.knobs.fetch_for or "fetching" not in container.told):
+            done = int(4_900_000_000 * min(1.0, age / self.knobs.fetch_for))
             return {"status": "not ready", "phase": "fetching", "message": "weights are fetched", "bytes_done": done,
                     "bytes_total": 4_900_000_000, "bytes_per_s": 38e6, "seconds_left": 97.0}  # fmt: skip
-        if age < self.knobs.fetch_for + self.knobs.ready_after:
+        is_loading = age < self.knobs.fetch_for + self.knobs.ready_after or "loading" not in container.told
+        if self.knobs.ready_after and is_loading:
             return {"status": "not ready", "phase": "loading", "message": "the model is being loaded: m.gguf"}
         return {"status": "ready"}
 

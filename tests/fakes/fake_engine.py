@@ -3,7 +3,7 @@
     fake_engine.py --host /tmp/x.sock [knobs] [any other llama-server flag: ignored]
 
 It binds at once (a stale socket file makes that fail), answers 503 until it is loaded, and leaves its socket file
-behind. Times of `--die-after`, `--sigill-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells
+behind. Times of `--die-after` and `--segfault-after` count from readiness. `GET /fake/requests` tells
 what was received and is answered in every state. Only the standard library is used.
 """
 
@@ -161,6 +161,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer_post(self, path: str, body: bytes) -> None:
         options = self.server.options
+        if options.sigill_on_request:
+            os.kill(os.getpid(), signal.SIGILL)
         if options.die_on_request is not None and options.die_on_request == 0:
             self.die_as_asked()
         try:
@@ -373,6 +375,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--alias", "-a", default=None, help="model name in replies; the model's path when it is not given")
     add("--model", "-m", default="/data/models/fake.gguf")
     add("--load-seconds", type=float, default=0.0)
+    add("--load-until", type=Path, metavar="FILE", help="it is loaded when the file is there")
     add("--ignore-sigterm", action="store_true")
     add("--hold-streams", action="store_true", help="after SIGTERM stay alive until every streaming client has left")
     add("--die-before-ready", type=int, metavar="CODE")
@@ -380,7 +383,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--die-on-request", type=int, nargs="?", const=0, metavar="CHUNKS", help="exit 1 at a POST, after CHUNKS")
     add("--segfault-after", type=float, metavar="SECONDS", help="SIGSEGV to itself so long after readiness")
     add("--sigill-before-ready", action="store_true", help="SIGILL to itself while loading")
-    add("--sigill-after", type=float, metavar="SECONDS", help="SIGILL to itself so long after readiness")
+    add("--sigill-on-request", action="store_true", help="SIGILL to itself at a POST")
     add("--double-fork", action="store_true", help="leave a detached grandchild, which keeps the log pipe open")
     add("--hang-on-completion", action="store_true", help="/completion is taken and never answered")
     add("--pid-file", type=Path, help="where the grandchild's pid is written")
@@ -456,6 +459,8 @@ def load(engine: Engine) -> None:
     for index in range(options.flood_log):
         write_line(f"0.00.000.000 I flood line {index} " + "x" * 60)
     time.sleep(options.load_seconds)
+    while options.load_until and not options.load_until.exists():
+        time.sleep(0.01)
     if options.die_before_ready is not None:
         die(options.die_before_ready)
     if options.sigill_before_ready:
@@ -467,9 +472,6 @@ def load(engine: Engine) -> None:
         time.sleep(options.die_after)
         log("E", "srv  update_slots: fake engine was asked to die")
         die(1)
-    if options.sigill_after is not None:
-        time.sleep(options.sigill_after)
-        os.kill(os.getpid(), signal.SIGILL)
     if options.segfault_after is not None:
         time.sleep(options.segfault_after)
         os.kill(os.getpid(), signal.SIGSEGV)

@@ -16,6 +16,7 @@ import pytest
 from tests.fakes.machines import build_library
 from tests.process.stages.boot import Home
 from tests.process.stages.nvml import PutMachine, put_machine
+from tests.process.stages.own_process import own_process
 from tests.process.stages.supervisor import MakeCommand, fake_command
 
 
@@ -24,6 +25,14 @@ def _interruptible() -> None:
     """A run that a shell has put behind it with `&` ignores SIGINT, and so would every program that a test starts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    """Which test runs after which, and in which worker, is nobody's to say."""
+    before = own_process()
+    yield
+    assert own_process() == before
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -101,9 +100,7 @@ async def test_what_others_disturbed_is_not_kept_and_measured_again_later(
         assert (found.is_known, served.kept) == (False, False)
         assert served.events == ["bandwidth_measure", "bandwidth_disturbed"]
         assert "other programs took 50% of 4 CPUs" in served.said.getvalue()
-        began = time.monotonic()
         await found.until_known(traffic)
-    assert time.monotonic() - began >= 0.9  # the idle period that is set here
     assert (found.is_known, served.kept, served.others) == (True, True, [])
     assert served.events[-2:] == ["bandwidth_measure", "bandwidth_measured"]
 

@@ -15,6 +15,7 @@ import pytest
 from tests.process.stages.boot import Home, Serving, eventually
 
 WAIT_S = 90.0  # on a machine that may be busy
+PATIENCE_S = 300.0  # where what is disturbed is tried again ever less often
 
 
 @pytest.fixture
@@ -90,15 +91,36 @@ def last(names: list[str], name: str) -> int:
     return len(names) - 1 - names[::-1].index(name)
 
 
-def test_a_request_stops_it_and_it_begins_again(home: Home) -> None:
+@pytest.fixture
+def may_read(home: Home) -> Path:
+    """The child that reads memory waits until this file is there."""
+    release = home.folder / "may-read"
+    wait = f"while 'appliance.probe.dram' in sys.orig_argv and not pathlib.Path({str(release)!r}).exists():"
+    (home.folder / "site").mkdir()
+    code = f"import pathlib, sys, time\n{wait}\n    time.sleep(0.02)\n"
+    (home.folder / "site/sitecustomize.py").write_text(code)
+    home.variables = {**home.variables, "PYTHONPATH": str(home.folder / "site")}
+    return release
+
+
+def test_a_request_stops_it_and_it_begins_again(home: Home, may_read: Path) -> None:
     with home.serving(tune="idle", idle_s="1") as serving:
         serving.wait_ready()
-        serving.event("bandwidth_measure", timeout_s=WAIT_S)
-        assert serving.chat()[0] == 200
-        serving.event("bandwidth_stopped", timeout_s=WAIT_S)
+        asked = 0
+
+        def is_stopped() -> bool:
+            """Where others were at work before it was asked, the next time is as good."""
+            nonlocal asked
+            if (begun := serving.names().count("bandwidth_measure")) > asked:
+                asked = begun
+                assert serving.chat()[0] == 200
+            return "bandwidth_stopped" in serving.names()
+
+        eventually(is_stopped, timeout_s=PATIENCE_S, what=lambda: serving.text)
         assert list(home.profiles.glob("*.speeds")) == []
-        outcome(serving)
-        assert serving.names().count("bandwidth_measure") >= 2
+        may_read.touch()
+        begins_again = lambda: last(serving.names(), "bandwidth_measure") > serving.names().index("bandwidth_stopped")  # noqa: E731
+        eventually(begins_again, timeout_s=PATIENCE_S, what=lambda: serving.text)
         serving.terminate()
 
 
@@ -111,6 +133,7 @@ def test_it_is_not_begun_where_nothing_may_be_measured(home: Home) -> None:
     assert list(home.profiles.glob("*.speeds")) == []
 
 
+@pytest.mark.usefixtures("may_read")
 def test_sigterm_while_it_measures_leaves_nothing(home: Home) -> None:
     with home.serving(tune="idle", idle_s="1") as serving:
         serving.wait_ready()

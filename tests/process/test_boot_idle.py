@@ -50,6 +50,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
     write_model(home.data / "models/small.gguf", context=16384)
     done = home.command("tune", beside=None, budget_s="60", **NARROW)
     assert done.returncode == 0, done.stderr
+    home.calm()
     (path,) = home.profiles.glob("*.json")
     before = json.loads(path.read_text())
     assert before["plan"]["context"] == 16384
@@ -80,7 +81,7 @@ def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path
 
 
 def test_sigterm_while_it_measures_beside_leaves_nothing(home: Home) -> None:
-    home.set_engine("--load-seconds", "0.5")
+    home.set_engine("--load-seconds", "600", where="m.sock")  # of what is measured
     with home.serving(tune="idle", idle_s="1", speculation="off") as serving:
         serving.wait_ready()
         serving.event("tune_step", timeout_s=WAIT_S)

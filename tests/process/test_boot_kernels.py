@@ -128,8 +128,10 @@ def test_the_verb_that_measures_goes_on_with_the_next_variant(home: Home) -> Non
 
 
 def test_one_that_dies_while_serving_is_replaced_without_an_end(home: Home) -> None:
-    home.set_engine("--sigill-after", "0.3", where=" GGML_CPU_VARIANT=zen4 ")
+    home.set_engine("--sigill-on-request", where=" GGML_CPU_VARIANT=zen4 ")
     with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        assert serving.chat()[0] != 200
         serving.event("cpu_variant_ruled_out")
         is_back = lambda: serving.names().count("ready") == 2 and serving.chat()[0] == 200  # noqa: E731
         eventually(is_back, what=lambda: serving.text)
@@ -157,8 +159,10 @@ def test_one_that_dies_while_it_is_measured_in_idle_time_gives_way_to_the_next(h
 
 def test_the_last_variant_that_dies_while_serving_ends_it(home: Home) -> None:
     home.set_variants("x64")
-    home.set_engine("--sigill-after", "0.1")
+    home.set_engine("--sigill-on-request")
     with home.serving(tune="off") as serving:
+        serving.wait_ready()
+        assert serving.chat()[0] != 200
         assert serving.wait_exit() == 22
         assert "x64: the engine was killed by SIGILL" in serving.text
 

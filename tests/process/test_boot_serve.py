@@ -12,7 +12,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.process.stages.boot import Home, eventually, free_port, is_alive
+from tests.ports import free_port
+from tests.process.stages.boot import Home, eventually, is_alive
 
 MEASURING = {"tune_start", "tune_step", "tune_measured", "tuned"}
 
@@ -52,15 +53,17 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
     predicted = home.plan()["launch"]["threads"]
     fast = predicted - 1 or predicted + 1  # one that the search looks at
     knobs = ("--decode-ms", f"{fast}:5,20", "--prefill-ms", "256:1,8")
-    home.set_engine(*knobs, "--load-seconds", "0.3")
+    may_load = home.folder / "may-load"
+    home.set_engine(*knobs, "--load-until", str(may_load))
     with home.serving(tune="first", budget_s="600", kv_type="f16", load_mode="mmap") as serving:
         serving.event("listening")
         assert serving.ask("GET", "/health/live") == (200, {"status": "live"})
-        status, document = serving.ask("GET", "/health/ready")
-        assert (status, document["phase"]) == (503, "tuning")
+        eventually(lambda: serving.ask("GET", "/health/ready")[1]["phase"] == "tuning", what=lambda: serving.text)
+        assert serving.ask("GET", "/health/ready")[0] == 503
         status, document = serving.chat()
         assert (status, document["error"]["code"]) == (503, "model_loading")
 
+        may_load.touch()
         serving.event("tuned", timeout_s=120)
         serving.wait_ready()
         measured = serving.names().count("tune_measured")
@@ -94,7 +97,8 @@ def test_the_first_start_measures_and_serves_the_fastest_plan(home: Home) -> Non
 
 
 def test_the_list_of_models_is_there_before_the_model_is(home: Home) -> None:
-    home.set_engine("--load-seconds", "4")
+    may_load = home.folder / "may-load"
+    home.set_engine("--load-until", str(may_load))
     with home.serving(alias="mine") as serving:
         serving.event("listening")
         status, listed = serving.ask("GET", "/v1/models", key=home.key)
@@ -107,6 +111,7 @@ def test_the_list_of_models_is_there_before_the_model_is(home: Home) -> None:
         assert serving.ask("GET", "/models", key=home.key)[0] == 200
         assert serving.ask("GET", "/v1/models")[0] == 401
         assert serving.chat()[0] == 503
+        may_load.touch()
         serving.wait_ready()
         (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
         context = serving.document("status")["context"]
@@ -176,7 +181,7 @@ def test_a_corrupt_profile_is_set_aside_and_measured_anew(known: Home) -> None:
 def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_next_one_from_its_profile(
     home: Home,
 ) -> None:
-    home.set_engine("--load-seconds", "60")
+    home.set_engine("--load-seconds", "600")
     with home.serving(tune="first") as one:
         eventually(lambda: home.started)
         home.set_engine()
@@ -190,6 +195,7 @@ def test_while_another_measures_on_this_volume_a_start_serves_at_once_and_the_ne
             assert home.command("tune").returncode == 0
             assert other.chat()[0] == 200
             other.terminate()
+    home.calm()
     with home.serving(tune="first") as again:
         again.wait_ready()
         assert again.event("profile_used")["profile"] == profile_of(home)["key"]["id"]
@@ -213,6 +219,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
         one.event("tuned", timeout_s=120)
         one.wait_ready()
         assert one.chat()[0] == 200
+        home.calm()
         with home.serving(tune="first") as third:
             third.event("profile_used")
             third.wait_ready()
@@ -222,7 +229,7 @@ def test_of_two_starts_on_one_volume_one_measures_and_the_other_serves_the_predi
 
 
 def test_the_verb_tune_does_not_measure_beside_another(home: Home) -> None:
-    home.set_engine("--load-seconds", "60")
+    home.set_engine("--load-seconds", "600")
     with home.serving(tune="first") as serving:
         serving.event("tune_step")
         done = home.command("tune")
@@ -325,9 +332,9 @@ def test_health_finds_a_gateway_that_flags_moved(known: Home) -> None:
 
 def test_a_port_that_is_taken_is_10_and_leaves_no_engine(known: Home) -> None:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        port = free_port()
+        listener.bind(("127.0.0.1", port))
         listener.listen()
-        port = listener.getsockname()[1]
         with known.serving(port=str(port)) as serving:
             assert serving.wait_exit() == 10
             assert f"cannot listen on port {port}" in serving.text
@@ -336,7 +343,7 @@ def test_a_port_that_is_taken_is_10_and_leaves_no_engine(known: Home) -> None:
 
 
 def test_sigterm_while_measuring_ends_it_and_leaves_no_profile(home: Home) -> None:
-    home.set_engine("--load-seconds", "60", "--ignore-sigterm")
+    home.set_engine("--load-seconds", "600", "--ignore-sigterm")
     with home.serving(tune="first") as serving:
         serving.event("tune_step")
         eventually(serving.engine_pids)
@@ -417,7 +424,7 @@ def test_an_engine_that_dies_before_it_is_ready_ends_the_start_with_its_log(
 
 
 def test_an_engine_that_stalls_is_43_whatever_it_said_before(home: Home) -> None:
-    home.set_engine("--load-seconds", "60", "--error-line", "unable to allocate a huge page, going on without")
+    home.set_engine("--load-seconds", "600", "--error-line", "unable to allocate a huge page, going on without")
     with home.serving(tune="off", stall_timeout_s="1") as serving:
         assert serving.wait_exit() == 43
         assert "made no progress" in serving.text.split("error: ")[-1]

@@ -15,7 +15,8 @@ import pytest
 
 from appliance.image_facts import ImageFacts, dump_facts, parse_engine_facts, parse_image_facts
 from tests.fakes.machines import build_library, describe
-from tests.process.stages.boot import ROOT, Home, free_port
+from tests.ports import free_port
+from tests.process.stages.boot import ROOT, Home
 
 COMPILER = shutil.which("gcc")
 HELP = ROOT / "tests/data/llama-server-help.txt"
@@ -316,16 +317,16 @@ def test_an_engine_that_saw_its_gpus_is_not_asked_at_the_next_start(ward: Ward, 
     ward.set_words(devices="  CUDA0: NVIDIA H200 (143167 MiB, 142566 MiB free)")
     for _ in range(2):
         with ward.serving(tune="off") as serving:
-            _ended_or_listening(serving)
+            _ended_or_past_the_checks(serving)
     assert ward.asked.read_text().count("asked") == 1
     ward.doctor()
     assert ward.asked.read_text().count("asked") == 2  # it always asks
 
 
-def _ended_or_listening(serving: Any) -> None:
-    """Past the machine's checks: what the planner then makes of a fake engine is not asked here."""
+def _ended_or_past_the_checks(serving: Any) -> None:
+    """What the planner then makes of a fake engine is not asked here."""
     deadline = time.monotonic() + 90
-    while serving.process.poll() is None and "listening" not in serving.names():
+    while serving.process.poll() is None and "engine_start" not in serving.names():
         assert time.monotonic() < deadline, serving.text
         time.sleep(0.02)
     assert serving.process.returncode not in (20, 21, 22, 23), serving.text

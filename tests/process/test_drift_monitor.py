@@ -33,7 +33,7 @@ from tests.process.stages.boot import Home
 from tests.process.stages.engine import session_with
 from tests.process.stages.supervisor import MakeCommand, eventually
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 QUICK_TO_READ = ("--prefill-ms", "1")  # so that the middle depth is one whose reading is compared
 # A step with guesses makes several tokens here: a probe that let the engine guess would find it faster than measured.
 GUESSES = ("--guess", "ngram-mod:0.1,0.9", "--guess", "draft-mtp:0.1,0.9", "--guess", "draft-simple:0.1,0.9")
@@ -47,6 +47,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     home.set_engine(*QUICK_TO_READ)
     done = home.command("tune")
     assert done.returncode == 0, done.stderr
+    home.calm()
     (path,) = home.profiles.glob("*.json")
     return parse_profile(path.read_text())
 

@@ -22,13 +22,14 @@ from appliance.weights.hub import resolve
 from appliance.weights.meter import FetchProgress
 from appliance.weights.wanted import Wanted
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
-from tests.mounts import tmpfs
+from tests.mounts import fill_up, tmpfs
 from tests.process.stages.fetching import begin, ended, until
 
 NAME = "Tiny-Q4_K_M.gguf"
 DATA = gguf_bytes(16 * MIB)
 SHA256 = hashlib.sha256(DATA).hexdigest()
 FOLDER = "models--org--Tiny-GGUF"
+SLOW = ("--bytes-per-s", str(MIB), "--pace-until")  # the file that ends it follows
 IS_ROOT = os.geteuid() == 0
 # The real client in a process of its own, as vLLM has it.
 CLIENT = f"""
@@ -86,12 +87,13 @@ def test_a_killed_download_is_gone_on_with(tmp_path: Path, shelf: Path) -> None:
     """Nothing is fetched twice: the second run asks for the rest of what the first had written."""
     data = tmp_path / "data"
     path = partial(data / "models")
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub:
+    with running_hub(shelf, *SLOW, str(tmp_path / "hurry")) as hub:
         with begin(hub, data, "pull", REPO) as program:
-            until(lambda: size_of(path) > 4 * MIB, "4 MiB")
+            until(lambda: size_of(path) > MIB, "1 MiB")
             program.kill()
             program.wait()
         left = size_of(path)
+        (tmp_path / "hurry").touch()
         assert left < len(DATA)
         code, out, err = ended(hub, data, "pull", REPO, "--json")
         asked = [row["range"] for row in hub.requests(host="cdn")]
@@ -136,7 +138,8 @@ async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tup
     with running_hub(shelf, *knobs) as hub:
 
         async def story() -> None:
-            await fetch(await resolve(REPO, hub.settings()), models, hub.settings(), ignore)
+            settings = hub.settings(patience_s=3600.0)
+            await fetch(await resolve(REPO, settings), models, settings, ignore)
 
         task = asyncio.create_task(story())
         await asyncio.sleep(1.0)
@@ -151,11 +154,20 @@ async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shel
     seen: list[FetchProgress] = []
     data = tmp_path / "data"
     models = data / "models"
-    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+    hurry = tmp_path / "hurry"
+
+    def on_progress(progress: FetchProgress) -> None:
+        """The other one goes on slowly until this one was seen to wait, and to be told of more."""
+        seen.append(progress)
+        waited = [each.bytes_done for each in seen if each.waiting_for]
+        if waited and waited[-1] > waited[0]:
+            hurry.touch()
+
+    with running_hub(shelf, *SLOW, str(hurry)) as hub:
         wanted = await resolve(REPO, hub.settings())
         with begin(hub, data, "pull", REPO) as program:
-            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
-            (path,) = await fetch(wanted, models, hub.settings(), seen.append)
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > MIB, "1 MiB")
+            (path,) = await fetch(wanted, models, hub.settings(), on_progress)
             _, err = await asyncio.to_thread(program.communicate, timeout=90)
         assert hub.bytes_sent == len(DATA)
     assert program.returncode == 0, err
@@ -175,29 +187,37 @@ async def test_one_that_waits_goes_on_when_the_other_is_killed(tmp_path: Path, s
         if progress.waiting_for:
             waits.set()
 
-    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+    hurry = tmp_path / "hurry"
+    with running_hub(shelf, *SLOW, str(hurry)) as hub:
         wanted = await resolve(REPO, hub.settings())
         with begin(hub, data, "pull", REPO) as program:
-            await asyncio.to_thread(until, lambda: size_of(partial(models)) > 2 * MIB, "2 MiB")
+            await asyncio.to_thread(until, lambda: size_of(partial(models)) > MIB, "1 MiB")
             task = asyncio.create_task(fetch(wanted, models, hub.settings(), on_progress))
             await asyncio.wait_for(waits.wait(), 60)
             program.kill()
             await asyncio.to_thread(program.wait)
+        hurry.touch()
         left = size_of(partial(models))
         (path,) = await task
         assert hub.requests(host="cdn")[-1]["range"] == f"bytes={left}-"
     assert path.read_bytes() == DATA
 
 
-async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path) -> None:
+async def test_the_hubs_own_client_holds_the_same_lock(models: Path, shelf: Path, tmp_path: Path) -> None:
     """It downloads, we wait for it and take its blob; what it finds of ours it does not fetch again."""
     seen: list[FetchProgress] = []
-    with running_hub(shelf, "--bytes-per-s", str(8 * MIB)) as hub:
+
+    def on_progress(progress: FetchProgress) -> None:
+        seen.append(progress)
+        if progress.waiting_for:
+            (tmp_path / "hurry").touch()
+
+    with running_hub(shelf, *SLOW, str(tmp_path / "hurry")) as hub:
         wanted = await resolve(REPO, hub.settings())
         with client_of(hub, models) as client:
             blobs = models / FOLDER / "blobs"
             await asyncio.to_thread(until, lambda: any(blobs.glob("*.incomplete")), "its partial file")
-            paths = await fetch(wanted, models, hub.settings(), seen.append)
+            paths = await fetch(wanted, models, hub.settings(), on_progress)
             out, _ = await asyncio.to_thread(client.communicate, timeout=90)
         assert hub.bytes_sent == len(DATA)
     assert paths == (Path(out.strip()),)
@@ -257,7 +277,7 @@ async def test_a_disk_that_fills_up_gets_its_room_back(tmp_path: Path, shelf: Pa
         def fill(progress: FetchProgress) -> None:
             if progress.bytes_done > 6 * MIB and not filled:
                 filled.append(room(small))
-                (small / "filler").write_bytes(bytes(filled[0] - MIB))
+                fill_up(small / "filler", filled[0] - MIB)
 
         with pytest.raises(VolumeError, match=f"became full while {NAME} was fetched: .* were removed again") as caught:
             await fetch(wanted, small, hub.settings(), fill)
@@ -353,11 +373,12 @@ def test_another_user_of_group_0_goes_on(tmp_path: Path, shelf: Path) -> None:
     data.mkdir()
     data.chmod(0o775)
     path = partial(data / "models")
-    with running_hub(shelf, "--bytes-per-s", str(12 * MIB)) as hub:
+    with running_hub(shelf, *SLOW, str(tmp_path / "hurry")) as hub:
         with begin(hub, data, "pull", REPO, user=1234) as program:
-            until(lambda: size_of(path) > 2 * MIB, "2 MiB")
+            until(lambda: size_of(path) > MIB, "1 MiB")
             program.kill()
             program.communicate()
+        (tmp_path / "hurry").touch()
         left = size_of(path)
         code, _, err = ended(hub, data, "pull", REPO, user=5678)
         assert code == 0, err

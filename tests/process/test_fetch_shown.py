@@ -15,7 +15,7 @@ from tests.fakes.hub.running import MIB, REPO, gguf_bytes, put, running_hub
 from tests.process.stages.fetching import ROOT, ended
 
 NAME = "Tiny-Q4_K_M.gguf"
-SLOW = ("--bytes-per-s", str(12 * MIB), "--cut-after", str(5 * MIB), "--cuts", "1")
+SLOW = ("--bytes-per-s", str(4 * MIB), "--cut-after", str(5 * MIB), "--cuts", "1")
 
 
 @pytest.fixture
@@ -64,4 +64,4 @@ def test_a_log_gets_few_lines(tmp_path: Path, shelf: Path) -> None:
     lines = err.splitlines()
     assert lines[:2] == [f"{REPO}: {NAME}", f"{NAME}: 0 bytes of 9.4 MB"]
     assert lines[2].endswith("waiting for an answer: the connection to 127.0.0.1 broke; asking again in 1 s")
-    assert len(lines) == 4
+    assert 4 <= len(lines) < 12  # one each ten seconds on a machine that is slow

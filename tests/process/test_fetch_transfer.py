@@ -412,7 +412,7 @@ async def test_progress_says_rate_and_time_left(volume: Volume, shelf: Path) -> 
         await volume.pull(hub)
     told = [progress for progress in volume.seen if progress.seconds_left is not None]
     assert told
-    assert MIB / 2 < (told[-1].bytes_per_s or 0) < 10 * MIB
+    assert 0 < (told[-1].bytes_per_s or 0) < 80 * MIB
     left = told[len(told) // 2]
     assert left.bytes_total is not None
     assert left.seconds_left == pytest.approx((left.bytes_total - left.bytes_done) / (left.bytes_per_s or 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.process.stages.boot import free_port
+from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, ROOT, RTX_4090, Host, on_host
 
 SAYS = ("--log",)
@@ -140,7 +140,7 @@ def wait_for(program: subprocess.Popen[str], words: str) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("when", ["loading", "serving"])
 def test_a_signal_stops_the_container(number: signal.Signals, code: int, when: str) -> None:
-    with on_host("--ready-after", "30" if when == "loading" else "0") as host:
+    with on_host("--ready-after", "3600" if when == "loading" else "0") as host:
         with host.begin("run", host.model(), "--name", "one", "--port", str(free_port())) as program:
             wait_for(program, "being loaded" if when == "loading" else "the model is ready")
             program.send_signal(number)

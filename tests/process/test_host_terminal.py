@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.process.stages.boot import free_port
+from tests.ports import free_port
 from tests.process.stages.daemon import IMAGE, Host, on_host
 
 LIMIT_S = 60.0

@@ -21,6 +21,7 @@ from images.mirror import Mirror
 from images.packages import Archives
 
 TIMESTAMP = "20260718T060000Z"
+PATIENCE_S = 90.0  # beside other work even an answer that is there at once takes its time
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
@@ -104,7 +105,7 @@ def cell(project: Path) -> Cell:
 @pytest.mark.parametrize("answer", [signed, of_an_earlier_import])
 def test_a_snapshot_that_answers_is_taken_at_the_moment_of_the_lock(cell: Cell, answer: Answer) -> None:
     with serving(answer) as service:
-        archives = Archives(service.root)
+        archives = Archives(service.root, timeout_s=PATIENCE_S)
         assert archives.choose(cell.base, TIMESTAMP) == Mirror(root=service.root, timestamp=TIMESTAMP)
     assert service.asked[0] == f"/archive/debian/{TIMESTAMP}/dists/bookworm/InRelease"
     assert archives.trouble is None
@@ -116,7 +117,7 @@ def test_a_snapshot_that_answers_is_taken_at_the_moment_of_the_lock(cell: Cell, 
 )
 def test_a_snapshot_that_is_none_is_not_taken(cell: Cell, answer: Answer, why: str) -> None:
     with serving(answer) as service:
-        archives = Archives(service.root)
+        archives = Archives(service.root, timeout_s=PATIENCE_S)
         assert archives.choose(cell.base, TIMESTAMP) is None
     assert f"{service.root}/debian/{TIMESTAMP}/dists/bookworm/InRelease: " in archives.reason
     assert why in archives.reason
@@ -126,7 +127,7 @@ def test_a_snapshot_that_is_none_is_not_taken(cell: Cell, answer: Answer, why: s
 def test_a_service_that_says_nothing_is_waited_for_once_and_not_for_long(cell: Cell) -> None:
     """The whole question, resolving and connecting included, with the time limit of the command itself."""
     with serving(None) as service:
-        archives = Archives(service.root)
+        archives = Archives(service.root, timeout_s=snapshot.TIMEOUT_S)
         begin_s = time.monotonic()
         assert [archives.choose(cell.base, TIMESTAMP) for _ in range(3)] == [None, None, None]
         taken_s = time.monotonic() - begin_s
@@ -140,7 +141,7 @@ def test_a_service_that_says_nothing_is_waited_for_once_and_not_for_long(cell: C
     ("root", "why"), [("http://127.0.0.1:9", "no connection"), ("http://a.invalid", "its name is not known here")]
 )
 def test_a_service_that_is_not_there_is_told_in_a_few_words(cell: Cell, root: str, why: str) -> None:
-    archives = Archives(root)
+    archives = Archives(root, timeout_s=PATIENCE_S)
     assert archives.choose(cell.base, TIMESTAMP) is None
     assert archives.reason.endswith(f"InRelease: {why})")
 
@@ -165,7 +166,7 @@ def test_what_the_user_names_is_taken_and_not_asked(cell: Cell, text: str) -> No
 
 def test_a_snapshot_that_fails_in_the_middle_is_given_up_for_the_whole_command(cell: Cell) -> None:
     with serving(signed) as service:
-        archives = Archives(service.root)
+        archives = Archives(service.root, timeout_s=PATIENCE_S)
         assert archives.choose(cell.base, TIMESTAMP)
         assert archives.gave_up(ArchiveError("429  Too Many Requests"))
         assert archives.choose(cell.base, TIMESTAMP) is None

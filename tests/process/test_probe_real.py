@@ -60,7 +60,7 @@ def test_the_host_is_asked_quickly() -> None:
 
 def test_a_command_ends_with_its_code_and_its_words() -> None:
     code = "import sys, os; print('aé', os.environ.get('X')); sys.stderr.buffer.write(b'b\\xff'); sys.exit(3)"
-    finished = run(python(code), timeout_s=30, environment={"X": "y", "PYTHONUTF8": "1"})
+    finished = run(python(code), timeout_s=90, environment={"X": "y", "PYTHONUTF8": "1"})
     assert (finished.returncode, finished.stdout, finished.stderr, finished.is_cut) == (3, "aé y\n", "b\ufffd", False)
 
 
@@ -89,12 +89,16 @@ def test_a_hanging_command_dies_with_its_children(tmp_path: Path) -> None:
         "print('hanging', file=sys.stderr, flush=True)\n"
         "time.sleep(600)\n"
     )
-    with pytest.raises(RunTimeout, match=r"did not end within 2 s") as caught:
-        run(python(code, str(pids)), timeout_s=2)
-    assert "hanging" in caught.value.stderr
-    written = [int(line) for line in pids.read_text().split()]
+    for limit_s in (2, 10, 60):  # where two seconds do not do for its beginning
+        pids.write_text("")
+        with pytest.raises(RunTimeout, match=f"did not end within {limit_s} s") as caught:
+            run(python(code, str(pids)), timeout_s=limit_s)
+        written = [int(line) for line in pids.read_text().split()]
+        assert all(is_gone(pid) for pid in written)
+        if len(written) == 2 and "hanging" in caught.value.stderr:
+            break
     assert len(written) == 2
-    assert all(is_gone(pid) for pid in written)
+    assert "hanging" in caught.value.stderr
 
 
 def test_a_grandchild_that_holds_the_pipe_does_not_hold_us() -> None:

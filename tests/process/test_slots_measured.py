@@ -90,8 +90,9 @@ async def test_with_one_slot_users_wait_for_one_another(plan_of: Callable[..., P
     found = await measured(plan_of(parallel="1"), folder, replace(CHAT, tokens_in=200, tokens_out=24), users=3)
     ended = sorted(job.seconds for job in found.jobs)
     begun = sorted(job.ttft_s for job in found.jobs)
-    assert begun[1] > ended[0] - 0.05
-    assert begun[2] > ended[1] - 0.05
+    # Each begins when the one before it has ended; side by side all would begin at the same time.
+    assert begun[1] - begun[0] > (ended[0] - begun[0]) / 2
+    assert begun[2] - begun[1] > (ended[1] - begun[1]) / 2
 
 
 async def test_an_agents_turn_reuses_what_the_turn_before_left(plan_of: Callable[..., Plan], folder: Path) -> None:
@@ -143,7 +144,7 @@ async def test_where_the_time_is_too_short_nothing_is_measured_and_why_is_said(
     [
         (("--die-on-request",), 60.0, EngineDiedError, "asked to die"),
         (("--die-before-ready", "1"), 60.0, EngineNotReadyError, "exit"),
-        (("--hang-on-completion",), 1.0, EngineNotReadyError, "no progress for 1 s"),
+        (("--hang-on-completion",), 5.0, EngineNotReadyError, "no progress for 5 s"),
     ],
 )
 async def test_an_engine_that_fails_is_classified(

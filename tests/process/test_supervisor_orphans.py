@@ -91,5 +91,5 @@ def test_the_engine_goes_with_its_loop(
     with asyncio.Runner(loop_factory=make_loop) as runner:
         engine = runner.run(forget_to_stop())
     assert not is_known(engine)
-    assert children() == others
-    assert descriptor_count() == before
+    assert children() <= others  # of which some may have gone meanwhile
+    assert descriptor_count() <= before

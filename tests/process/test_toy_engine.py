@@ -63,6 +63,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> ToyHome:
     home = ToyHome.make(tmp_path_factory.mktemp("toy") / "home")
     done = home.command("tune", budget_s="120")
     assert done.returncode == 0, done.stderr
+    home.calm()
     return home
 
 
@@ -91,7 +92,7 @@ def test_its_knob_is_tuned_the_profile_kept_and_the_fastest_served(home: ToyHome
         assert shown["engine"]["name"] == "toy"
         assert "lanes 2" in shown["chosen"]
         decode = shown["speeds"]["measured"]["at"][0]["decode_tokens_per_s"]
-        assert 10 < decode <= 250  # 4 ms a token; a busy machine sleeps longer
+        assert decode == pytest.approx(250)  # 4 ms a token
         assert shown["memory_prediction_error"] == pytest.approx(0.0, abs=0.01)
         serving.terminate()
     (path,) = home.profiles.glob("*.json")

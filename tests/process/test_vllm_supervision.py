@@ -137,7 +137,8 @@ def test_one_that_lost_a_process_is_not_waited_for(member: int, socket_path: Pat
 
     async def live() -> tuple[Crash, bytes]:
         supervisor = Supervisor()
-        supervisor.start(vllm_command(socket_path, "--fake-watchdog-s", "600"))
+        # Long enough for its last words where others have the CPUs.
+        supervisor.start(replace(vllm_command(socket_path, "--fake-watchdog-s", "600"), last_words_s=5.0))
         assert await supervisor.wait_ready() is None
         assert supervisor.pid
         tree = family(supervisor.pid)

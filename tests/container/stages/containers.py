@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ IMAGE = os.environ.get("APPLIANCE_TEST_IMAGE", "appliance:llama-cpu")
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / ".make/models/SmolLM2-135M-Instruct.Q4_1.gguf"
 PORT = 11435
+WAIT_S = 300.0  # for what takes seconds on a quiet machine
 # A test of measuring says `first` or `idle`.
 SETTINGS = {"APPLIANCE_BUDGET_S": "15", "APPLIANCE_TUNE": "off"}
 STRANGER = "12345:0"
@@ -71,18 +71,18 @@ class Stage:
     def authorized(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key()}"}
 
-    def wait_ready(self, timeout_s: float = 120) -> None:
+    def wait_ready(self, timeout_s: float = WAIT_S) -> None:
         def is_ready() -> bool:
             self.container.reload()
             assert self.container.status == "running", f"{self.container.status}\n{self.logs()}"
             try:
                 return self.get("/health/ready").status_code == 200
-            except requests.ConnectionError:
+            except (requests.ConnectionError, requests.Timeout):
                 return False
 
         wait_for(is_ready, timeout_s, self.logs)
 
-    def wait_exit(self, timeout_s: float = 90) -> int:
+    def wait_exit(self, timeout_s: float = WAIT_S) -> int:
         return int(self.container.wait(timeout=timeout_s)["StatusCode"])
 
 
@@ -91,12 +91,6 @@ def wait_for(condition: Any, timeout_s: float, told: Any = lambda: "") -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s\n{told()}"
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -130,7 +124,7 @@ def put_model(client: docker.DockerClient, name: str, path: Path) -> None:
         attached._sock.sendall(path.read_bytes())
         attached._sock.close()
         attached.close()
-        assert container.wait(timeout=60)["StatusCode"] == 0, container.logs()
+        assert container.wait(timeout=WAIT_S)["StatusCode"] == 0, container.logs()
     finally:
         container.remove(force=True)
 
@@ -164,7 +158,7 @@ def started(
 
 
 def ended(
-    volume_name: str | None, *argv: str, image: str = IMAGE, timeout_s: float = 60, **kwargs: Any
+    volume_name: str | None, *argv: str, image: str = IMAGE, timeout_s: float = WAIT_S, **kwargs: Any
 ) -> tuple[int, str]:
     """A start that is expected to end by itself: its code and its words. No port, since it may be gone at once."""
     client = docker.from_env()

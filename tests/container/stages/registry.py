@@ -37,7 +37,7 @@ def registry() -> Iterator[str]:
     try:
         container.start()
         host = f"127.0.0.1:{container.get_exposed_port(PORT)}"
-        wait_for(lambda: _answers(host), 30, lambda: str(container.get_logs()))
+        wait_for(lambda: _answers(host), 90, lambda: str(container.get_logs()))
         yield host
     finally:
         container.stop()
@@ -60,6 +60,6 @@ def _build(name: str) -> None:
 
 def _answers(host: str) -> bool:
     try:
-        return requests.get(f"http://{host}/v2/", timeout=5).status_code == 200
+        return requests.get(f"http://{host}/v2/", timeout=60).status_code == 200
     except requests.ConnectionError:
         return False

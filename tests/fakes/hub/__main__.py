@@ -34,6 +34,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cut-after", type=int, help="bytes of each body, then the connection is dropped")
     parser.add_argument("--cuts", type=int, default=10**9, help="so many bodies are cut, the rest is whole")
     parser.add_argument("--bytes-per-s", type=float, help="pace of bodies")
+    parser.add_argument("--pace-until", type=Path, metavar="FILE", help="at full speed once the file is there")
     parser.add_argument("--stall-after", type=int, help="bytes of each body, then silence")
     parser.add_argument("--fail", action="append", default=[], metavar="WHAT=STATUS*TIMES", help="list, file or cdn")
     parser.add_argument("--hang", action="append", default=[], help="list or file: never answered")
@@ -76,7 +77,7 @@ class Hub:
             "authorization": request.headers.get("Authorization"),
             "status": status,
             "sent": sent,
-            "at": time.time(),
+            "at": time.monotonic(),
         }
         if self.knobs.log:
             with self.knobs.log.open("a") as file:
@@ -219,7 +220,13 @@ class Hub:
             await reply.write(self.read(file, place, min(CHUNK, end - place)))
             if self.knobs.bytes_per_s:
                 sent = min(place + CHUNK, end) - begin
-                await asyncio.sleep(max(0.0, sent / self.knobs.bytes_per_s - (time.monotonic() - began)))
+                await self.wait_until(began + sent / self.knobs.bytes_per_s)
+
+    async def wait_until(self, at: float) -> None:
+        hurry = self.knobs.pace_until
+        # The file is another process's to make: nothing here could tell of it.
+        while (left_s := at - time.monotonic()) > 0 and not (hurry and hurry.exists()):  # noqa: ASYNC110
+            await asyncio.sleep(min(left_s, 0.05) if hurry else left_s)
 
     def read(self, file: HubFile, place: int, size: int) -> bytes:
         with file.data_path.open("rb", buffering=0) as source:

@@ -39,7 +39,7 @@ class RunningHub:
         return sum(row["sent"] for row in self.requests())
 
     def settings(self, **given: Any) -> HubSettings:
-        return HubSettings(**{"endpoint": self.endpoint, "patience_s": 5.0, **given})
+        return HubSettings(**{"endpoint": self.endpoint, "patience_s": 60.0, **given})
 
     def environment(self, **given: str) -> dict[str, str]:
         return {"HF_ENDPOINT": self.endpoint, **given}

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -60,6 +61,10 @@ class State:
     @property
     def is_new(self) -> bool:
         return bool(self.knobs.kind == "new-api")
+
+    def is_session(self, given: str) -> bool:
+        is_over = self.knobs.sessions_end is not None and self.knobs.sessions_end.exists()
+        return not is_over and self.sessions.get(given, 0.0) > time.monotonic()
 
     def routes_for(self, model: str) -> dict[str, Any] | None:
         """With a cache of channels, what was there at the last sync."""
@@ -180,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(401, {"success": False, "message": "无权进行此操作，未提供 New-Api-User"})
             return False
         known = {knobs.access_token} - {None, ""} if not knobs.old_volume else set()
-        if given in known or any(self.state.sessions.get(each, 0.0) > time.monotonic() for each in (given, cookie)):
+        if given in known or any(self.state.is_session(each) for each in (given, cookie)):
             return True
         if not given and not cookie:
             self.send(401, {"success": False, "message": "无权进行此操作，未登录且未提供 access token"})
@@ -391,6 +396,7 @@ def parse_knobs() -> argparse.Namespace:
     parser.add_argument("--root-password", default="123456")
     parser.add_argument("--set-up", action="store_true", help="new-api's first questions were answered before")
     parser.add_argument("--session-s", type=float, default=3600.0, help="a login lasts so long")
+    parser.add_argument("--sessions-end", type=Path, metavar="FILE", help="no login is good once the file is there")
     parser.add_argument("--second-factor", action="store_true")
     parser.add_argument("--login-limit", type=int, default=20)
     parser.add_argument("--busy", type=int, default=0, help="so many answers of 429 without a body come first")

@@ -21,14 +21,12 @@ def go(words: list[int], more: int, *, keep: bool) -> dict[str, Any]:
     same = 0
     while keep and same < min(len(KEPT), len(words) - 1) and KEPT[same] == words[same]:
         same += 1
-    began = time.monotonic()
-    time.sleep((len(words) - same) * STEP_S / 40)
-    read = time.monotonic()
-    time.sleep((more - 1) * STEP_S)
+    reading_s, making_s = (len(words) - same) * STEP_S / 40, (more - 1) * STEP_S
+    time.sleep(reading_s + making_s)
     KEPT[:] = words
-    ended = time.monotonic()
+    # As told, not as it took: how busy this machine is decides nothing.
     return {"read": len(words) - same, "kept": same, "made": [7] * more,
-            "reading_us": 1e6 * (read - began), "making_us": 1e6 * (ended - read)}  # fmt: skip
+            "reading_us": 1e6 * reading_s, "making_us": 1e6 * making_s}  # fmt: skip
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -15,7 +15,8 @@ from typing import Any
 
 from docker.api import APIClient
 
-from tests.process.stages.boot import free_port, short_folder
+from tests.ports import free_port
+from tests.process.stages.boot import short_folder
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/fakes/fake_daemon.py"

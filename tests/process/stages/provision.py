@@ -15,6 +15,7 @@ from typing import Any
 from appliance.gateway.models import ListedModel
 from appliance.host.provision.secret import make_secrets
 from appliance.progress import Phase
+from tests.ports import free_port
 from tests.process.stages.gateway import KEY, Stage, on_stage
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +75,8 @@ class Front:
 
 @contextmanager
 def one_api(*knobs: str) -> Iterator[Front]:
-    argv = [sys.executable, "-m", "tests.fakes.one_api", *knobs]
+    told = () if "--port" in knobs else ("--port", str(free_port()))
+    argv = [sys.executable, "-m", "tests.fakes.one_api", *told, *knobs]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as fake:
         try:
             assert fake.stdout
@@ -121,7 +123,7 @@ class Both:
             "--key-file", str(self.folder / "api_key"),
             "--root-password-file", str(secrets / "root_password"),
             "--token-file", str(self.folder / "token"),
-            "--wait-s", "20", "--model-wait-s", "20", "--json",
+            "--wait-s", "120", "--model-wait-s", "120", "--json",
         ]  # fmt: skip
         if "--kind" not in words:
             given += ["--access-token-file", str(secrets / "access_token")]
