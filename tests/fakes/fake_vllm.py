@@ -56,6 +56,7 @@ ROUTES = {
     ),
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
+FULL_PER_REQUEST = 0.25  # of the KV cache
 DEAD = "The server had an error while processing your request."
 _LIBC = ctypes.CDLL(None)
 _who = "APIServer"
@@ -443,9 +444,11 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
         labels = f'block_size="{options.block_size}",num_gpu_blocks="{blocks}",cache_dtype="auto"'
+        running = len(self.server.answers)
         lines = [
             f"vllm:cache_config_info{{{labels}}} 1.0",
-            f"vllm:num_requests_running {len(self.server.answers):.1f}",
+            f"vllm:num_requests_running {running:.1f}",
+            f"vllm:kv_cache_usage_perc {min(running * FULL_PER_REQUEST, 1.0)}",
         ]
         body = "".join(f"{line}\n" for line in lines).encode()
         self.send_response(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ def tree_of(serving: Serving) -> list[int]:
     return family(leader)
 
 
+def gauges(serving: Serving) -> dict[str, float]:
+    headers = {"Authorization": f"Bearer {serving.home.key}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{serving.port}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        line.partition("{")[0].removeprefix("vllm:"): float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:")
+    }
+
+
 def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> None:
     with home.serving() as serving:
         serving.wait_ready()
@@ -51,6 +64,16 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
         serving.terminate()
     eventually(lambda: not [pid for pid in tree if is_alive(pid)])
     assert home.segments == []
+
+
+def test_its_load_is_told_as_vllm_tells_it(home: VllmHome) -> None:
+    with home.serving() as serving:
+        serving.wait_ready()
+        with serving.stream(max_tokens=10**6) as connection:
+            read_until(connection, b"word")
+            busy = {"num_requests_waiting": 0.0, "num_requests_running": 1.0, "kv_cache_usage_perc": 0.25}
+            eventually(lambda: gauges(serving) == busy)
+        serving.terminate()
 
 
 @pytest.mark.parametrize("member", range(3), ids=["api", "core", "worker"])

@@ -15,7 +15,7 @@ from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
-from appliance.engines.vllm.routes import ROUTES
+from appliance.engines.vllm.routes import LOAD_GAUGES, METRICS_PATH, ROUTES, parse_kv_use
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.model import Format
@@ -37,6 +37,11 @@ class Vllm(Engine):
     settings = SETTINGS
     launch: type[Launch] = VllmLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
+    load_gauges = LOAD_GAUGES
+    kv_use_path = METRICS_PATH
+
+    def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
+        return parse_kv_use(answer)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return facts.read_facts(binary, "")
