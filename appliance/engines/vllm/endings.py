@@ -109,6 +109,7 @@ RULES: tuple[Rule, ...] = (
         _SHM,
         r"No space left on device: '?/dev/shm|/dev/shm/\S+.*No space left|creating shared memory segment",
         r"unable to (?:open|write to|resize) (?:shared memory object|file) </",
+        r"Insufficient space in /dev/shm",
     ),
     _rule(
         "out of GPU memory",

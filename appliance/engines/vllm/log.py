@@ -78,6 +78,10 @@ _AS_IT_SHOULD = re.compile(
     r"Found ulimit of \d+ and failed to automatically increase"
     # While it compiles or quantises: minutes of silence are said so every minute.
     r"|No available shared memory broadcast block found"
+    # Of the CPU build, on every start: what our own flags ask for, and what it does without Triton.
+    r"|Enforce eager set, disabling torch\.compile|Inductor compilation was disabled by user settings"
+    r"|Triton is not installed\. triton-cpu is expected|Reset SSM cache type to float32"
+    r"|Model Runner V2 requires Triton|libiomp is not found in LD_PRELOAD"
     # A client that left; and ours, when it is asked to end.
     r"|\[shutdown\] "
 )
