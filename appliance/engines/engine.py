@@ -190,6 +190,10 @@ class Space(Protocol):
         """For the predictor: by knob of `Plan.knobs`, what it does beyond the costs."""
         return {}
 
+    def kv_tokens(self, plan: Plan) -> int | None:
+        """That all requests together may have in its KV cache, to compare with `Allocated`. None: not predicted."""
+        return None
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
         return ()

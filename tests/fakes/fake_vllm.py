@@ -262,9 +262,10 @@ def load(options: argparse.Namespace) -> None:
     pause(options, "profile")
     log("Available KV cache memory: 1.00 GiB", where="gpu_worker.py:773")
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
-    tokens = f"{(blocks - 1) * options.block_size:,}"
+    concurrency = blocks / -(-options.max_model_len // options.block_size)
+    tokens = f"{int(concurrency * options.max_model_len):,}"
     words = f"GPU KV cache size: {tokens} tokens, Maximum concurrency for {options.max_model_len:,} tokens per request"
-    log(f"{words}: {(blocks - 1) * options.block_size / options.max_model_len:.2f}x", where="kv_cache_utils.py:1149")
+    log(f"{words}: {concurrency:.2f}x", where="kv_cache_utils.py:2327")
     if not options.enforce_eager:
         pause(options, "graphs")
         log("Graph capturing finished in 2 secs, took 0.05 GiB", where="gpu_model_runner.py:6517")

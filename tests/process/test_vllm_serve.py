@@ -57,6 +57,7 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
         assert serving.ask("POST", "/invocations", body, key=home.key)[0] == 404
         status, reply = serving.ask("POST", "/v1/embeddings", {"model": "small", "input": "a"}, key=home.key)
         assert (status, reply["error"]["code"]) == (400, "model_gives_text")
+        assert serving.event("ready")["message"].endswith("as predicted")  # how many tokens its cache has room for
         stages = [event["stage"] for event in serving.events if event["event"] == "engine_step"]
         assert list(dict.fromkeys(stages))[:3] == ["bind", "imports", "weights"]
         assert stages[-1] == "first token"
@@ -136,6 +137,7 @@ def test_it_is_tuned_through_the_doors_and_the_next_start_serves_the_profile(hom
     profile = json.loads(path.read_text())
     assert profile["plan"]["engine"] == "vllm"
     assert profile["measurements"]
+    assert profile["allocated"]["kv_tokens"] > 0
     before = len(home.started)
     with home.serving() as serving:
         serving.wait_ready()

@@ -87,6 +87,12 @@ def test_graphs_and_memory_of_a_gpu() -> None:
     assert [step.words for line in lines[3:] if (step := step_of(line))] == ["graphs: 51 %", "graphs: captured in 2 s"]
 
 
+def test_the_cache_is_told_in_tokens_exactly() -> None:
+    allocated = parse_allocated(LOG)
+    assert (allocated.model, allocated.kv_tokens) == (0.0, 32_768)
+    assert (parse_allocated(()).kv_tokens, parse_allocated(("KV cache size: 3 tokens",)).kv_tokens) == (0, 0)
+
+
 def test_the_wait_of_one_process_for_another_is_neither_work_nor_an_error() -> None:
     line = "(EngineCore pid=1) INFO 11-22 12:00:40 [shm_broadcast.py:705] No available shared memory broadcast block found in 60 seconds."  # noqa: E501
     assert is_waiting(line)

