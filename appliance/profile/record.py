@@ -105,8 +105,8 @@ class Profile:
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - allocated) / allocated over weights, caches and buffers everywhere, or over the KV cache where an
-        engine tells of nothing else; None if nothing was read.
+        """(predicted - allocated) / allocated over weights, caches and buffers everywhere, or over the KV cache where
+        an engine tells of nothing else; None if nothing was read.
 
         Of the plan as it was measured: what speculates came later.
         """
