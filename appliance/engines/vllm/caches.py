@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LIMIT_BYTES = 20 * 2**30  # of all builds
-FOLDERS = ("vllm", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
+FOLDERS = ("vllm", "inductor", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
 _KEYS = Path("vllm/torch_compile_cache")
 _STARTING, _IN_USE = "vllm-starting", "vllm-in-use"
 _SLACK_S = 1.0  # of clocks
