@@ -390,6 +390,16 @@ class Engine(Protocol):
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         return NoGuard()
 
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
+        """The plan serves, and this is the log of its start: keeps on the volume what `examine` tells later. Raises
+        nothing."""
+        return
+
+    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
+        """For `appliance doctor`: what this engine does on this machine with the plan, and what earlier starts left.
+        Starts nothing."""
+        return iter(())
+
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
         """All that this machine can run, for the model's types. What fails is ruled out."""
         return iter(())

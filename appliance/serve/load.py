@@ -60,6 +60,8 @@ def on_ready(served: ServedModel) -> None:
     supervisor = served.host.supervisor
     lines = served.logs.take(supervisor) if supervisor else ()
     served.allocated = allocated = served.start.engine.allocated(lines)
+    if served.host.plan:
+        served.start.engine.loaded(served.host.plan, lines, served.start.install)
     served.report.phase(Phase.READY)
     seconds = (supervisor.ready_seconds if supervisor else None) or 0.0
     words = f"ready: the engine loaded in {seconds:.1f} s and allocated {allocated.total:,.0f} MiB"

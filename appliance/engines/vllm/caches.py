@@ -102,6 +102,12 @@ def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
     return removed
 
 
+def on_volume(build_dir: Path) -> tuple[int, float]:
+    """Keys of torch.compile that this build has, and the MiB of all that it compiled."""
+    size = sum(_size(build_dir / name) for name in FOLDERS if (build_dir / name).is_dir())
+    return len(_subfolders(build_dir / _KEYS)), size / 2**20
+
+
 def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:
     """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build. What was
     removed."""

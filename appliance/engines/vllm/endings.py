@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error|undefined symbol: ",
         r"version `\S+' not found|^ModuleNotFoundError: ",
     ),
-    _rule("refused arguments", EngineArgumentsError, _SEE_PLAN, r"^vllm(?: \w+)?: error: "),
+    _rule("refused arguments", EngineArgumentsError, _SEE_PLAN, r"^(?:vllm|main\.py)(?: \w+)?: error: "),
     _rule(
         "no kernels",
         NoKernelError,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, LoadStep
-from appliance.engines.vllm import endings, facts, log, progress, server
+from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
+from appliance.engines.vllm import endings, facts, last_start, log, progress, server
 from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
@@ -83,6 +83,14 @@ class Vllm(Engine):
 
     def step(self, line: str) -> LoadStep | None:
         return progress.step_of(line)
+
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
+        last_start.keep(plan, lines, install.cache_dir)
+
+    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
+        from appliance.engines.vllm.examine import examine  # here: no start needs it
+
+        return examine(install, plan)
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         return progress.parse_allocated(lines)

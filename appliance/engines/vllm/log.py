@@ -14,9 +14,10 @@ _PROCESS = re.compile(r"^\(([A-Za-z]\w*)(?:-\d+)? pid=\d+\) ?")
 _MARK = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # The name of an exception at the beginning of a line, as Python ends a traceback; what pydantic says below its own; a
-# usage error; a process that is gone; and what a linker, the C library or the kernel's signal leaves.
+# usage error, by `main.py` in our images, whose launcher starts the module; a process that is gone; and what a linker,
+# the C library or the kernel's signal leaves.
 _CAUSE = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?::|$)|^  Value error, |^vllm(?: \w+)?: error: "
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?::|$)|^  Value error, |^(?:vllm|main\.py)(?: \w+)?: error: "
     r"|^Worker proc \S+ died unexpectedly|error while loading shared libraries|symbol lookup error"
     r"|^terminate called |^Fatal Python error: |NCCL WARN .*(?:shared memory|No space left)"
 )
