@@ -37,7 +37,7 @@ def examine(install: Install, plan: Plan) -> Iterator[KernelResult]:
 
 def _compile_cache(install: Install, plan: Plan) -> str:
     keys, size_mib = on_volume(install.cache_dir)
-    kept = f"{keys} keys of torch.compile, {size_mib:,.0f} MiB of all that was compiled"
+    kept = f"{keys} key{'s' * (keys != 1)} of torch.compile, {size_mib:,.0f} MiB of all that was compiled"
     before = last_start.load(install.cache_dir)
     last = before.describe() if before else "no start is kept"
     if launch_of(plan).graph_mode == EAGER:
