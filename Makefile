@@ -1,6 +1,6 @@
 # Two commands for users, each of which does all its own set-up: `make up` and `make test`. The rest is parts of them.
 # Variables that may be given: MODEL (what `up` serves), CELL (on which image), WAIT=tuned (`up` measures at once and waits for it), BAKE_WEIGHTS=1 (the model in its image),
-# IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, PYTHON.
+# IMAGE_PREFIX (of names of images), CA_BUNDLE (behind an intercepting proxy), HF_ENDPOINT, BASE (another base image), DEBIAN_MIRROR, WHEELS (a folder with wheels that PyPI does not have), PYTHON.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -42,7 +42,7 @@ MIRROR := $(if $(DEBIAN_MIRROR),--debian-mirror $(DEBIAN_MIRROR))
 TRIXIE := debian:trixie-slim
 HUB := $(if $(HF_ENDPOINT),--hub $(HF_ENDPOINT))
 FETCH := $(PY) -m images fetch demo $(CA)
-BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA)
+BUILD := $(PY) -m images build --base $(BASE) $(MIRROR) $(CA) $(if $(WHEELS),--wheels '$(WHEELS)')
 # The tags that `image` and `up` made, one a line.
 BUILT := .make/built
 

@@ -358,12 +358,11 @@ def _build_model(
     named: Recipe,
     rung: recipe.RungRow,
 ) -> dict[str, object]:
-    weights = _bring(cell, rung, engine, arguments, named) if arguments.bake_weights else None
+    image = str(result["tag"])
+    weights = _bring(cell, rung, engine, arguments, named, image) if arguments.bake_weights else None
     epoch_s = build.query_origin(ROOT, cell, epoch_s=None).epoch_s
     prefix = model.check_prefix(arguments.image_prefix)
-    made = model.build(
-        ROOT, cell, named, engine, image=str(result["tag"]), epoch_s=epoch_s, prefix=prefix, weights=weights
-    )
+    made = model.build(ROOT, cell, named, engine, image=image, epoch_s=epoch_s, prefix=prefix, weights=weights)
     others = sum(each.format == rung.format for each in named.rungs)
     has = f"has {rung.name} in it" if weights else f"takes one of {others} rungs when it starts"
     _progress(cell, f"{'reused: ' if made.is_reused else ''}{made.tag} {has}")
@@ -380,14 +379,15 @@ def _build_model(
 
 
 def _bring(
-    cell: Cell, rung: recipe.RungRow, engine: docker.Engine, arguments: argparse.Namespace, named: Recipe
+    cell: Cell, rung: recipe.RungRow, engine: docker.Engine, arguments: argparse.Namespace, named: Recipe, image: str
 ) -> model.Weights:
-    """The weights that are baked, from .make/models or from where the recipe says."""
+    """The weights that are baked, from .make/models or from where the recipe says. `image` is the cell's."""
     if not arguments.no_space_check:
         archives, data = ROOT / build.ARCHIVES, engine.data_folder()
         space.refuse_full(cell, space.needs_baked(rung.bytes, archives=archives, engine_data=data))
     ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
-    files = fetch.fetch(ROOT, rung, WEIGHTS, ca_bundle=ca_bundle, hub=arguments.hub)
+    row = recipe.load(ROOT, named.name)
+    files = _weights_of(row, rung, WEIGHTS, ca_bundle, arguments.hub, image)
     return model.Weights(rung=named.default_rung, files=files)
 
 
@@ -660,19 +660,42 @@ def _check_debian(arguments: argparse.Namespace, loaded: Matrix, dockerfiles: Se
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    rung = _rung_of(arguments, recipe.load(ROOT, arguments.name))
+    row = recipe.load(ROOT, arguments.name)
+    rung = _rung_of(arguments, row)
     if arguments.safetensors:
         convert.refuse_other(rung)
-    targets = tuple(fetch.target_of(file, arguments.to) for file in rung.files)
+    targets = tuple(fetch.target_of(file, _folder_of(row, rung, arguments.to)) for file in rung.files)
     folder = targets[0].with_suffix("") if arguments.safetensors else None
     if not arguments.dry_run:
         ca_bundle = build.check_ca_bundle(arguments.ca_bundle)
-        targets = fetch.fetch(ROOT, rung, arguments.to, ca_bundle=ca_bundle, hub=arguments.hub)
+        targets = _weights_of(row, rung, arguments.to, ca_bundle, arguments.hub)
         folder = convert.to_safetensors(ROOT, targets[0], ca_bundle=ca_bundle) if arguments.safetensors else None
     said = [{"file": str(at), "sha256": file.sha256} for at, file in zip(targets, rung.files, strict=True)]
     made = {"folder": str(folder)} if folder else {}
     _say(arguments, {**said[0], "files": said, **made}, [str(folder)] if folder else [str(at) for at in targets])
     return 0
+
+
+def _folder_of(row: recipe.RecipeRow, rung: recipe.RungRow, to: Path) -> Path:
+    """Where its files lie: what was converted beside the file that it was made of, in a folder of its own."""
+    if rung.made_of is None:
+        return to
+    return fetch.target_of(row.rung(rung.made_of).files[0], to).with_suffix("")
+
+
+def _weights_of(
+    row: recipe.RecipeRow,
+    rung: recipe.RungRow,
+    to: Path,
+    ca_bundle: Path | None,
+    hub: str,
+    image: str = convert.IMAGE,
+) -> tuple[Path, ...]:
+    """From where the recipe says; what is made of another rung is made of it, in the image."""
+    if rung.made_of is None:
+        return fetch.fetch(ROOT, rung, to, ca_bundle=ca_bundle, hub=hub)
+    (source,) = fetch.fetch(ROOT, row.rung(rung.made_of), to, ca_bundle=ca_bundle, hub=hub)
+    return convert.check(convert.to_safetensors(ROOT, source, ca_bundle=ca_bundle, image=image), rung)
 
 
 def _gate(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""A GGUF file that is here -> a folder of safetensors, for an engine that loads no GGUF (`fetch NAME --safetensors`).
+"""A GGUF file that is here -> a folder of safetensors, for an engine that loads no GGUF: `fetch NAME --safetensors`,
+and rungs of a recipe that are `made_of` another one.
 
 transformers reads GGUF, and is in the image of the CPU build; torch is nothing that a developer's machine should need
 for it. The two packages that transformers wants beside it are hash-locked, and lent to that one container.
@@ -43,6 +44,17 @@ def to_safetensors(root: Path, gguf: Path, *, ca_bundle: Path | None, image: str
             message = f"GGUF was not converted: {gguf.name}: {image} ended with {done.code}"
             raise BuildError(message, hint="its own words are above; is the image here? images build --only vllm-cpu")
         return made.replace(folder)
+
+
+def check(folder: Path, rung: RungRow) -> tuple[Path, ...]:
+    """The files of a rung that is made of another one, in its order. BuildError for one that is not as announced."""
+    found = tuple(fetch.target_of(file, folder) for file in rung.files)
+    for path, file in zip(found, rung.files, strict=True):
+        hashed = fetch.sha256_of(path) if path.is_file() else "that is not there"
+        if hashed != file.sha256:
+            message = f"converted weights are not what was announced: {path}: sha256 {hashed}"
+            raise BuildError(message, hint=f"expected {file.sha256}; remove {folder}, and it is made anew")
+    return found
 
 
 def run_argv(root: Path, gguf: Path, readers: Path, made: Path, image: str) -> tuple[str, ...]:

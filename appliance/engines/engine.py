@@ -190,6 +190,10 @@ class Space(Protocol):
         """For the predictor: by knob of `Plan.knobs`, what it does beyond the costs."""
         return {}
 
+    def kv_tokens(self, plan: Plan) -> int | None:
+        """That all requests together may have in its KV cache, to compare with `Allocated`. None: not predicted."""
+        return None
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Places with the MiB that the plan needs there, and those that it may take."""
         return ()
@@ -385,6 +389,16 @@ class Engine(Protocol):
 
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         return NoGuard()
+
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
+        """The plan serves, and this is the log of its start: keeps on the volume what `examine` tells later. Raises
+        nothing."""
+        return
+
+    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
+        """For `appliance doctor`: what this engine does on this machine with the plan, and what earlier starts left.
+        Starts nothing."""
+        return iter(())
 
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
         """All that this machine can run, for the model's types. What fails is ruled out."""

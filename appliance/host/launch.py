@@ -21,6 +21,7 @@ RETRIES = 5
 RESTARTS = "on-failure"
 LABEL = "io.appliance.host"  # on all that the host command starts; its value is the launch itself
 PREFIX = "appliance-"
+SHM_SIZE = "4g"  # a limit and no reservation: an engine of several processes has its queues there, Docker gives 64 MiB
 BEFORE = "-before"  # after the name: what an upgrade replaced
 DEFAULTS = {"APPLIANCE_DRAIN_S": "30"}  # as compose: running streams get half a minute, the grace leaves the rest
 
@@ -95,6 +96,7 @@ def create_options(launch: Launch, here: Mapping[str, str]) -> tuple[dict[str, A
     host: dict[str, Any] = {
         "read_only": True,
         "tmpfs": {"/tmp": ""},  # noqa: S108
+        "shm_size": SHM_SIZE,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
         "port_bindings": {PORT: (launch.bind, launch.port)},
@@ -123,7 +125,7 @@ def _device_request(gpus: GpuRequest) -> dict[str, Any]:
 def command_line(launch: Launch) -> tuple[str, ...]:
     """The docker line that starts the same container, but for the label; values of `passed` are not in it."""
     words = ["docker", "run", "--detach", "--name", launch.name, "--pull", "never", "--read-only", "--tmpfs", "/tmp"]  # noqa: S108
-    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
+    words += ["--shm-size", SHM_SIZE, "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]
     words += ["--user", launch.user, "--stop-timeout", str(GRACE_S)]
     if launch.restarts:
         words += ["--restart", f"{RESTARTS}:{RETRIES}"]

@@ -15,6 +15,7 @@ class Allocated:
     output: float = 0.0
     recurrent: float = 0.0  # states
     repacked: float = 0.0  # of `model`, what the CPU backend copied
+    kv_tokens: int = 0  # that all requests together may have in the cache, exactly; 0: it does not tell
     devices: tuple[tuple[str, float], ...] = ()  # the engine's name of each GPU, and the sum over its buffers
 
     @property

@@ -195,6 +195,11 @@ class Plan:
         """Everything that the engine's log will count, on the host and on GPUs."""
         return self.memory.as_logged + sum(share.memory.as_logged for share in self.placement.shares)
 
+    @property
+    def predicted_kv_mib(self) -> float:
+        """The KV cache of it."""
+        return self.memory.kv + sum(share.memory.kv for share in self.placement.shares)
+
     @cached_property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         """What the tuner varies, by name."""

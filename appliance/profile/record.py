@@ -105,14 +105,16 @@ class Profile:
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - allocated) / allocated over weights, caches and buffers everywhere; None if nothing was read.
+        """(predicted - allocated) / allocated over weights, caches and buffers everywhere, or over the KV cache where
+        an engine tells of nothing else; None if nothing was read.
 
         Of the plan as it was measured: what speculates came later.
         """
         if self.allocated is None or not self.allocated.total:
             return None
         plan = next((plan for plan in self.plans if plan.key == self.plan.key), self.plan)
-        return (plan.predicted_mib - self.allocated.total) / self.allocated.total
+        predicted_mib = plan.predicted_mib if self.allocated.model else plan.predicted_kv_mib
+        return (predicted_mib - self.allocated.total) / self.allocated.total
 
 
 def speeds_document(plan: Plan | None, measured: Speeds | None) -> dict[str, Any]:

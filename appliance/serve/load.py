@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from appliance.engines.engine import Space
 from appliance.errors import CpuBackendError, CpuUnsupportedError, FatalError, ModelDoesNotFitError
-from appliance.plan import Plan, explain_memory
+from appliance.plan import Allocated, Plan, explain_memory
 from appliance.profile import best_of
 from appliance.progress import Phase
 from appliance.serve.kernels import plan_without
@@ -60,10 +60,23 @@ def on_ready(served: ServedModel) -> None:
     supervisor = served.host.supervisor
     lines = served.logs.take(supervisor) if supervisor else ()
     served.allocated = allocated = served.start.engine.allocated(lines)
+    if served.host.plan:
+        served.start.engine.loaded(served.host.plan, lines, served.start.install)
     served.report.phase(Phase.READY)
     seconds = (supervisor.ready_seconds if supervisor else None) or 0.0
     words = f"ready: the engine loaded in {seconds:.1f} s and allocated {allocated.total:,.0f} MiB"
-    served.report.info("ready", words, seconds=round(seconds, 3), allocated_mib=asdict(allocated))
+    room = _kv_room(served, allocated)
+    served.report.info("ready", words + room, seconds=round(seconds, 3), allocated_mib=asdict(allocated))
+
+
+def _kv_room(served: ServedModel, allocated: Allocated) -> str:
+    """In words, with the prediction. Empty for an engine that does not count its KV cache in tokens."""
+    plan = served.host.plan
+    if plan is None or not allocated.kv_tokens:
+        return ""
+    predicted = served.space_of_profile.kv_tokens(plan)
+    compared = "as predicted" if predicted == allocated.kv_tokens else f"{predicted or 0:,} were predicted"
+    return f"; its KV cache has room for {allocated.kv_tokens:,} tokens, {compared}"
 
 
 def report_variant(served: ServedModel, plan: Plan) -> None:

@@ -56,6 +56,7 @@ ROUTES = {
     ),
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/invocations")
+FULL_PER_REQUEST = 0.25  # of the KV cache
 DEAD = "The server had an error while processing your request."
 _LIBC = ctypes.CDLL(None)
 _who = "APIServer"
@@ -261,9 +262,10 @@ def load(options: argparse.Namespace) -> None:
     pause(options, "profile")
     log("Available KV cache memory: 1.00 GiB", where="gpu_worker.py:773")
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
-    tokens = f"{(blocks - 1) * options.block_size:,}"
+    concurrency = blocks / -(-options.max_model_len // options.block_size)
+    tokens = f"{int(concurrency * options.max_model_len):,}"
     words = f"GPU KV cache size: {tokens} tokens, Maximum concurrency for {options.max_model_len:,} tokens per request"
-    log(f"{words}: {(blocks - 1) * options.block_size / options.max_model_len:.2f}x", where="kv_cache_utils.py:1149")
+    log(f"{words}: {concurrency:.2f}x", where="kv_cache_utils.py:2327")
     if not options.enforce_eager:
         pause(options, "graphs")
         log("Graph capturing finished in 2 secs, took 0.05 GiB", where="gpu_model_runner.py:6517")
@@ -443,9 +445,11 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
         labels = f'block_size="{options.block_size}",num_gpu_blocks="{blocks}",cache_dtype="auto"'
+        running = len(self.server.answers)
         lines = [
             f"vllm:cache_config_info{{{labels}}} 1.0",
-            f"vllm:num_requests_running {len(self.server.answers):.1f}",
+            f"vllm:num_requests_running {running:.1f}",
+            f"vllm:kv_cache_usage_perc {min(running * FULL_PER_REQUEST, 1.0)}",
         ]
         body = "".join(f"{line}\n" for line in lines).encode()
         self.send_response(200)

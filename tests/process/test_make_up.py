@@ -73,6 +73,14 @@ def test_the_demo_is_in_its_image_and_runs_anywhere(place: Workplace) -> None:
     assert not place.called("images select")
 
 
+def test_vllms_demo_is_in_its_image_too_with_wheels_from_a_folder(place: Workplace) -> None:
+    done = place.make("up", "CELL=vllm-cpu", "WHEELS=/some/wheels")
+    assert done.returncode == 0, done.stderr
+    (build,) = place.called("images build")
+    assert "--wheels /some/wheels --only vllm-cpu --model demo --alias --image-prefix appliance --bake-weights" in build
+    assert place.made() == {"appliance:vllm-cpu", "appliance/demo:vllm-cpu", "appliance/demo"}
+
+
 def test_with_a_gpu_the_demo_says_what_else_there_is(place: Workplace) -> None:
     place.have("nvidia-smi")
     place.say("images-select.out", "appliance:llama-cu130-sm89\n")

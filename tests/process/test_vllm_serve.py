@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ def tree_of(serving: Serving) -> list[int]:
     return family(leader)
 
 
+def gauges(serving: Serving) -> dict[str, float]:
+    headers = {"Authorization": f"Bearer {serving.home.key}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{serving.port}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    return {
+        line.partition("{")[0].removeprefix("vllm:"): float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:")
+    }
+
+
 def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> None:
     with home.serving() as serving:
         serving.wait_ready()
@@ -44,6 +57,7 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
         assert serving.ask("POST", "/invocations", body, key=home.key)[0] == 404
         status, reply = serving.ask("POST", "/v1/embeddings", {"model": "small", "input": "a"}, key=home.key)
         assert (status, reply["error"]["code"]) == (400, "model_gives_text")
+        assert serving.event("ready")["message"].endswith("as predicted")  # how many tokens its cache has room for
         stages = [event["stage"] for event in serving.events if event["event"] == "engine_step"]
         assert list(dict.fromkeys(stages))[:3] == ["bind", "imports", "weights"]
         assert stages[-1] == "first token"
@@ -51,6 +65,16 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
         serving.terminate()
     eventually(lambda: not [pid for pid in tree if is_alive(pid)])
     assert home.segments == []
+
+
+def test_its_load_is_told_as_vllm_tells_it(home: VllmHome) -> None:
+    with home.serving() as serving:
+        serving.wait_ready()
+        with serving.stream(max_tokens=10**6) as connection:
+            read_until(connection, b"word")
+            busy = {"num_requests_waiting": 0.0, "num_requests_running": 1.0, "kv_cache_usage_perc": 0.25}
+            eventually(lambda: gauges(serving) == busy)
+        serving.terminate()
 
 
 @pytest.mark.parametrize("member", range(3), ids=["api", "core", "worker"])
@@ -113,6 +137,7 @@ def test_it_is_tuned_through_the_doors_and_the_next_start_serves_the_profile(hom
     profile = json.loads(path.read_text())
     assert profile["plan"]["engine"] == "vllm"
     assert profile["measurements"]
+    assert profile["allocated"]["kv_tokens"] > 0
     before = len(home.started)
     with home.serving() as serving:
         serving.wait_ready()

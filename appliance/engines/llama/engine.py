@@ -80,6 +80,12 @@ class Llama:
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
         return KernelGuard(store, report, install, threads=cpu.cores)
 
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
+        """Nothing is compiled at a start."""
+
+    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
+        return iter(())
+
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
         from appliance.engines.llama.kernel_checks import check_kernels  # here: no start needs it
 

@@ -288,7 +288,7 @@ def parse_allocated(lines: Iterable[str]) -> Allocated:
         sums["repacked"] += size if place in _COPIES else 0.0
         if _GPU.fullmatch(place):
             devices[place] = devices.get(place, 0.0) + size
-    return Allocated(**sums, devices=tuple(sorted(devices.items())))
+    return Allocated(**sums, kv_tokens=0, devices=tuple(sorted(devices.items())))
 
 
 def is_worth_showing(line: str) -> bool:

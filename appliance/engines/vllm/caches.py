@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LIMIT_BYTES = 20 * 2**30  # of all builds
-FOLDERS = ("vllm", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
+FOLDERS = ("vllm", "inductor", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
 _KEYS = Path("vllm/torch_compile_cache")
 _STARTING, _IN_USE = "vllm-starting", "vllm-in-use"
 _SLACK_S = 1.0  # of clocks
@@ -100,6 +100,12 @@ def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
                 path.unlink()
                 removed += 1
     return removed
+
+
+def on_volume(build_dir: Path) -> tuple[int, float]:
+    """Keys of torch.compile that this build has, and the MiB of all that it compiled."""
+    size = sum(_size(build_dir / name) for name in FOLDERS if (build_dir / name).is_dir())
+    return len(_subfolders(build_dir / _KEYS)), size / 2**20
 
 
 def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:

@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error|undefined symbol: ",
         r"version `\S+' not found|^ModuleNotFoundError: ",
     ),
-    _rule("refused arguments", EngineArgumentsError, _SEE_PLAN, r"^vllm(?: \w+)?: error: "),
+    _rule("refused arguments", EngineArgumentsError, _SEE_PLAN, r"^(?:vllm|main\.py)(?: \w+)?: error: "),
     _rule(
         "no kernels",
         NoKernelError,
@@ -109,6 +109,7 @@ RULES: tuple[Rule, ...] = (
         _SHM,
         r"No space left on device: '?/dev/shm|/dev/shm/\S+.*No space left|creating shared memory segment",
         r"unable to (?:open|write to|resize) (?:shared memory object|file) </",
+        r"Insufficient space in /dev/shm",
     ),
     _rule(
         "out of GPU memory",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
-from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, LoadStep
-from appliance.engines.vllm import endings, facts, log, progress, server
+from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
+from appliance.engines.vllm import endings, facts, last_start, log, progress, server
 from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
-from appliance.engines.vllm.routes import ROUTES
+from appliance.engines.vllm.routes import LOAD_GAUGES, METRICS_PATH, ROUTES, parse_kv_use
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.model import Format
@@ -37,6 +37,11 @@ class Vllm(Engine):
     settings = SETTINGS
     launch: type[Launch] = VllmLaunch
     routes: tuple[EngineRoute, ...] = ROUTES
+    load_gauges = LOAD_GAUGES
+    kv_use_path = METRICS_PATH
+
+    def parse_kv_use(self, answer: bytes, plan: Plan) -> float:
+        return parse_kv_use(answer)
 
     def query_facts(self, binary: Path, *, cpu_variant: str | None = None) -> EngineFacts:
         return facts.read_facts(binary, "")
@@ -78,6 +83,14 @@ class Vllm(Engine):
 
     def step(self, line: str) -> LoadStep | None:
         return progress.step_of(line)
+
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
+        last_start.keep(plan, lines, install.cache_dir)
+
+    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
+        from appliance.engines.vllm.examine import examine  # here: no start needs it
+
+        return examine(install, plan)
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         return progress.parse_allocated(lines)

@@ -14,9 +14,10 @@ _PROCESS = re.compile(r"^\(([A-Za-z]\w*)(?:-\d+)? pid=\d+\) ?")
 _MARK = re.compile(r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # The name of an exception at the beginning of a line, as Python ends a traceback; what pydantic says below its own; a
-# usage error; a process that is gone; and what a linker, the C library or the kernel's signal leaves.
+# usage error, by `main.py` in our images, whose launcher starts the module; a process that is gone; and what a linker,
+# the C library or the kernel's signal leaves.
 _CAUSE = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?::|$)|^  Value error, |^vllm(?: \w+)?: error: "
+    r"^(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception)(?::|$)|^  Value error, |^(?:vllm|main\.py)(?: \w+)?: error: "
     r"|^Worker proc \S+ died unexpectedly|error while loading shared libraries|symbol lookup error"
     r"|^terminate called |^Fatal Python error: |NCCL WARN .*(?:shared memory|No space left)"
 )
@@ -78,6 +79,10 @@ _AS_IT_SHOULD = re.compile(
     r"Found ulimit of \d+ and failed to automatically increase"
     # While it compiles or quantises: minutes of silence are said so every minute.
     r"|No available shared memory broadcast block found"
+    # Of the CPU build, on every start: what our own flags ask for, and what it does without Triton.
+    r"|Enforce eager set, disabling torch\.compile|Inductor compilation was disabled by user settings"
+    r"|Triton is not installed\. triton-cpu is expected|Reset SSM cache type to float32"
+    r"|Model Runner V2 requires Triton|libiomp is not found in LD_PRELOAD"
     # A client that left; and ours, when it is asked to end.
     r"|\[shutdown\] "
 )

@@ -118,12 +118,20 @@ _ALLOCATED = (
 )
 
 
+_KV_TOKENS = re.compile(r"\w+ KV cache size: ([0-9,]+) tokens")
+
+
 def parse_allocated(lines: Iterable[str]) -> Allocated:
-    """What the log tells: two decimals of a GiB, the cache's of one rank. Every rank has a cache of the smallest's
-    size, and its line is printed by the first alone. `vllm:cache_config_info` tells blocks exactly."""
+    """What the log tells: two decimals of a GiB, the cache's of one rank, and its tokens exactly. Every rank has a
+    cache of the smallest's size, and its line is printed by the first alone."""
     sizes: dict[str, list[float]] = {"model": [], "kv": [], "compute": []}
+    tokens = 0
     for line in lines:
+        if found := _KV_TOKENS.search(line):
+            tokens = int(found[1].replace(",", ""))
         for kind, pattern in _ALLOCATED:
             if found := pattern.search(line):
                 sizes[kind].append(float(found[1]) * _GIB)
-    return Allocated(model=sum(sizes["model"]), kv=min(sizes["kv"], default=0.0), compute=sum(sizes["compute"]))
+    return Allocated(
+        model=sum(sizes["model"]), kv=min(sizes["kv"], default=0.0), compute=sum(sizes["compute"]), kv_tokens=tokens
+    )

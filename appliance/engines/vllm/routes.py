@@ -7,7 +7,16 @@ guards), `/generative_scoring`, `/scale_elastic_ep`, `/inference/v1/*`, `*/rende
 
 from __future__ import annotations
 
-from appliance.engine_route import Dialect, EngineRoute
+import re
+
+from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+
+METRICS_PATH = "/metrics"  # of its own server; the gateway's is another one
+# Under the names that it has in the engine's own: balancers that know vLLM look for these.
+LOAD_GAUGES = LoadGauges(
+    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
+)
+_KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
 
 def _post(
@@ -46,3 +55,12 @@ ROUTES: tuple[EngineRoute, ...] = (
     *_post("/tokenize"),
     *_post("/detokenize"),
 )
+
+
+def parse_kv_use(answer: bytes) -> float:
+    """Of its metrics: the share of blocks that requests hold, of the fullest engine where there are several. Raises
+    ValueError."""
+    if not (found := _KV_USE.findall(answer)):
+        message = f"{METRICS_PATH} tells of no KV cache: {answer[:100]!r}"
+        raise ValueError(message)
+    return min(max(map(float, found)), 1.0)

@@ -176,6 +176,7 @@ def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
         "XDG_CACHE_HOME": str(cache / "xdg"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),  # else below /tmp, where nothing may be executed
         "FLASHINFER_WORKSPACE_BASE": str(cache / "flashinfer"),
         "HF_HOME": str(cache / "huggingface"),
         "DG_JIT_CACHE_DIR": str(cache / "deep_gemm"),

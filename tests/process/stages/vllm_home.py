@@ -64,7 +64,8 @@ class VllmHome(Home):
 
     def set_engine(self, *knobs: str, where: str = "") -> None:
         """`knobs` for starts whose command line holds `where`."""
-        common = ("--fake-segments", str(self.folder / "segments"), "--fake-block-bytes", "1474560")
+        blocks = ("--block-size", "128", "--fake-block-bytes", "2949120")  # as the CPU build has them of that model
+        common = ("--fake-segments", str(self.folder / "segments"), *blocks)
         run = shlex.join([sys.executable, "-I", "-S", str(FAKE_VLLM)])
         path = self.folder / "engine/bin/vllm"
         path.write_text(

@@ -58,6 +58,7 @@ def test_it_is_hardened_as_compose_is(service: dict[str, Any]) -> None:
     assert list(host["tmpfs"]) == service["tmpfs"]
     assert host["cap_drop"] == service["cap_drop"]
     assert host["security_opt"] == service["security_opt"]
+    assert host["shm_size"] == service["shm_size"]
     assert f"{container['stop_timeout']}s" == service["stop_grace_period"]
     assert service["restart"] == f"{host['restart_policy']['Name']}:{host['restart_policy']['MaximumRetryCount']}"
     assert {name: service["environment"][name] for name in DEFAULTS} == {
@@ -73,7 +74,7 @@ def test_the_line_has_all_that_the_options_have() -> None:
     assert {
         ("--name", LAUNCH.name), ("--pull", "never"), ("--tmpfs", "/tmp"), ("--cap-drop", "ALL"), ("--user", "1000:0"),
         ("--security-opt", "no-new-privileges:true"), ("--stop-timeout", str(GRACE_S)), ("--env", "HF_TOKEN"),
-        ("--restart", f"on-failure:{RETRIES}"), ("--env", "APPLIANCE_MODEL=/models/m.gguf"),
+        ("--shm-size", "4g"), ("--restart", f"on-failure:{RETRIES}"), ("--env", "APPLIANCE_MODEL=/models/m.gguf"),
         ("--publish", "127.0.0.1:11435:11435"), ("--volume", "appliance:/data"),
         ("--mount", "type=bind,source=/home/me/m.gguf,target=/models/m.gguf,readonly"),
     } <= pairs  # fmt: skip

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from images import __main__ as command
 from images import convert, recipe
-from images.errors import UsageError
+from images.errors import BuildError, UsageError
 from images.recipe import RungRow
 
 
@@ -31,6 +32,29 @@ def test_a_folder_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     made = convert.to_safetensors(tmp_path, tmp_path / "m.gguf", ca_bundle=None, image="no-such-image")
     assert made == tmp_path / "m"
+
+
+def test_what_was_converted_is_held_to_its_hashes(project: Path, tmp_path: Path) -> None:
+    made = next(each for each in recipe.load(project, "demo").rungs if each.made_of)
+    file = next(each for each in made.files if each.path.endswith("/tokenizer_config.json"))
+    one = made.model_copy(update={"files": (file,)})
+    with pytest.raises(BuildError, match="sha256 that is not there") as absent:
+        convert.check(tmp_path, one)
+    assert str(tmp_path) in (absent.value.hint or "")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(BuildError, match=r"are not what was announced: .*sha256 44136fa355b3"):
+        convert.check(tmp_path, one)
+    right = file.model_copy(update={"sha256": hashlib.sha256(b"{}").hexdigest()})
+    found = convert.check(tmp_path, made.model_copy(update={"files": (right,)}))
+    assert found == (tmp_path / "tokenizer_config.json",)
+
+
+def test_a_dry_run_says_where_a_rung_that_is_made_would_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["fetch", "demo", "--rung", "135m-bf16", "--dry-run", "--json", "--to", str(tmp_path)]) == 0
+    said = json.load(io.StringIO(capsys.readouterr().out))
+    folder = tmp_path / "SmolLM2-135M-Instruct.Q4_1"
+    assert {Path(each["file"]).parent for each in said["files"]} == {folder}
+    assert {Path(each["file"]).name for each in said["files"]} >= {"model.safetensors", "config.json", "tokenizer.json"}
 
 
 def test_only_one_file_of_gguf_is_converted(project: Path) -> None:

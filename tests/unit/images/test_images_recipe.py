@@ -168,7 +168,7 @@ FILE = f"{{path: x-q4_0.gguf, bytes: 10, sha256: {SHA256}}}"
         ("source: [here]", "source: [her]", "cites a source that is not there: her", "perhaps you meant here"),
         ("revision: ", "# ", "a repo has a revision", ""),
         ("repo: org/x-GGUF", "url: https://host/x.gguf", "a repo has a revision", ""),
-        ("repo: org/x-GGUF", "# none", "comes from a repo, from a url or from a wheel", ""),
+        ("repo: org/x-GGUF", "# none", "comes from a repo, from a url, from a wheel, or is made of", ""),
         (SHA256, "abc", "rungs.0.files.0.sha256: String should match pattern", ""),
         ("x-q4_0.gguf", "../x.gguf", "rungs.0.files.0.path: String should match pattern", ""),
         ("x-q4_0.gguf", "a/.x.gguf", "rungs.0.files.0.path: String should match pattern", ""),
@@ -194,6 +194,42 @@ def test_a_better_tier_is_never_the_smaller_one(tmp_path: Path) -> None:
     better = row.replace("1b-q4_0", "1b-q3").replace("balanced", "quality").replace("bytes: 10", "bytes: 9")
     with pytest.raises(MatrixError, match="1b-q3 is of tier quality and smaller than 1b-q4_0: balanced"):
         load_text(tmp_path, RECIPE.replace("sources:", f"{better}sources:"))
+
+
+MADE = f"""\
+  - name: 1b-bf16
+    model: 1b
+    tier: balanced
+    format: safetensors
+    quantization: BF16
+    made_of: 1b-q4_0
+    files:
+      - {{path: X/model.safetensors, bytes: 20, sha256: {SHA256}}}
+      - {{path: X/config.json, bytes: 2, sha256: {SHA256}}}
+"""
+
+
+def test_a_rung_may_be_made_of_another_one(tmp_path: Path) -> None:
+    row = load_text(tmp_path, RECIPE.replace("sources:", f"{MADE}sources:"))
+    made = recipe.choose(row, None, "safetensors")
+    assert (made.name, made.made_of) == ("1b-bf16", "1b-q4_0")
+    (rung,) = recipe.as_recipe(row).find("1b-bf16")
+    assert (rung.repo, rung.url, rung.source) == (None, None, "made of 1b-q4_0")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("made_of: 1b-q4_0", "made_of: 1b-q4", "rungs.1.made_of: none of 1b-q4_0: 1b-q4"),
+        ("made_of: 1b-q4_0", "made_of: 1b-bf16", "rungs.1.made_of: none of 1b-q4_0: 1b-bf16"),
+        ("X/config.json", "Y/config.json", "is one folder of safetensors"),
+        ("made_of", "url: https://host/x\n    made_of", "comes from a repo, from a url, from a wheel, or is made of"),
+    ],
+)
+def test_what_a_rung_is_made_of_is_one_gguf_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(MatrixError) as caught:
+        load_text(tmp_path, RECIPE.replace("sources:", f"{MADE.replace(old, new, 1)}sources:"))
+    assert message in caught.value.message
 
 
 def test_parts_and_projector_are_told_apart(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from appliance.plan import Allocated
 from appliance.profile import dump_profile, make_key, parse_profile
 from appliance.settings import resolve_settings
 from tests.builders import DIGEST, IMAGE, key, machine, profile
@@ -36,6 +37,12 @@ def test_the_error_of_a_prediction_is_that_of_the_plan_whose_memory_was_read() -
     assert plain is not None
     grown = replace(made.plan, memory=replace(made.plan.memory, weights=made.plan.memory.weights + 5000))
     assert replace(made, plan=grown).prediction_error == plain
+
+
+def test_an_engine_that_tells_of_its_cache_alone_is_compared_by_that() -> None:
+    made = profile()
+    told = Allocated(kv=made.plan.predicted_kv_mib / 1.1, kv_tokens=4096)
+    assert replace(made, allocated=told).prediction_error == pytest.approx(0.1)
 
 
 def test_another_draft_model_is_another_key() -> None:

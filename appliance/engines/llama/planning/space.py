@@ -345,6 +345,10 @@ class Space:
         """What an expert cache would do beside this plan, for people to read; None where nothing is known of it."""
         return modelled(self._given.model, self._given.resources, plan.placement)
 
+    def kv_tokens(self, plan: Plan) -> int | None:
+        """The engine tells sizes, and no tokens."""
+        return None
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         """Of each device: its name to the engine, MiB that the plan takes, MiB that there are. The host is left out:
         what is mapped there needs no room."""

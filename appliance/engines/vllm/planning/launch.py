@@ -91,9 +91,14 @@ def compile_key(plan: Plan) -> str:
     What moves it was seen on vLLM 0.32 with `VllmConfig.compute_hash`: context, sequences, tokens of a step, type and
     block of the cache, speculative decoding. Not utilization, bytes of the cache, prefix caching, seed or name.
     """
+    return hashlib.sha256(json.dumps(compile_parts(plan), sort_keys=True).encode()).hexdigest()[:10]
+
+
+def compile_parts(plan: Plan) -> dict[str, object]:
+    """What the key is made of, by name."""
     launch = launch_of(plan)
     speculation = (plan.speculation.kind, plan.speculation.tokens) if plan.speculation else None
-    parts = {
+    return {
         "model": plan.model_path,
         "context": plan.context,
         "kv_type": plan.kv_type,
@@ -108,4 +113,3 @@ def compile_key(plan: Plan) -> str:
         "text_only": launch.is_text_only,
         "speculation": speculation,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]

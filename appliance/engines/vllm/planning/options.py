@@ -13,6 +13,7 @@ from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
     shm_needed_mib,
+    shm_of_workers_mib,
     tensor_sizes,
     why_not_tensor,
 )
@@ -117,13 +118,22 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
     pins, shape = facts.pins, facts.shape
     _check_asked(facts)
     if not facts.cards:
-        return [(Layout(tensor=pins.tensor or 1), ())]
+        return [(_on_cpu(facts, Layout(tensor=pins.tensor or 1)), ())]
     by_room = sorted(facts.cards, key=lambda card: -free_mib(card, facts.hardware))
     found = list(layouts(shape, by_room, tensor=pins.tensor, pipeline=pins.pipeline))
     short = [layout for layout in found if not has_shared_memory(facts, layout.ranks)]
     if short and len(short) == len(found):
         _refuse_shared_memory(facts, min(layout.ranks for layout in short))
     return [(layout, _cards_of(layout, by_room)) for layout in found if layout not in short]
+
+
+def _on_cpu(facts: Facts, layout: Layout) -> Layout:
+    """Raises ConfigError where its processes cannot exchange anything: the engine takes 20 s to find that out."""
+    there, needed = facts.hardware.memory.shm_mib, shm_of_workers_mib(layout.ranks)
+    if there is None or there >= needed:
+        return layout
+    message = f"shared memory is too small for vLLM's processes: {there} MiB in /dev/shm, {needed} are needed"
+    raise ConfigError(message, hint="start the container with --shm-size 1g or --ipc=host")
 
 
 def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:

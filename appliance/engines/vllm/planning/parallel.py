@@ -13,6 +13,9 @@ RANKS_MAX = 16
 # Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
 # from each of 24 MiB, ten chunks each (shm_broadcast.py line 500, multiproc_executor.py line 165).
 _BROADCAST_MIB, _REPLY_MIB = 160, 240
+# The CPU build has a process of its own for a single rank too. Each queue has to fit into what is free when it is made,
+# and takes what is written to it, which is little: 256 MiB were seen to do, 64 are refused.
+_ONE_WORKER_MIB = 256
 
 
 def why_not_tensor(shape: Shape, ranks: int) -> str | None:
@@ -117,3 +120,8 @@ def are_linked(cards: Sequence[Gpu]) -> bool:
 def shm_needed_mib(ranks: int) -> int:
     """Of /dev/shm; one rank needs none."""
     return 0 if ranks == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks
+
+
+def shm_of_workers_mib(ranks: int) -> int:
+    """Of the CPU build."""
+    return _ONE_WORKER_MIB if ranks == 1 else shm_needed_mib(ranks)

@@ -32,7 +32,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         *_prefix_cache(facts),
         *_text_only(facts),
         *_foreign_code(facts),
-        *variable_choices(facts.settings),
+        *variable_choices(facts.settings, facts.given.image.build_id),
         *_engine_args(facts),
         Choice(
             name="compile_key",

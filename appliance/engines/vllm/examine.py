@@ -1,0 +1,45 @@
+"""What `appliance doctor` tells of vLLM: why it computes with what, and what of it is compiled already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.engines.engine import Install, KernelResult
+from appliance.engines.vllm import last_start
+from appliance.engines.vllm.caches import on_volume
+from appliance.engines.vllm.planning.launch import EAGER, compile_key, launch_of
+from appliance.plan import Plan
+
+# Choices of a plan, in the words of doctor.
+_SHOWN = {
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "attention": "attention",
+    "linear_attention": "linear attention",
+    "kv_type": "KV cache type",
+    "kv_cache": "KV cache",
+    "placement": "placement",
+    "kv_heads": "KV heads",
+    "shm": "shared memory of ranks",
+    "reserve": "reserve",
+    "speculation": "speculation",
+    "remote_code": "remote code",
+}
+
+
+def examine(install: Install, plan: Plan) -> Iterator[KernelResult]:
+    """One line for each choice that a machine decides, and one for the compile cache."""
+    for choice in plan.choices:
+        if choice.name in _SHOWN:
+            yield KernelResult(name=_SHOWN[choice.name], words=f"{choice.value}: {choice.reason}")
+    yield KernelResult(name="compile cache", words=_compile_cache(install, plan))
+
+
+def _compile_cache(install: Install, plan: Plan) -> str:
+    keys, size_mib = on_volume(install.cache_dir)
+    kept = f"{keys} key{'s' * (keys != 1)} of torch.compile, {size_mib:,.0f} MiB of all that was compiled"
+    before = last_start.load(install.cache_dir)
+    last = before.describe() if before else "no start is kept"
+    if launch_of(plan).graph_mode == EAGER:
+        return f"{kept}; {last}; this plan is eager and compiles nothing"
+    return f"{kept}; {last}; this plan's own key is {compile_key(plan)}"

@@ -1,0 +1,74 @@
+"""What the last start found in torch.compile's cache, kept on the volume for `appliance doctor`: a hit or a miss, and
+which part of the key moved since the start before it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance import documents
+from appliance.engines.vllm.planning.launch import compile_parts
+from appliance.engines.vllm.progress import compile_cache
+from appliance.plan import Plan
+from appliance.values import dataclass
+
+NAME = "vllm-last-start.json"  # in a build's folder
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastStart:
+    """`is_hit` None: nothing was compiled. `parts` of our own key by name, `moved` those that were others before."""
+
+    is_hit: bool | None
+    key: str | None  # the engine's own, short
+    reason: str | None  # of a miss, where the engine explains it
+    parts: Mapping[str, Any]
+    moved: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        if self.is_hit is None:
+            return "the last start compiled nothing"
+        found = f"the last start {'hit' if self.is_hit else 'missed'} it"
+        key = f", key {self.key}" if self.key else ""
+        if self.is_hit:
+            return f"{found}{key}"
+        why = self.reason or (f"another {', '.join(self.moved)} than before" if self.moved else "nothing was kept yet")
+        return f"{found}{key}: {why}"
+
+
+def last_start(plan: Plan, lines: Iterable[str], before: LastStart | None) -> LastStart:
+    """By the log of a start that became ready."""
+    found, parts = compile_cache(lines), compile_parts(plan)
+    moved = tuple(name for name in sorted(parts) if before and before.parts.get(name) != _as_read(parts[name]))
+    return LastStart(is_hit=found.is_hit, key=found.key, reason=found.reason, parts=parts, moved=moved)
+
+
+def _as_read(value: object) -> object:
+    return json.loads(json.dumps(value))
+
+
+def load(cache_dir: Path) -> LastStart | None:
+    """None where no start is kept, or nothing that can be read."""
+    try:
+        return documents.read(LastStart, documents.load((cache_dir / NAME).read_bytes()))
+    except (OSError, ValueError):
+        return None
+
+
+def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
+    """A volume that refuses is no reason not to serve."""
+    found = last_start(plan, lines, load(cache_dir))
+    document = {"is_hit": found.is_hit, "key": found.key, "reason": found.reason}
+    text = json.dumps({**document, "parts": found.parts, "moved": found.moved}, indent=1, sort_keys=True)
+    part = cache_dir / f".{NAME}-{os.getpid()}"
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(cache_dir / NAME)
+    except OSError as error:
+        _log.warning("what the last start compiled is not kept: %s", error)
