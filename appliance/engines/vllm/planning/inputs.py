@@ -8,6 +8,7 @@ from appliance.engines.engine import Inputs
 from appliance.engines.gpus import device_id, judged
 from appliance.engines.vllm.chips import Chip, chip_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
+from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
@@ -48,6 +49,8 @@ class Facts:
     variables: tuple[tuple[str, str], ...]
     wanted: int
     choices: tuple[Choice, ...]  # that are the same for every plan
+    hosts: tuple[tuple[Gpu, ...], ...] = ()  # cards of each host of a group, this one's first
+    shm_mib: int | None = None  # the least of all hosts; None: nobody looked
     limits: Limits = NO_LIMITS
     drafting: Speculation | None = None  # which the options count with
 
@@ -58,6 +61,11 @@ class Facts:
     @property
     def hardware(self) -> Hardware:
         return self.given.hardware
+
+    @property
+    def all_cards(self) -> tuple[Gpu, ...]:
+        """Of all hosts."""
+        return tuple(card for host in self.hosts for card in host) if self.hosts else self.cards
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -106,6 +114,8 @@ def read_facts(given: Inputs) -> Facts:
         hf_overrides=overrides_for(settings, model),
         variables=own_variables(settings),
         wanted=wanted,
+        hosts=hosts_of(given, cards),
+        shm_mib=shm_of(given),
         choices=tuple(each for each in (by_dtype, by_weights, by_kv, by_attention, by_gdn, *left_out) if each),
     )
 

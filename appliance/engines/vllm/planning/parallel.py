@@ -60,11 +60,12 @@ def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Lay
     """Layers by the memory of each stage's smallest card."""
     if stages == 1:
         return Layout(tensor=tensor)
-    rooms = [_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
+    rooms = [stage_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
     return Layout(tensor=tensor, pipeline=stages, layers=split_layers(shape.layers, rooms))
 
 
-def _room(cards: Sequence[Gpu]) -> float:
+def stage_room(cards: Sequence[Gpu]) -> float:
+    """Of its smallest card, MiB."""
     return min((float(card.vram_free_mib or card.vram_total_mib or 1) for card in cards), default=1.0)
 
 
@@ -114,6 +115,6 @@ def are_linked(cards: Sequence[Gpu]) -> bool:
     return len(cards) > 1 and all(indices & set(card.nvlink_peers) - {card.index} for card in cards)
 
 
-def shm_needed_mib(ranks: int) -> int:
-    """Of /dev/shm; one rank needs none."""
-    return 0 if ranks == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks
+def shm_needed_mib(ranks: int, nodes: int = 1) -> int:
+    """Of /dev/shm of one host with so many ranks; one rank that is alone needs none."""
+    return 0 if ranks * nodes == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks
