@@ -13,11 +13,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from appliance.gateway.api_error import ApiError, internal_error
+from appliance.gateway.api_error import ApiError, body_too_large, internal_error
 from appliance.gateway.backend import Backend
 from appliance.gateway.documents import Document, documents_of, of_model, path_of, shown
 
@@ -56,10 +56,13 @@ def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) 
 
 async def _body(request: Request) -> bytes:
     found = b""
-    async for piece in request.stream():
-        found += piece
-        if len(found) > BODY_MOST_BYTES:
-            raise ApiError(413, "request_too_large", f"the body is larger than {BODY_MOST_BYTES:,} bytes")
+    try:
+        async for piece in request.stream():
+            found += piece
+            if len(found) > BODY_MOST_BYTES:
+                raise body_too_large(BODY_MOST_BYTES)
+    except ClientDisconnect as error:
+        raise ApiError(400, "incomplete_request", "the client left before its body had come") from error
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,6 +77,8 @@ def test_two_hosts_join_serve_and_start_anew_after_a_loss(homes: tuple[VllmHome,
         assert f"127.0.0.1:{port}" in refusal["error"]["message"]
         assert leader.ask("POST", "/appliance/v1/group", {})[0] == 401
         assert leader.ask("POST", "/appliance/v1/group", {}, key=KEY)[0] == 400
+        assert leader.ask("POST", "/appliance/v1/group", "x" * 2**20, key=KEY)[0] == 413
+        leave_in_mid_body(port)
         found = group(leader)
         assert (found["nodes"], found["is_ready"], found["missing"]) == (2, True, [])
         (first,), (second,) = near.started, far.started
@@ -105,7 +108,15 @@ def test_two_hosts_join_serve_and_start_anew_after_a_loss(homes: tuple[VllmHome,
         assert leader.ask("GET", "/health/live")[0] == 200
         assert "waiting for host 1 of 2" in eventually(lambda: waits(leader))
         leader.terminate()
+        assert "ClientDisconnect" not in leader.text
     assert near.segments == []
+
+
+def leave_in_mid_body(port: int) -> None:
+    """Which a leader must bear: its followers may be killed at any moment."""
+    head = f"POST /appliance/v1/group HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(f"{head}{{".encode())
 
 
 def waits(leader: Serving) -> str:
@@ -152,7 +163,11 @@ def test_who_does_not_belong_to_a_group_is_refused_and_it_goes_on(
             assert leader.chat()[0] == 200
             assert leader.names().count("ready") == 1
             leader.terminate()
-            eventually(lambda: "waiting_for_leader" in follower.names() or "round_over" in follower.names())
+            with host(near, 0, port) as another:  # it is restarted: the follower, which never ended, joins it
+                another.wait_ready()
+                eventually(lambda: follower.names().count("ready") == 2, what=lambda: follower.text)
+                assert another.chat()[0] == 200
+                another.terminate()
             follower.terminate()
 
 

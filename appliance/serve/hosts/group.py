@@ -12,7 +12,7 @@ from appliance.report import Report
 from appliance.serve.hosts.member import Member, Word, why_refused
 from appliance.values import dataclass
 
-LOST_S = 20.0  # without a word of a host: twenty of its words
+LOST_S = 30.0  # without a word of a host, which sends one a second
 TICK_S = 1.0
 
 

@@ -111,7 +111,7 @@ async def test_a_host_that_is_silent_is_lost_and_ends_the_round(group: Group) ->
     assert group.failure is None
     pass_time(group, TICK_S)
     failure = await group.wait_failed()
-    assert failure.words == "host 2 (host-2) was lost: nothing was heard of it for 20 s"
+    assert failure.words == "host 2 (host-2) was lost: nothing was heard of it for 30 s"
     assert not failure.by_engine
     assert group.missing == (2,)
 
