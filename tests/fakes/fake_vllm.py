@@ -297,6 +297,8 @@ def replay(options: argparse.Namespace) -> NoReturn:
     """Ends as a kept log tells, all of it: from the middle of this program's tree."""
     if options.fake_replay:
         write(options.fake_replay.read_text())
+    if options.headless:
+        leave(options.fake_exit)
     os.kill(os.getppid(), signal.SIGUSR1)  # the API server, which ends with the code that was asked for
     while True:
         signal.pause()

@@ -19,6 +19,7 @@ from tests.process.stages.gateway import read_until
 from tests.process.stages.vllm import family
 from tests.process.stages.vllm_home import VllmHome
 
+ENDINGS = Path(__file__).parents[1] / "endings"
 KEY = "sk-of-the-group-0123456789abcdef"
 
 
@@ -169,6 +170,32 @@ def test_who_does_not_belong_to_a_group_is_refused_and_it_goes_on(
                 assert another.chat()[0] == 200
                 another.terminate()
             follower.terminate()
+
+
+def test_what_fails_on_one_host_before_all_were_ready_ends_both_with_its_cause(
+    homes: tuple[VllmHome, VllmHome],
+) -> None:
+    near, far = homes
+    far.set_engine("--fake-end-at", "weights", "--fake-replay", str(ENDINGS / "vllm-no-weights.log"))
+    port = free_port()
+    with host(near, 0, port) as leader, host(far, 1, port) as follower:
+        assert follower.wait_exit() == 30
+        assert leader.wait_exit() == 43
+        assert "the group did not become ready: host 1 (" in leader.text
+        assert "Cannot find any model weights" in leader.text
+
+
+def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome, VllmHome]) -> None:
+    near, far = homes
+    log = ENDINGS / "vllm-kv-too-small.log"
+    near.set_engine("--fake-end-at", "profile", "--fake-replay", str(log), where="--max-model-len 8192 ")
+    port = free_port()
+    with host(near, 0, port) as leader, host(far, 1, port) as follower:
+        leader.wait_ready()
+        follower.wait_ready()
+        stepped = leader.event("stepped_down")
+        assert leader.document("status")["context"] == stepped["context"] < stepped["context_before"] == 8192
+        assert f"--max-model-len {stepped['context']} " in far.started[-1]
 
 
 @pytest.mark.parametrize(
