@@ -80,6 +80,8 @@ def test_two_hosts_join_serve_and_start_anew_after_a_loss(homes: tuple[VllmHome,
         assert leader.ask("POST", "/appliance/v1/group", {}, key=KEY)[0] == 400
         assert leader.ask("POST", "/appliance/v1/group", "x" * 2**20, key=KEY)[0] == 413
         leave_in_mid_body(port)
+        assert "not encrypted" in leader.event("open_traffic")["message"]
+        assert "not encrypted" in follower.event("open_traffic")["message"]
         found = group(leader)
         assert (found["nodes"], found["is_ready"], found["missing"]) == (2, True, [])
         (first,), (second,) = near.started, far.started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.engine import Inputs
+from appliance.engines.vllm.planning.parallel import shm_needed_mib
 from appliance.errors import ConfigError
 from appliance.probe import Gpu
 
@@ -19,6 +20,12 @@ def hosts_of(given: Inputs, cards: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], ..
         message = f"GPUs of a group are of different chips, which have no kernels in common: {', '.join(chips)}"
         raise ConfigError(message, hint="name cards of one kind with --devices on each host, or serve replicas")
     return hosts
+
+
+def shm_needed_of_host_mib(ranks: int, nodes: int) -> int:
+    """Of /dev/shm of one host with so many ranks. Of a group one rank has the queues as well: no less than those of
+    two."""
+    return shm_needed_mib(ranks if nodes == 1 else max(2, ranks))
 
 
 def shm_of(given: Inputs) -> int | None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from appliance.engines.vllm.planning.estimate import Estimate, Option
 from appliance.engines.vllm.planning.host_layouts import placed_over_hosts
+from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
-    shm_needed_mib,
     tensor_sizes,
     why_not_tensor,
 )
@@ -143,7 +143,7 @@ def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:
 
 def has_shared_memory(facts: Facts, ranks: int) -> bool:
     """For so many ranks of one host. What nobody looked at counts as enough."""
-    return facts.shm_mib is None or facts.shm_mib >= shm_needed_mib(ranks, facts.settings.nodes)
+    return facts.shm_mib is None or facts.shm_mib >= shm_needed_of_host_mib(ranks, facts.settings.nodes)
 
 
 def _check_asked(facts: Facts) -> None:
@@ -177,7 +177,7 @@ def _of_gpus(facts: Facts) -> list[str]:
 
 
 def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
-    needed = shm_needed_mib(ranks, facts.settings.nodes)
+    needed = shm_needed_of_host_mib(ranks, facts.settings.nodes)
     where = " of each host" if facts.settings.nodes > 1 else ""
     message = (
         f"shared memory is too small for {ranks} ranks{where}: {facts.shm_mib} MiB in /dev/shm, {needed} are needed"

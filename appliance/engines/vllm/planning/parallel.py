@@ -115,6 +115,6 @@ def are_linked(cards: Sequence[Gpu]) -> bool:
     return len(cards) > 1 and all(indices & set(card.nvlink_peers) - {card.index} for card in cards)
 
 
-def shm_needed_mib(ranks: int, nodes: int = 1) -> int:
-    """Of /dev/shm of one host with so many ranks; one rank that is alone needs none."""
-    return 0 if ranks * nodes == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks
+def shm_needed_mib(ranks: int) -> int:
+    """Of /dev/shm; one rank needs none."""
+    return 0 if ranks == 1 else _BROADCAST_MIB + _REPLY_MIB * ranks

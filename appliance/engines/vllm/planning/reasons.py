@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.vllm.planning.estimate import Estimate
+from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
 from appliance.engines.vllm.planning.launch import EAGER
@@ -151,7 +152,7 @@ def _replicated(shape: Shape, tensor: int) -> str | None:
 
 
 def _shared_memory(facts: Facts, ranks: int) -> Choice:
-    there, needed = facts.shm_mib, shm_needed_mib(ranks, facts.settings.nodes)
+    there, needed = facts.shm_mib, shm_needed_of_host_mib(ranks, facts.settings.nodes)
     if there is None:
         why = f"nobody looked; {ranks} ranks need {needed} MiB: --ipc=host or --shm-size 4g where Docker gives 64"
         return Choice(name="shm", value="unknown", reason=why, source="probe")
