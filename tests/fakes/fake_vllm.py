@@ -777,7 +777,7 @@ def stop(server: Api, core_pid: int) -> None:
 
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments)
-    name_process("APIServer")
+    name_process("MainProcess" if options.headless else "APIServer")
     signal.signal(signal.SIGUSR1, lambda *_: leave(options.fake_exit))
     if options.fake_end_at == "bind":
         if options.fake_replay:

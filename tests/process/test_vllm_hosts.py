@@ -69,50 +69,60 @@ def serves_again(leader: Serving, follower: Serving, *, restarts: int) -> None:
 def test_two_hosts_join_serve_and_start_anew_after_a_loss(homes: tuple[VllmHome, VllmHome]) -> None:
     near, far = homes
     port = free_port()
-    with host(near, 0, port) as leader, host(far, 1, port) as follower:
-        leader.wait_ready()
-        follower.wait_ready()
-        assert leader.chat()[0] == 200
-        status, refusal = follower.chat()
-        assert (status, refusal["error"]["code"]) == (421, "asked_elsewhere")
-        assert f"127.0.0.1:{port}" in refusal["error"]["message"]
-        assert leader.ask("POST", "/appliance/v1/group", {})[0] == 401
-        assert leader.ask("POST", "/appliance/v1/group", {}, key=KEY)[0] == 400
-        assert leader.ask("POST", "/appliance/v1/group", "x" * 2**20, key=KEY)[0] == 413
-        leave_in_mid_body(port)
-        assert "not encrypted" in leader.event("open_traffic")["message"]
-        assert "not encrypted" in follower.event("open_traffic")["message"]
-        found = group(leader)
-        assert (found["nodes"], found["is_ready"], found["missing"]) == (2, True, [])
-        (first,), (second,) = near.started, far.started
-        assert "--pipeline-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in first
-        assert words_of(second) == [*words_of(first, rank="1"), "--headless"]
-
-        lost = tree_of(follower)
-        with leader.stream(max_tokens=10**6) as connection:
-            read_until(connection, b"word")
-            os.kill(lost[-1], signal.SIGKILL)  # the worker
-            read_until(connection, b"error")
-        serves_again(leader, follower, restarts=1)
-        said = leader.event("group_restarts")["message"]
-        assert "host 1 (" in said
-        assert "died unexpectedly (exit code: -9)" in said
-        assert said.partition("anew: ")[2] in follower.text
-
-        os.kill(tree_of(leader)[1], signal.SIGKILL)  # EngineCore
-        serves_again(leader, follower, restarts=2)
-        assert "the leader's engine" in leader.events[-1]["message"] or "the leader's engine" in leader.text
-        assert "the leader's engine" in follower.text
-
-        follower.terminate()
-        assert "it was stopped" in leader.event("host_lost")["message"]
-        eventually(lambda: group(leader)["missing"] == [1])
-        eventually(lambda: leader.ask("GET", "/health/ready")[0] == 503)
-        assert leader.ask("GET", "/health/live")[0] == 200
-        assert "waiting for host 1 of 2" in eventually(lambda: waits(leader))
-        leader.terminate()
-        assert "ClientDisconnect" not in leader.text
+    with host(far, 1, port) as follower:
+        follower.event("waiting_for_leader")
+        assert follower.ask("GET", "/health/live")[0] == 200
+        status, document = follower.ask("GET", "/health/ready")
+        assert status == 503
+        assert "waiting for the leader" in document["message"]
+        with host(near, 0, port) as leader:
+            join_and_lose(near, far, leader, follower)
     assert near.segments == []
+
+
+def join_and_lose(near: VllmHome, far: VllmHome, leader: Serving, follower: Serving) -> None:
+    leader.wait_ready()
+    follower.wait_ready()
+    assert leader.chat()[0] == 200
+    status, refusal = follower.chat()
+    assert (status, refusal["error"]["code"]) == (421, "asked_elsewhere")
+    assert f"127.0.0.1:{leader.port}" in refusal["error"]["message"]
+    assert leader.ask("POST", "/appliance/v1/group", {})[0] == 401
+    assert leader.ask("POST", "/appliance/v1/group", {}, key=KEY)[0] == 400
+    assert leader.ask("POST", "/appliance/v1/group", "x" * 2**20, key=KEY)[0] == 413
+    leave_in_mid_body(leader.port)
+    assert "not encrypted" in leader.event("open_traffic")["message"]
+    assert "not encrypted" in follower.event("open_traffic")["message"]
+    found = group(leader)
+    assert (found["nodes"], found["is_ready"], found["missing"]) == (2, True, [])
+    (first,), (second,) = near.started, far.started
+    assert "--pipeline-parallel-size 2 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1" in first
+    assert words_of(second) == [*words_of(first, rank="1"), "--headless"]
+
+    lost = tree_of(follower)
+    with leader.stream(max_tokens=10**6) as connection:
+        read_until(connection, b"word")
+        os.kill(lost[-1], signal.SIGKILL)  # the worker
+        read_until(connection, b"error")
+    serves_again(leader, follower, restarts=1)
+    said = leader.event("group_restarts")["message"]
+    assert "host 1 (" in said
+    assert "died unexpectedly (exit code: -9)" in said
+    assert said.partition("anew: ")[2] in follower.text
+
+    os.kill(tree_of(leader)[1], signal.SIGKILL)  # EngineCore
+    serves_again(leader, follower, restarts=2)
+    assert "the leader's engine" in leader.events[-1]["message"] or "the leader's engine" in leader.text
+    assert "the leader's engine" in follower.text
+
+    follower.terminate()
+    assert "it was stopped" in leader.event("host_lost")["message"]
+    eventually(lambda: group(leader)["missing"] == [1])
+    eventually(lambda: leader.ask("GET", "/health/ready")[0] == 503)
+    assert leader.ask("GET", "/health/live")[0] == 200
+    assert "waiting for host 1 of 2" in eventually(lambda: waits(leader))
+    leader.terminate()
+    assert "ClientDisconnect" not in leader.text
 
 
 def leave_in_mid_body(port: int) -> None:
