@@ -65,9 +65,17 @@ def free_port(address: str, family: socket.AddressFamily | None = None) -> int:
         return int(made.getsockname()[1])
 
 
-def address_towards(leader: str) -> str:
-    """Of this host, by the route to the leader's; nothing is sent."""
-    kind = socket.AF_INET6 if ":" in leader else socket.AF_INET
-    with socket.socket(kind, socket.SOCK_DGRAM) as made:
-        made.connect((leader, 9))
-        return str(made.getsockname()[0])
+def address_towards(found: tuple[_Found, ...], settings: Settings) -> str:
+    """Of this host, by the route to one of the leader's; nothing is sent. Raises ConfigError (10) where none is."""
+    why = ""
+    for family, address in found:
+        with socket.socket(family, socket.SOCK_DGRAM) as made:
+            try:
+                made.connect((address, 9))
+            except OSError as error:
+                why = error.strerror or str(error)
+                continue
+            return str(made.getsockname()[0])
+    named = ", ".join(dict.fromkeys(address for _, address in found))
+    message = f"setting leader names what this host has no route to: {named} ({settings.sources['leader']}): {why}"
+    raise ConfigError(message, hint="look at the networks of this container: --network host has those of its machine")

@@ -55,7 +55,7 @@ class Follower:
         """Never returns. Raises ConfigError (10) where the leader refuses this host, and the error of an engine that
         never became ready."""
         found = await resolve(self._settings, served.report)
-        address = address_towards(found[0][1])
+        address = address_towards(found, self._settings)
         me = member_of(served, secrets.token_hex(8))
         async with self._session() as session:
             try:
@@ -75,7 +75,7 @@ class Follower:
 
     async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: Member) -> Word:
         """Which round to start."""
-        said = 0.0
+        said = float("-inf")
         while True:
             word = await self._tell(session, me)
             if word and word.plan is not None:
@@ -95,12 +95,11 @@ class Follower:
         me = replace(me, round=word.round)
         served.join(self._node(word, address))
         launch(served, self._plan(served, word))
-        ready = asyncio.create_task(_announce(served))
-        try:
-            died, over = await first_of(served.host.wait_failed(), self._until_over(session, me))
-        finally:
-            ready.cancel()
-        if not died.cancelled():
+        ended = (served.host.wait_failed(), self._until_over(session, me), _announce(served))
+        died, over, announced = await first_of(*ended)
+        if not announced.cancelled():
+            announced.result()  # it ends by an error alone
+        elif not died.cancelled():
             await self._tell_death(session, served, me, died.result())
         else:
             served.report.warning("round_over", f"this host starts anew: {over.result()}")
@@ -176,9 +175,11 @@ class Follower:
 
 
 async def _announce(served: ServedModel) -> None:
+    """Never returns."""
     supervisor = served.host.supervisor
     if supervisor and await supervisor.wait_ready() is None:
         on_ready(served)
+    await asyncio.Event().wait()
 
 
 def _message_of(body: bytes) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
 from appliance.serve.hosts.group import LOST_S, TICK_S, Group, RefusedError
@@ -161,4 +162,11 @@ def test_the_leader_s_address_is_one_of_its_own() -> None:
     assert leader_of(settings) == ("node-0", 8080)
     assert leader_of(resolve_settings({"leader": "node-0"}, {})) == ("node-0", 11435)
     assert own_address(((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "127.0.0.1")), settings) == "127.0.0.1"
-    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards(((socket.AF_INET, "127.0.0.1"),), settings) == "127.0.0.1"
+
+
+def test_a_leader_without_a_route_is_refused() -> None:
+    settings = resolve_settings({"leader": "[::ffff:0:0]", "nodes": "2"}, {})
+    with pytest.raises(ConfigError) as caught:
+        address_towards(((socket.AF_INET, "255.255.255.255"),), settings)  # without SO_BROADCAST nothing may go there
+    assert "no route to: 255.255.255.255 (flag --leader)" in caught.value.message
