@@ -170,6 +170,24 @@ def _halves(word: str) -> tuple[str, ...]:
     return (flag, value) if equals and is_flag(flag) else (word,)
 
 
+def _address(value: str) -> str:
+    parse_address(value)
+    return value
+
+
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?"  # of a host
+_ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_NAME}))(?::(\d{{1,5}}))?")
+
+
+def parse_address(value: str) -> tuple[str, int | None]:
+    """A host, and the port where one is given: `node-0:11435`, `10.0.0.1`, `[fd00::1]:11435`."""
+    found = _ADDRESS.fullmatch(value)
+    if found is None or not 1 <= int(found[3] or 1) <= 65535:
+        message = "is no host, or HOST:PORT"
+        raise ValueError(message)
+    return found[1] or found[2], int(found[3]) if found[3] else None
+
+
 LORA_SCALE_MAX = 100.0
 
 
@@ -223,6 +241,11 @@ ENGINE_SETTINGS = frozenset({
     "gpu_layers", "kv_type", "load_mode", "lora", "mmproj", "n_cpu_moe", "numa", "parallel", "pooling",
     "reasoning_format", "reserve_mib", "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
+
+
+# Set in each pod of a group by LeaderWorkerSet, the defaults of ours: kubernetes-sigs/lws,
+# api/leaderworkerset/v1/leaderworkerset_types.go.
+_GROUP = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader": "LWS_LEADER_ADDRESS"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +384,13 @@ class Settings:
         '"--FLAG VALUE"',
         is_list=True,
     )
+    nodes: int = _setting(
+        _integer(1, 64), 1, "hosts that serve the model together, each with a part of its layers", "N"
+    )
+    node_rank: int = _setting(_integer(0, 63), 0, "of this host among them; 0 is the leader, which is asked", "N")
+    leader: str | None = _setting(
+        _address, None, "the leader's address for the others; the port where it is not --port", "HOST[:PORT]"
+    )
     tune: str = _setting(
         _one_of("first", "idle", "off"),
         "idle",
@@ -486,7 +516,8 @@ def resolve_settings(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(SETTINGS, "default")
     from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
-    for name, text, source in (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags):
+    rows = (*_of_group(environment), *_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    for name, text, source in rows:
         values[name] = _parsed(name, text, source)
         sources[name] = source
     usual = _usual_model_dirs(environment)
@@ -607,6 +638,10 @@ def _yaml_texts(name: str, key: str, value: object, file_name: str) -> Texts:
 
 def _yaml_word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _of_group(environment: Mapping[str, str]) -> list[_Row]:
+    return [(name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)]
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[_Row]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance import engines
-from appliance.command import Command
+from appliance.command import Command, Readiness
 from appliance.engine_route import EngineRoute, LoadGauges
 from appliance.errors import ConfigError, FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -32,7 +32,7 @@ from appliance.plan import (
     Shortage,
     Speculation,
 )
-from appliance.probe import Cpu, Hardware
+from appliance.probe import Cpu, Gpu, Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
 
@@ -45,8 +45,31 @@ _NOT_OFFERED = "the engine's space offers nothing that needs it"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Node:
+    """This host among those that serve one model together, for one start of all of them."""
+
+    nodes: int
+    rank: int  # 0 leads
+    address: str  # of this host, for the others
+    leader: str  # of the host that leads
+    port: int  # there, free for the engine
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # what the engine's network may be told
+    is_ready: Readiness | None = None  # of a follower, which nobody can ask: whether all of them answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Another host of the group as it describes itself."""
+
+    name: str
+    gpus: tuple[Gpu, ...]  # that it may use, in the order of its ranks
+    shm_mib: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Install:
-    """Where the engine is, and what every program of it is started with. Made once."""
+    """Where the engine is, and what every program of it is started with. Made once; `node` anew for each start of a
+    group."""
 
     engine_dir: Path
     facts: EngineFacts
@@ -54,11 +77,13 @@ class Install:
     driver_dir: Path | None = None  # of the GPU's driver, where the dynamic loader does not look
     stall_timeout_s: float = 120.0
     oom_kills: Callable[[], int | None] | None = None
+    node: Node | None = None  # None: it serves alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What plans are made from. Made once; only the kernels may change, when a variant is ruled out."""
+    """What plans are made from. Made once; only the kernels may change, when a variant is ruled out, and the other
+    hosts, when they have joined."""
 
     settings: Settings
     image: ImageFacts
@@ -67,6 +92,7 @@ class Inputs:
     model: Model
     kernels: Kernels
     draft: Model | None = None  # of speculative decoding
+    hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
 
     @property
     def draft_path(self) -> str | None:
@@ -340,7 +366,7 @@ class Engine(Protocol):
 
     @property
     def settings(self) -> frozenset[str]:
-        """Of `ENGINE_SETTINGS`, those that it does something with."""
+        """Of `ENGINE_SETTINGS`, those that it does something with; and `nodes` where it can serve on several hosts."""
 
     @property
     def launch(self) -> type[Launch]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts, runs_on
 from appliance.probe import Gpu, Hardware
+from appliance.settings import Settings
 
 
 def device_id(gpu: Gpu) -> str:
@@ -18,6 +20,20 @@ def judged(hardware: Hardware, image: ImageFacts) -> Iterator[tuple[Gpu, str | N
     sliced = {gpu.mig_parent for gpu in hardware.gpus.gpus if gpu.mig_parent}
     for gpu in hardware.gpus.gpus:
         yield gpu, _why_not(gpu, image, sliced)
+
+
+def asked_for(settings: Settings, usable: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """By the setting `devices`. Raises ConfigError (10) for one that is not there."""
+    if settings.devices == "auto":
+        return tuple(usable)
+    names = [name.strip() for name in settings.devices.split(",") if name.strip()]
+    by_name = {key: gpu for gpu in usable for key in (device_id(gpu), str(gpu.index))}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        there = ", ".join(f"{gpu.index} ({gpu.name}, {device_id(gpu)})" for gpu in usable) or "none"
+        message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
+        raise ConfigError(message, hint=f"usable GPUs here: {there}")
+    return tuple({device_id(by_name[name]): by_name[name] for name in names}.values())
 
 
 def _why_not(gpu: Gpu, image: ImageFacts, sliced: set[str]) -> str | None:

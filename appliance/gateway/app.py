@@ -97,7 +97,7 @@ def _engine_routes(
     for backend in backends:
         for route in backend.routes:
             first.setdefault(route.path, route)
-            endpoint = EngineEndpoint(
+            endpoint: Endpoint = EngineEndpoint(
                 route,
                 engine=backend.upstream,
                 traffic=backend.traffic,
@@ -105,6 +105,8 @@ def _engine_routes(
                 max_body_bytes=max_body_bytes,
                 tell_every_s=tell_every_s,
             )
+            if backend.elsewhere is not None:
+                endpoint = _elsewhere(backend.elsewhere)
             by_path.setdefault(route.path, {})[backend.name] = (
                 ForSomeModels(endpoint, route, backend.listed)
                 if route.not_for_rerankers or route.only_for_embedders
@@ -118,6 +120,13 @@ def _engine_routes(
         return ByModel(endpoints, backends, dialect=route.dialect, reading=reading, max_body_bytes=max_body_bytes)
 
     return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
+
+
+def _elsewhere(words: str) -> Endpoint:
+    async def answer(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        raise ApiError(421, "asked_elsewhere", words)
+
+    return answer
 
 
 class _Door:

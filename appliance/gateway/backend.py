@@ -24,7 +24,8 @@ class Backend:
     `documents` are served as /appliance/v1/<name>, `actions` answer a POST there. `listed` is what the list of models
     tells of it; without it no more than its name and phase. `dropped_headers` of a request, lower case, are kept from
     the engine. `slots` are how many requests the engine works on at once, 0 while none serves; `kv_use` is the engine's
-    own path that tells of its KV cache, with the reader of the answer.
+    own path that tells of its KV cache, with the reader of the answer. `elsewhere` says, in words for clients, who
+    answers in place of this host, which answers none of them.
 
     Every callable is called on the event loop for every request that needs it: it answers from memory, at once.
     """
@@ -44,6 +45,7 @@ class Backend:
         slots: Callable[[], int] | None = None,
         kv_use: tuple[str, ParseKvUse] | None = None,
         gauges: LoadGauges = LoadGauges(),  # noqa: B008 - frozen
+        elsewhere: str | None = None,
     ) -> None:
         self.name = name  # as requests name it, where there are several
         self.routes = tuple(routes)
@@ -54,6 +56,7 @@ class Backend:
         self.engine_restarts = engine_restarts
         self.traffic = Traffic()
         self.upstream = UpstreamPool(socket_path, dropped_headers)
+        self.elsewhere = elsewhere
         self._slots = slots
         self._gauges = gauges
         self.kv_use = KvUse(self.upstream, *kv_use) if kv_use else None

@@ -13,16 +13,17 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from appliance.gateway.api_error import ApiError, internal_error
+from appliance.gateway.api_error import ApiError, body_too_large, internal_error
 from appliance.gateway.backend import Backend
 from appliance.gateway.documents import Document, documents_of, of_model, path_of, shown
 
-Action = Callable[[], tuple[int, dict[str, Any]]]
-"""Does at once what was asked for; status and document of the answer. Raises ApiError."""
+Action = Callable[[bytes], tuple[int, dict[str, Any]]]
+"""Does at once what was asked for with a request's body; status and document of the answer. Raises ApiError."""
+BODY_MOST_BYTES = 2**20
 
 
 def create_own_app(backends: Sequence[Backend]) -> FastAPI:
@@ -46,11 +47,23 @@ def _endpoint(documents: Mapping[str, Document], actions: Mapping[str, Action]) 
     async def answer(request: Request) -> Response:
         model = request.query_params.get("model")
         if request.method == "POST":
-            status, found = of_model(actions, model)()
+            status, found = of_model(actions, model)(await _body(request))
             return JSONResponse(found, status_code=status)
         return JSONResponse(shown(documents, model))
 
     return answer
+
+
+async def _body(request: Request) -> bytes:
+    found = b""
+    try:
+        async for piece in request.stream():
+            found += piece
+            if len(found) > BODY_MOST_BYTES:
+                raise body_too_large(BODY_MOST_BYTES)
+    except ClientDisconnect as error:
+        raise ApiError(400, "incomplete_request", "the client left before its body had come") from error
+    return found
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -69,6 +69,8 @@ def make_key(
     parts: dict[str, Any] = {"build": image.build_id, "model": digest.key, "cpu_variant": cpu_variant}
     parts |= {f"hardware.{name}": value for name, value in fingerprint(hardware, gpus).items()}
     parts |= {f"settings.{name}": getattr(settings, name) for name in SETTINGS_THAT_MATTER}
+    if settings.nodes > 1:
+        parts["settings.nodes"] = settings.nodes
     if draft is not None:
         parts["draft"] = draft.key
     parts |= beside or {}

@@ -87,6 +87,10 @@ class EngineHost(Generic[P]):
         wanted, present = (self._command(each, self._sockets[0]) for each in (plan, self._present.plan))
         return (wanted.argv, wanted.environment) != (present.argv, present.environment)
 
+    def count_restart(self) -> None:
+        """Of one that whoever launches it starts again."""
+        self._past_restarts += 1
+
     def launch(self, plan: P) -> None:
         """The first engine, or after `detach` one in place of a first that never served: spawned at once. Its
         `wait_ready` and its death are those of `supervisor`."""
@@ -94,14 +98,14 @@ class EngineHost(Generic[P]):
         supervisor.start(self._command(plan, self._sockets[0]))
         self._set_present(_Present(plan, self._sockets[0], supervisor))
 
-    async def detach(self) -> P:
+    async def detach(self, *, grace_s: float | None = None) -> P:
         """Stops the engine, which is then away until `load` or `launch`; returns its plan. What it still works on is
-        lost: pause requests before."""
+        lost: pause requests before. `grace_s` stands for the command's own."""
         present = self._in_place()
         self._load_s = self.load_s
         self._is_away = True
         self._moved.set()
-        await present.supervisor.stop()
+        await present.supervisor.stop(grace_s=grace_s)
         return present.plan
 
     async def load(self, plan: P) -> Crash | None:

@@ -17,7 +17,9 @@ LOG_LINES = 5000  # kept until readiness; buffer sizes are among the first few h
 class EngineLogs:
     """Of every engine that is supervised: one that serves, and another that is loaded beside it."""
 
-    def __init__(self, engine: Engine, report: Report) -> None:
+    def __init__(self, engine: Engine, report: Report, *, restarts: bool = True) -> None:
+        """`restarts` says whether one that dies is started again, which of a group only the leader can tell."""
+        self._restarts = restarts
         self._engine = engine
         self._report = report
         self._lines: dict[Supervisor, deque[str]] = {}
@@ -26,7 +28,9 @@ class EngineLogs:
         lines: deque[str] = deque(maxlen=LOG_LINES)
         # Another try with the same kernels would die of the same instruction.
         restart = Restart(not_after=frozenset({signal.SIGILL}) if plan.cpu_variant else frozenset())
-        made = Supervisor(restart=restart, on_line=lambda line: self._on_line(made, lines, line))
+        made = Supervisor(
+            restart=restart if self._restarts else None, on_line=lambda line: self._on_line(made, lines, line)
+        )
         self._lines = {each: kept for each, kept in self._lines.items() if each.state is not State.STOPPED}
         self._lines[made] = lines
         return made

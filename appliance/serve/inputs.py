@@ -209,6 +209,22 @@ def check_settings(settings: Settings, engine: Engine) -> None:
             value, source = getattr(settings, name), settings.sources[name]
             message = f"setting {name} means nothing to the engine {engine.name}: '{value}' ({source})"
             raise ConfigError(message, hint=f"take it out; {engine.name} takes {', '.join(sorted(engine.settings))}")
+    check_nodes(settings, engine)
+
+
+def check_nodes(settings: Settings, engine: Engine) -> None:
+    """Raises ConfigError (10) for a place among several hosts that cannot be."""
+    nodes, rank, sources = settings.nodes, settings.node_rank, settings.sources
+    if nodes > 1 and "nodes" not in engine.settings:
+        message = f"engine {engine.name} serves a model on one host: setting nodes is '{nodes}' ({sources['nodes']})"
+        raise ConfigError(message, hint="start a replica on each host, behind a router: docs/clusters.md")
+    if rank >= nodes:
+        given = f"'{rank}' ({sources['node_rank']}), with nodes '{nodes}' ({sources['nodes']})"
+        message = f"setting node_rank is outside 0 to {nodes - 1}: {given}"
+        raise ConfigError(message, hint="number the hosts from 0, and give all of them the same --nodes")
+    if nodes > 1 and settings.leader is None:
+        message = f"setting leader is missing: host {rank} of {nodes} ({sources['nodes']}) must know who leads"
+        raise ConfigError(message, hint="give all hosts the address of the one with --node-rank 0: --leader HOST")
 
 
 def load_model(contents: Contents, environment: Mapping[str, str]) -> Model:

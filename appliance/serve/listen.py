@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError
 from appliance.plan import Plan
@@ -15,6 +16,7 @@ from appliance.report import Report
 from appliance.serve.served_model import ServedModel
 from appliance.serve.status import documents_of, listed_of, measure_now
 from appliance.settings import Settings
+from appliance.values import dataclass
 from appliance.volume import read_or_make_key
 
 if TYPE_CHECKING:
@@ -24,9 +26,18 @@ if TYPE_CHECKING:
     from appliance.serve.awaited import AwaitedModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """What the gateway of one host of several has beside a model's: as `Backend` has it."""
+
+    documents: Mapping[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    actions: Mapping[str, Callable[[bytes], tuple[int, dict[str, Any]]]] = field(default_factory=dict)
+    elsewhere: str | None = None
+
+
 @asynccontextmanager
 async def open_gateway(
-    settings: Settings, report: Report, *models: ServedModel | AwaitedModel
+    settings: Settings, report: Report, *models: ServedModel | AwaitedModel, part: HostPart | None = None
 ) -> AsyncIterator[Gateway]:
     """Listens at once: clients are told what a start is doing. Drains before an engine is stopped. Its backends are
     those of the models, in their order. `settings` say where, and with which key."""
@@ -36,7 +47,7 @@ async def open_gateway(
     from appliance.gateway.auth import Keys
     from appliance.gateway.server import Gateway
 
-    app = create_app([_backend(model) for model in models], keys=Keys(frozenset({key})) if key else None)
+    app = create_app([_backend(model, part) for model in models], keys=Keys(frozenset({key})) if key else None)
     gateway = await Gateway.open(app, settings.host, settings.port)
     report.info("listening", f"listening on {settings.host}:{gateway.port}", port=gateway.port)
     address = settings.address_path
@@ -60,7 +71,7 @@ def _write_address(settings: Settings, port: int) -> None:
         raise ConfigError(message, hint="with a read-only root, start it with --tmpfs /tmp") from error
 
 
-def _backend(model: ServedModel | AwaitedModel) -> Backend:
+def _backend(model: ServedModel | AwaitedModel, part: HostPart | None) -> Backend:
     from appliance.gateway.backend import Backend  # here: above, it would delay the engine's start
 
     if not isinstance(model, ServedModel):
@@ -76,8 +87,9 @@ def _backend(model: ServedModel | AwaitedModel) -> Backend:
         routes=engine.routes,
         dropped_headers=engine.dropped_headers,
         progress=lambda: model.report.progress,
-        documents=documents,
-        actions={"tuning": measure},
+        documents={**documents, **(part.documents if part else {})},
+        actions={"tuning": lambda _body: measure(), **(part.actions if part else {})},
+        elsewhere=part.elsewhere if part else None,
         listed=listed,
         engine_restarts=restarts,
         gauges=engine.load_gauges,

@@ -50,7 +50,7 @@ async def wait_loaded(served: ServedModel) -> None:
             raise error
         else:
             steps += 1
-            space, plan = _stepped_down(served, space, before, error, lines)
+            space, plan = stepped_down(served, space, before, error, lines)
         await served.host.detach()
         launch(served, plan)
 
@@ -84,7 +84,7 @@ def report_variant(served: ServedModel, plan: Plan) -> None:
     served.report.info("cpu_variant", words, variant=plan.cpu_variant)
 
 
-def _stepped_down(
+def stepped_down(
     served: ServedModel, space: Space, before: Plan, error: FatalError, lines: Iterable[str]
 ) -> tuple[Space, Plan]:
     """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept, shown

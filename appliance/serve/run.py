@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.choose import choose_plan, start_from_profile
 from appliance.serve.gpus import cross_check_gpus
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 async def serve(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """0 after a stop was asked for and everything is gone; raises FatalError for every other ending."""
+    if settings.nodes > 1:
+        from appliance.serve.hosts.run import serve_with_others  # here: a start that is alone never needs it
+
+        return await serve_with_others(settings, environment, report)
     become_subreaper()
     model = open_or_await(settings, environment, report)
     if isinstance(model, ServedModel):
@@ -56,6 +61,9 @@ async def serve_model(served: ServedModel, backend: Backend) -> None:
 
 async def measure_only(settings: Settings, environment: Mapping[str, str], report: Report) -> int:
     """The story without serving: always measures, and keeps the profile. 143, as of SIGTERM, when it was stopped."""
+    if settings.nodes > 1:
+        message = f"several hosts cannot be measured: nodes is {settings.nodes} ({settings.sources['nodes']})"
+        raise ConfigError(message, hint="measure one that is alone; a group serves the prediction")
     become_subreaper()
     served = open_model(settings, environment, report)
     async with stoppable(report, served) as stop:

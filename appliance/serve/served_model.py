@@ -6,12 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.command import Command
-from appliance.engines.engine import Inputs, Space
+from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.errors import ModelAwayError
 from appliance.model import plain_name
 from appliance.plan import Allocated, Plan
@@ -64,7 +65,7 @@ class ServedModel:
         self.store = store
         self.report = report
         self.socket_path = first
-        self.logs = EngineLogs(start.engine, report)
+        self.logs = EngineLogs(start.engine, report, restarts=start.settings.nodes == 1)
         self.host: EngineHost[Plan] = EngineHost(
             sockets=(first, second), command=self.command, supervise=self.logs.supervise
         )
@@ -110,6 +111,12 @@ class ServedModel:
         """With other kernels, for which another profile counts."""
         self.start, self.space = start, start.space()
         self.profile = self.store.load(start.key)
+
+    def join(self, node: Node, hosts: tuple[Host, ...] = ()) -> None:
+        """As one of several hosts, for one start of all of them; plans are made for `hosts` as well."""
+        install, inputs = replace(self.start.install, node=node), replace(self.inputs, hosts=hosts)
+        self.start = replace(self.start, install=install, inputs=inputs)
+        self.space = self.start.space()
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Sees what else works on this machine; of the GPUs, on those that this image can use."""

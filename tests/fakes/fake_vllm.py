@@ -3,8 +3,10 @@
     fake_vllm.py serve MODEL --uds /tmp/x.sock [knobs --fake-…] [any other flag of vLLM: ignored]
 
 Three kinds of processes, as vLLM has them: the API server, EngineCore, and workers, each in the group of the first.
-Tokens come from worker 0 through EngineCore, so that what is killed stops what depended on it. Log lines are those of
-0.33.0. A line of `GET /fake/ledger` tells what was received. Only the standard library is used.
+Tokens come from worker 0 through EngineCore, so that what is killed stops what depended on it. With --nnodes the hosts
+meet at --master-addr before they load, and work as long as all are there: what 0.33.0 does not notice of another host,
+this does not either. Log lines are those of 0.33.0. A line of `GET /fake/ledger` tells what was received. Only the
+standard library is used.
 """
 
 from __future__ import annotations
@@ -156,23 +158,72 @@ def engine_core(pipe: socket.socket, options: argparse.Namespace, model: Path) -
         wrapper = "RuntimeError: WorkerProc initialization failed due to an exception in a background process."
         raised("EngineCore failed to start.", wrapper, "core.py:1583")
         leave(1)
+    others = meet(options)
     load(options)
     _send(pipe, {"ready": True})
-    relay(pipe, workers, (segment, listener))
+    relay(pipe, workers, (segment, listener), others)
 
 
-def relay(pipe: socket.socket, workers: list[tuple[int, socket.socket]], _held: tuple[object, ...]) -> NoReturn:
-    watched = [pipe, *(each for _, each in workers)]
+def meet(options: argparse.Namespace) -> list[socket.socket]:
+    """Connections to the processes of the other hosts, as torch.distributed makes them."""
+    if options.nnodes == 1:
+        return []
+    address = (options.master_addr, options.master_port)
+    where = f"world_size={options.nnodes} rank={options.node_rank} distributed_init_method=tcp://{address[0]}"
+    log(where, where="parallel_state.py:1903")
+    if options.node_rank == 0:
+        with socket.create_server(address) as listener:
+            return [listener.accept()[0] for _ in range(options.nnodes - 1)]
+    while True:
+        try:
+            return [socket.create_connection(address)]
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+
+
+def headless(options: argparse.Namespace) -> NoReturn:
+    """A follower's launcher, which has workers and neither an EngineCore nor a server."""
+    signal.signal(signal.SIGTERM, lambda *_: leave(0))
+    pause(options, "imports")
+    above, below = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        above.close()
+        worker(below, 0, options)
+    below.close()
+    held = meet(options)
+    load(options)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    words = f"Worker proc VllmWorker-0 died unexpectedly (exit code: {code}), shutting down executor."
+    log(words, "ERROR", "multiproc_executor.py:380")
+    for each in held:
+        each.close()
+    leave(0)
+
+
+def relay(
+    pipe: socket.socket,
+    workers: list[tuple[int, socket.socket]],
+    _held: tuple[object, ...],
+    others: list[socket.socket],
+) -> NoReturn:
+    """Tokens go up as long as every host is there: none tells of one that is gone, everything waits."""
+    watched = [pipe, *(each for _, each in workers), *others]
+    is_whole = True
     while True:
         for one in select.select(watched, [], [])[0]:
             data = _received(one)
-            if one is pipe and not data:
+            if one in others:
+                is_whole = False
+                watched.remove(one)
+            elif one is pipe and not data:
                 watched.remove(pipe)  # the API server is gone: EngineCore computes on
             elif one is pipe:
                 for _, each in workers:
                     each.sendall(data)
             elif data:
-                _send_bytes(pipe, data)
+                if is_whole:
+                    _send_bytes(pipe, data)
             else:
                 worker_died(workers, one)
 
@@ -247,6 +298,8 @@ def replay(options: argparse.Namespace) -> NoReturn:
     """Ends as a kept log tells, all of it: from the middle of this program's tree."""
     if options.fake_replay:
         write(options.fake_replay.read_text())
+    if options.headless:
+        leave(options.fake_exit)
     os.kill(os.getppid(), signal.SIGUSR1)  # the API server, which ends with the code that was asked for
     while True:
         signal.pause()
@@ -641,6 +694,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--block-size", type=int, default=16)
     add("--kv-cache-memory-bytes", type=int, default=2**30)
     add("--tensor-parallel-size", type=int, default=1)
+    add("--nnodes", type=int, default=1)
+    add("--node-rank", type=int, default=0)
+    add("--master-addr", default="127.0.0.1")
+    add("--master-port", type=int, default=29501)
+    add("--headless", action="store_true", help="workers alone, for the EngineCore of node rank 0")
     add("--enforce-eager", action="store_true")
     add("--speculative-config", default="")
     add("--enable-prompt-tokens-details", action="store_true")
@@ -723,13 +781,15 @@ def stop(server: Api, core_pid: int) -> None:
 
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments)
-    name_process("APIServer")
+    name_process("MainProcess" if options.headless else "APIServer")
     signal.signal(signal.SIGUSR1, lambda *_: leave(options.fake_exit))
     if options.fake_end_at == "bind":
         if options.fake_replay:
             write(options.fake_replay.read_text())
         leave(options.fake_exit)
     words = {"uds": str(options.uds), "model": str(options.model)}
+    if options.headless:
+        headless(options)
     server = bind(options, socket.socket())
     log("vLLM API server version 0.33.0", where="startup.py:120")
     log(f"non-default args: {words}", where="startup.py:96")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from appliance.engines.engine import Inputs, Install
+from appliance.engines.engine import Inputs, Install, Node
 from appliance.engines.vllm import server
+from appliance.engines.vllm.planning.launch import launch_of
 from appliance.engines.vllm.planning.space import Space
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -48,6 +49,7 @@ class Case:
 
 # A user of RTX 2080 Ti cards: published as TP 2, half, 262,144 tokens, one sequence, MTP 3, with an fp8 cache on 0.21.
 PUBLISHED = {"parallel": "1", "mmproj": "off", "speculation": "mtp"}
+GROUP = {"nodes": "2", "leader": "10.0.0.1"}
 CASES = (
     Case(machine="cpu-16g", model="smollm2-135m"),
     Case(machine="cpu-limit-8g", model="smollm2-135m", flags={"threads": "4", "parallel": "2"}),
@@ -89,11 +91,19 @@ CASES = (
         flags={"engine_arg": "--tensor-parallel-size 1 --gpu-memory-utilization 0.8 --trust-remote-code"},
         name="2x4090_own-values",
     ),
+    Case(machine="8xh100", model="llama-3.3-70b-awq", flags=GROUP, name="2x8xh100_llama-3.3-70b-awq"),
+    Case(machine="2x4090", model="llama-3.3-70b-awq", flags=GROUP, name="2x2x4090_llama-3.3-70b-awq"),
+    Case(machine="2x4090", model="gemma-3-12b", flags=GROUP, name="2x2x4090_gemma-3-12b"),
 )
 
 
 def hardware(name: str) -> Hardware:
-    found = {"1x4090": _first("2x4090", 1), "a100-80g": _whole_a100()}.get(name) or MACHINES[name]
+    made: Mapping[str, Callable[[], Hardware]] = {
+        "1x4090": partial(_first, "2x4090", 1),
+        "a100-80g": _whole_a100,
+        "8xh100": _eight_h100,
+    }
+    found = made[name]() if name in made else MACHINES[name]
     if not found.gpus.gpus:
         return found
     return replace(found, memory=replace(found.memory, shm_mib=SHM_MIB))
@@ -102,6 +112,17 @@ def hardware(name: str) -> Hardware:
 def _first(name: str, cards: int) -> Hardware:
     found = hardware_of(name)
     return replace(found, gpus=replace(found.gpus, gpus=found.gpus.gpus[:cards]))
+
+
+def _eight_h100() -> Hardware:
+    """All linked."""
+    found = hardware_of("h100")
+    (card,) = found.gpus.gpus
+    cards = tuple(
+        replace(card, index=at, uuid=f"GPU-{at}", nvlink_peers=tuple(peer for peer in range(8) if peer != at))
+        for at in range(8)
+    )
+    return replace(found, gpus=replace(found.gpus, gpus=cards))
 
 
 def _whole_a100() -> Hardware:
@@ -162,15 +183,28 @@ def space(case: Case) -> Space:
     return Space(inputs(hardware(case.machine), folder_model(case.model), case.flags))
 
 
-def arguments(plan: Plan) -> tuple[str, ...]:
-    return server.arguments(plan, engine_facts(), SOCKET)
+def arguments(plan: Plan, node: Node | None = None) -> tuple[str, ...]:
+    return server.arguments(plan, engine_facts(), SOCKET, node)
 
 
-def variables(plan: Plan) -> dict[str, str]:
+def variables(plan: Plan, node: Node | None = None) -> dict[str, str]:
     """Those that a plan decides."""
-    install = Install(engine_dir=Path("/opt/vllm"), facts=engine_facts(), cache_dir=Path("/data/cache/golden"))
+    facts = engine_facts()
+    install = Install(engine_dir=Path("/opt/vllm"), facts=facts, cache_dir=Path("/data/cache/golden"), node=node)
     found = server.environment(plan, install, server.scratch_of(SOCKET))
-    return {name: value for name, value in found.items() if name.startswith(("CUDA_VIS", "OMP", "VLLM_CPU", "VLLM_PP"))}
+    shown = ("CUDA_VIS", "OMP", "VLLM_CPU", "VLLM_PP", *(("VLLM_HOST_IP",) if node else ()))
+    return {name: value for name, value in found.items() if name.startswith(shown)}
+
+
+def nodes_of(plan: Plan) -> tuple[Node | None, ...]:
+    """None: it serves alone."""
+    count = launch_of(plan).nodes
+    if count == 1:
+        return (None,)
+    made = (
+        Node(nodes=count, rank=at, address=f"10.0.0.{at + 1}", leader="10.0.0.1", port=29501) for at in range(count)
+    )
+    return tuple(made)
 
 
 def text(case: Case) -> str:
@@ -181,10 +215,14 @@ def text(case: Case) -> str:
     except FatalError as error:
         return f"{head}\n\n{wrapped(f'error {error.exit_code}: {error.message}')}\n{wrapped(f'hint: {error.hint}')}\n"
     lines = [wrapped(line, indent="    ") for line in explain(plan).splitlines()]
-    words = [f"{name}={value}" for name, value in variables(plan).items()]
-    shown = " ".join([*words, "vllm", *map(shlex.quote, arguments(plan))])
+    shown = [command_line(plan, node) for node in nodes_of(plan)]
     speed = f"predicted for the chat job, from bandwidths: {plan.speed.describe()}" if plan.speed else ""
-    return "\n".join((head, "", *lines, "", speed, "", wrapped(shown, indent="    "), ""))
+    return "\n".join((head, "", *lines, "", speed, "", *(wrapped(line, indent="    ") for line in shown), ""))
+
+
+def command_line(plan: Plan, node: Node | None) -> str:
+    words = [f"{name}={value}" for name, value in variables(plan, node).items()]
+    return " ".join([*words, "vllm", *map(shlex.quote, arguments(plan, node))])
 
 
 def main() -> None:

@@ -283,6 +283,17 @@ def test_a_group_of_hosts_falls_together_and_reads_the_same_files() -> None:
     (group,) = of_kind("multi-host", "LeaderWorkerSet")
     template = group["spec"]["leaderWorkerTemplate"]
     assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    # The leader is ready only with its followers: with LeaderReady none would ever be made.
+    assert group["spec"]["startupPolicy"] == "LeaderCreated"
+    secrets = {
+        volume["secret"]["secretName"]
+        for _, spec in pods("multi-host")
+        for volume in spec["volumes"]
+        if "secret" in volume
+    }
+    assert len(secrets) == 1  # followers join with the leader's key
+    given = {row["name"] for _, spec in pods("multi-host") for row in spec["containers"][0]["env"]}
+    assert given == {"APPLIANCE_DRAIN_S"}  # the place of a pod is the controller's to say
     claims = {
         volume["persistentVolumeClaim"]["claimName"]
         for _, spec in pods("multi-host")

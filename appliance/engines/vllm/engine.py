@@ -19,12 +19,12 @@ from appliance.engines.vllm.routes import LOAD_GAUGES, METRICS_PATH, ROUTES, par
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.model import Format
-from appliance.plan import Allocated, KvCheck, Launch, Plan, Shortage
+from appliance.plan import Allocated, GpuAllocation, KvCheck, Launch, Plan, Shortage
 from appliance.probe import Hardware
 
 SETTINGS = frozenset({
-    "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "parallel", "reserve_mib", "rope_scaling",
-    "speculation", "threads", "ubatch",
+    "chat_template_file", "devices", "engine_arg", "kv_type", "mmproj", "nodes", "parallel", "reserve_mib",
+    "rope_scaling", "speculation", "threads", "ubatch",
 })  # fmt: skip
 
 
@@ -62,13 +62,14 @@ class Vllm(Engine):
         return endings.shortage_of(error, lines)
 
     def command(self, plan: Plan, install: Install, socket_path: Path) -> Command:
-        is_ready = one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
+        is_ready = install.node.is_ready if install.node else None
+        is_ready = is_ready or one_token(socket_path, plan.alias, is_embedding=plan.is_embedding)
         found = server.command(plan, install, socket_path, is_ready=is_ready, is_error=log.is_error)
         return replace(
             found,
             is_waiting=log.is_waiting,
             is_fatal=log.is_fatal,
-            is_at_work=_work_of(plan),
+            is_at_work=_work_of(server.own_shares(plan, install)),
             scratch=server.scratch_of(socket_path),
             upkeep=Caches(install.cache_dir, socket_path.stem),
         )
@@ -99,9 +100,9 @@ class Vllm(Engine):
         return endings.as_error(ending, served=served)
 
 
-def _work_of(plan: Plan) -> Callable[[], bool] | None:
+def _work_of(shares: Sequence[GpuAllocation]) -> Callable[[], bool] | None:
     """Of its cards; None on the CPU, whose work the processes show."""
-    uuids = [share.gpu.id for share in plan.placement.shares]
+    uuids = [share.gpu.id for share in shares]
 
     def is_at_work() -> bool:
         from appliance.engines.vllm.gpu_work import gpus_at_work  # here: no start that goes well needs NVML

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from appliance.command import Command, Readiness
-from appliance.engines.engine import Install
+from appliance.engines.engine import Install, Node
 from appliance.engines.vllm.facts import BINARY
 from appliance.engines.vllm.planning.launch import EAGER, launch_of
 from appliance.engines.vllm.planning.precision import ENGINE_TYPES
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Plan
+from appliance.plan import GpuAllocation, Plan
 
 DRAIN_S = 0  # of the engine: the gateway ends streams before it sends SIGTERM, and an engine that waits hangs
 QUEUED_AT_LEAST = 64  # beyond the gateway's own limit: a safety net, answered with 503
+NETWORK = ("NCCL_", "GLOO_", "UCX_")  # variables of the libraries that carry what hosts send each other
 # Of n-grams: vLLM's own example, docs/features/spec_decode.md.
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
@@ -49,9 +50,10 @@ class _Flags:
             self.need(flag, *values)
 
 
-def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, ...]:
+def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | None = None) -> tuple[str, ...]:
     """The engine's whole argument list, explicit in everything that a plan decides: plain integers, one way to say a
-    thing, JSON with sorted keys."""
+    thing, JSON with sorted keys. That of a follower is the leader's, but for its rank and `--headless`: it opens no
+    socket."""
     flags, launch = _Flags(facts), launch_of(plan)
     flags.need("--uds", str(socket_path))
     flags.need("--served-model-name", plan.alias)
@@ -66,6 +68,8 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
     _add_kv(flags, plan)
     _add_kernels(flags, plan)
     _add_layout(flags, plan)
+    if node is not None:
+        _add_node(flags, node)
     if plan.speculation is not None:
         flags.need("--speculative-config", speculative_config(plan))
     if launch.hf_overrides is not None:
@@ -109,6 +113,16 @@ def _add_layout(flags: _Flags, plan: Plan) -> None:
         flags.need("--pipeline-parallel-size", launch.pipeline_parallel)
 
 
+def _add_node(flags: _Flags, node: Node) -> None:
+    """vLLM's own form for several hosts; it needs no Ray."""
+    flags.need("--nnodes", node.nodes)
+    flags.need("--node-rank", node.rank)
+    flags.need("--master-addr", node.leader)
+    flags.need("--master-port", node.port)
+    if node.rank:
+        flags.need("--headless")
+
+
 def _add_serving(flags: _Flags, seqs: int) -> None:
     # Else sampling defaults of the model's folder stand in for what a client leaves out, and move the compile key.
     flags.need("--generation-config", "vllm")
@@ -149,7 +163,7 @@ def command(
 ) -> Command:
     """What the supervisor starts. The child gets a small environment of its own: nothing of ours leaks into it."""
     return Command(
-        argv=(str(install.engine_dir / "bin" / BINARY), *arguments(plan, install.facts, socket_path)),
+        argv=(str(install.engine_dir / "bin" / BINARY), *arguments(plan, install.facts, socket_path, install.node)),
         environment=environment(plan, install, scratch_of(socket_path)),
         is_ready=is_ready,
         is_error=is_error,
@@ -186,18 +200,32 @@ def environment(plan: Plan, install: Install, scratch: Path) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
         "VLLM_RPC_BASE_PATH": str(scratch),
-        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_HOST_IP": install.node.address if install.node else "127.0.0.1",
     }
     placed = _gpu_variables(plan, install) if plan.placement.shares else _cpu_variables(plan)
     stages = ",".join(map(str, launch.stage_layers))
-    return {**found, **placed, **({"VLLM_PP_LAYER_PARTITION": stages} if stages else {}), **dict(launch.variables)}
+    return {**found, **placed, **({"VLLM_PP_LAYER_PARTITION": stages} if stages else {}), **_network(install),
+            **dict(launch.variables)}  # fmt: skip
+
+
+def _network(install: Install) -> dict[str, str]:
+    """Which interfaces carry what hosts send each other: as the user set it on each."""
+    given = install.node.environment if install.node else {}
+    return {name: value for name, value in given.items() if name.startswith(NETWORK)}
+
+
+def own_shares(plan: Plan, install: Install) -> tuple[GpuAllocation, ...]:
+    """Those of this host."""
+    ranks = launch_of(plan).local_ranks
+    first = install.node.rank * ranks if install.node else 0
+    return plan.placement.shares[first : first + ranks]
 
 
 def _gpu_variables(plan: Plan, install: Install) -> dict[str, str]:
     """Cards by uuid in the order of ranks: the engine's cuda:0 is the plan's first."""
     found = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(share.gpu.id for share in plan.placement.shares),
+        "CUDA_VISIBLE_DEVICES": ",".join(share.gpu.id for share in own_shares(plan, install)),
         "CUDA_CACHE_PATH": str(install.cache_dir / "cuda"),
     }
     if install.driver_dir is not None:

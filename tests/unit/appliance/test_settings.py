@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError, FatalError
-from appliance.settings import SETTINGS, load_settings, resolve_settings
+from appliance.settings import SETTINGS, load_settings, parse_address, resolve_settings
 
 
 def test_each_source_overrides_the_one_before_it_and_is_named() -> None:
@@ -44,6 +44,9 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
         ({}, {}, "kv_type: q8", "perhaps you meant 'q8_0'"),
         ({}, {"APPLIANCE_BUDGET_S": "1"}, None, "outside 5 to 86400 seconds"),
         ({"model": " "}, {}, None, "model is empty"),
+        ({}, {"LWS_GROUP_SIZE": "two"}, None, "nodes is not a whole number: 'two' (variable LWS_GROUP_SIZE)"),
+        ({"leader": "http://a/b"}, {}, None, "leader is no host, or HOST:PORT: 'http://a/b' (flag --leader)"),
+        ({"leader": "a:70000"}, {}, None, "leader is no host, or HOST:PORT"),
     ],
 )
 def test_every_mistake_is_named_with_its_value_and_source(
@@ -53,6 +56,28 @@ def test_every_mistake_is_named_with_its_value_and_source(
         resolve_settings(flags, environment, text)
     assert words in f"{caught.value.message} {caught.value.hint}"
     assert caught.value.exit_code == 10
+
+
+def test_a_group_s_variables_are_the_defaults_of_ours() -> None:
+    group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group.here"}
+    found = resolve_settings({}, group)
+    assert (found.nodes, found.node_rank, found.leader) == (2, 1, "group-0.group.here")
+    assert found.sources["node_rank"] == "variable LWS_WORKER_INDEX"
+    assert resolve_settings({}, group, "nodes: 3").nodes == 3
+    assert resolve_settings({}, {**group, "APPLIANCE_NODE_RANK": "0"}).node_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("node-0", ("node-0", None)),
+        ("10.0.0.1:11435", ("10.0.0.1", 11435)),
+        ("[fd00::1]:80", ("fd00::1", 80)),
+        ("group-0.group.ns", ("group-0.group.ns", None)),
+    ],
+)
+def test_an_address_is_a_host_with_or_without_a_port(text: str, parsed: tuple[str, int | None]) -> None:
+    assert parse_address(text) == parsed
 
 
 def test_empty_variables_and_service_links_are_no_settings() -> None:

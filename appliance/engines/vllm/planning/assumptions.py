@@ -55,6 +55,7 @@ PINNED_MIB = Assumption(value=512.0, source="staging buffers in pinned memory of
 # Speed
 ALLREDUCE_US_NVLINK = Assumption(value=12.0, source="one small all-reduce over NVLink (custom all-reduce): chosen")
 ALLREDUCE_US_PCIE = Assumption(value=30.0, source="one small all-reduce over PCIe (NCCL): chosen")
+HOST_HOP_US = Assumption(value=200.0, source="the same from host to host, over Ethernet: chosen")
 HOP_US = Assumption(value=60.0, source="from one pipeline stage to the next: chosen")
 LAYER_US_GRAPH = Assumption(value=12.0, source="a layer's kernels that are replayed from a CUDA graph: chosen")
 LAYER_US_EAGER = Assumption(value=60.0, source="a layer's kernels that the CPU launches one by one: chosen")

@@ -50,6 +50,7 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         asked_block_size=option.block_size,
         tensor_parallel=option.layout.tensor,
         pipeline_parallel=option.layout.pipeline,
+        nodes=option.layout.nodes,
         stage_layers=option.layout.layers,
         kv_bytes=None if estimate.share is not None else estimate.kv_bytes,
         utilization=estimate.share,
@@ -80,7 +81,7 @@ def _threads(estimate: Estimate) -> int | None:
 def _host_memory(estimate: Estimate) -> Memory:
     if estimate.option.cards:
         return replace(NOTHING, overhead=estimate.host_overhead_mib)
-    ranks, found = estimate.option.layout.ranks, estimate.memory
+    ranks, found = estimate.option.layout.local_ranks, estimate.memory
     return replace(
         NOTHING,
         weights=found.weights * ranks,
@@ -132,7 +133,7 @@ def _device(estimate: Estimate, at: int) -> Device:
         bandwidth_gb_s=card.bandwidth_gb_s or 0.0,
         upload_gb_s=0.0,
         pinned_gb_s=0.0,
-        peers=card.nvlink_peers if are_linked(estimate.option.cards) else (),
+        peers=card.nvlink_peers if are_linked(estimate.option.own_cards) else (),
         is_slice=card.mig_profile is not None,
         is_unified=card.is_unified,
     )

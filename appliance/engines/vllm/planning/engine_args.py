@@ -25,7 +25,10 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "drain_s": ("--shutdown-timeout",),
     "host": ("--host", "--uds"),
     "kv_type": ("--kv-cache-dtype",),
+    "leader": ("--master-addr",),
     "model": ("--model", "--tokenizer", "--revision", "--hf-token", "--download-dir"),
+    "node_rank": ("--node-rank", "-r"),
+    "nodes": ("--nnodes", "-n"),
     "parallel": ("--max-num-seqs",),
     "port": ("--port",),
     "speculation": ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
@@ -33,8 +36,8 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "one container serves one engine: several engines or hosts are for a cluster": (
-        "--data-parallel-size", "-dp", "--data-parallel-rank", "--data-parallel-size-local", "--nnodes", "--node-rank",
-        "--master-addr", "--headless", "--api-server-count", "-asc",
+        "--data-parallel-size", "-dp", "--data-parallel-rank", "--data-parallel-size-local", "--api-server-count",
+        "-asc", "--master-port", "--headless",
     ),
     "the appliance reads the engine's log and metrics": ("--disable-log-stats", "--log-config-file", "--log-level"),
     "the appliance listens for clients, and speaks to the engine on a socket of its own": (

@@ -42,6 +42,11 @@ class Option:
     kv_bytes: int | None = None
 
     @property
+    def own_cards(self) -> tuple[Gpu, ...]:
+        """Of this host."""
+        return self.cards[: self.layout.local_ranks]
+
+    @property
     def batch(self) -> Batch:
         return Batch(tokens=self.tokens, seqs=self.seqs, drafted=self.drafted)
 
@@ -142,7 +147,7 @@ class Estimate:
 
     def _kv_of_host(self) -> int:
         """No more than all requests fill at the wanted context: the rest stays for files and other programs."""
-        room = max(0.0, self.host_room_mib) * MIB / self.option.layout.ranks
+        room = max(0.0, self.host_room_mib) * MIB / self.option.layout.local_ranks
         enough = self.kv.bytes_for(self.facts.wanted, self.option.seqs)
         whole = int(min(room, enough)) // self.kv.bytes_per_block
         return whole * self.kv.bytes_per_block
@@ -150,7 +155,7 @@ class Estimate:
     @property
     def host_room_mib(self) -> float:
         """Of host memory, for the caches of all ranks of the CPU build."""
-        ranks = self.option.layout.ranks
+        ranks = self.option.layout.local_ranks
         return self.host_usable_mib - self.host_overhead_mib - self.memory.beside_kv * ranks
 
     @property
@@ -159,9 +164,9 @@ class Estimate:
 
     @property
     def host_overhead_mib(self) -> float:
-        """API server, EngineCore and workers; one card is served inside EngineCore."""
-        ranks = self.option.layout.ranks
-        workers = 0 if self.option.cards and ranks == 1 else ranks
+        """API server, EngineCore and workers of this host; one card that is alone is served inside EngineCore."""
+        ranks = self.option.layout.local_ranks
+        workers = 0 if self.option.cards and self.option.layout.ranks == 1 else ranks
         pinned = assumed.PINNED_MIB.value * ranks if self.option.cards else 0.0
         return (2 + workers) * assumed.PROCESS_MIB.value + assumed.APPLIANCE_MIB.value + pinned
 
@@ -201,7 +206,7 @@ class Estimate:
         if self.context < least:
             return False
         if not self.option.cards:
-            return self.kv_bytes <= self.host_room_mib * MIB / self.option.layout.ranks + 1
+            return self.kv_bytes <= self.host_room_mib * MIB / self.option.layout.local_ranks + 1
         taken = self.memory.counted + self.kv_bytes / MIB
         return all(taken <= room + self._rounding for room in self.room_mib) or self.facts.pins.utilization is not None
 
@@ -215,7 +220,7 @@ class Estimate:
         least = self.facts.settings.ctx_size or min(self.facts.wanted, CONTEXT_STEP)
         needed = self.memory.counted + self.kv.bytes_for(least) / MIB
         if not self.option.cards:
-            ranks = self.option.layout.ranks
+            ranks = self.option.layout.local_ranks
             return needed * ranks + self.host_overhead_mib - self.host_usable_mib
         pinned = self.facts.pins.utilization
         if pinned is not None:

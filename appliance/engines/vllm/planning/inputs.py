@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from appliance.engines.engine import Inputs
-from appliance.engines.gpus import device_id, judged
+from appliance.engines.gpus import asked_for, judged
 from appliance.engines.vllm.chips import Chip, chip_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
+from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
@@ -20,7 +21,6 @@ from appliance.engines.vllm.planning.precision import (
 from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
 from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
-from appliance.errors import ConfigError
 from appliance.image_facts import ImageFacts
 from appliance.plan import Choice, Speculation
 from appliance.probe import Gpu, Hardware
@@ -48,6 +48,8 @@ class Facts:
     variables: tuple[tuple[str, str], ...]
     wanted: int
     choices: tuple[Choice, ...]  # that are the same for every plan
+    hosts: tuple[tuple[Gpu, ...], ...] = ()  # cards of each host of a group, this one's first
+    shm_mib: int | None = None  # the least of all hosts; None: nobody looked
     limits: Limits = NO_LIMITS
     drafting: Speculation | None = None  # which the options count with
 
@@ -58,6 +60,11 @@ class Facts:
     @property
     def hardware(self) -> Hardware:
         return self.given.hardware
+
+    @property
+    def all_cards(self) -> tuple[Gpu, ...]:
+        """Of all hosts."""
+        return tuple(card for host in self.hosts for card in host) if self.hosts else self.cards
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -106,6 +113,8 @@ def read_facts(given: Inputs) -> Facts:
         hf_overrides=overrides_for(settings, model),
         variables=own_variables(settings),
         wanted=wanted,
+        hosts=hosts_of(given, cards),
+        shm_mib=shm_of(given),
         choices=tuple(each for each in (by_dtype, by_weights, by_kv, by_attention, by_gdn, *left_out) if each),
     )
 
@@ -124,7 +133,7 @@ def usable_cards(
             left_out.append(Choice(name="left_out", value=name, reason=why, source="probe", is_refusal=True))
         else:
             usable.append(gpu)
-    return _asked_for(settings, usable), tuple(left_out)
+    return asked_for(settings, usable), tuple(left_out)
 
 
 def total_mib(gpu: Gpu, hardware: Hardware) -> float:
@@ -134,19 +143,6 @@ def total_mib(gpu: Gpu, hardware: Hardware) -> float:
 def free_mib(gpu: Gpu, hardware: Hardware) -> float:
     """Of a card without memory of its own all that the host can give."""
     return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
-
-
-def _asked_for(settings: Settings, usable: list[Gpu]) -> tuple[Gpu, ...]:
-    if settings.devices == "auto":
-        return tuple(usable)
-    names = [name.strip() for name in settings.devices.split(",") if name.strip()]
-    by_name = {key: gpu for gpu in usable for key in (device_id(gpu), str(gpu.index))}
-    missing = [name for name in names if name not in by_name]
-    if missing:
-        there = ", ".join(f"{gpu.index} ({gpu.name}, {device_id(gpu)})" for gpu in usable) or "none"
-        message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
-        raise ConfigError(message, hint=f"usable GPUs here: {there}")
-    return tuple({device_id(by_name[name]): by_name[name] for name in names}.values())
 
 
 def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:

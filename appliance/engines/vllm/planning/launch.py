@@ -30,6 +30,7 @@ class VllmLaunch(Launch):
     tensor_parallel: int
     pipeline_parallel: int
     stage_layers: tuple[int, ...]  # of each pipeline stage; empty: one
+    nodes: int = 1  # hosts, each with as many ranks
     kv_bytes: int | None
     utilization: float | None
     blocks: int  # predicted
@@ -51,6 +52,11 @@ class VllmLaunch(Launch):
             ("graph_mode", self.graph_mode),
             ("block_size", self.block_size),
         )
+
+    @property
+    def local_ranks(self) -> int:
+        """Of one host."""
+        return self.tensor_parallel * self.pipeline_parallel // self.nodes
 
     @property
     def tie_break(self) -> int:

@@ -37,15 +37,21 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of ranks over cards. `layers` has one entry a pipeline stage."""
+    """Of ranks over cards. `layers` has one entry a pipeline stage. Each of the `nodes` has as many whole stages."""
 
     tensor: int = 1
     pipeline: int = 1
     layers: tuple[int, ...] = ()
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
         return self.tensor * self.pipeline
+
+    @property
+    def local_ranks(self) -> int:
+        """Of one host."""
+        return self.ranks // self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)

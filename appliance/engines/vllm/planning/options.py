@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from appliance.engines.vllm.planning.estimate import Estimate, Option
+from appliance.engines.vllm.planning.host_layouts import placed_over_hosts
+from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
-    shm_needed_mib,
     shm_of_workers_mib,
     tensor_sizes,
     why_not_tensor,
@@ -117,14 +118,23 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
     """Raises ConfigError for a number of ranks that was asked for and cannot be."""
     pins, shape = facts.pins, facts.shape
     _check_asked(facts)
+    if facts.settings.nodes > 1:
+        return _with_shared_memory(facts, placed_over_hosts(facts))
     if not facts.cards:
         return [(_on_cpu(facts, Layout(tensor=pins.tensor or 1)), ())]
     by_room = sorted(facts.cards, key=lambda card: -free_mib(card, facts.hardware))
     found = list(layouts(shape, by_room, tensor=pins.tensor, pipeline=pins.pipeline))
-    short = [layout for layout in found if not has_shared_memory(facts, layout.ranks)]
-    if short and len(short) == len(found):
-        _refuse_shared_memory(facts, min(layout.ranks for layout in short))
-    return [(layout, _cards_of(layout, by_room)) for layout in found if layout not in short]
+    return _with_shared_memory(facts, [(layout, _cards_of(layout, by_room)) for layout in found])
+
+
+def _with_shared_memory(
+    facts: Facts, placed: list[tuple[Layout, tuple[Gpu, ...]]]
+) -> list[tuple[Layout, tuple[Gpu, ...]]]:
+    """Raises ConfigError where /dev/shm holds none of them."""
+    found = [(layout, cards) for layout, cards in placed if has_shared_memory(facts, layout.local_ranks)]
+    if placed and not found:
+        _refuse_shared_memory(facts, min(layout.local_ranks for layout, _ in placed))
+    return found
 
 
 def _on_cpu(facts: Facts, layout: Layout) -> Layout:
@@ -142,13 +152,12 @@ def _cards_of(layout: Layout, by_room: list[Gpu]) -> tuple[Gpu, ...]:
 
 
 def has_shared_memory(facts: Facts, ranks: int) -> bool:
-    """What nobody looked at counts as enough."""
-    there = facts.hardware.memory.shm_mib
-    return there is None or there >= shm_needed_mib(ranks)
+    """For so many ranks of one host. What nobody looked at counts as enough."""
+    return facts.shm_mib is None or facts.shm_mib >= shm_needed_of_host_mib(ranks, facts.settings.nodes)
 
 
 def _check_asked(facts: Facts) -> None:
-    pins, cards = facts.pins, len(facts.cards)
+    pins, cards = facts.pins, len(facts.all_cards)
     ranks = (pins.tensor or 1) * (pins.pipeline or 1)
     if pins.tensor and (why := why_not_tensor(facts.shape, pins.tensor)):
         there = ", ".join(map(str, tensor_sizes(facts.shape, 16)))
@@ -178,9 +187,10 @@ def _of_gpus(facts: Facts) -> list[str]:
 
 
 def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
-    there = facts.hardware.memory.shm_mib
+    needed = shm_needed_of_host_mib(ranks, facts.settings.nodes)
+    where = " of each host" if facts.settings.nodes > 1 else ""
     message = (
-        f"shared memory is too small for {ranks} ranks: {there} MiB in /dev/shm, {shm_needed_mib(ranks)} are needed"
+        f"shared memory is too small for {ranks} ranks{where}: {facts.shm_mib} MiB in /dev/shm, {needed} are needed"
     )
     raise ConfigError(message, hint="start the container with --ipc=host or --shm-size 4g")
 

@@ -63,11 +63,12 @@ def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Lay
     """Layers by the memory of each stage's smallest card."""
     if stages == 1:
         return Layout(tensor=tensor)
-    rooms = [_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
+    rooms = [stage_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
     return Layout(tensor=tensor, pipeline=stages, layers=split_layers(shape.layers, rooms))
 
 
-def _room(cards: Sequence[Gpu]) -> float:
+def stage_room(cards: Sequence[Gpu]) -> float:
+    """Of its smallest card, MiB."""
     return min((float(card.vram_free_mib or card.vram_total_mib or 1) for card in cards), default=1.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.vllm.planning.estimate import Estimate
+from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
 from appliance.engines.vllm.planning.launch import EAGER
@@ -65,6 +66,9 @@ def context(estimate: Estimate) -> Choice:
 
 def _layout(estimate: Estimate) -> Iterator[Choice]:
     facts, layout = estimate.facts, estimate.option.layout
+    if layout.nodes > 1:
+        yield from _over_hosts(estimate)
+        return
     if not facts.cards:
         return
     names = ", ".join(f"{card.index} ({card.name or 'unnamed'})" for card in estimate.option.cards)
@@ -89,9 +93,36 @@ def _layout(estimate: Estimate) -> Iterator[Choice]:
         why = f"one rank: two need {needed} MiB in /dev/shm, and it has {there}; start with --ipc=host or --shm-size 4g"
         yield Choice(name="shm", value=f"{there} MiB", reason=why, source="probe", is_refusal=True)
     if layout.pipeline > 1:
-        split = ", ".join(map(str, layout.layers))
-        why = f"layers by the memory of each stage's smallest card, {facts.shape.layers} in all"
-        yield Choice(name="stages", value=split, reason=why, source="memory")
+        yield _stages(estimate)
+
+
+def _stages(estimate: Estimate) -> Choice:
+    split = ", ".join(map(str, estimate.option.layout.layers))
+    why = f"layers by the memory of each stage's smallest card, {estimate.facts.shape.layers} in all"
+    return Choice(name="stages", value=split, reason=why, source="memory")
+
+
+def _over_hosts(estimate: Estimate) -> Iterator[Choice]:
+    facts, layout = estimate.facts, estimate.option.layout
+    settings = facts.settings
+    why = "each has as many ranks; what they send each other is open and not encrypted: keep it on a network of its own"
+    if not facts.given.hosts:
+        why = f"those that have not joined yet are taken to be as this one; {why}"
+    yield Choice(name="nodes", value=str(layout.nodes), reason=why, source=settings.sources["nodes"])
+    if not facts.cards:
+        why = "vLLM's CPU build was seen to die of its first request in stages of a pipeline (0.32.0)"
+        yield Choice(name="placement", value=f"{layout.pipeline} stages on CPUs", reason=why, source="nodes",
+                     is_refusal=True)  # fmt: skip
+        return
+    pins, name = facts.pins, estimate.option.cards[0].name or "unnamed"
+    value = f"tensor parallel {layout.tensor}, {layout.pipeline} stages on {layout.local_ranks} GPUs ({name}) a host"
+    asked = pins.tensor or pins.pipeline
+    sizes = ", ".join(map(str, tensor_sizes(facts.shape, min(map(len, facts.hosts)))))
+    why = "asked for" if asked else f"tensor parallel within a host, where the model allows {sizes}; stages across"
+    yield Choice(name="placement", value=value, reason=why, source=pins.source if asked else "probe")
+    yield _shared_memory(facts, layout.local_ranks)
+    yield from _uneven(estimate)
+    yield _stages(estimate)
 
 
 def _why_layout(estimate: Estimate) -> str:
@@ -121,7 +152,7 @@ def _replicated(shape: Shape, tensor: int) -> str | None:
 
 
 def _shared_memory(facts: Facts, ranks: int) -> Choice:
-    there, needed = facts.hardware.memory.shm_mib, shm_needed_mib(ranks)
+    there, needed = facts.shm_mib, shm_needed_of_host_mib(ranks, facts.settings.nodes)
     if there is None:
         why = f"nobody looked; {ranks} ranks need {needed} MiB: --ipc=host or --shm-size 4g where Docker gives 64"
         return Choice(name="shm", value="unknown", reason=why, source="probe")

@@ -169,10 +169,15 @@ class Space(doors.Space):
     def _option_of(self, plan: Plan) -> Option | str:
         """As it was, on the cards that are there; or which of them are not, in words."""
         launch = launch_of(plan)
-        cards = _same_cards(plan, self._facts.cards)
+        cards = _same_cards(plan, self._facts.all_cards)
         if cards is None:
             return f"a GPU that it used is not there: {', '.join(share.gpu.name for share in plan.placement.shares)}"
-        layout = Layout(tensor=launch.tensor_parallel, pipeline=launch.pipeline_parallel, layers=launch.stage_layers)
+        layout = Layout(
+            tensor=launch.tensor_parallel,
+            pipeline=launch.pipeline_parallel,
+            layers=launch.stage_layers,
+            nodes=launch.nodes,
+        )
         return Option(
             layout=layout,
             cards=cards,
@@ -211,7 +216,7 @@ def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
 def _cache_mib(plan: Plan) -> float:
     """Of one rank."""
     shares = plan.placement.shares
-    return shares[0].memory.kv if shares else plan.memory.kv / launch_of(plan).tensor_parallel
+    return shares[0].memory.kv if shares else plan.memory.kv / launch_of(plan).local_ranks
 
 
 def _lack(estimate: Estimate) -> str:

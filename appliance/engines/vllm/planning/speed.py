@@ -68,10 +68,11 @@ def _layers_ms(estimate: Estimate) -> float:
 
 def _exchange_ms(estimate: Estimate) -> float:
     layout = estimate.option.layout
-    hops = (layout.pipeline - 1) * assumed.HOP_US.value / 1000
+    hops_us = (layout.pipeline - layout.nodes) * assumed.HOP_US.value + (layout.nodes - 1) * assumed.HOST_HOP_US.value
+    hops = hops_us / 1000
     if layout.tensor == 1:
         return hops
-    linked = are_linked(estimate.option.cards)
+    linked = are_linked(estimate.option.own_cards)
     each = assumed.ALLREDUCE_US_NVLINK if linked else assumed.ALLREDUCE_US_PCIE
     return hops + _EXCHANGES * estimate.facts.shape.layers * each.value / 1000
 

@@ -1,0 +1,81 @@
+"""Addresses of the hosts of a group, as they reach each other."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+from appliance.errors import ConfigError
+from appliance.report import Report
+from appliance.serve.hosts.group import TICK_S
+from appliance.settings import Settings, parse_address
+
+_Found = tuple[socket.AddressFamily, str]
+
+
+def leader_of(settings: Settings) -> tuple[str, int]:
+    """Host and port. Raises ValueError where the setting is missing."""
+    host, port = parse_address(settings.leader or "")
+    return host, port or settings.port
+
+
+async def resolve(settings: Settings, report: Report) -> tuple[_Found, ...]:
+    """All addresses of the leader. A name may be minutes behind its host: it is asked again for as long as an engine
+    may stand still. Raises ConfigError (10)."""
+    host, port = leader_of(settings)
+    until, is_told = time.monotonic() + settings.stall_timeout_s, False
+    while True:
+        try:
+            rows = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return tuple((family, str(address[0])) for family, _, _, _, address in rows)
+        except OSError as error:
+            why = error.strerror or str(error)
+            if time.monotonic() >= until:
+                message = f"setting leader names a host that cannot be resolved: '{host}' "
+                message += f"({settings.sources['leader']}): {why}"
+                raise ConfigError(
+                    message, hint="give an address that this container can resolve, or a number"
+                ) from error
+        if not is_told:
+            report.info("leader_unknown", f"the leader's name cannot be resolved yet: {host}: {why}")
+            is_told = True
+        await asyncio.sleep(TICK_S)
+
+
+def own_address(found: tuple[_Found, ...], settings: Settings) -> str:
+    """That of the leader which is this host's. Raises ConfigError (10) where none is."""
+    for family, address in found:
+        try:
+            free_port(address, family)
+        except OSError:
+            continue
+        return address
+    named = ", ".join(dict.fromkeys(address for _, address in found))
+    message = f"setting leader names no address of this host: {named} ({settings.sources['leader']})"
+    hint = "host 0 is the leader: give --leader its address, and start all with --network host"
+    raise ConfigError(message, hint=hint)
+
+
+def free_port(address: str, family: socket.AddressFamily | None = None) -> int:
+    """One that nobody listens on now. Raises OSError where the address is not this host's."""
+    kind = family or (socket.AF_INET6 if ":" in address else socket.AF_INET)
+    with socket.socket(kind, socket.SOCK_STREAM) as made:
+        made.bind((address, 0))
+        return int(made.getsockname()[1])
+
+
+def address_towards(found: tuple[_Found, ...], settings: Settings) -> str:
+    """Of this host, by the route to one of the leader's; nothing is sent. Raises ConfigError (10) where none is."""
+    why = ""
+    for family, address in found:
+        with socket.socket(family, socket.SOCK_DGRAM) as made:
+            try:
+                made.connect((address, 9))
+            except OSError as error:
+                why = error.strerror or str(error)
+                continue
+            return str(made.getsockname()[0])
+    named = ", ".join(dict.fromkeys(address for _, address in found))
+    message = f"setting leader names what this host has no route to: {named} ({settings.sources['leader']}): {why}"
+    raise ConfigError(message, hint="look at the networks of this container: --network host has those of its machine")

@@ -1,0 +1,190 @@
+"""A follower: tells the leader each second how it is, and starts and stops its engine as that says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, replace
+
+import aiohttp
+
+from appliance.engines.engine import Node
+from appliance.errors import ConfigError
+from appliance.plan import Plan
+from appliance.profile.record import parse_plan
+from appliance.progress import Phase
+from appliance.race import first_of
+from appliance.serve.hosts.address import address_towards, leader_of, resolve
+from appliance.serve.hosts.group import LOST_S, TICK_S
+from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word
+from appliance.serve.listen import HostPart
+from appliance.serve.load import launch, on_ready
+from appliance.serve.served_model import ServedModel
+from appliance.settings import Settings
+from appliance.supervisor import Crash
+from appliance.volume import read_or_make_key
+
+ANSWER_S = 5.0
+LEAVE_S = 1.0  # for a good-bye: a stop waits no longer
+SAY_EVERY_S = 10.0
+_REMEDIES = {
+    401: "all hosts of a group have one API key: give this one the leader's /data/secrets/api_key",
+    404: "the leader serves alone, or is no appliance of this release: give it the same --nodes",
+    409: "give all hosts the same image, the same model and GPUs of one kind, and each a rank of its own",
+}
+
+
+class Follower:
+    """`part` is its side of the gateway."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        host, port = leader_of(settings)
+        self._leader = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._url = f"http://{self._leader}/appliance/v1/{DOCUMENT}"
+        words = f"this host is number {settings.node_rank} of {settings.nodes} and answers nobody: ask {self._leader}"
+        self.part = HostPart(elsewhere=words)
+        self._is_group_ready = False
+        self._why_silent = ""
+
+    async def follow(self, served: ServedModel) -> None:
+        """Never returns. Raises ConfigError (10) where the leader refuses this host, and the error of an engine that
+        never became ready."""
+        found = await resolve(self._settings, served.report)
+        address = address_towards(found, self._settings)
+        me = member_of(served, secrets.token_hex(8))
+        async with self._session() as session:
+            try:
+                while True:
+                    word = await self._wait_word(session, served, me)
+                    await self._one_round(session, served, me, word, address)
+            finally:
+                await self._leave(session, me)
+
+    @contextlib.asynccontextmanager
+    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        key = read_or_make_key(self._settings.key_path) if self._settings.auth else None
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            yield session
+
+    async def _wait_word(self, session: aiohttp.ClientSession, served: ServedModel, me: Member) -> Word:
+        """Which round to start."""
+        said = float("-inf")
+        while True:
+            word = await self._tell(session, me)
+            if word and word.plan is not None:
+                return word
+            words = f"waiting for the leader, {self._leader}: {word.message if word else self._why_silent}"
+            served.report.phase(Phase.STARTING, words)
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                served.report.info("waiting_for_leader", words)
+            await asyncio.sleep(TICK_S)
+
+    async def _one_round(
+        self, session: aiohttp.ClientSession, served: ServedModel, me: Member, word: Word, address: str
+    ) -> None:
+        """Until the leader says that it is over, is not heard of any more, or the engine died."""
+        self._is_group_ready = False
+        me = replace(me, round=word.round)
+        served.join(self._node(word, address))
+        launch(served, self._plan(served, word))
+        ended = (served.host.wait_failed(), self._until_over(session, me), _announce(served))
+        died, over, announced = await first_of(*ended)
+        if not announced.cancelled():
+            announced.result()  # it ends by an error alone
+        elif not died.cancelled():
+            await self._tell_death(session, served, me, died.result())
+        else:
+            served.report.warning("round_over", f"this host starts anew: {over.result()}")
+        served.report.phase(Phase.RESTARTING)
+        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine finishes nothing
+        served.host.count_restart()
+
+    def _node(self, word: Word, address: str) -> Node:
+        return Node(
+            nodes=self._settings.nodes,
+            rank=self._settings.node_rank,
+            address=address,
+            leader=word.leader,
+            port=word.port,
+            environment=self._settings.environment,
+            is_ready=self._is_ready,
+        )
+
+    async def _is_ready(self) -> bool:
+        return self._is_group_ready
+
+    def _plan(self, served: ServedModel, word: Word) -> Plan:
+        """The leader's, for the files that are here. Raises ConfigError (10) for one of another release."""
+        try:
+            plan = parse_plan(word.plan)
+        except ValueError as error:
+            message = f"the leader's plan cannot be read: {str(error)[:200]}"
+            raise ConfigError(message, hint=_REMEDIES[409]) from error
+        return replace(plan, model_path=str(served.inputs.model.path))
+
+    async def _until_over(self, session: aiohttp.ClientSession, me: Member) -> str:
+        """Why, in words."""
+        silent_s = 0.0
+        while silent_s < LOST_S:
+            await asyncio.sleep(TICK_S)
+            word = await self._tell(session, me)
+            silent_s = 0.0 if word else silent_s + TICK_S
+            if word and word.round != me.round:
+                return word.message or "the leader began anew"
+            self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
+        return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
+
+    async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
+        """Raises its error where it never was ready: it would fail the same way again."""
+        error = served.start.engine.as_error(crash, served=self._is_group_ready)
+        word = await self._tell(session, replace(me, ended=error.message))
+        self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
+        if not self._is_group_ready:
+            raise error
+        served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+
+    async def _leave(self, session: aiohttp.ClientSession, me: Member) -> None:
+        with contextlib.suppress(TimeoutError, ConfigError):  # nobody waits for it: the leader misses this host anyway
+            async with asyncio.timeout(LEAVE_S):
+                await self._tell(session, replace(me, is_leaving=True))
+
+    async def _tell(self, session: aiohttp.ClientSession, me: Member) -> Word | None:
+        """None where no leader answers, with `_why_silent`. Raises ConfigError (10) where it refuses."""
+        try:
+            async with session.post(self._url, data=json.dumps(asdict(me)), allow_redirects=False) as reply:
+                body = await reply.read()
+            if reply.status == 200:
+                return parse_word(body)
+        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self._why_silent = str(error) or type(error).__name__
+            return None
+        self._why_silent = f"{reply.status}: {_message_of(body)}"
+        if reply.status in _REMEDIES:
+            source = self._settings.sources["leader"]
+            message = f"the leader, {self._leader} ({source}), refuses this host: {self._why_silent}"
+            raise ConfigError(message, hint=_REMEDIES[reply.status])
+        return None
+
+
+async def _announce(served: ServedModel) -> None:
+    """Never returns."""
+    supervisor = served.host.supervisor
+    if supervisor and await supervisor.wait_ready() is None:
+        on_ready(served)
+    await asyncio.Event().wait()
+
+
+def _message_of(body: bytes) -> str:
+    """Of an error in the form of the API."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,185 @@
+"""The followers as their leader sees them: who has joined, who was lost, and why a round is over. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from appliance.engines.engine import Host
+from appliance.report import Report
+from appliance.serve.hosts.member import Member, Word, why_refused
+from appliance.values import dataclass
+
+LOST_S = 30.0  # without a word of a host, which sends one a second
+TICK_S = 1.0
+
+
+class RefusedError(Exception):
+    """A host that does not belong to the group, in words for its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a round is over. `by_engine`: an engine failed, and may fail the same way again."""
+
+    words: str
+    by_engine: bool
+
+
+class _Seen:
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.silent_s = 0.0
+        self.rivals: set[str] = set()  # tokens of others that say the same rank
+
+
+class Group:
+    """One caller uses `joined`, `begin`, `wait_failed` and `end`, in this order, round after round; `heard` and `tick`
+    may come at any moment. Inside one running loop. `own` is None until the leader knows its own model."""
+
+    def __init__(self, nodes: int, report: Report) -> None:
+        self.own: Member | None = None
+        self.message = "the leader is starting"  # for followers that have nothing to run
+        self._nodes = nodes
+        self._report = report
+        self._seen: dict[int, _Seen] = {}
+        self._refused: set[str] = set()  # tokens that were told of
+        self._duplicates: set[str] = set()
+        self._word: Word | None = None  # of the round that runs
+        self._failure: Failure | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that did not join, or still run what is over."""
+        current = self._word.round if self._word else ""
+        there = {rank for rank, seen in self._seen.items() if seen.member.round in ("", current)}
+        return tuple(rank for rank in range(1, self._nodes) if rank not in there)
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """By rank, once all have joined."""
+        members = [self._seen[rank].member for rank in sorted(self._seen)]
+        return tuple(Host(name=each.name, gpus=each.gpus, shm_mib=each.shm_mib) for each in members)
+
+    def heard(self, member: Member) -> Word:
+        """What is to be said to a follower. Raises RefusedError."""
+        if self.own is None:
+            return Word(message=self.message)
+        if why := why_refused(self.own, member):
+            raise self._refusal(member, why)
+        if member.token in self._duplicates:
+            name = self._seen[member.rank].member.name if member.rank in self._seen else "another host"
+            raise self._refusal(member, f"node rank twice: {member.rank} is that of {name} as well")
+        seen = self._seen.get(member.rank)
+        if seen and seen.member.token != member.token:
+            # The one before it may be gone: it is, unless it is heard of again.
+            seen.rivals.add(member.token)
+            return Word(message=f"node rank {member.rank} was that of {seen.member.name}, which may be gone")
+        if seen:
+            self._duplicates |= seen.rivals
+        if member.is_leaving:
+            self._lose(member.rank, "it was stopped")
+            return Word(message="good-bye")
+        return self._take(member)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Of the leader's clock; a pause of the leader itself is no silence of the others."""
+        for rank, seen in list(self._seen.items()):
+            seen.silent_s += min(elapsed_s, 2 * TICK_S)
+            if seen.silent_s >= LOST_S:
+                self._lose(rank, f"nothing was heard of it for {LOST_S:.0f} s")
+
+    def begin(self, leader: str, port: int, plan: dict[str, Any]) -> None:
+        """The next round: followers start what `plan` says."""
+        self._failure = None
+        self._word = Word(round=secrets.token_hex(8), message="", leader=leader, port=port, plan=plan)
+
+    def set_ready(self) -> None:
+        if self._word:
+            self._word = replace(self._word, is_ready=True)
+
+    def end(self, words: str) -> None:
+        """Followers stop what they run."""
+        self._word, self.message = None, words
+        self._note()
+
+    async def joined(self) -> None:
+        """Returns once every host is there and runs nothing."""
+        while self.missing:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    @property
+    def failure(self) -> Failure | None:
+        """Of this round."""
+        return self._failure
+
+    async def wait_failed(self) -> Failure:
+        while self._failure is None:
+            await self.wait_change()
+        return self._failure
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "nodes": self._nodes,
+            "round": self._word.round if self._word else None,
+            "is_ready": bool(self._word and self._word.is_ready),
+            "missing": list(self.missing),
+            "hosts": [_shown(self._seen[rank].member) for rank in sorted(self._seen)],
+        }
+
+    def _take(self, member: Member) -> Word:
+        word = self._word
+        is_new = member.rank not in self._seen
+        seen = self._seen.setdefault(member.rank, _Seen(member))
+        before, seen.member, seen.silent_s = seen.member.round, member, 0.0
+        if is_new:
+            words = f"host {member.rank} has joined: {member.name}, {len(member.gpus)} GPUs, {member.chips}"
+            self._report.info("host_joined", words, node_rank=member.rank, name=member.name)
+        if word and (before or member.round) == word.round and (member.ended or member.round != word.round):
+            why = member.ended or "it does not run its engine any more"
+            self._fail(f"host {member.rank} ({member.name}): {why}", by_engine=True)
+        if is_new or before != member.round:
+            self._note()
+        if word is None:
+            return Word(message=self.message)
+        if self._failure:  # nobody joins what is over
+            return Word(message=self._failure.words, is_ready=word.is_ready)
+        return replace(word, plan=None) if member.round == word.round else word
+
+    def _lose(self, rank: int, why: str) -> None:
+        seen = self._seen.pop(rank, None)
+        if seen is None:
+            return
+        self._duplicates -= seen.rivals
+        words = f"host {rank} ({seen.member.name}) was lost: {why}"
+        self._report.warning("host_lost", words, node_rank=rank, name=seen.member.name)
+        if self._word:
+            self._fail(words, by_engine=False)
+        self._note()
+
+    def _fail(self, words: str, *, by_engine: bool) -> None:
+        if self._failure is None:
+            self._failure = Failure(words=words, by_engine=by_engine)
+            self._note()
+
+    def _note(self) -> None:
+        self._changed.set()
+
+    def _refusal(self, member: Member, why: str) -> RefusedError:
+        if member.token not in self._refused:
+            self._refused.add(member.token)
+            self._report.warning("host_refused", f"host {member.rank} ({member.name}) is refused: {why}")
+        return RefusedError(why)
+
+
+def _shown(member: Member) -> dict[str, Any]:
+    gpus = [gpu.name for gpu in member.gpus]
+    return {"node_rank": member.rank, "name": member.name, "gpus": gpus, "round": member.round or None}

@@ -1,0 +1,178 @@
+"""The leader of several hosts: waits for the others, plans for all, serves, and starts all anew after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+from appliance.engines.engine import Node, Space
+from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError
+from appliance.plan import Plan
+from appliance.progress import Phase
+from appliance.race import first_of
+from appliance.report import Report
+from appliance.serve.hosts.address import free_port, own_address, resolve
+from appliance.serve.hosts.group import TICK_S, Failure, Group, RefusedError
+from appliance.serve.hosts.member import DOCUMENT, member_of, parse_member
+from appliance.serve.listen import HostPart
+from appliance.serve.load import STEPS_DOWN, launch, on_ready, stepped_down
+from appliance.serve.served_model import ServedModel
+from appliance.settings import Settings
+from appliance.supervisor import Crash, Restart
+
+SAY_EVERY_S = 10.0
+_RESTART = Restart()
+LAST_WORDS_S = 3 * TICK_S  # for a follower to tell why its engine died of which ours did
+
+
+class Leader:
+    """`part` is its side of the gateway, from the first second on."""
+
+    def __init__(self, settings: Settings, report: Report) -> None:
+        self.group = group = Group(settings.nodes, report)
+        self._nodes = settings.nodes
+        self._cause = ""  # why the last round is over
+        self._row = 0  # rounds that did not last
+        self._steps = 0  # to smaller plans, in `_space`
+        self._space: Space | None = None
+        self._smaller: Plan | None = None
+        self._is_waiting = False
+        self.part = HostPart(documents={DOCUMENT: group.document}, actions={DOCUMENT: self._heard})
+
+    def _heard(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        from appliance.gateway.api_error import ApiError  # here: a start of the engine does not wait for the gateway
+
+        try:
+            return 200, asdict(self.group.heard(parse_member(body)))
+        except ValueError as error:
+            raise ApiError(400, "no_member", f"no document of a host: {str(error)[:300]}") from error
+        except RefusedError as error:
+            raise ApiError(409, "host_refused", str(error)) from error
+
+    async def lead(self, served: ServedModel) -> None:
+        """Raises the error of an engine that never became ready, or that died too often."""
+        address = own_address(await resolve(served.settings, served.report), served.settings)
+        self.group.own = member_of(served, "leader")
+        ended = await first_of(self._rounds(served, address), self._ticks(served))
+        failed = next(task for task in ended if not task.cancelled())
+        failed.result()
+        message = "a leader stopped leading"
+        raise RuntimeError(message)  # neither ends by itself
+
+    async def _ticks(self, served: ServedModel) -> None:
+        """Time passes for those that are silent; who is missing is said now and then."""
+        before = said = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            self.group.tick(now - before)
+            before = now
+            if self._is_waiting and now - said >= SAY_EVERY_S:
+                said = now
+                served.report.info("waiting_for_hosts", self._waiting_words())
+
+    async def _rounds(self, served: ServedModel, address: str) -> None:
+        while True:
+            await self._wait_joined(served)
+            plan = self._begin(served, address)
+            outcome = await self._loaded(served)
+            if outcome is None:
+                words = await self._served(served)
+            else:
+                words = self._next_words(served, plan, outcome)
+            await self._end(served, words)
+
+    async def _wait_joined(self, served: ServedModel) -> None:
+        self._is_waiting = True
+        while self.group.missing:
+            served.report.phase(Phase.RESTARTING if self._cause else Phase.STARTING, self._waiting_words())
+            await self.group.wait_change()
+        self._is_waiting = False
+
+    def _waiting_words(self) -> str:
+        missing = ", ".join(map(str, self.group.missing))
+        words = f"waiting for host {missing} of {self._nodes}"
+        return f"{self._cause}; {words}" if self._cause else words
+
+    def _begin(self, served: ServedModel, address: str) -> Plan:
+        """The port is another one each time: what is left of an earlier engine may hold the last."""
+        port = free_port(address)
+        node = Node(
+            nodes=self._nodes,
+            rank=0,
+            address=address,
+            leader=address,
+            port=port,
+            environment=served.settings.environment,
+        )
+        served.join(node, self.group.hosts)
+        plan, self._smaller = self._smaller or served.space.predicted, None
+        self.group.begin(address, port, asdict(plan))
+        launch(served, plan)
+        return plan
+
+    async def _loaded(self, served: ServedModel) -> Crash | Failure | None:
+        """None once the group answers."""
+        supervisor = served.host.supervisor
+        if supervisor is None:
+            message = "no engine was launched"
+            raise RuntimeError(message)
+        loading, failed = await first_of(supervisor.wait_ready(), self.group.wait_failed())
+        if loading.cancelled():
+            failure: Failure = failed.result()
+            return failure
+        crash: Crash | None = loading.result()
+        if crash is not None:
+            await asyncio.sleep(LAST_WORDS_S)
+        return crash
+
+    async def _served(self, served: ServedModel) -> str:
+        """From readiness to a loss; why, in words. Raises EngineDiedError (45) after too many of them in a row."""
+        began = time.monotonic()
+        on_ready(served)
+        self.group.set_ready()
+        self._cause, self._space, self._steps = "", None, 0
+        died, failed = await first_of(served.host.wait_failed(), self.group.wait_failed())
+        words = self._name_loss(served, died.result()) if failed.cancelled() else failed.result().words
+        if failed.cancelled():
+            await asyncio.sleep(LAST_WORDS_S)
+            words = f"{words}; {self.group.failure.words}" if self.group.failure else words
+        self._row = 1 if time.monotonic() - began >= _RESTART.healthy_after_s else self._row + 1
+        if self._row > _RESTART.max_in_row:
+            message = f"the group was started {self._row} times in a row and did not last: {words}"
+            raise EngineDiedError(message, hint="the log of the host that is named says more")
+        return words
+
+    def _name_loss(self, served: ServedModel, crash: Crash) -> str:
+        served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+        return f"the leader's engine {crash.describe()}"
+
+    def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
+        """Why another round is worth it after one that did not come up; a smaller plan where memory ran out here.
+        Raises the error where none is."""
+        if isinstance(outcome, Failure):
+            if outcome.by_engine:
+                message = f"the group did not become ready: {outcome.words}"
+                raise EngineNotReadyError(message, hint="that host's log says more")
+            return outcome.words
+        error = served.start.engine.as_error(outcome)
+        if self.group.failure:
+            error.message += f"; {self.group.failure.words}"
+        supervisor = served.host.supervisor
+        lines = served.logs.take(supervisor) if supervisor else ()
+        if self._steps == STEPS_DOWN or not isinstance(error, EngineError):
+            raise error
+        self._steps += 1
+        self._space, self._smaller = stepped_down(served, self._space or served.space, plan, error, lines)
+        return f"{error.message}; starting with a smaller plan"
+
+    async def _end(self, served: ServedModel, words: str) -> None:
+        self._cause = words
+        self.group.end(words)
+        served.report.phase(Phase.RESTARTING, words)
+        served.report.error("group_restarts", f"all hosts start anew: {words}")
+        await served.host.detach(grace_s=0.0)  # without one of its hosts an engine finishes nothing
+        served.host.count_restart()
+        await asyncio.sleep(_RESTART.delay_s(max(1, self._row)))

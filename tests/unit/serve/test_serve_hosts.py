@@ -1,0 +1,172 @@
+"""A group of hosts as its leader sees it: who may join, who is lost, and what followers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from dataclasses import asdict, replace
+
+import pytest
+
+from appliance.errors import ConfigError
+from appliance.report import Report
+from appliance.serve.hosts.address import address_towards, leader_of, own_address
+from appliance.serve.hosts.group import LOST_S, TICK_S, Group, RefusedError
+from appliance.serve.hosts.member import Member, parse_member, parse_word
+from appliance.settings import resolve_settings
+from tests.golden.vllm_plans import hardware
+
+LEADER = Member(rank=0, nodes=3, token="leader", name="a", build="b1", cell="vllm-cu130", model="d1",
+                gpus=hardware("2x4090").gpus.gpus)  # fmt: skip
+
+
+def member(number: int, **changes: object) -> Member:
+    made = replace(LEADER, rank=number, token=f"t{number}", name=f"host-{number}")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def group() -> Group:
+    found = Group(3, Report("json", io.StringIO()))
+    found.own = LEADER
+    return found
+
+
+def pass_time(group: Group, seconds: float) -> None:
+    for _ in range(int(seconds / TICK_S)):
+        group.tick(TICK_S)
+
+
+async def test_a_round_begins_when_all_are_there_and_is_told_to_each_once(group: Group) -> None:
+    assert group.heard(member(1)).plan is None
+    assert group.missing == (2,)
+    group.heard(member(2))
+    await group.joined()
+    assert [host.name for host in group.hosts] == ["host-1", "host-2"]
+    group.begin("10.0.0.1", 29501, {"context": 4096})
+    word = group.heard(member(1))
+    assert (word.plan, word.leader, word.port) == ({"context": 4096}, "10.0.0.1", 29501)
+    running = group.heard(member(1, round=word.round))
+    assert (running.plan, running.round, running.is_ready) == (None, word.round, False)
+    group.set_ready()
+    assert group.heard(member(1, round=word.round)).is_ready
+    assert group.document()["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"build": "b2"}, "its image is build b2 (vllm-cu130), and the leader's b1"),
+        ({"gpus": hardware("t4").gpus.gpus}, "of other chips: SM 75, and the leader's SM 89"),
+        ({"gpus": ()}, "of other chips: no GPU"),
+        ({"model": "d2"}, "other weights"),
+        ({"nodes": 2}, "told of 2 hosts, and the leader of 3"),
+        ({"rank": 3}, "its node rank is 3"),
+        ({"rank": 0}, "its node rank is 0"),
+    ],
+)
+def test_what_differs_is_refused_with_both_values(changes: dict[str, object], words: str, group: Group) -> None:
+    with pytest.raises(RefusedError, match=r".") as caught:
+        group.heard(member(1, **changes))
+    assert words in str(caught.value)
+    assert group.missing == (1, 2)
+
+
+def test_before_the_leader_knows_its_own_model_nobody_is_judged() -> None:
+    group = Group(2, Report("json", io.StringIO()))
+    assert group.heard(member(1, build="b2")).message == "the leader is starting"
+
+
+def test_of_two_with_one_rank_the_later_is_refused_once_the_first_is_heard_again(group: Group) -> None:
+    group.heard(member(1))
+    assert "which may be gone" in group.heard(member(1, token="other", name="host-x")).message
+    group.heard(member(1))
+    with pytest.raises(RefusedError, match="node rank twice: 1 is that of host-1"):
+        group.heard(member(1, token="other", name="host-x"))
+
+
+def test_a_host_that_came_back_takes_the_place_of_what_it_was(group: Group) -> None:
+    group.heard(member(1))
+    group.heard(member(1, token="again"))
+    pass_time(group, LOST_S)
+    group.heard(member(1, token="again"))
+    assert group.missing == (2,)
+
+
+async def begun(group: Group) -> str:
+    for rank in (1, 2):
+        group.heard(member(rank))
+    group.begin("10.0.0.1", 29501, {})
+    name = group.heard(member(1)).round
+    for rank in (1, 2):
+        group.heard(member(rank, round=name))
+    return name
+
+
+async def test_a_host_that_is_silent_is_lost_and_ends_the_round(group: Group) -> None:
+    name = await begun(group)
+    pass_time(group, LOST_S - TICK_S)
+    group.heard(member(1, round=name))
+    assert group.failure is None
+    pass_time(group, TICK_S)
+    failure = await group.wait_failed()
+    assert failure.words == "host 2 (host-2) was lost: nothing was heard of it for 30 s"
+    assert not failure.by_engine
+    assert group.missing == (2,)
+
+
+async def test_a_leader_that_stood_still_blames_nobody(group: Group) -> None:
+    await begun(group)
+    group.tick(10 * LOST_S)
+    assert group.failure is None
+
+
+async def test_a_host_that_leaves_is_lost_at_once(group: Group) -> None:
+    name = await begun(group)
+    group.heard(member(2, round=name, is_leaving=True))
+    assert "host 2 (host-2) was lost: it was stopped" in (await group.wait_failed()).words
+
+
+@pytest.mark.parametrize("changes", [{"ended": "engine was killed"}, {"round": ""}])
+async def test_an_engine_that_ended_ends_the_round_and_nobody_joins_it_again(
+    changes: dict[str, str], group: Group
+) -> None:
+    name = await begun(group)
+    answer = group.heard(member(1, **{"round": name, **changes}))
+    failure = await group.wait_failed()
+    assert failure.by_engine
+    assert changes.get("ended", "does not run its engine") in failure.words
+    assert (answer.plan, answer.round) == (None, "")
+    assert group.heard(member(1)).plan is None
+    group.end(failure.words)
+    assert group.missing == (2,)  # it has not stopped yet
+    assert failure.words in group.heard(member(2, round=name)).message
+    group.heard(member(2))
+    async with asyncio.timeout(30):
+        await group.joined()
+
+
+def test_documents_go_there_and_back(group: Group) -> None:
+    sent = member(1, shm_mib=64)
+    assert parse_member(json.dumps(asdict(sent)).encode()) == sent
+    word = group.heard(sent)
+    assert parse_word(json.dumps(asdict(word)).encode()) == word
+    with pytest.raises(ValueError, match="rank"):
+        parse_member(b"{}")
+
+
+def test_the_leader_s_address_is_one_of_its_own() -> None:
+    settings = resolve_settings({"leader": "node-0:8080", "nodes": "2"}, {})
+    assert leader_of(settings) == ("node-0", 8080)
+    assert leader_of(resolve_settings({"leader": "node-0"}, {})) == ("node-0", 11435)
+    assert own_address(((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "127.0.0.1")), settings) == "127.0.0.1"
+    assert address_towards(((socket.AF_INET, "127.0.0.1"),), settings) == "127.0.0.1"
+
+
+def test_a_leader_without_a_route_is_refused() -> None:
+    settings = resolve_settings({"leader": "[::ffff:0:0]", "nodes": "2"}, {})
+    with pytest.raises(ConfigError) as caught:
+        address_towards(((socket.AF_INET, "255.255.255.255"),), settings)  # without SO_BROADCAST nothing may go there
+    assert "no route to: 255.255.255.255 (flag --leader)" in caught.value.message
