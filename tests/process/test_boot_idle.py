@@ -25,23 +25,24 @@ def home(tmp_path: Path) -> Home:
 
 
 def test_it_serves_the_prediction_measures_beside_it_and_changes_over(home: Home) -> None:
-    predicted = home.plan()["launch"]["threads"]
-    home.set_engine("--decode-ms", f"{predicted}:40,5", where="--threads")
-    with home.serving(tune="idle", idle_s="1", budget_s="120", **NARROW) as serving:
+    predicted = home.plan()["launch"]["ubatch"]
+    home.set_engine("--prefill-ms", f"{predicted}:40,5")
+    few = {"threads": "1", "load_mode": "mmap", "kv_type": "f16", "speculation": "off"}
+    with home.serving(tune="idle", idle_s="1", budget_s="120", **few) as serving:
         serving.wait_ready()
-        assert serving.document("plan")["launch"]["threads"] == predicted
+        assert serving.document("plan")["launch"]["ubatch"] == predicted
         assert serving.document("profile") == {}
         serving.event("tuned", timeout_s=WAIT_S)
         serving.event("idle_changed", timeout_s=WAIT_S)
         ready = eventually(lambda: [e for e in serving.events if e["event"] == "ready"][1:], timeout_s=WAIT_S)
         assert ready[0]["allocated_mib"]["kv"] == 90.0, "of the engine that took over, which loaded beside the other"
-        assert serving.document("plan")["launch"]["threads"] != predicted
+        assert serving.document("plan")["launch"]["ubatch"] != predicted
         assert serving.document("profile")["allocated_now"]["model"] == 92.1
         assert serving.chat()[0] == 200
         assert len(serving.engine_pids()) <= 1
         serving.terminate()
     (path,) = home.profiles.glob("*.json")
-    assert json.loads(path.read_text())["plan"]["launch"]["threads"] != predicted
+    assert json.loads(path.read_text())["plan"]["launch"]["ubatch"] != predicted
 
 
 def test_what_another_mode_wants_is_measured_while_nobody_asks_and_once(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_with_guesses_on_half_the_speed_is_found_as_well(tmp_path: Path) -> None
     flags = (*facts.flags, "--spec-type", "--spec-ngram-mod-n-max", "--spec-ngram-mod-n-min")
     path.write_text(dump_facts(replace(facts, flags=flags)))
     probes = Probes(home, tmp_path, "--guess", "ngram-mod:0.1,0.9")
-    done = home.command("tune", speculation="ngram")
+    done = home.command("tune", speculation="ngram", budget_s="60")
     assert done.returncode == 0, done.stderr
     home.calm()
     probes.slow_down(2)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 def check(folder: Path, *words: str, variant: str = BASELINE) -> tuple[int, list[dict[str, Any]], str]:
     argv = [str(PROGRAM), "--dir", str(folder), "--variant", variant, "--columns", "1,8", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=600)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 

@@ -130,6 +130,6 @@ def test_published_models_against_the_engines_own_estimate(tmp_path: Path, shape
         "on",
     ]
     around = plain_environment(Path(argv[0]))
-    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120, env=around).stdout
+    out = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600, env=around).stdout
     _, context_mib, _ = map(int, out.split()[-3:])
     assert context_mib == pytest.approx(sum(computed(read_model(path), 8192, 1)), abs=1)

@@ -99,6 +99,7 @@ WITHOUT_IO = ("appliance/plan/", "appliance/moe/", "appliance/engines/llama/plan
               "appliance/tune/slots", "appliance/tune/perplexity",
               "appliance/tune/curve", "appliance/tune/workload", "appliance/tune/modes", "appliance/tune/refit",
               "appliance/tune/terms", "appliance/tune/speeds", "appliance/tune/search",
+              "appliance/serve/hosts/group", "appliance/serve/hosts/member",
               "appliance/serve/checks", "appliance/serve/idle_policy", "appliance/serve/status",
               "appliance/profile/pick", "appliance/profile/drift", "appliance/profile/of_tuning",
               "appliance/profile/at_start", "appliance/probe/conditions",

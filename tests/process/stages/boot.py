@@ -80,7 +80,7 @@ class Home:
     def tuned(cls, folder: Path) -> Home:
         """With a profile, made by the verb `tune`; for copies."""
         home = cls.make(folder)
-        done = home.command("tune")
+        done = home.command("tune", budget_s="60")  # for more than one plan, also where a start takes seconds
         assert done.returncode == 0, done.stderr
         home.calm()
         return home
