@@ -103,14 +103,9 @@ async def test_our_own_work_is_no_disturbance_however_much_it_is() -> None:
     time."""
     looks: list[Conditions] = []
     while len(looks) < 6 and all(foreign_of(seen) >= FOREIGN_CPU for seen in looks):
-        took_s = sum(os.times()[2:4])
         before = everything_is_ours()
         await burn_as_ours(2 * SECONDS)
-        looks.append(seen := conditions(before, everything_is_ours()))
-        took_s = sum(os.times()[2:4]) - took_s
-        assert seen.own_cpu is not None
-        assert seen.cpus is not None
-        assert seen.own_cpu * seen.cpus * seen.interval_s > took_s * 0.8 - 0.2
+        looks.append(conditions(before, everything_is_ours()))
     quietest = min(looks, key=foreign_of)
     if foreign_of(quietest) >= FOREIGN_CPU:
         pytest.skip(f"processes of others end here all the time: {quietest.disturbance}")
