@@ -125,7 +125,7 @@ def test_one_that_dies_while_it_is_measured_is_ruled_out_and_the_next_is_measure
 
 def test_the_verb_that_measures_goes_on_with_the_next_variant(home: Home) -> None:
     home.set_engine("--sigill-before-ready", where=" GGML_CPU_VARIANT=zen4 ")
-    done = home.command("tune", **FEW)
+    done = home.command("tune", beside=None, **FEW)
     assert done.returncode == 0, done.stderr
     assert set(variants(home)[1:]) == {"haswell"}
 

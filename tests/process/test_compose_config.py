@@ -34,7 +34,7 @@ def compose(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     nowhere = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
     argv = ["docker", "compose", *words]
-    return subprocess.run(argv, cwd=ROOT, env=kept | nowhere | variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=ROOT, env=kept | nowhere | variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module", autouse=True)

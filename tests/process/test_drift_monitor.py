@@ -46,7 +46,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     home = Home.make(tmp_path_factory.mktemp("tuned") / "home")
     home.set_engine(*QUICK_TO_READ)
     few = {"kv_type": "f16", "load_mode": "mmap", "ubatch": "512", "speculation": "off"}
-    done = home.command("tune", budget_s="120", **few)  # at every depth, also on a busy machine
+    done = home.command("tune", beside=None, budget_s="120", **few)  # at every depth, also on a busy machine
     assert done.returncode == 0, done.stderr
     home.calm()
     (path,) = home.profiles.glob("*.json")

@@ -52,7 +52,7 @@ def hear_ctrl_c() -> None:
 
 def ended(*words: str, **variables: str) -> tuple[int, str, str]:
     with begin(*words, **variables) as program:
-        out, err = program.communicate(timeout=60)
+        out, err = program.communicate(timeout=180)
     assert "Traceback" not in err, err
     return program.returncode, out, err
 

@@ -73,7 +73,7 @@ class Home:
             text=True,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=60,
+            timeout=180,
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
         )

@@ -248,7 +248,7 @@ def test_the_appliance_hands_over_to_the_host_command() -> None:
     with on_host() as host:
         for words in (["list"], ["version", "--json"], ["--help"], ["run", "--help"]):
             argv = [sys.executable, "-m", "appliance", *words]
-            done = subprocess.run(argv, cwd=ROOT, env=host.environment, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(argv, cwd=ROOT, env=host.environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr
             assert "docker" in done.stdout or "appliance" in done.stdout
 
@@ -257,7 +257,7 @@ def test_without_the_package_for_docker_it_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['docker'] = None\nfrom appliance.host.__main__ import main\nsys.exit(main(['list']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 10
     assert "is not installed: docker" in done.stderr
     assert "pipx install" in done.stderr
@@ -286,7 +286,7 @@ def test_help_needs_no_docker_and_imports_none() -> None:
     script = (
         "import sys\nfrom appliance.host.__main__ import main\nmain(['--help'])\nassert 'docker' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert all(f"  {verb} " in done.stdout for verb in VERBS)
 

@@ -45,7 +45,7 @@ class Workplace:
         environment = {"PATH": str(self.folder / "bin"), "CALLS": str(self.calls), "SAYS": str(self.says)}
         argv = [str(shutil.which("make")), *words]
         return subprocess.run(
-            argv, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=90, check=False
+            argv, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
 
     def called(self, part: str) -> list[str]:

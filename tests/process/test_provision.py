@@ -134,7 +134,7 @@ def test_both_sides_are_waited_for_with_words(tmp_path: Path) -> None:
             with one_api("--port", str(port), "--access-token", stage.access_token):
                 assert "the model is being fetched: qwen3-8b, 24%" in program.stderr.readline()
                 appliance.progress = READY
-                out, err = program.communicate(timeout=60)
+                out, err = program.communicate(timeout=180)
     assert program.returncode == 0, err
     assert json.loads(out)["channel"]["did"] == "created"
 

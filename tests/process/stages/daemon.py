@@ -107,7 +107,7 @@ sys.exit({code})
 
     def run(self, *words: str, stdin: str = "") -> Done:
         with self.begin(*words) as program:
-            out, err = program.communicate(stdin, timeout=60)
+            out, err = program.communicate(stdin, timeout=180)
         assert "Traceback" not in err, err
         return Done(code=program.returncode, out=out, err=err)
 

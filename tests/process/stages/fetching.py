@@ -57,7 +57,7 @@ def ended(
     hub: RunningHub, data_dir: Path, *words: str, user: int | None = None, environment: Mapping[str, str] = NOTHING
 ) -> tuple[int, str, str]:
     with begin(hub, data_dir, *words, user=user, environment=environment) as program:
-        out, err = program.communicate(timeout=60)
+        out, err = program.communicate(timeout=180)
     assert "Traceback" not in err, err
     return program.returncode, out, err
 

@@ -172,6 +172,6 @@ def begin(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 def provision(*words: str) -> Ended:
     with begin(*words) as program:
-        out, err = program.communicate(timeout=60)
+        out, err = program.communicate(timeout=180)
     assert "Traceback" not in err, err
     return Ended(code=program.returncode, out=out, err=err)
