@@ -1,6 +1,6 @@
 """The real vLLM in its own image, under `appliance serve`: dialects, its cache as predicted, kills, a small /dev/shm.
 
-Run by `make test CELL=vllm-cpu`, which takes minutes: without `APPLIANCE_TEST_VLLM_IMAGE`, the image's name, it is left out.
+Run by `make test CELL=vllm-cpu`, which takes minutes: left out without `APPLIANCE_TEST_VLLM_IMAGE`, the image's name.
 """
 
 from __future__ import annotations
