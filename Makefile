@@ -127,7 +127,12 @@ check: venv ## under a minute, for every save: ruff, mypy, the fast tests with f
 	.venv/bin/mypy
 	$(PYTEST) -n $(WORKERS) $(AT_ONCE) -m fast tests/unit
 
-test: lint drift unit process container verify ## everything that CI runs
+# What needs the real vLLM runs in its image; all the rest drives a fake of it and is `make test`'s.
+ifneq ($(filter vllm-%,$(CELL)),)
+test: vllm verify ## everything that CI runs; CELL=vllm-cpu: what needs the real vLLM, and its image
+else
+test: lint drift unit process container verify
+endif
 
 lint: venv ## ruff, mypy; hadolint for the Dockerfiles, zizmor for the workflows
 	.venv/bin/ruff check .
@@ -170,6 +175,11 @@ process: venv model engine ## real processes on this machine, no containers
 
 container: image model trixie ## real containers of the built image, two files of tests at a time
 	$(PYTEST) -n 2 --dist loadfile tests/container
+
+.PHONY: vllm
+vllm: image ## real containers of vLLM's image (CELL=vllm-cpu): it serves the demo, and is killed
+	@$(PY) -m images fetch demo --rung 135m-bf16 $(CA)
+	APPLIANCE_TEST_VLLM_IMAGE=$(IMAGE) $(PYTEST) tests/container/test_container_vllm_parser.py tests/container/test_container_vllm_serve.py
 
 integration: process container ## both
 
