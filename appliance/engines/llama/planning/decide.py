@@ -452,10 +452,12 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
 
 
 def _placement_choices(inputs: PlanInputs, placement: Placement, speed: Speed) -> tuple[Choice, ...]:
-    """Said where there is a GPU, or one that is left out; numbers that mean nothing without one are refused."""
+    """Where there is no GPU and none is left out only the speed; numbers that mean nothing without one are refused."""
     devices, settings = inputs.resources.devices, inputs.settings
     lost = reasons.left_out(inputs.notes)
-    where = (reasons.placement(placement, speed, inputs.resources, settings), *lost) if devices or lost else ()
+    where = (reasons.placement(placement, speed, inputs.resources, settings), *lost)
+    if not (devices or lost):
+        where = (reasons.speed(speed, placement, inputs.resources),)
     return where if devices else (*where, *reasons.without_gpu(settings))
 
 

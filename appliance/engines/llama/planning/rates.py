@@ -98,16 +98,17 @@ class CoreClass:
 
     gb_s: float
     gflops: float
+    may_differ: bool = False  # there are chips of such cores that have small ones beside them
 
 
 # By the instructions that the serving kernels are compiled for, the best first.
 CORES: tuple[tuple[str, CoreClass], ...] = (
     ("amx_int8", CoreClass(gb_s=12.7, gflops=300)),
     ("avx512_vnni", CoreClass(gb_s=12.7, gflops=126)),
-    ("i8mm", CoreClass(gb_s=15.0, gflops=183)),
+    ("i8mm", CoreClass(gb_s=15.0, gflops=183, may_differ=True)),
     ("avx512f", CoreClass(gb_s=11.0, gflops=90)),
     ("avx2", CoreClass(gb_s=8.3, gflops=48)),
-    ("asimddp", CoreClass(gb_s=8.0, gflops=50)),
+    ("asimddp", CoreClass(gb_s=8.0, gflops=50, may_differ=True)),
 )
 PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12)  # without any of those
 

@@ -17,6 +17,8 @@ from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
+HASTY_TOKENS_PER_S = 100  # on a CPU: less than 10 ms for all layers, and threads meet several times in each
+
 
 def limit(hardware: Hardware) -> str:
     memory = hardware.memory
@@ -169,14 +171,13 @@ def _with(context_plan: ContextPlan, kind: str) -> str:
 
 
 def placement(found: Placement, speed: Speed, resources: Resources, settings: Settings) -> Choice:
-    how = "measured" if resources.dram_is_measured else "assumed"
-    dram = f"DRAM {resources.dram_gb_s:.0f} GB/s, {how}"
     parts = [
         *(_in_parallel(found) or _held_where(found)),
         *_reordered(found, resources),
         *_left_out(found, resources),
         *(f"{device.name}: {device.note}" for device in resources.devices if device.note),
-        f"predicted: {speed.describe()}, from bandwidths ({dram})",
+        f"predicted: {speed.describe()}, from bandwidths ({_dram(resources)})",
+        *_how_wide(found, speed, resources),
     ]
     asked = [
         settings.sources[name]
@@ -192,6 +193,29 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
         source=", ".join(asked) or "memory and bandwidths",
         is_refusal=not found.shares and not wants_cpu,  # never the CPU in silence
     )
+
+
+def speed(found: Speed, placement: Placement, resources: Resources) -> Choice:
+    """Where there is no GPU, and so nothing else to say of the placement."""
+    why = f"predicted from the bandwidth of memory ({_dram(resources)}) and the instructions of the cores"
+    wide = _how_wide(placement, found, resources)
+    return Choice(name="speed", value=found.describe(), reason="; ".join((why, *wide)), source="memory and CPU")
+
+
+def _dram(resources: Resources) -> str:
+    return f"DRAM {resources.dram_gb_s:.0f} GB/s, {'measured' if resources.dram_is_measured else 'assumed'}"
+
+
+def _how_wide(found: Placement, speed: Speed, resources: Resources) -> Iterator[str]:
+    """Where published results were beyond half of what is predicted for them (docs/figures.md)."""
+    if found.cpu_expert_layers:
+        yield "with experts in host memory such predictions were up to 1.7 times too high"
+    if found.shares:
+        return
+    if speed.decode_tokens_per_s > HASTY_TOKENS_PER_S:
+        yield "of small models on a CPU such predictions were up to 2.7 times too high: threads wait more than read"
+    if resources.cpu and resources.cpu.core.may_differ:
+        yield "cores are taken as equal: small ones among them made a prompt up to 4.6 times as long"
 
 
 def _in_parallel(found: Placement) -> list[str]:

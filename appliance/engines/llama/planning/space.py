@@ -289,7 +289,8 @@ class Space:
             return plan
         speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings)
         where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
-        choices = tuple(where if choice.name == "placement" else choice for choice in plan.choices)
+        told = {each.name: each for each in (where, reasons.speed(speed, plan.placement, inputs.resources))}
+        choices = tuple(told.get(choice.name, choice) for choice in plan.choices)
         return replace(plan, speed=speed, choices=choices)
 
     def at_context(self, plan: Plan, context: int) -> Plan | None:

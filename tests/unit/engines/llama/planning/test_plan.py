@@ -249,3 +249,11 @@ def test_a_value_that_was_the_same_in_all_that_was_measured_keeps_its_reason() -
     assert reason(found, "ubatch") == "best of 2 measured"
     for name in ("threads", "load_mode"):
         assert reason(found, name) == reason(first(), name)
+
+
+def test_without_a_gpu_the_speed_is_told_with_how_far_off_such_predictions_were() -> None:
+    assert "tok/s of decode" in explain(first(LARGE))
+    assert "times" not in reason(first(LARGE), "speed")
+    assert "2.7 times too high" in reason(first(SMALL), "speed")
+    arm = replace(machine(), cpu=replace(machine().cpu, isa=("asimd", "asimddp", "i8mm")))
+    assert "4.6 times as long" in reason(first(LARGE, arm), "speed")
