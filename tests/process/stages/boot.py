@@ -275,6 +275,7 @@ class Serving:
         is_ready = lambda: self.ask("GET", "/health/ready")[0] == 200 or self.process.poll() is not None  # noqa: E731
         eventually(is_ready, what=lambda: f"readiness: {self.text}")
         assert self.process.poll() is None, self.text
+        self.event("ready")  # which is said a moment after it is true
 
     def engine_requests(self) -> Mapping[str, int]:
         """How often the engine that runs now was asked for what."""
