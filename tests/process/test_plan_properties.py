@@ -88,7 +88,7 @@ def ubatch_of(plan: Plan) -> int:
     return launch_of(plan).ubatch
 
 
-def test_a_smaller_ubatch_is_taken_where_it_keeps_a_layer_on_the_gpu() -> None:
+def test_no_plan_beats_one_that_copies_weights() -> None:
     model = stacked([layer_of(dense_mib=150)] * 7, 4096)
     found = planned(with_gpus(small_machine(), [gpu(0, free_mib=2500, gb_s=200.0)]), model)
     assert found is not None
@@ -165,6 +165,17 @@ def test_a_better_machine_is_never_worse_in_context_and_in_speed(
     better = improved(hardware, what, data.draw(gpus()))
     after = planned(better, model)
     assert after is not None, "what had room has none on a better machine"
+    assert not is_worse(*after, before), (before[1].key, after[1].key)
+
+
+def test_a_faster_card_takes_no_speed_away() -> None:
+    """Found with this property: with a ubatch of 256 a layer more lay on the slow cards, and with a faster one not."""
+    cards = [gpu(at, free_mib=2500, gb_s=200.0, lanes=1) for at in range(2)]
+    slow = with_gpus(small_machine(), [*cards, gpu(2, free_mib=4000, gb_s=360.0, lanes=4)])
+    model = stacked([layer_of(dense_mib=600)] * 12, 40960)
+    before, after = planned(slow, model), planned(improved(slow, "bandwidth", cards[0]), model)
+    assert before is not None
+    assert after is not None
     assert not is_worse(*after, before), (before[1].key, after[1].key)
 
 

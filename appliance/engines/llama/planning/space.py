@@ -191,7 +191,7 @@ class Space:
         settings, model = self._inputs.settings, self._inputs.model
         if settings.ubatch or model.reads_whole:  # then no smaller one takes the same texts
             return (usual_ubatch(settings, model),)
-        sizes = UBATCHES_GPU if self._inputs.resources.devices else UBATCHES
+        sizes = (256, *UBATCHES_GPU) if self._inputs.resources.devices else UBATCHES
         if self.best.placement.copies_weights:
             # What a smaller one costs shows in long prompts only, and those that are measured with are short.
             return tuple(size for size in sizes if size >= launch_of(self.best).ubatch)
