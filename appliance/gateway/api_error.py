@@ -103,9 +103,17 @@ def engine_died(status: int, detail: str) -> ApiError:
 
 
 def context_full() -> ApiError:
-    """For requests that would each be answered alone."""
+    """For requests that may be answered alone."""
     detail = "requests that run at the same time do not fit into the model's context together; try again in a moment"
     return ApiError(503, "context_full", detail, kind="service_unavailable", headers=(_retry(RETRY_SOON_S),))
+
+
+def crowds_itself() -> ApiError:
+    """For one request of several prompts or answers, which nobody else disturbed."""
+    detail = (
+        "the prompts or answers of this request do not fit into the model's context together; ask for them one by one"
+    )
+    return ApiError(400, "context_length_exceeded", detail)
 
 
 def of_engine(status: int, body: bytes) -> ApiError:

@@ -157,10 +157,12 @@ class EngineEndpoint:
     async def _ask_alone(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:
         async with self._engine.one_by_one:
             for _ in range(ATTEMPTS_ALONE):
+                was_free, before = self._engine.is_free, self._engine.sent
                 try:
                     return await self._ask(scope, body, reply)
                 except CrowdedError:
-                    continue
+                    if was_free and self._engine.sent == before + 1:  # nobody else was there
+                        raise api_error.crowds_itself() from None
         raise api_error.context_full()
 
     async def _ask(self, scope: Scope, body: bytes, reply: ResponseWriter) -> None:

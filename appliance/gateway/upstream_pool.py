@@ -24,11 +24,18 @@ class UpstreamPool:
         self._past: list[_Upstream] = []
         self.one_by_one = asyncio.Lock()
         """For requests that did not fit into the engine's context together."""
+        self.sent = 0
+        """How many requests so far."""
 
     @property
     def socket_path(self) -> Path:
         """Where requests go now. The socket itself need not exist yet."""
         return self._present.socket_path
+
+    @property
+    def is_free(self) -> bool:
+        """No request is with the present engine."""
+        return self._present.is_free.is_set()
 
     def switch_to(self, socket_path: Path) -> None:
         """Requests go there from now on; those that run stay where they are."""
@@ -53,6 +60,7 @@ class UpstreamPool:
         query = scope["query_string"].decode("latin-1")
         target = f"{path}?{query}" if query else path
         line = self._present
+        self.sent += 1
         with line.taken():
             head = headers.to_engine(scope["headers"], self._dropped_headers)
             async with upstream.request(line.socket_path, scope["method"], target, head, body) as response:

@@ -24,6 +24,7 @@ class Ledger:
     disconnects: int = 0
     flooded_bytes: int = 0
     crowding: int = 0
+    pairs: int = 0
     side_by_side: int = 0
     most_side_by_side: int = 0
 
@@ -140,9 +141,9 @@ async def full_later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def crowded(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """The first two run together and are ended; who comes later is answered, after a while."""
-    if LEDGER.crowding < 2:
-        LEDGER.crowding += 1
-        if LEDGER.crowding == 2:
+    if LEDGER.pairs < 2:
+        LEDGER.pairs += 1
+        if LEDGER.pairs == 2:
             TWO_CAME.set()
         await TWO_CAME.wait()
         end_crowded(writer)

@@ -291,16 +291,26 @@ def test_those_that_do_not_fit_together_are_answered_one_after_the_other(odd: St
         thread.join(60)
     assert answers == [200, 200]
     saw = odd.engine_saw()
-    assert (saw["crowding"], saw["most_side_by_side"]) == (2, 1)
+    assert (saw["pairs"], saw["most_side_by_side"]) == (2, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_who_never_fits_is_told_to_come_again(odd: Stage, path: str) -> None:
-    before = odd.engine_saw()["crowding"]
-    answer = odd.ask("POST", path, {"act": "full"})
+def test_who_never_fits_beside_others_is_told_to_come_again(odd: Stage, path: str) -> None:
+    before = odd.engine_saw()
+    with odd.post("/v1/chat/completions", {"act": "slow"}):
+        eventually(lambda: odd.engine_saw()["working"] > before["working"])
+        answer = odd.ask("POST", path, {"act": "full"})
     assert (answer.status, answer.error["code"]) == (503, "context_full")
     assert answer.headers["retry-after"] == "2"
-    assert odd.engine_saw()["crowding"] == before + 1 + ATTEMPTS_ALONE
+    assert odd.engine_saw()["crowding"] == before["crowding"] + 1 + ATTEMPTS_ALONE
+    eventually(lambda: odd.engine_saw()["disconnects"] > before["disconnects"])
+
+
+def test_who_crowds_itself_is_told_so(odd: Stage) -> None:
+    before = odd.engine_saw()["crowding"]
+    answer = odd.ask("POST", "/v1/chat/completions", {"act": "full"})
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert odd.engine_saw()["crowding"] == before + 2
 
 
 def test_a_stream_that_runs_is_told_why_it_ends(odd: Stage) -> None:
