@@ -163,6 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         if options.sigill_on_request:
             os.kill(os.getpid(), signal.SIGILL)
+            time.sleep(3600)  # another thread may be the one that dies of it: this one must not answer meanwhile
         if options.die_on_request is not None and options.die_on_request == 0:
             self.die_as_asked()
         try:
