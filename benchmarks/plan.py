@@ -142,7 +142,7 @@ def _timed(argv: Sequence[str]) -> tuple[Run, int]:
     """Of a child that is waited for by itself: its own peak, and not the largest of all children."""
     began = time.perf_counter()
     with subprocess.Popen(
-        (sys.executable, *argv), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        (sys.executable, *argv), cwd=ROOT, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as child:
         _, status, used = os.wait4(child.pid, 0)
         elapsed = time.perf_counter() - began
@@ -151,8 +151,14 @@ def _timed(argv: Sequence[str]) -> tuple[Run, int]:
     return run, child.returncode
 
 
+def _environment() -> dict[str, str]:
+    """An image has byte code, so the child may keep what it compiled."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def _imports(argv: Sequence[str]) -> str:
-    done = subprocess.run((sys.executable, "-X", "importtime", *argv), cwd=ROOT, capture_output=True, text=True)
+    words = (sys.executable, "-X", "importtime", *argv)
+    done = subprocess.run(words, cwd=ROOT, env=_environment(), capture_output=True, text=True)
     found = [
         (int(own), name.strip())
         for own, name in re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|(.*)$", done.stderr, re.MULTILINE)

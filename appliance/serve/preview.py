@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -110,7 +109,9 @@ def _chosen(
 ) -> Chosen:
     if isinstance(found, FromRecipe):
         return choose_rung(contents, found, environment, machine)
-    from appliance.serve.from_hub import choose_from_hub  # here: it costs 0.2 s, and few starts look elsewhere
+    import asyncio  # here, both: they cost 0.2 s, and few starts look elsewhere
+
+    from appliance.serve.from_hub import choose_from_hub
 
     return asyncio.run(choose_from_hub(contents, found, environment, machine, on_wait=lambda _: None))
 

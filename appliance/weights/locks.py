@@ -6,7 +6,6 @@ file that stays when it is released (filelock 4.2.11, _unix.py).
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,6 +20,8 @@ POLL_S = 0.2
 @asynccontextmanager
 async def locked(path: Path, on_wait: Callable[[], None]) -> AsyncIterator[None]:
     """Waits for it as long as it takes, and says so at each look. Raises OSError where there are no locks."""
+    import asyncio  # here: `plan` needs no event loop
+
     handle = _take(path)
     while handle is None:
         on_wait()

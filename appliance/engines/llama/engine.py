@@ -14,6 +14,7 @@ from appliance.engines.engine import (
     Client,
     Devices,
     Ending,
+    Guard,
     Inputs,
     Install,
     KernelResult,
@@ -23,7 +24,6 @@ from appliance.engines.engine import (
 from appliance.engines.llama import endings, server
 from appliance.engines.llama.devices import query_devices, query_devices_once
 from appliance.engines.llama.facts import BINARY, query_facts
-from appliance.engines.llama.kernel_guard import KernelGuard
 from appliance.engines.llama.kernel_record import KernelStore
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.launch import LlamaLaunch
@@ -76,7 +76,9 @@ class Llama:
     ) -> Kernels:
         return choose_kernels(settings, facts, cpu, ruled_out)
 
-    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> KernelGuard:
+    def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
+        from appliance.engines.llama.kernel_guard import KernelGuard  # here: `plan` needs no event loop
+
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
         return KernelGuard(store, report, install, threads=cpu.cores)
 

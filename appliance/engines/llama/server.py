@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -301,6 +300,8 @@ def _health(socket_path: Path) -> Readiness:
     """GET /health by hand: an HTTP library costs a quarter of a second to import, and this runs before that."""
 
     async def ask() -> bool:
+        import asyncio  # here: `plan` needs no event loop
+
         writer = None
         try:
             async with asyncio.timeout(5.0):
