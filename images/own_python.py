@@ -17,9 +17,18 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 FOR_IMAGES = (
-    "debian", "docker", "elftools", "jinja2", "msgspec", "packageurl", "packaging", "pydantic", "requests", "spdx_tools",
+    "debian",
+    "docker",
+    "elftools",
+    "jinja2",
+    "msgspec",
+    "packageurl",
+    "packaging",
+    "pydantic",
+    "requests",
+    "spdx_tools",
     "yaml",
-)  # fmt: skip
+)
 FOR_BENCHMARKS = (*FOR_IMAGES, "gguf", "numpy")
 # What make says goes to stderr: stdout is data. The words after "$@" are Python's own, and what it was asked to run.
 SCRIPT = """
