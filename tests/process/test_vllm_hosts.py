@@ -198,6 +198,24 @@ def test_what_fails_on_one_host_before_all_were_ready_ends_both_with_its_cause(
         assert "Cannot find any model weights" in leader.text
 
 
+@pytest.mark.parametrize("where", [0, 1], ids=["leader", "follower"])
+def test_a_start_that_fails_after_a_loss_is_a_loss_more(homes: tuple[VllmHome, VllmHome], where: int) -> None:
+    near, far = homes
+    port = free_port()
+    with host(near, 0, port) as leader, host(far, 1, port) as follower:
+        leader.wait_ready()
+        follower.wait_ready()
+        homes[where].set_engine("--fake-end-at", "weights", "--fake-replay", str(ENDINGS / "vllm-no-weights.log"))
+        os.kill(tree_of(follower)[-1], signal.SIGKILL)
+        eventually(lambda: leader.names().count("group_restarts") == 2, what=lambda: leader.text)
+        homes[where].set_engine()
+        eventually(lambda: leader.names().count("ready") == 2, what=lambda: leader.text)
+        eventually(lambda: follower.names().count("ready") == 2, what=lambda: follower.text)
+        leader.wait_ready()
+        assert leader.chat()[0] == 200
+        assert "Cannot find any model weights" in leader.text
+
+
 def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome, VllmHome]) -> None:
     near, far = homes
     log = ENDINGS / "vllm-kv-too-small.log"

@@ -49,6 +49,7 @@ class Follower:
         words = f"this host is number {settings.node_rank} of {settings.nodes} and answers nobody: ask {self._leader}"
         self.part = HostPart(elsewhere=words)
         self._is_group_ready = False
+        self._was_group_ready = False  # in any round
         self._why_silent = ""
 
     async def follow(self, served: ServedModel) -> None:
@@ -143,11 +144,10 @@ class Follower:
         return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
 
     async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
-        """Raises its error where it never was ready: it would fail the same way again."""
+        """Raises its error where the group never was ready: it would fail the same way again."""
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
-        word = await self._tell(session, replace(me, ended=error.message))
-        self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
-        if not self._is_group_ready:
+        await self._tell(session, replace(me, ended=error.message))
+        if not self._was_group_ready:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
 
@@ -162,7 +162,9 @@ class Follower:
             async with session.post(self._url, data=json.dumps(asdict(me)), allow_redirects=False) as reply:
                 body = await reply.read()
             if reply.status == 200:
-                return parse_word(body)
+                word = parse_word(body)
+                self._was_group_ready = self._was_group_ready or word.was_ready
+                return word
         except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
             self._why_silent = str(error) or type(error).__name__
             return None

@@ -48,6 +48,7 @@ class Group:
         self._refused: set[str] = set()  # tokens that were told of
         self._duplicates: set[str] = set()
         self._word: Word | None = None  # of the round that runs
+        self._was_ready = False
         self._failure: Failure | None = None
         self._changed = asyncio.Event()
 
@@ -64,8 +65,16 @@ class Group:
         members = [self._seen[rank].member for rank in sorted(self._seen)]
         return tuple(Host(name=each.name, gpus=each.gpus, shm_mib=each.shm_mib) for each in members)
 
+    @property
+    def was_ready(self) -> bool:
+        """In this round or an earlier one."""
+        return self._was_ready
+
     def heard(self, member: Member) -> Word:
         """What is to be said to a follower. Raises RefusedError."""
+        return replace(self._answer(member), was_ready=self._was_ready)
+
+    def _answer(self, member: Member) -> Word:
         if self.own is None:
             return Word(message=self.message)
         if why := why_refused(self.own, member):
@@ -99,6 +108,7 @@ class Group:
 
     def set_ready(self) -> None:
         if self._word:
+            self._was_ready = True
             self._word = replace(self._word, is_ready=True)
 
     def end(self, words: str) -> None:

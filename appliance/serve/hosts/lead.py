@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from appliance.engines.engine import Node, Space
-from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError
+from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.progress import Phase
 from appliance.race import first_of
@@ -139,19 +139,31 @@ class Leader:
         if failed.cancelled():
             await asyncio.sleep(LAST_WORDS_S)
             words = f"{words}; {self.group.failure.words}" if self.group.failure else words
-        self._row = 1 if time.monotonic() - began >= _RESTART.healthy_after_s else self._row + 1
+        self._count(words, lasted=time.monotonic() - began >= _RESTART.healthy_after_s)
+        return words
+
+    def _count(self, words: str, *, lasted: bool) -> None:
+        self._row = 1 if lasted else self._row + 1
         if self._row > _RESTART.max_in_row:
             message = f"the group was started {self._row} times in a row and did not last: {words}"
             raise EngineDiedError(message, hint="the log of the host that is named says more")
-        return words
 
     def _name_loss(self, served: ServedModel, crash: Crash) -> str:
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
         return f"the leader's engine {crash.describe()}"
 
     def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
-        """Why another round is worth it after one that did not come up; a smaller plan where memory ran out here.
-        Raises the error where none is."""
+        """After a round that did not come up. Raises its error, unless the group was ready once: then it is a loss."""
+        try:
+            return self._words_of(served, plan, outcome)
+        except FatalError as error:
+            if not self.group.was_ready:
+                raise
+            self._count(error.message, lasted=False)
+            return error.message
+
+    def _words_of(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
+        """Why another round is worth it; a smaller plan where memory ran out here. Raises the error where none is."""
         if isinstance(outcome, Failure):
             if outcome.by_engine:
                 message = f"the group did not become ready: {outcome.words}"

@@ -46,6 +46,7 @@ class Word:
     message: str
     round: str = ""
     is_ready: bool = False  # the whole group answers
+    was_ready: bool = False  # in this round or an earlier one: what fails now may go well the next time
     leader: str = ""  # address and port that the engine's processes meet at
     port: int = 0
     plan: dict[str, Any] | None = None
