@@ -219,7 +219,9 @@ def test_a_start_that_fails_after_a_loss_is_a_loss_more(homes: tuple[VllmHome, V
 def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome, VllmHome]) -> None:
     near, far = homes
     log = ENDINGS / "vllm-kv-too-small.log"
-    near.set_engine("--fake-end-at", "profile", "--fake-replay", str(log), where="--max-model-len 8192 ")
+    knobs = ("--fake-end-at", "profile", "--fake-replay", str(log), "--fake-core-first-s", "1")
+    near.set_engine(*knobs, where="--max-model-len 8192 ")
+    far.set_engine("--fake-end-with-leader")  # and so it is the first to tell of an end
     port = free_port()
     with host(near, 0, port) as leader, host(far, 1, port) as follower:
         leader.wait_ready()

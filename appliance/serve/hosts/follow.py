@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 
 import aiohttp
@@ -29,6 +29,7 @@ from appliance.supervisor import Crash
 from appliance.volume import read_or_make_key
 
 ANSWER_S = 5.0
+JUDGED_S = 5.0  # without a word of the leader, once the engine died
 LEAVE_S = 1.0  # for a good-bye: a stop waits no longer
 SAY_EVERY_S = 10.0
 _REMEDIES = {
@@ -36,6 +37,25 @@ _REMEDIES = {
     404: "the leader serves alone, or is no appliance of this release: give it the same --nodes",
     409: "give all hosts the same image, the same model and GPUs of one kind, and each a rank of its own",
 }
+
+
+class Silence:
+    """Of the leader, by the clock; a pause of this host itself is none."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._before = clock()
+        self._silent_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._silent_s >= self._limit_s
+
+    def turn(self, *, is_heard: bool) -> None:
+        now = self._clock()
+        elapsed_s, self._before = min(now - self._before, TICK_S + ANSWER_S), now
+        self._silent_s = 0.0 if is_heard else self._silent_s + elapsed_s
 
 
 class Follower:
@@ -133,23 +153,34 @@ class Follower:
 
     async def _until_over(self, session: aiohttp.ClientSession, me: Member) -> str:
         """Why, in words."""
-        silent_s = 0.0
-        while silent_s < LOST_S:
+        silent = Silence(LOST_S)
+        while not silent.is_over:
             await asyncio.sleep(TICK_S)
             word = await self._tell(session, me)
-            silent_s = 0.0 if word else silent_s + TICK_S
+            silent.turn(is_heard=word is not None)
             if word and word.round != me.round:
                 return word.message or "the leader began anew"
             self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
         return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
 
     async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
-        """Raises its error where the group never was ready: it would fail the same way again."""
+        """Raises its error where the group never was ready and the leader says that this engine failed first: it would
+        fail the same way again. An engine that died of another host's is no reason to end."""
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
-        await self._tell(session, replace(me, ended=error.message))
-        if not self._was_group_ready:
+        if await self._is_blamed(session, replace(me, ended=error.message)) and not self._was_group_ready:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+
+    async def _is_blamed(self, session: aiohttp.ClientSession, me: Member) -> bool:
+        """The leader looks at its own engine first."""
+        silent = Silence(JUDGED_S)
+        while not silent.is_over:
+            word = await self._tell(session, me)
+            silent.turn(is_heard=word is not None)
+            if word and (word.blames is not None or word.round not in ("", me.round) or word.was_ready):
+                return word.blames == me.rank
+            await asyncio.sleep(TICK_S)
+        return False
 
     async def _leave(self, session: aiohttp.ClientSession, me: Member) -> None:
         with contextlib.suppress(TimeoutError, ConfigError):  # nobody waits for it: the leader misses this host anyway

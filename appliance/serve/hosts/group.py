@@ -26,6 +26,7 @@ class Failure:
 
     words: str
     by_engine: bool
+    rank: int
 
 
 class _Seen:
@@ -36,7 +37,7 @@ class _Seen:
 
 
 class Group:
-    """One caller uses `joined`, `begin`, `wait_failed` and `end`, in this order, round after round; `heard` and `tick`
+    """One caller uses `missing`, `begin`, `wait_failed` and `end`, in this order, round after round; `heard` and `tick`
     may come at any moment. Inside one running loop. `own` is None until the leader knows its own model."""
 
     def __init__(self, nodes: int, report: Report) -> None:
@@ -104,7 +105,7 @@ class Group:
     def begin(self, leader: str, port: int, plan: dict[str, Any]) -> None:
         """The next round: followers start what `plan` says."""
         self._failure = None
-        self._word = Word(round=secrets.token_hex(8), message="", leader=leader, port=port, plan=plan)
+        self._word = Word(round=secrets.token_hex(8), message="", blames=None, leader=leader, port=port, plan=plan)
 
     def set_ready(self) -> None:
         if self._word:
@@ -116,11 +117,12 @@ class Group:
         self._word, self.message = None, words
         self._note()
 
-    async def joined(self) -> None:
-        """Returns once every host is there and runs nothing."""
-        while self.missing:
-            self._changed.clear()
-            await self._changed.wait()
+    async def blame(self, rank: int) -> None:
+        """Says whose engine ended the round for good; returns once that host has left."""
+        if self._word:
+            self._word = replace(self._word, blames=rank)
+        while rank in self._seen:
+            await self.wait_change()
 
     async def wait_change(self) -> None:
         self._changed.clear()
@@ -155,13 +157,13 @@ class Group:
             self._report.info("host_joined", words, node_rank=member.rank, name=member.name)
         if word and (before or member.round) == word.round and (member.ended or member.round != word.round):
             why = member.ended or "it does not run its engine any more"
-            self._fail(f"host {member.rank} ({member.name}): {why}", by_engine=True)
+            self._fail(f"host {member.rank} ({member.name}): {why}", rank=member.rank, by_engine=True)
         if is_new or before != member.round:
             self._note()
         if word is None:
             return Word(message=self.message)
         if self._failure:  # nobody joins what is over
-            return Word(message=self._failure.words, is_ready=word.is_ready)
+            return Word(message=self._failure.words, is_ready=word.is_ready, blames=word.blames)
         return replace(word, plan=None) if member.round == word.round else word
 
     def _lose(self, rank: int, why: str) -> None:
@@ -172,12 +174,12 @@ class Group:
         words = f"host {rank} ({seen.member.name}) was lost: {why}"
         self._report.warning("host_lost", words, node_rank=rank, name=seen.member.name)
         if self._word:
-            self._fail(words, by_engine=False)
+            self._fail(words, rank=rank, by_engine=False)
         self._note()
 
-    def _fail(self, words: str, *, by_engine: bool) -> None:
+    def _fail(self, words: str, *, rank: int, by_engine: bool) -> None:
         if self._failure is None:
-            self._failure = Failure(words=words, by_engine=by_engine)
+            self._failure = Failure(words=words, rank=rank, by_engine=by_engine)
             self._note()
 
     def _note(self) -> None:

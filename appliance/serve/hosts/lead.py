@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +25,8 @@ from appliance.supervisor import Crash, Restart
 
 SAY_EVERY_S = 10.0
 _RESTART = Restart()
-LAST_WORDS_S = 3 * TICK_S  # for a follower to tell why its engine died of which ours did
+LAST_WORDS_S = 3 * TICK_S  # for a host to tell why its engine died of which another's did
+LEFT_S = 10.0  # for a follower that is the cause to hear so, and to leave
 
 
 class Leader:
@@ -81,7 +83,7 @@ class Leader:
             if outcome is None:
                 words = await self._served(served)
             else:
-                words = self._next_words(served, plan, outcome)
+                words = await self._next_words(served, plan, outcome)
             await self._end(served, words)
 
     async def _wait_joined(self, served: ServedModel) -> None:
@@ -122,10 +124,17 @@ class Leader:
         loading, failed = await first_of(supervisor.wait_ready(), self.group.wait_failed())
         if loading.cancelled():
             failure: Failure = failed.result()
-            return failure
+            own = await self._own_crash(served) if failure.by_engine else None
+            return own or failure
         crash: Crash | None = loading.result()
         if crash is not None:
             await asyncio.sleep(LAST_WORDS_S)
+        return crash
+
+    async def _own_crash(self, served: ServedModel) -> Crash | None:
+        """A follower's engine may have died of it, and be noticed before."""
+        (own,) = await first_of(served.host.wait_failed(), timeout_s=LAST_WORDS_S)
+        crash: Crash | None = None if own.cancelled() else own.result()
         return crash
 
     async def _served(self, served: ServedModel) -> str:
@@ -152,15 +161,23 @@ class Leader:
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
         return f"the leader's engine {crash.describe()}"
 
-    def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
+    async def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
         """After a round that did not come up. Raises its error, unless the group was ready once: then it is a loss."""
         try:
             return self._words_of(served, plan, outcome)
         except FatalError as error:
             if not self.group.was_ready:
+                await self._blame()
                 raise
             self._count(error.message, lasted=False)
             return error.message
+
+    async def _blame(self) -> None:
+        failure = self.group.failure
+        if failure and failure.by_engine:
+            with contextlib.suppress(TimeoutError):  # then it waits for a leader
+                async with asyncio.timeout(LEFT_S):
+                    await self.group.blame(failure.rank)
 
     def _words_of(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
         """Why another round is worth it; a smaller plan where memory ran out here. Raises the error where none is."""

@@ -47,6 +47,7 @@ class Word:
     round: str = ""
     is_ready: bool = False  # the whole group answers
     was_ready: bool = False  # in this round or an earlier one: what fails now may go well the next time
+    blames: int | None = 0  # the rank by whose engine this round is over; 0: no follower's; None: not known yet
     leader: str = ""  # address and port that the engine's processes meet at
     port: int = 0
     plan: dict[str, Any] | None = None

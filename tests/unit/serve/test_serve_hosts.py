@@ -13,6 +13,7 @@ import pytest
 from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
+from appliance.serve.hosts.follow import ANSWER_S, Silence
 from appliance.serve.hosts.group import LOST_S, TICK_S, Group, RefusedError
 from appliance.serve.hosts.member import Member, parse_member, parse_word
 from appliance.settings import resolve_settings
@@ -43,7 +44,7 @@ async def test_a_round_begins_when_all_are_there_and_is_told_to_each_once(group:
     assert group.heard(member(1)).plan is None
     assert group.missing == (2,)
     group.heard(member(2))
-    await group.joined()
+    assert group.missing == ()
     assert [host.name for host in group.hosts] == ["host-1", "host-2"]
     group.begin("10.0.0.1", 29501, {"context": 4096})
     word = group.heard(member(1))
@@ -144,8 +145,46 @@ async def test_an_engine_that_ended_ends_the_round_and_nobody_joins_it_again(
     assert group.missing == (2,)  # it has not stopped yet
     assert failure.words in group.heard(member(2, round=name)).message
     group.heard(member(2))
-    async with asyncio.timeout(30):
-        await group.joined()
+    assert group.missing == ()
+
+
+async def test_a_follower_whose_engine_died_hears_whether_it_was_the_first(group: Group) -> None:
+    name = await begun(group)
+    said = {"round": name, "ended": "engine was killed"}
+    assert group.heard(member(1, **said)).blames is None  # the leader looks at its own
+    blaming = asyncio.ensure_future(group.blame(1))
+    await asyncio.sleep(0)
+    assert group.heard(member(1, **said)).blames == 1
+    assert group.heard(member(2, **said)).blames == 1
+    group.heard(member(1, **said, is_leaving=True))
+    await asyncio.wait_for(blaming, 30)
+    group.end("the leader's engine was killed")
+    assert group.heard(member(2, **said)).blames == 0
+
+
+async def test_what_was_ready_once_is_told_for_good(group: Group) -> None:
+    name = await begun(group)
+    assert not group.heard(member(1, round=name)).was_ready
+    group.set_ready()
+    group.end("host 2 was lost")
+    assert group.heard(member(1)).was_ready
+
+
+def test_silence_is_counted_by_the_clock_and_without_our_own_pauses() -> None:
+    now = 0.0
+    silent = Silence(LOST_S, lambda: now)
+    turn_s = TICK_S + ANSWER_S  # of an answer that never comes
+    for _ in range(4):
+        now += turn_s
+        silent.turn(is_heard=False)
+    assert not silent.is_over
+    silent.turn(is_heard=True)
+    now += 10 * LOST_S
+    for _ in range(5):
+        assert not silent.is_over
+        silent.turn(is_heard=False)
+        now += turn_s
+    assert silent.is_over
 
 
 def test_documents_go_there_and_back(group: Group) -> None:
