@@ -182,10 +182,15 @@ _ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_NAME}))(?::(\d{{1,5}}))?")
 def parse_address(value: str) -> tuple[str, int | None]:
     """A host, and the port where one is given: `node-0:11435`, `10.0.0.1`, `[fd00::1]:11435`."""
     found = _ADDRESS.fullmatch(value)
-    if found is None or not 1 <= int(found[3] or 1) <= 65535:
+    if found is None or not _has_labels(found[2] or "a") or not 1 <= int(found[3] or 1) <= 65535:
         message = "is no host, or HOST:PORT"
         raise ValueError(message)
     return found[1] or found[2], int(found[3]) if found[3] else None
+
+
+def _has_labels(name: str) -> bool:
+    """What a resolver encodes: no label is empty or above 63 characters."""
+    return all(0 < len(label) <= 63 for label in name.removesuffix(".").split("."))
 
 
 LORA_SCALE_MAX = 100.0

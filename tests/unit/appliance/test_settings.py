@@ -47,6 +47,8 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
         ({}, {"LWS_GROUP_SIZE": "two"}, None, "nodes is not a whole number: 'two' (variable LWS_GROUP_SIZE)"),
         ({"leader": "http://a/b"}, {}, None, "leader is no host, or HOST:PORT: 'http://a/b' (flag --leader)"),
         ({"leader": "a:70000"}, {}, None, "leader is no host, or HOST:PORT"),
+        ({"leader": "a..b"}, {}, None, "leader is no host, or HOST:PORT: 'a..b' (flag --leader)"),
+        ({"leader": "x" * 64}, {}, None, "leader is no host, or HOST:PORT"),
     ],
 )
 def test_every_mistake_is_named_with_its_value_and_source(
@@ -72,6 +74,8 @@ def test_a_group_s_variables_are_the_defaults_of_ours() -> None:
     [
         ("node-0", ("node-0", None)),
         ("10.0.0.1:11435", ("10.0.0.1", 11435)),
+        ("node-0.here.", ("node-0.here.", None)),
+        ("x" * 63, ("x" * 63, None)),
         ("[fd00::1]:80", ("fd00::1", 80)),
         ("group-0.group.ns", ("group-0.group.ns", None)),
     ],

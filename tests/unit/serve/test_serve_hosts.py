@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
 import pytest
@@ -13,9 +15,9 @@ import pytest
 from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
-from appliance.serve.hosts.follow import ANSWER_S, Silence
+from appliance.serve.hosts.follow import ANSWER_S, Follower, Silence
 from appliance.serve.hosts.group import LOST_S, TICK_S, Group, RefusedError
-from appliance.serve.hosts.member import Member, parse_member, parse_word
+from appliance.serve.hosts.member import Member, Word, parse_member, parse_word
 from appliance.settings import resolve_settings
 from tests.golden.vllm_plans import hardware
 
@@ -202,6 +204,74 @@ def test_the_leader_s_address_is_one_of_its_own() -> None:
     assert leader_of(resolve_settings({"leader": "node-0"}, {})) == ("node-0", 11435)
     assert own_address(((socket.AF_INET, "192.0.2.1"), (socket.AF_INET, "127.0.0.1")), settings) == "127.0.0.1"
     assert address_towards(((socket.AF_INET, "127.0.0.1"),), settings) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("found", [["127.0.0.1", "0.0.0.0"], ["0.0.0.0", "127.0.0.1"]])
+def test_the_leader_s_address_is_none_that_stands_for_all(found: list[str]) -> None:
+    settings = resolve_settings({"leader": "node-0", "nodes": "2"}, {})
+    assert own_address(tuple((socket.AF_INET, each) for each in found), settings) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"names no address of this host: 0.0.0.0, :: \(flag --leader\)"):
+        own_address(((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")), settings)
+
+
+def test_the_leader_s_address_is_one_that_others_reach_where_there_is_one() -> None:
+    settings = resolve_settings({"leader": "node-0", "nodes": "2"}, {})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        try:
+            made.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        ours = made.getsockname()[0]
+    found = ((socket.AF_INET, "127.0.1.1"), (socket.AF_INET, ours))
+    assert own_address(found, settings) == ours
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (400, b'{"error": {"message": "Member lacks round"}}', "refuses this host: 400: Member lacks round"),
+        (200, b'{"message": "of another release"}', "says cannot be read: Word lacks"),
+        (409, b"", "refuses this host: 409"),
+    ],
+)
+async def test_a_leader_of_another_release_ends_a_follower(status: int, body: bytes, words: str) -> None:
+    async with answering(status, body) as port:
+        with pytest.raises(ConfigError) as caught:
+            await following(port)
+    assert words in caught.value.message
+    assert caught.value.hint
+    assert "the same image" in caught.value.hint
+
+
+async def test_engines_do_not_look_for_the_leader_on_their_own_host() -> None:
+    word = Word(message="", round="r", blames=None, leader="127.0.1.1", port=1, plan={})
+    follower = Follower(resolve_settings({"nodes": "2", "node_rank": "1", "leader": "node-0"}, {}))
+    follower.check_leader(word, "127.0.0.1")
+    with pytest.raises(ConfigError) as caught:
+        follower.check_leader(word, "10.0.0.2")
+    assert "the leader's name is loopback there: 127.0.1.1" in caught.value.message
+    assert "give its address" in str(caught.value.hint)
+
+
+@asynccontextmanager
+async def answering(status: int, body: bytes) -> AsyncIterator[int]:
+    """A leader that gives every request this answer."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def following(port: int) -> Word | None:
+    settings = {"nodes": "2", "node_rank": "1", "leader": f"127.0.0.1:{port}", "auth": "off"}
+    follower = Follower(resolve_settings(settings, {}))
+    async with follower.session() as session:
+        return await follower.tell(session, member(1))
 
 
 def test_a_leader_without_a_route_is_refused() -> None:
