@@ -249,7 +249,9 @@ ENGINE_SETTINGS = frozenset({
 
 
 # Set in each pod of a group by LeaderWorkerSet, the defaults of ours: kubernetes-sigs/lws,
-# api/leaderworkerset/v1/leaderworkerset_types.go.
+# api/leaderworkerset/v1/leaderworkerset_types.go. A pod that serves alone there has no place in it.
+_GROUP_MAX = 10**6  # of such a group, in which every verb must work; `serve` has NODES_MAX
+NODES_MAX = 64
 _GROUP = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader": "LWS_LEADER_ADDRESS"}
 
 
@@ -390,9 +392,11 @@ class Settings:
         is_list=True,
     )
     nodes: int = _setting(
-        _integer(1, 64), 1, "hosts that serve the model together, each with a part of its layers", "N"
+        _integer(1, _GROUP_MAX), 1, "hosts that serve the model together, each with a part of its layers", "N"
     )
-    node_rank: int = _setting(_integer(0, 63), 0, "of this host among them; 0 is the leader, which is asked", "N")
+    node_rank: int = _setting(
+        _integer(0, _GROUP_MAX), 0, "of this host among them; 0 is the leader, which is asked", "N"
+    )
     leader: str | None = _setting(
         _address, None, "the leader's address for the others; the port where it is not --port", "HOST[:PORT]"
     )
@@ -521,7 +525,8 @@ def resolve_settings(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(SETTINGS, "default")
     from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
-    rows = (*_of_group(environment), *_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    own = (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    rows = (*_of_group(environment, own), *own)
     for name, text, source in rows:
         values[name] = _parsed(name, text, source)
         sources[name] = source
@@ -645,8 +650,12 @@ def _yaml_word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _of_group(environment: Mapping[str, str]) -> list[_Row]:
-    return [(name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)]
+def _of_group(environment: Mapping[str, str], own: Sequence[_Row]) -> list[_Row]:
+    """Rank and leader only where the group of the pods is the one that serves."""
+    rows = [(name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)]
+    size = environment.get(_GROUP["nodes"]) or "1"
+    nodes = next((text for name, text, _ in reversed(own) if name == "nodes"), size)
+    return rows if nodes == size != "1" else [row for row in rows if row[0] == "nodes"]
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[_Row]:

@@ -236,6 +236,7 @@ def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome,
     [
         ({"node_rank": "2", "leader": "127.0.0.1"}, "node_rank is outside 0 to 1: '2' (variable APPLIANCE_NODE_RANK)"),
         ({"node_rank": "1"}, "setting leader is missing"),
+        ({"nodes": "65"}, "setting nodes is outside 1 to 64: '65' (variable APPLIANCE_NODES)"),
         (
             {"node_rank": "1", "leader": "no-such-host.invalid", "stall_timeout_s": "1"},
             "cannot be resolved: 'no-such-host.invalid'",
@@ -245,7 +246,7 @@ def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome,
     ids=["rank", "no-leader", "unresolved", "not-ours"],
 )
 def test_a_place_that_cannot_be_ends_the_start(settings: dict[str, str], words: str, tmp_path: Path) -> None:
-    with made(tmp_path / "a").serving(nodes="2", **settings) as serving:
+    with made(tmp_path / "a").serving(**{"nodes": "2", **settings}) as serving:
         assert serving.wait_exit() == 10
         assert words in serving.text
 

@@ -65,8 +65,27 @@ def test_a_group_s_variables_are_the_defaults_of_ours() -> None:
     found = resolve_settings({}, group)
     assert (found.nodes, found.node_rank, found.leader) == (2, 1, "group-0.group.here")
     assert found.sources["node_rank"] == "variable LWS_WORKER_INDEX"
-    assert resolve_settings({}, group, "nodes: 3").nodes == 3
     assert resolve_settings({}, {**group, "APPLIANCE_NODE_RANK": "0"}).node_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "place"),
+    [
+        ("2", None, (2, 1, "group-0.group.here")),
+        ("2", "2", (2, 1, "group-0.group.here")),
+        ("2", "1", (1, 0, None)),
+        ("2", "3", (3, 0, None)),
+        ("1", None, (1, 0, None)),
+        ("", "2", (2, 0, None)),
+        ("100", None, (100, 1, "group-0.group.here")),  # every verb works there
+    ],
+)
+def test_a_place_in_a_group_of_pods_is_ours_where_that_group_serves(
+    size: str, nodes: str | None, place: tuple[int, int, str | None]
+) -> None:
+    group = {"LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group.here"}
+    found = resolve_settings({"nodes": nodes} if nodes else {}, group)
+    assert (found.nodes, found.node_rank, found.leader) == place
 
 
 @pytest.mark.parametrize(
