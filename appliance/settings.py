@@ -652,7 +652,9 @@ def _yaml_word(value: object) -> str:
 
 def _of_group(environment: Mapping[str, str], own: Sequence[_Row]) -> list[_Row]:
     """Rank and leader only where the group of the pods is the one that serves."""
-    rows = [(name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)]
+    rows: list[_Row] = [
+        (name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)
+    ]
     size = environment.get(_GROUP["nodes"]) or "1"
     nodes = next((text for name, text, _ in reversed(own) if name == "nodes"), size)
     return rows if nodes == size != "1" else [row for row in rows if row[0] == "nodes"]

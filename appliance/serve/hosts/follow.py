@@ -20,7 +20,7 @@ from appliance.progress import Phase
 from appliance.race import first_of
 from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S
-from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word
+from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word, shortened
 from appliance.serve.listen import HostPart
 from appliance.serve.load import launch, on_ready
 from appliance.serve.served_model import ServedModel
@@ -177,7 +177,7 @@ class Follower:
         """Raises its error where the group never was ready and the leader says that this engine failed first: it would
         fail the same way again. An engine that died of another host's is no reason to end."""
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
-        if await self._is_blamed(session, replace(me, ended=error.message)) and not self._was_group_ready:
+        if await self._is_blamed(session, replace(me, ended=shortened(error.message))) and not self._was_group_ready:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
 

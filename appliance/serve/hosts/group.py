@@ -14,6 +14,7 @@ from appliance.values import dataclass
 
 LOST_S = 30.0  # without a word of a host, which sends one a second
 TICK_S = 1.0
+TOKENS_MAX = 1000  # that are remembered: each process of a host that is restarted has one of its own
 
 
 class RefusedError(Exception):
@@ -86,7 +87,8 @@ class Group:
         seen = self._seen.get(member.rank)
         if seen and seen.member.token != member.token:
             # The one before it may be gone: it is, unless it is heard of again.
-            seen.rivals.add(member.token)
+            if len(seen.rivals) < TOKENS_MAX:
+                seen.rivals.add(member.token)
             return Word(message=f"node rank {member.rank} was that of {seen.member.name}, which may be gone")
         if seen:
             self._duplicates |= seen.rivals
@@ -186,7 +188,7 @@ class Group:
         self._changed.set()
 
     def _refusal(self, member: Member, why: str) -> RefusedError:
-        if member.token not in self._refused:
+        if member.token not in self._refused and len(self._refused) < TOKENS_MAX:
             self._refused.add(member.token)
             self._report.warning("host_refused", f"host {member.rank} ({member.name}) is refused: {why}")
         return RefusedError(why)

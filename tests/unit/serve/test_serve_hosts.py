@@ -16,8 +16,8 @@ from appliance.errors import ConfigError
 from appliance.report import Report
 from appliance.serve.hosts.address import address_towards, leader_of, own_address
 from appliance.serve.hosts.follow import ANSWER_S, Follower, Silence
-from appliance.serve.hosts.group import LOST_S, TICK_S, Group, RefusedError
-from appliance.serve.hosts.member import Member, Word, parse_member, parse_word
+from appliance.serve.hosts.group import LOST_S, TICK_S, TOKENS_MAX, Group, RefusedError
+from appliance.serve.hosts.member import Member, Word, parse_member, parse_word, shortened
 from appliance.settings import resolve_settings
 from tests.golden.vllm_plans import hardware
 
@@ -196,6 +196,58 @@ def test_documents_go_there_and_back(group: Group) -> None:
     assert parse_word(json.dumps(asdict(word)).encode()) == word
     with pytest.raises(ValueError, match="rank"):
         parse_member(b"{}")
+
+
+def changed_gpu(**changes: object) -> dict[str, object]:
+    return {"gpus": (replace(LEADER.gpus[0], **changes),)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "\x1b[2J"},
+        {"name": "a" * 254},
+        {"name": "\ud800"},
+        {"token": "t" * 65},
+        {"token": ""},
+        {"ended": "e" * 4097},
+        {"ended": "\ud800"},
+        {"rank": 10**25},
+        {"shm_mib": -1},
+        {"gpus": LEADER.gpus[:1] * 65},
+        changed_gpu(vram_free_mib=-5),
+        changed_gpu(vram_total_mib=10**30),
+        changed_gpu(bandwidth_gb_s=float("nan")),
+        changed_gpu(bandwidth_gb_s=float("inf")),
+        changed_gpu(name="a\nb"),
+        changed_gpu(nvlink_peers=(-1,)),
+    ],
+)
+def test_what_no_host_says_is_no_document_of_one(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="Member"):
+        parse_member(json.dumps(asdict(member(1, **changes))).encode())
+
+
+@pytest.mark.parametrize("words", ["é" * 5000, "\ud800", "died"])
+def test_an_engine_s_last_words_are_cut_to_what_may_be_said(words: str) -> None:
+    sent = member(1, ended=shortened(words))
+    assert parse_member(json.dumps(asdict(sent)).encode()) == sent
+
+
+def test_no_more_of_strangers_is_remembered_than_of_a_group() -> None:
+    log = io.StringIO()
+    group = Group(3, Report("json", log))
+    group.own = LEADER
+    group.heard(member(1))
+    for number in range(TOKENS_MAX + 1):
+        group.heard(member(1, token=f"twice{number}"))
+        with pytest.raises(RefusedError):
+            group.heard(member(2, token=f"other{number}", build="b2"))
+    assert log.getvalue().count("host_refused") == TOKENS_MAX
+    group.heard(member(1))
+    with pytest.raises(RefusedError, match="node rank twice"):
+        group.heard(member(1, token=f"twice{TOKENS_MAX - 1}"))
+    assert "may be gone" in group.heard(member(1, token=f"twice{TOKENS_MAX}")).message
 
 
 def test_the_leader_s_address_is_one_of_its_own() -> None:
