@@ -243,7 +243,7 @@ def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome,
         ),
         ({"node_rank": "0", "leader": "192.0.2.1"}, "names no address of this host: 192.0.2.1"),
     ],
-    ids=["rank", "no-leader", "unresolved", "not-ours"],
+    ids=["rank", "no-leader", "too-many", "unresolved", "not-ours"],
 )
 def test_a_place_that_cannot_be_ends_the_start(settings: dict[str, str], words: str, tmp_path: Path) -> None:
     with made(tmp_path / "a").serving(**{"nodes": "2", **settings}) as serving:
