@@ -182,10 +182,15 @@ _ADDRESS = re.compile(rf"(?:\[([0-9A-Fa-f:.]+)\]|({_NAME}))(?::(\d{{1,5}}))?")
 def parse_address(value: str) -> tuple[str, int | None]:
     """A host, and the port where one is given: `node-0:11435`, `10.0.0.1`, `[fd00::1]:11435`."""
     found = _ADDRESS.fullmatch(value)
-    if found is None or not 1 <= int(found[3] or 1) <= 65535:
+    if found is None or not _has_labels(found[2] or "a") or not 1 <= int(found[3] or 1) <= 65535:
         message = "is no host, or HOST:PORT"
         raise ValueError(message)
     return found[1] or found[2], int(found[3]) if found[3] else None
+
+
+def _has_labels(name: str) -> bool:
+    """What a resolver encodes: no label is empty or above 63 characters."""
+    return all(0 < len(label) <= 63 for label in name.removesuffix(".").split("."))
 
 
 LORA_SCALE_MAX = 100.0
@@ -244,7 +249,9 @@ ENGINE_SETTINGS = frozenset({
 
 
 # Set in each pod of a group by LeaderWorkerSet, the defaults of ours: kubernetes-sigs/lws,
-# api/leaderworkerset/v1/leaderworkerset_types.go.
+# api/leaderworkerset/v1/leaderworkerset_types.go. A pod that serves alone there has no place in it.
+_GROUP_MAX = 10**6  # of such a group, in which every verb must work; `serve` has NODES_MAX
+NODES_MAX = 64
 _GROUP = {"nodes": "LWS_GROUP_SIZE", "node_rank": "LWS_WORKER_INDEX", "leader": "LWS_LEADER_ADDRESS"}
 
 
@@ -385,9 +392,11 @@ class Settings:
         is_list=True,
     )
     nodes: int = _setting(
-        _integer(1, 64), 1, "hosts that serve the model together, each with a part of its layers", "N"
+        _integer(1, _GROUP_MAX), 1, "hosts that serve the model together, each with a part of its layers", "N"
     )
-    node_rank: int = _setting(_integer(0, 63), 0, "of this host among them; 0 is the leader, which is asked", "N")
+    node_rank: int = _setting(
+        _integer(0, _GROUP_MAX), 0, "of this host among them; 0 is the leader, which is asked", "N"
+    )
     leader: str | None = _setting(
         _address, None, "the leader's address for the others; the port where it is not --port", "HOST[:PORT]"
     )
@@ -516,7 +525,8 @@ def resolve_settings(
     values: dict[str, Any] = {}
     sources = dict.fromkeys(SETTINGS, "default")
     from_flags = [(name, text, f"flag {SETTINGS[name].flag}") for name, text in flags.items()]
-    rows = (*_of_group(environment), *_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    own = (*_from_file(file_text, file_name), *_from_environment(environment), *from_flags)
+    rows = (*_of_group(environment, own), *own)
     for name, text, source in rows:
         values[name] = _parsed(name, text, source)
         sources[name] = source
@@ -640,8 +650,14 @@ def _yaml_word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _of_group(environment: Mapping[str, str]) -> list[_Row]:
-    return [(name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)]
+def _of_group(environment: Mapping[str, str], own: Sequence[_Row]) -> list[_Row]:
+    """Rank and leader only where the group of the pods is the one that serves."""
+    rows: list[_Row] = [
+        (name, environment[key], f"variable {key}") for name, key in _GROUP.items() if environment.get(key)
+    ]
+    size = environment.get(_GROUP["nodes"]) or "1"
+    nodes = next((text for name, text, _ in reversed(own) if name == "nodes"), size)
+    return rows if nodes == size != "1" else [row for row in rows if row[0] == "nodes"]
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[_Row]:

@@ -17,7 +17,7 @@ from appliance.profile import Key, make_key
 from appliance.serve.beside import check_named, sizes_beside, with_beside
 from appliance.serve.checks import check_supported, usable_gpus
 from appliance.serve.which import Located, Which, which_model
-from appliance.settings import ENGINE_SETTINGS, Settings, hub_settings
+from appliance.settings import ENGINE_SETTINGS, NODES_MAX, Settings, hub_settings
 from appliance.values import dataclass
 
 _OUTSIDE = (
@@ -217,7 +217,11 @@ def check_nodes(settings: Settings, engine: Engine) -> None:
     nodes, rank, sources = settings.nodes, settings.node_rank, settings.sources
     if nodes > 1 and "nodes" not in engine.settings:
         message = f"engine {engine.name} serves a model on one host: setting nodes is '{nodes}' ({sources['nodes']})"
-        raise ConfigError(message, hint="start a replica on each host, behind a router: docs/clusters.md")
+        hint = "start a replica on each host, with --nodes 1, behind a router: docs/clusters.md"
+        raise ConfigError(message, hint=hint)
+    if nodes > NODES_MAX:
+        message = f"setting nodes is outside 1 to {NODES_MAX}: '{nodes}' ({sources['nodes']})"
+        raise ConfigError(message, hint="make smaller groups, or serve alone: --nodes 1")
     if rank >= nodes:
         given = f"'{rank}' ({sources['node_rank']}), with nodes '{nodes}' ({sources['nodes']})"
         message = f"setting node_rank is outside 0 to {nodes - 1}: {given}"

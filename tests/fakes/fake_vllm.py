@@ -168,6 +168,11 @@ def meet(options: argparse.Namespace) -> list[socket.socket]:
     """Connections to the processes of the other hosts, as torch.distributed makes them."""
     if options.nnodes == 1:
         return []
+    options.others = others = _met(options)
+    return others
+
+
+def _met(options: argparse.Namespace) -> list[socket.socket]:
     address = (options.master_addr, options.master_port)
     where = f"world_size={options.nnodes} rank={options.node_rank} distributed_init_method=tcp://{address[0]}"
     log(where, where="parallel_state.py:1903")
@@ -192,6 +197,8 @@ def headless(options: argparse.Namespace) -> NoReturn:
         worker(below, 0, options)
     below.close()
     held = meet(options)
+    if options.fake_end_with_leader:
+        threading.Thread(target=end_with_leader, args=(held[0],), daemon=True).start()
     load(options)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     words = f"Worker proc VllmWorker-0 died unexpectedly (exit code: {code}), shutting down executor."
@@ -199,6 +206,13 @@ def headless(options: argparse.Namespace) -> NoReturn:
     for each in held:
         each.close()
     leave(0)
+
+
+def end_with_leader(leader: socket.socket) -> NoReturn:
+    """As NCCL and Gloo do at times, and the store of torch.distributed."""
+    _received(leader)
+    raised("WorkerProc hit an exception.", "RuntimeError: Connection closed by peer", "multiproc_executor.py:1189")
+    leave(1)
 
 
 def relay(
@@ -300,6 +314,9 @@ def replay(options: argparse.Namespace) -> NoReturn:
         write(options.fake_replay.read_text())
     if options.headless:
         leave(options.fake_exit)
+    for each in options.others:
+        each.close()
+    time.sleep(options.fake_core_first_s)
     os.kill(os.getppid(), signal.SIGUSR1)  # the API server, which ends with the code that was asked for
     while True:
         signal.pause()
@@ -715,11 +732,14 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-end-at", choices=STAGES, help="there the log of --fake-replay is written, and all end")
     add("--fake-replay", type=Path)
     add("--fake-exit", type=int, default=1)
+    add("--fake-core-first-s", type=float, default=0.0, help="other hosts notice an end so long before the API server")
+    add("--fake-end-with-leader", action="store_true", help="a headless process, once the leader's is gone")
     add("--fake-worker-error", choices=["load", "first"], help="a worker raises, as it loads or at the first token")
     add("--fake-error", default="AssertionError")
     add("--fake-segments", type=Path, metavar="FILE", help="its shared memory has a name, and it stands there")
     options, rest = parser.parse_known_args(arguments)
     options.rest = rest
+    options.others = []
     return options
 
 

@@ -198,10 +198,30 @@ def test_what_fails_on_one_host_before_all_were_ready_ends_both_with_its_cause(
         assert "Cannot find any model weights" in leader.text
 
 
+@pytest.mark.parametrize("where", [0, 1], ids=["leader", "follower"])
+def test_a_start_that_fails_after_a_loss_is_a_loss_more(homes: tuple[VllmHome, VllmHome], where: int) -> None:
+    near, far = homes
+    port = free_port()
+    with host(near, 0, port) as leader, host(far, 1, port) as follower:
+        leader.wait_ready()
+        follower.wait_ready()
+        homes[where].set_engine("--fake-end-at", "weights", "--fake-replay", str(ENDINGS / "vllm-no-weights.log"))
+        os.kill(tree_of(follower)[-1], signal.SIGKILL)
+        eventually(lambda: leader.names().count("group_restarts") == 2, what=lambda: leader.text)
+        homes[where].set_engine()
+        eventually(lambda: leader.names().count("ready") == 2, what=lambda: leader.text)
+        eventually(lambda: follower.names().count("ready") == 2, what=lambda: follower.text)
+        leader.wait_ready()
+        assert leader.chat()[0] == 200
+        assert "Cannot find any model weights" in leader.text
+
+
 def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome, VllmHome]) -> None:
     near, far = homes
     log = ENDINGS / "vllm-kv-too-small.log"
-    near.set_engine("--fake-end-at", "profile", "--fake-replay", str(log), where="--max-model-len 8192 ")
+    knobs = ("--fake-end-at", "profile", "--fake-replay", str(log), "--fake-core-first-s", "1")
+    near.set_engine(*knobs, where="--max-model-len 8192 ")
+    far.set_engine("--fake-end-with-leader")  # and so it is the first to tell of an end
     port = free_port()
     with host(near, 0, port) as leader, host(far, 1, port) as follower:
         leader.wait_ready()
@@ -216,16 +236,17 @@ def test_a_leader_short_of_memory_has_all_start_with_less(homes: tuple[VllmHome,
     [
         ({"node_rank": "2", "leader": "127.0.0.1"}, "node_rank is outside 0 to 1: '2' (variable APPLIANCE_NODE_RANK)"),
         ({"node_rank": "1"}, "setting leader is missing"),
+        ({"nodes": "65"}, "setting nodes is outside 1 to 64: '65' (variable APPLIANCE_NODES)"),
         (
             {"node_rank": "1", "leader": "no-such-host.invalid", "stall_timeout_s": "1"},
             "cannot be resolved: 'no-such-host.invalid'",
         ),
         ({"node_rank": "0", "leader": "192.0.2.1"}, "names no address of this host: 192.0.2.1"),
     ],
-    ids=["rank", "no-leader", "unresolved", "not-ours"],
+    ids=["rank", "no-leader", "too-many", "unresolved", "not-ours"],
 )
 def test_a_place_that_cannot_be_ends_the_start(settings: dict[str, str], words: str, tmp_path: Path) -> None:
-    with made(tmp_path / "a").serving(nodes="2", **settings) as serving:
+    with made(tmp_path / "a").serving(**{"nodes": "2", **settings}) as serving:
         assert serving.wait_exit() == 10
         assert words in serving.text
 

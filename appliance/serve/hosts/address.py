@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import time
 
@@ -44,8 +45,11 @@ async def resolve(settings: Settings, report: Report) -> tuple[_Found, ...]:
 
 
 def own_address(found: tuple[_Found, ...], settings: Settings) -> str:
-    """That of the leader which is this host's. Raises ConfigError (10) where none is."""
-    for family, address in found:
+    """That of the leader which is this host's, and which others reach where there is one. Raises ConfigError (10) where
+    none is."""
+    for family, address in sorted(found, key=lambda each: is_loopback(each[1])):
+        if _ip(address).is_unspecified:
+            continue
         try:
             free_port(address, family)
         except OSError:
@@ -55,6 +59,15 @@ def own_address(found: tuple[_Found, ...], settings: Settings) -> str:
     message = f"setting leader names no address of this host: {named} ({settings.sources['leader']})"
     hint = "host 0 is the leader: give --leader its address, and start all with --network host"
     raise ConfigError(message, hint=hint)
+
+
+def is_loopback(address: str) -> bool:
+    return _ip(address).is_loopback
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(address)
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def free_port(address: str, family: socket.AddressFamily | None = None) -> int:

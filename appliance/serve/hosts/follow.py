@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 
 import aiohttp
@@ -18,9 +18,9 @@ from appliance.plan import Plan
 from appliance.profile.record import parse_plan
 from appliance.progress import Phase
 from appliance.race import first_of
-from appliance.serve.hosts.address import address_towards, leader_of, resolve
+from appliance.serve.hosts.address import address_towards, is_loopback, leader_of, resolve
 from appliance.serve.hosts.group import LOST_S, TICK_S
-from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word
+from appliance.serve.hosts.member import DOCUMENT, Member, Word, member_of, parse_word, shortened
 from appliance.serve.listen import HostPart
 from appliance.serve.load import launch, on_ready
 from appliance.serve.served_model import ServedModel
@@ -29,13 +29,35 @@ from appliance.supervisor import Crash
 from appliance.volume import read_or_make_key
 
 ANSWER_S = 5.0
+JUDGED_S = 5.0  # without a word of the leader, once the engine died
 LEAVE_S = 1.0  # for a good-bye: a stop waits no longer
 SAY_EVERY_S = 10.0
+_ALIKE = "give all hosts the same image, the same model and GPUs of one kind, and each a rank of its own"
 _REMEDIES = {
+    400: _ALIKE,
     401: "all hosts of a group have one API key: give this one the leader's /data/secrets/api_key",
     404: "the leader serves alone, or is no appliance of this release: give it the same --nodes",
-    409: "give all hosts the same image, the same model and GPUs of one kind, and each a rank of its own",
+    409: _ALIKE,
 }
+
+
+class Silence:
+    """Of the leader, by the clock; a pause of this host itself is none."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._before = clock()
+        self._silent_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._silent_s >= self._limit_s
+
+    def turn(self, *, is_heard: bool) -> None:
+        now = self._clock()
+        elapsed_s, self._before = min(now - self._before, TICK_S + ANSWER_S), now
+        self._silent_s = 0.0 if is_heard else self._silent_s + elapsed_s
 
 
 class Follower:
@@ -49,6 +71,7 @@ class Follower:
         words = f"this host is number {settings.node_rank} of {settings.nodes} and answers nobody: ask {self._leader}"
         self.part = HostPart(elsewhere=words)
         self._is_group_ready = False
+        self._was_group_ready = False  # in any round
         self._why_silent = ""
 
     async def follow(self, served: ServedModel) -> None:
@@ -57,7 +80,7 @@ class Follower:
         found = await resolve(self._settings, served.report)
         address = address_towards(found, self._settings)
         me = member_of(served, secrets.token_hex(8))
-        async with self._session() as session:
+        async with self.session() as session:
             try:
                 while True:
                     word = await self._wait_word(session, served, me)
@@ -66,7 +89,7 @@ class Follower:
                 await self._leave(session, me)
 
     @contextlib.asynccontextmanager
-    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+    async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
         key = read_or_make_key(self._settings.key_path) if self._settings.auth else None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
@@ -77,7 +100,7 @@ class Follower:
         """Which round to start."""
         said = float("-inf")
         while True:
-            word = await self._tell(session, me)
+            word = await self.tell(session, me)
             if word and word.plan is not None:
                 return word
             words = f"waiting for the leader, {self._leader}: {word.message if word else self._why_silent}"
@@ -93,6 +116,7 @@ class Follower:
         """Until the leader says that it is over, is not heard of any more, or the engine died."""
         self._is_group_ready = False
         me = replace(me, round=word.round)
+        self.check_leader(word, address)
         served.join(self._node(word, address))
         launch(served, self._plan(served, word))
         ended = (served.host.wait_failed(), self._until_over(session, me), _announce(served))
@@ -106,6 +130,13 @@ class Follower:
         served.report.phase(Phase.RESTARTING)
         await served.host.detach(grace_s=0.0)  # without one of its hosts an engine finishes nothing
         served.host.count_restart()
+
+    def check_leader(self, word: Word, address: str) -> None:
+        """Raises ConfigError (10) where the engines would look for the leader on their own hosts."""
+        if is_loopback(word.leader) and not is_loopback(address):
+            message = f"the leader's name is loopback there: {word.leader}, and this host's address is {address} "
+            message += f"({self._settings.sources['leader']})"
+            raise ConfigError(message, hint="give its address, on all hosts: --leader ADDRESS")
 
     def _node(self, word: Word, address: str) -> Node:
         return Node(
@@ -127,51 +158,72 @@ class Follower:
             plan = parse_plan(word.plan)
         except ValueError as error:
             message = f"the leader's plan cannot be read: {str(error)[:200]}"
-            raise ConfigError(message, hint=_REMEDIES[409]) from error
+            raise ConfigError(message, hint=_ALIKE) from error
         return replace(plan, model_path=str(served.inputs.model.path))
 
     async def _until_over(self, session: aiohttp.ClientSession, me: Member) -> str:
         """Why, in words."""
-        silent_s = 0.0
-        while silent_s < LOST_S:
+        silent = Silence(LOST_S)
+        while not silent.is_over:
             await asyncio.sleep(TICK_S)
-            word = await self._tell(session, me)
-            silent_s = 0.0 if word else silent_s + TICK_S
+            word = await self.tell(session, me)
+            silent.turn(is_heard=word is not None)
             if word and word.round != me.round:
                 return word.message or "the leader began anew"
             self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
         return f"nothing was heard of the leader, {self._leader}, for {LOST_S:.0f} s: {self._why_silent}"
 
     async def _tell_death(self, session: aiohttp.ClientSession, served: ServedModel, me: Member, crash: Crash) -> None:
-        """Raises its error where it never was ready: it would fail the same way again."""
+        """Raises its error where the group never was ready and the leader says that this engine failed first: it would
+        fail the same way again. An engine that died of another host's is no reason to end."""
         error = served.start.engine.as_error(crash, served=self._is_group_ready)
-        word = await self._tell(session, replace(me, ended=error.message))
-        self._is_group_ready = self._is_group_ready or bool(word and word.is_ready)
-        if not self._is_group_ready:
+        if await self._is_blamed(session, replace(me, ended=shortened(error.message))) and not self._was_group_ready:
             raise error
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
+
+    async def _is_blamed(self, session: aiohttp.ClientSession, me: Member) -> bool:
+        """The leader looks at its own engine first."""
+        silent = Silence(JUDGED_S)
+        while not silent.is_over:
+            word = await self.tell(session, me)
+            silent.turn(is_heard=word is not None)
+            if word and (word.blames is not None or word.round not in ("", me.round) or word.was_ready):
+                return word.blames == me.rank
+            await asyncio.sleep(TICK_S)
+        return False
 
     async def _leave(self, session: aiohttp.ClientSession, me: Member) -> None:
         with contextlib.suppress(TimeoutError, ConfigError):  # nobody waits for it: the leader misses this host anyway
             async with asyncio.timeout(LEAVE_S):
-                await self._tell(session, replace(me, is_leaving=True))
+                await self.tell(session, replace(me, is_leaving=True))
 
-    async def _tell(self, session: aiohttp.ClientSession, me: Member) -> Word | None:
+    async def tell(self, session: aiohttp.ClientSession, me: Member) -> Word | None:
         """None where no leader answers, with `_why_silent`. Raises ConfigError (10) where it refuses."""
         try:
             async with session.post(self._url, data=json.dumps(asdict(me)), allow_redirects=False) as reply:
                 body = await reply.read()
-            if reply.status == 200:
-                return parse_word(body)
-        except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (OSError, aiohttp.ClientError, TimeoutError) as error:
             self._why_silent = str(error) or type(error).__name__
             return None
+        if reply.status == 200:
+            word = self._word_in(body)
+            self._was_group_ready = self._was_group_ready or word.was_ready
+            return word
         self._why_silent = f"{reply.status}: {_message_of(body)}"
         if reply.status in _REMEDIES:
             source = self._settings.sources["leader"]
             message = f"the leader, {self._leader} ({source}), refuses this host: {self._why_silent}"
             raise ConfigError(message, hint=_REMEDIES[reply.status])
         return None
+
+    def _word_in(self, body: bytes) -> Word:
+        """Raises ConfigError (10) for that of another release."""
+        try:
+            return parse_word(body)
+        except ValueError as error:
+            source = self._settings.sources["leader"]
+            message = f"what the leader, {self._leader} ({source}), says cannot be read: {str(error)[:200]}"
+            raise ConfigError(message, hint=_ALIKE) from error
 
 
 async def _announce(served: ServedModel) -> None:

@@ -14,6 +14,7 @@ from appliance.values import dataclass
 
 LOST_S = 30.0  # without a word of a host, which sends one a second
 TICK_S = 1.0
+TOKENS_MAX = 1000  # that are remembered: each process of a host that is restarted has one of its own
 
 
 class RefusedError(Exception):
@@ -26,6 +27,7 @@ class Failure:
 
     words: str
     by_engine: bool
+    rank: int
 
 
 class _Seen:
@@ -36,7 +38,7 @@ class _Seen:
 
 
 class Group:
-    """One caller uses `joined`, `begin`, `wait_failed` and `end`, in this order, round after round; `heard` and `tick`
+    """One caller uses `missing`, `begin`, `wait_failed` and `end`, in this order, round after round; `heard` and `tick`
     may come at any moment. Inside one running loop. `own` is None until the leader knows its own model."""
 
     def __init__(self, nodes: int, report: Report) -> None:
@@ -48,6 +50,7 @@ class Group:
         self._refused: set[str] = set()  # tokens that were told of
         self._duplicates: set[str] = set()
         self._word: Word | None = None  # of the round that runs
+        self._was_ready = False
         self._failure: Failure | None = None
         self._changed = asyncio.Event()
 
@@ -64,8 +67,16 @@ class Group:
         members = [self._seen[rank].member for rank in sorted(self._seen)]
         return tuple(Host(name=each.name, gpus=each.gpus, shm_mib=each.shm_mib) for each in members)
 
+    @property
+    def was_ready(self) -> bool:
+        """In this round or an earlier one."""
+        return self._was_ready
+
     def heard(self, member: Member) -> Word:
         """What is to be said to a follower. Raises RefusedError."""
+        return replace(self._answer(member), was_ready=self._was_ready)
+
+    def _answer(self, member: Member) -> Word:
         if self.own is None:
             return Word(message=self.message)
         if why := why_refused(self.own, member):
@@ -76,7 +87,8 @@ class Group:
         seen = self._seen.get(member.rank)
         if seen and seen.member.token != member.token:
             # The one before it may be gone: it is, unless it is heard of again.
-            seen.rivals.add(member.token)
+            if len(seen.rivals) < TOKENS_MAX:
+                seen.rivals.add(member.token)
             return Word(message=f"node rank {member.rank} was that of {seen.member.name}, which may be gone")
         if seen:
             self._duplicates |= seen.rivals
@@ -95,10 +107,11 @@ class Group:
     def begin(self, leader: str, port: int, plan: dict[str, Any]) -> None:
         """The next round: followers start what `plan` says."""
         self._failure = None
-        self._word = Word(round=secrets.token_hex(8), message="", leader=leader, port=port, plan=plan)
+        self._word = Word(round=secrets.token_hex(8), message="", blames=None, leader=leader, port=port, plan=plan)
 
     def set_ready(self) -> None:
         if self._word:
+            self._was_ready = True
             self._word = replace(self._word, is_ready=True)
 
     def end(self, words: str) -> None:
@@ -106,11 +119,12 @@ class Group:
         self._word, self.message = None, words
         self._note()
 
-    async def joined(self) -> None:
-        """Returns once every host is there and runs nothing."""
-        while self.missing:
-            self._changed.clear()
-            await self._changed.wait()
+    async def blame(self, rank: int) -> None:
+        """Says whose engine ended the round for good; returns once that host has left."""
+        if self._word:
+            self._word = replace(self._word, blames=rank)
+        while rank in self._seen:
+            await self.wait_change()
 
     async def wait_change(self) -> None:
         self._changed.clear()
@@ -145,13 +159,13 @@ class Group:
             self._report.info("host_joined", words, node_rank=member.rank, name=member.name)
         if word and (before or member.round) == word.round and (member.ended or member.round != word.round):
             why = member.ended or "it does not run its engine any more"
-            self._fail(f"host {member.rank} ({member.name}): {why}", by_engine=True)
+            self._fail(f"host {member.rank} ({member.name}): {why}", rank=member.rank, by_engine=True)
         if is_new or before != member.round:
             self._note()
         if word is None:
             return Word(message=self.message)
         if self._failure:  # nobody joins what is over
-            return Word(message=self._failure.words, is_ready=word.is_ready)
+            return Word(message=self._failure.words, is_ready=word.is_ready, blames=word.blames)
         return replace(word, plan=None) if member.round == word.round else word
 
     def _lose(self, rank: int, why: str) -> None:
@@ -162,19 +176,19 @@ class Group:
         words = f"host {rank} ({seen.member.name}) was lost: {why}"
         self._report.warning("host_lost", words, node_rank=rank, name=seen.member.name)
         if self._word:
-            self._fail(words, by_engine=False)
+            self._fail(words, rank=rank, by_engine=False)
         self._note()
 
-    def _fail(self, words: str, *, by_engine: bool) -> None:
+    def _fail(self, words: str, *, rank: int, by_engine: bool) -> None:
         if self._failure is None:
-            self._failure = Failure(words=words, by_engine=by_engine)
+            self._failure = Failure(words=words, rank=rank, by_engine=by_engine)
             self._note()
 
     def _note(self) -> None:
         self._changed.set()
 
     def _refusal(self, member: Member, why: str) -> RefusedError:
-        if member.token not in self._refused:
+        if member.token not in self._refused and len(self._refused) < TOKENS_MAX:
             self._refused.add(member.token)
             self._report.warning("host_refused", f"host {member.rank} ({member.name}) is refused: {why}")
         return RefusedError(why)

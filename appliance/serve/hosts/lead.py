@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import asdict
 from typing import Any
 
 from appliance.engines.engine import Node, Space
-from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError
+from appliance.errors import EngineDiedError, EngineError, EngineNotReadyError, FatalError
 from appliance.plan import Plan
 from appliance.progress import Phase
 from appliance.race import first_of
@@ -24,7 +25,8 @@ from appliance.supervisor import Crash, Restart
 
 SAY_EVERY_S = 10.0
 _RESTART = Restart()
-LAST_WORDS_S = 3 * TICK_S  # for a follower to tell why its engine died of which ours did
+LAST_WORDS_S = 3 * TICK_S  # for a host to tell why its engine died of which another's did
+LEFT_S = 10.0  # for a follower that is the cause to hear so, and to leave
 
 
 class Leader:
@@ -81,7 +83,7 @@ class Leader:
             if outcome is None:
                 words = await self._served(served)
             else:
-                words = self._next_words(served, plan, outcome)
+                words = await self._next_words(served, plan, outcome)
             await self._end(served, words)
 
     async def _wait_joined(self, served: ServedModel) -> None:
@@ -122,10 +124,17 @@ class Leader:
         loading, failed = await first_of(supervisor.wait_ready(), self.group.wait_failed())
         if loading.cancelled():
             failure: Failure = failed.result()
-            return failure
+            own = await self._own_crash(served) if failure.by_engine else None
+            return own or failure
         crash: Crash | None = loading.result()
         if crash is not None:
             await asyncio.sleep(LAST_WORDS_S)
+        return crash
+
+    async def _own_crash(self, served: ServedModel) -> Crash | None:
+        """A follower's engine may have died of it, and be noticed before."""
+        (own,) = await first_of(served.host.wait_failed(), timeout_s=LAST_WORDS_S)
+        crash: Crash | None = None if own.cancelled() else own.result()
         return crash
 
     async def _served(self, served: ServedModel) -> str:
@@ -139,19 +148,39 @@ class Leader:
         if failed.cancelled():
             await asyncio.sleep(LAST_WORDS_S)
             words = f"{words}; {self.group.failure.words}" if self.group.failure else words
-        self._row = 1 if time.monotonic() - began >= _RESTART.healthy_after_s else self._row + 1
+        self._count(words, lasted=time.monotonic() - began >= _RESTART.healthy_after_s)
+        return words
+
+    def _count(self, words: str, *, lasted: bool) -> None:
+        self._row = 1 if lasted else self._row + 1
         if self._row > _RESTART.max_in_row:
             message = f"the group was started {self._row} times in a row and did not last: {words}"
             raise EngineDiedError(message, hint="the log of the host that is named says more")
-        return words
 
     def _name_loss(self, served: ServedModel, crash: Crash) -> str:
         served.report.error("engine_died", f"engine {crash.describe()}", log=list(crash.log[-20:]))
         return f"the leader's engine {crash.describe()}"
 
-    def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
-        """Why another round is worth it after one that did not come up; a smaller plan where memory ran out here.
-        Raises the error where none is."""
+    async def _next_words(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
+        """After a round that did not come up. Raises its error, unless the group was ready once: then it is a loss."""
+        try:
+            return self._words_of(served, plan, outcome)
+        except FatalError as error:
+            if not self.group.was_ready:
+                await self._blame()
+                raise
+            self._count(error.message, lasted=False)
+            return error.message
+
+    async def _blame(self) -> None:
+        failure = self.group.failure
+        if failure and failure.by_engine:
+            with contextlib.suppress(TimeoutError):  # then it waits for a leader
+                async with asyncio.timeout(LEFT_S):
+                    await self.group.blame(failure.rank)
+
+    def _words_of(self, served: ServedModel, plan: Plan, outcome: Crash | Failure) -> str:
+        """Why another round is worth it; a smaller plan where memory ran out here. Raises the error where none is."""
         if isinstance(outcome, Failure):
             if outcome.by_engine:
                 message = f"the group did not become ready: {outcome.words}"

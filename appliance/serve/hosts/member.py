@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import isfinite
 from typing import Any
 
 from appliance.documents import load, read
@@ -12,6 +13,11 @@ from appliance.probe import Gpu, Hardware
 from appliance.serve.served_model import ServedModel
 from appliance.values import dataclass
 
+_NAME_MAX = 253  # of a host, in DNS
+_TOKEN_MAX = 64
+_ENDED_MAX = 4096  # bytes
+_GPUS_MAX = 64
+_NUMBER_MAX = 2**40  # MiB and the like
 DOCUMENT = "group"  # of the gateway: /appliance/v1/group
 
 
@@ -46,14 +52,59 @@ class Word:
     message: str
     round: str = ""
     is_ready: bool = False  # the whole group answers
+    was_ready: bool = False  # in this round or an earlier one: what fails now may go well the next time
+    blames: int | None = 0  # the rank by whose engine this round is over; 0: no follower's; None: not known yet
     leader: str = ""  # address and port that the engine's processes meet at
     port: int = 0
     plan: dict[str, Any] | None = None
 
 
 def parse_member(data: bytes) -> Member:
-    """Raises ValueError."""
-    return read(Member, load(data))
+    """Raises ValueError, also for what no host says: its words are logged, and its numbers planned with."""
+    return read(Member, load(data), rules={Member: _is_host, Gpu: _is_gpu})
+
+
+def _is_host(member: Member) -> bool:
+    words = (member.name, member.token, member.build, member.cell, member.model, member.round)
+    return (
+        all(word.isprintable() and len(word) <= _NAME_MAX for word in words)
+        and 0 < len(member.token) <= _TOKEN_MAX
+        and len(member.ended.encode(errors="replace")) <= _ENDED_MAX
+        and _is_text(member.ended)
+        and len(member.gpus) <= _GPUS_MAX
+        and all(_is_size(number) for number in (member.rank, member.nodes, member.shm_mib))
+    )
+
+
+def _is_gpu(gpu: Gpu) -> bool:
+    values = [getattr(gpu, each.name) for each in fields(gpu)]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    texts = [value for value in values if isinstance(value, str)]
+    return (
+        all(value == -1 or _is_size(value) for value in numbers)
+        and all(text.isprintable() and len(text) <= _NAME_MAX for text in texts)
+        and len(gpu.nvlink_peers) <= _GPUS_MAX
+        and all(map(_is_size, gpu.nvlink_peers))
+        and not gpu.holders
+    )
+
+
+def _is_size(number: float | None) -> bool:
+    return number is None or (isfinite(number) and 0 <= number <= _NUMBER_MAX)
+
+
+def _is_text(text: str) -> bool:
+    """No half of a surrogate pair, which no answer could be encoded with."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shortened(words: str) -> str:
+    """As `ended` may be: an engine's last line may be of any length, and of any bytes."""
+    return words.encode(errors="replace")[:_ENDED_MAX].decode(errors="ignore")
 
 
 def parse_word(data: bytes) -> Word:

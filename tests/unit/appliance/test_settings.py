@@ -47,6 +47,8 @@ def test_file_is_read_from_the_volume(tmp_path: Path) -> None:
         ({}, {"LWS_GROUP_SIZE": "two"}, None, "nodes is not a whole number: 'two' (variable LWS_GROUP_SIZE)"),
         ({"leader": "http://a/b"}, {}, None, "leader is no host, or HOST:PORT: 'http://a/b' (flag --leader)"),
         ({"leader": "a:70000"}, {}, None, "leader is no host, or HOST:PORT"),
+        ({"leader": "a..b"}, {}, None, "leader is no host, or HOST:PORT: 'a..b' (flag --leader)"),
+        ({"leader": "x" * 64}, {}, None, "leader is no host, or HOST:PORT"),
     ],
 )
 def test_every_mistake_is_named_with_its_value_and_source(
@@ -63,8 +65,27 @@ def test_a_group_s_variables_are_the_defaults_of_ours() -> None:
     found = resolve_settings({}, group)
     assert (found.nodes, found.node_rank, found.leader) == (2, 1, "group-0.group.here")
     assert found.sources["node_rank"] == "variable LWS_WORKER_INDEX"
-    assert resolve_settings({}, group, "nodes: 3").nodes == 3
     assert resolve_settings({}, {**group, "APPLIANCE_NODE_RANK": "0"}).node_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "place"),
+    [
+        ("2", None, (2, 1, "group-0.group.here")),
+        ("2", "2", (2, 1, "group-0.group.here")),
+        ("2", "1", (1, 0, None)),
+        ("2", "3", (3, 0, None)),
+        ("1", None, (1, 0, None)),
+        ("", "2", (2, 0, None)),
+        ("100", None, (100, 1, "group-0.group.here")),  # every verb works there
+    ],
+)
+def test_a_place_in_a_group_of_pods_is_ours_where_that_group_serves(
+    size: str, nodes: str | None, place: tuple[int, int, str | None]
+) -> None:
+    group = {"LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group.here"}
+    found = resolve_settings({"nodes": nodes} if nodes else {}, group)
+    assert (found.nodes, found.node_rank, found.leader) == place
 
 
 @pytest.mark.parametrize(
@@ -72,6 +93,8 @@ def test_a_group_s_variables_are_the_defaults_of_ours() -> None:
     [
         ("node-0", ("node-0", None)),
         ("10.0.0.1:11435", ("10.0.0.1", 11435)),
+        ("node-0.here.", ("node-0.here.", None)),
+        ("x" * 63, ("x" * 63, None)),
         ("[fd00::1]:80", ("fd00::1", 80)),
         ("group-0.group.ns", ("group-0.group.ns", None)),
     ],
