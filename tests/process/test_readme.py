@@ -224,7 +224,7 @@ def test_an_environment_that_cannot_be_made_is_said(clone: Path) -> None:
 def test_without_make_it_is_said_what_is_missing(clone: Path) -> None:
     done = bare(clone, "list", path=str(clone))
     assert done.returncode == 60
-    assert f"error: {sys.executable} lacks docker, jinja2" in done.stderr
+    assert f"error: {sys.executable} lacks debian, docker, elftools, jinja2" in done.stderr
     assert "hint: install make" in done.stderr
     assert "Traceback" not in done.stderr
 
