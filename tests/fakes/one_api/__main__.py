@@ -3,8 +3,11 @@
     python -m tests.fakes.one_api --access-token 0123456789abcdef0123456789abcdef
 
 Prints its port at once and listens on it `--up-after` seconds later. What it does is read off the forks' code
-(QuantumNous/new-api controller/channel.go at 029ddd4f, controller/token.go at 0533f389, at 17795c94, controller/user.go at 0089a12f); neither was run. Failures are HTTP 200 with `success: false`; a route without its trailing slash is a redirect; a created channel's answer has no id, and names are not
-unique; a search is by the beginning of a name. `GET /fake/state` shows everything. Only the standard library is used.
+(QuantumNous/new-api controller/channel.go at 029ddd4f, controller/token.go at 0533f389, controller/setup.go at
+17795c94, controller/user.go at 0089a12f); neither was run.
+Failures are HTTP 200 with `success: false`; a route without its trailing slash is a redirect; a created channel's
+answer has no id, and names are not unique; a search is by the beginning of a name. `GET /fake/state` shows everything.
+Only the standard library is used.
 """
 
 from __future__ import annotations

@@ -187,11 +187,21 @@ def _engine(stage: Stage, words: tuple[str, ...]) -> Iterator[None]:
         stage.engine = subprocess.Popen(argv, stderr=log, start_new_session=True)
     try:
         eventually(lambda: _listens(stage.engine_socket))
+        if name == "fake_engine.py":  # it listens before it is loaded, and refuses requests until then
+            eventually(lambda: _is_healthy(stage.engine_socket))
         yield
     finally:
         with suppress(ProcessLookupError):  # a test may have ended all of it
             os.killpg(stage.engine.pid, signal.SIGKILL)
         stage.engine.wait()
+
+
+def _is_healthy(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(str(path))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        return read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def _listens(path: Path) -> bool:
