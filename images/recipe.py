@@ -112,9 +112,7 @@ class RungRow(Row):
             message = f"{self.name} comes from a repo, from a url, from a wheel, or is made of another rung"
         elif (self.repo is None) != (self.revision is None):
             message = f"{self.name}: a repo has a revision, so that its files are the same for ever, and nothing else"
-        elif self.made_of and (
-            self.format != "safetensors" or len({Path(file.path).parent for file in self.files}) != 1
-        ):
+        elif self.made_of and not self._is_one_folder:
             message = f"{self.name}: what is made of another rung is one folder of safetensors"
         elif (self.url or self.wheel) and len(self.files) != 1:
             message = f"{self.name}: a url or a wheel gives one file and not {len(self.files)}"
