@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import secrets
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from appliance import documents
+from appliance.disk import Disk, put_file, read_file
 from appliance.engines.vllm.planning.launch import compile_parts
 from appliance.engines.vllm.progress import compile_cache
 from appliance.plan import Plan
 from appliance.values import dataclass
 
 NAME = "vllm-last-start.json"  # in a build's folder
+_MOST_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def _as_read(value: object) -> object:
 def load(cache_dir: Path) -> LastStart | None:
     """None where no start is kept, or nothing that can be read."""
     try:
-        return documents.read(LastStart, documents.load((cache_dir / NAME).read_bytes()))
+        return documents.read(LastStart, documents.load(read_file(cache_dir / NAME, _MOST_BYTES)))
     except (OSError, ValueError):
         return None
 
@@ -66,9 +69,8 @@ def keep(plan: Plan, lines: Iterable[str], cache_dir: Path) -> None:
     found = last_start(plan, lines, load(cache_dir))
     document = {"is_hit": found.is_hit, "key": found.key, "reason": found.reason}
     text = json.dumps({**document, "parts": found.parts, "moved": found.moved}, indent=1, sort_keys=True)
-    part = cache_dir / f".{NAME}-{os.getpid()}"
+    temporary = cache_dir / f".{NAME}.{secrets.token_hex(8)}.tmp"
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(cache_dir / NAME)
+        put_file(Disk(), cache_dir / NAME, text.encode(), temporary=temporary, modified_ns=time.time_ns())
     except OSError as error:
         _log.warning("what the last start compiled is not kept: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def test_a_start_that_compiles_nothing() -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"is_hit": 3}'])
 def test_a_file_that_is_none_is_no_start(text: str, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(text)
+    assert load(tmp_path) is None
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
     assert load(tmp_path) is None
 
 
