@@ -12,8 +12,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance import __version__
-from appliance.errors import FatalError, UsageError, printable
+from appliance.errors import FatalError, UsageError
 from appliance.settings import SETTINGS, Settings, load_settings, process_environment
+from appliance.shown import quoted, shown_streams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +46,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{meant}see `{self.prog} --help`")
 
 
+@shown_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in HOST_VERBS:
@@ -289,9 +291,7 @@ def _plan(options: argparse.Namespace, settings: Settings, environment: Mapping[
     if options.json:
         print(json.dumps(plan_document(found, machine, argv), indent=1))
     elif options.dry_run:
-        import shlex
-
-        print(shlex.join(argv))
+        print(" ".join(map(quoted, argv)))
     else:
         print(plan_text(found, machine, is_verbose=options.verbose))
     return 0
@@ -305,7 +305,7 @@ def _described(file: str | None) -> DescribedMachine | None:
 
     machine = read_machine(file)
     for words in machine.notes:
-        print(_safe(words), file=sys.stderr)
+        print(words, file=sys.stderr)
     return machine
 
 
@@ -545,15 +545,10 @@ def _engine_facts(options: argparse.Namespace, _: Settings, __: Mapping[str, str
 def _show(error: FatalError) -> None:
     """The engine's last lines first, then what failed, then what to do: the eye ends on the remedy."""
     for line in error.log[-40:]:
-        print(f"  | {printable(line)}", file=sys.stderr)
-    print(f"error: {_safe(error.message)}", file=sys.stderr)
+        print(f"  | {line}", file=sys.stderr)
+    print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
-        print(f"\nhint: {_safe(error.hint)}", file=sys.stderr)
-
-
-def _safe(text: str) -> str:
-    """Control sequences out of a file's name or another's answer, as words."""
-    return "\n".join(printable(line) for line in text.split("\n"))
+        print(f"\nhint: {error.hint}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,13 @@ class DriverTooOldError(FatalError):
     exit_code = 21
 
 
-class CpuUnsupportedError(FatalError):
+class KernelsError(FatalError):
+    """The engine's CPU kernels do not run here. `variant`: which of several, where more than one was tried."""
+
+    variant: str | None = None
+
+
+class CpuUnsupportedError(KernelsError):
     exit_code = 22
 
 
@@ -142,7 +148,7 @@ class EngineDiedError(EngineError):
     exit_code = 45
 
 
-class CpuBackendError(FatalError):
+class CpuBackendError(KernelsError):
     """No EngineError: no other plan has other kernels."""
 
     exit_code = 44

@@ -11,7 +11,6 @@ import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from appliance.errors import printable
 from appliance.progress import Phase, Progress
 
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -49,14 +48,12 @@ class Report:
         print(json.dumps(row, default=str), file=self._stream, flush=True)
 
     def _say_text(self, level: str, message: str) -> None:
-        from rich.console import (
-            Console,
-        )  # here, since a container without a terminal never needs it, and it costs 60 ms
+        # here, since a container without a terminal never needs it, and it costs 60 ms
         from rich.text import Text
 
+        from appliance.terminal import Terminal
+
         seconds = f"{time.monotonic() - self.began:6.1f} s  "
-        # Names of files and lines of an engine may hold control sequences.
-        message = "\n".join(map(printable, message.split("\n")))
-        Console(file=self._stream, soft_wrap=True, highlight=False).print(
+        Terminal(file=self._stream, soft_wrap=True, highlight=False).print(
             Text.assemble((seconds, "dim"), (message, _STYLES[level]))
         )

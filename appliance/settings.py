@@ -145,6 +145,17 @@ def is_flag(word: str) -> bool:
     return _FLAG.fullmatch(word) is not None
 
 
+def _device_list(value: str) -> str:
+    names = [name.strip() for name in value.split(",")]
+    if not all(names):
+        message = "names no GPU between its commas" if "," in value else "is empty"
+        raise ValueError(message)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        message = f"names {twice} twice"
+        raise ValueError(message)
+    return _text(value)
+
+
 def _engine_arguments(value: str) -> tuple[str, ...]:
     """Words of one or more flags with their values, quoted as in a shell: `--top-k 20 --chat-template "a b"`."""
     import shlex  # here: few starts need it
@@ -301,7 +312,7 @@ class Settings:
     cache_ram_mib: int | None = _setting(
         _integer(0, 2**22), None, "the engine's cache of prompts, MiB (default: from what is left)", "MIB"
     )
-    devices: str = _setting(_text, "auto", "GPUs to use: auto, none, or indices or UUIDs with commas", "LIST")
+    devices: str = _setting(_device_list, "auto", "GPUs to use: auto, none, or indices or UUIDs with commas", "LIST")
     gpu_layers: int | None = _setting(
         _integer(0, 1024), None, "layers on GPUs, the output counted as one (default: the fastest that fits)", "N"
     )

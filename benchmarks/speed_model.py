@@ -27,6 +27,7 @@ import yaml
 
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.placement import upload_of
 from appliance.engines.llama.planning.rates import CpuRates, cpu_rates
 from appliance.engines.llama.planning.roofline import Roofline, costs_of, with_threads
 from appliance.image_facts import EngineFacts, ImageFacts
@@ -63,11 +64,13 @@ class Result:
     ubatch: int | None = None
     threads: int | None = None
     cpu_expert_layers: int | None = None
+    cpu_layers: int | None = None  # whole layers in host memory beside a card
+    is_pinned: bool = False  # host weights were loaded, not mapped: `--no-mmap`
 
     @property
     def key(self) -> str:
         parts = (self.machine, self.model, self.quantization, self.test, self.depth)
-        rest = (self.ubatch, self.threads, self.cpu_expert_layers)
+        rest = (self.ubatch, self.threads, self.cpu_expert_layers, *filter(None, (self.cpu_layers,)))
         return "|".join([*map(str, parts), *("" if part is None else str(part) for part in rest)])
 
     @property
@@ -117,11 +120,8 @@ def predict(result: Result, data: Data) -> float:
     device = _device(machine)
     costs = _costs(result, model, device, cpu)
     if result.is_prefill:
-        batch = min(result.tokens, costs.batch)
-        milliseconds = costs.gpu_prefill_ms + costs.cpu_prefill_ms + costs.copy_ms / batch
-        return 1000 / (milliseconds + costs.prefill_depth_us * _middle(result) / 1000)
-    depth_us = costs.gpu_depth_us + costs.cpu_depth_us
-    return 1000 / (costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + depth_us * _middle(result) / 1000)
+        return 1000 * result.tokens / costs.prefill_ms(result.tokens, _middle(result))
+    return 1000 / costs.decode_ms(_middle(result))
 
 
 def _middle(result: Result) -> float:
@@ -134,8 +134,8 @@ def _costs(result: Result, model: Model, device: Device | None, cpu: CpuRates) -
         kv_type="f16",
         ubatch=result.ubatch or 512,
         prompt=result.tokens if result.is_prefill else 512,
-        dram_gb_s=cpu.gb_s(cpu.cores),
-        upload=device,
+        dram_gb_s=cpu.gb_s(cpu.threads),
+        upload=upload_of(device, is_pinned=result.is_pinned) if device else None,
         cpu=cpu,
     )
     placement = _placement(result, model, device)
@@ -147,9 +147,9 @@ def _placement(result: Result, model: Model, device: Device | None) -> Placement
     if device is None:
         return Placement(shares=(), cpu_layers=0, cpu_expert_layers=0, split_mode="none")
     nothing = Memory(weights=0.0, kv=0.0, state=0.0, compute=0.0, output=0.0, cache=0.0, overhead=0.0)
-    whole = GpuAllocation(gpu=device, device="CUDA0", layers=len(model.stack) + 1, memory=nothing)
-    experts = result.cpu_expert_layers or 0
-    return Placement(shares=(whole,), cpu_layers=0, cpu_expert_layers=experts, split_mode="none")
+    on_cpu, experts = result.cpu_layers or 0, result.cpu_expert_layers or 0
+    held = GpuAllocation(gpu=device, device="CUDA0", layers=len(model.stack) + 1 - on_cpu, memory=nothing)
+    return Placement(shares=(held,), cpu_layers=on_cpu, cpu_expert_layers=experts, split_mode="none")
 
 
 def _model(result: Result, data: Data) -> Model:
@@ -161,7 +161,9 @@ def _model(result: Result, data: Data) -> Model:
 def _cpu(machine: Mapping[str, Any]) -> CpuRates:
     facts = machine.get("cpu") or {"cores": 8, "isa": ["avx2"], "dram_gb_s": 50}
     share = STREAM_SHARE * assumptions.DRAM_SHARE.value
-    return cpu_rates(facts["isa"], facts["cores"], facts["dram_gb_s"] * share)
+    capacities = tuple(capacity for capacity, cores in facts.get("groups", ()) for _ in range(cores))
+    dram_gb_s = facts["dram_gb_s"] * share
+    return cpu_rates(facts["isa"], facts["cores"], dram_gb_s, capacities, part=facts.get("part"))
 
 
 def _device(machine: Mapping[str, Any]) -> Device | None:
@@ -173,9 +175,8 @@ def _device(machine: Mapping[str, Any]) -> Device | None:
         vram_total_mib=_MIB,
         vram_free_mib=_MIB,
         pci_bus_id="0000:01:00.0",
-        pcie_generation_max=4,
         pcie_width=16,
-        **machine["gpu"],
+        **({"pcie_generation_max": 4} | machine["gpu"]),
     )
     hardware = _hardware(gpu)
     devices, _ = usable_devices(hardware, *_facts(hardware))

@@ -2,9 +2,10 @@
 on a table that was recorded.
 
 Ours is `appliance.tune.tuner.Tuner` in the mode `speed`, with its own settings, in simulated time: with the budget that
-a start has unless told otherwise, and with 20 minutes. Regret is (T_pick - T_best) / T_best, of the noiseless time of a
-chat job; seconds count loads. A run is asked for its pick after 3, 6 and 12 measurements, and in the end. `off` are the
-same machines with each rate of the predictor wrong by a factor of 2.
+a start has unless told otherwise, and with 20 minutes, a quarter of either kept for speculative decoding as a start
+keeps it. Regret is (T_pick - T_best) / T_best, of the noiseless time of a chat job as the product weighs it: a first
+token later than its limit counts tenfold for what it is late. Seconds count loads. A run is asked for its pick after 3,
+6 and 12 measurements, and in the end. `off` are the same machines with each predicted rate wrong by a factor of 2.
 
     python3 -m benchmarks.tuner [--seeds 20] [--json] [--plot FOLDER]   simulated, and the recorded table if it is there
     python3 -m benchmarks.tuner --recorded [--json]                     the recorded table alone
@@ -38,10 +39,10 @@ from appliance.tune.candidates import EMPTY
 from appliance.tune.curve import LONGER, Curve, Point
 from appliance.tune.measure import DECODE_TOKENS
 from appliance.tune.terms import Candidate
-from appliance.tune.workload import CHAT, Workload, job_s, only
+from appliance.tune.workload import CHAT, Workload, cost_s, only
 from benchmarks import tuner_record, tuner_table
-from benchmarks.tuner_machines import SPECS, Machine, candidates
-from benchmarks.tuner_ours import Engine, World, tune
+from benchmarks.tuner_machines import CASES, Machine
+from benchmarks.tuner_ours import Engine, Planned, World, tune
 from benchmarks.tuner_rivals import RIVALS, Seen
 from benchmarks.tuner_time import SimulatedTime
 
@@ -68,20 +69,20 @@ class Outcome:
 class Course:
     """One run: every measurement is made through it, and it remembers what would have been picked after each."""
 
-    def __init__(self, world: World, found: Sequence[Candidate], workload: Workload, seed: int) -> None:
+    def __init__(self, world: World, planned: Planned, workload: Workload, seed: int) -> None:
         self._world = world
-        self._found = found
+        self._planned = planned
         self._workload = workload
         self._seed = seed
         self._draw = random.Random(seed)
-        self._best_s = min(world.job_s(candidate, workload) for candidate in found)
+        self._best_s = min(world.cost_s(candidate, workload) for candidate in planned.found)
         self._time = asyncio.Runner(loop_factory=SimulatedTime)
         self._regrets: list[float] = []
         self._seconds: list[float] = []
 
     def ours(self, name: str, where: str, budget_s: float) -> Outcome:
         with self._time:
-            self._time.run(tune(self._found, self._start, only(self._workload), budget_s, self._pick))
+            self._time.run(tune(self._planned, self._world, self._start, only(self._workload), budget_s, self._pick))
             return self._outcome(name, where)
 
     def rival(self, name: str, where: str) -> Outcome:
@@ -94,14 +95,14 @@ class Course:
             points = self._time.run(self._points(candidate, depths, tokens))
             seen = Seen(job_s=math.inf, empty_ms=math.inf)
             if points:
-                seen = Seen(job_s=job_s(Curve(points=points), self._workload), empty_ms=points[0].decode_ms)
+                seen = Seen(job_s=cost_s(Curve(points=points), only(self._workload)), empty_ms=points[0].decode_ms)
             value = seen.empty_ms if name == "walk-down" else seen.job_s
             best = min(best, (value, candidate), key=lambda pair: pair[0]) if math.isfinite(value) else best
             self._pick(best[1])
             return seen
 
         with self._time:
-            RIVALS[name](self._found, measure, max(AT), random.Random(self._seed))
+            RIVALS[name](self._planned.found, measure, max(AT), random.Random(self._seed))
             return self._outcome(name, where)
 
     def _start(self, candidate: Candidate) -> Engine:
@@ -117,7 +118,7 @@ class Course:
 
     def _pick(self, candidate: Candidate | None) -> None:
         """After a measurement. Nothing that works yet is as bad as ten times the best."""
-        picked = self._world.job_s(candidate, self._workload) if candidate else math.inf
+        picked = self._world.cost_s(candidate, self._workload) if candidate else math.inf
         self._regrets.append(min(10.0, picked / self._best_s - 1))
         self._seconds.append(self._time.get_loop().time())
 
@@ -133,11 +134,11 @@ class Course:
 
 
 def courses(
-    world: World, found: Sequence[Candidate], workload: Workload, seed: int, where: str, names: Iterable[str]
+    world: World, planned: Planned, workload: Workload, seed: int, where: str, names: Iterable[str]
 ) -> list[Outcome]:
     outcomes = []
     for name in names:
-        course = Course(world, found, workload, seed)
+        course = Course(world, planned, workload, seed)
         outcomes.append(course.ours(name, where, BUDGETS[name]) if name in BUDGETS else course.rival(name, where))
     return outcomes
 
@@ -146,11 +147,11 @@ def simulated(task: tuple[int, bool]) -> list[Outcome]:
     """One seed on every machine."""
     seed, is_off = task
     outcomes = []
-    for spec in SPECS:
-        found = candidates(spec, off=random.Random(seed) if is_off else None)
-        where = spec.name + OFF if is_off else spec.name
+    for case in CASES:
+        planned = case.planned(off=random.Random(seed) if is_off else None)
+        where = case.name + OFF if is_off else case.name
         names = BUDGETS if is_off else (*BUDGETS, *RIVALS)  # the others predict nothing that could be off
-        outcomes += courses(Machine(spec, seed), found, CHAT, seed, where, names)
+        outcomes += courses(Machine(case, seed), planned, CHAT, seed, where, names)
     return outcomes
 
 
@@ -180,7 +181,7 @@ def recorded(table: Path, seed: int) -> list[Outcome]:
     return [
         outcome
         for model in tuner_table.load(table)
-        for outcome in courses(model, model.candidates, model.workload, seed, model.name, names)
+        for outcome in courses(model, model.planned, model.workload, seed, model.name, names)
     ]
 
 

@@ -1,9 +1,8 @@
 """Machines that are simulated, with effects that no predictor knows. The tuner must not import this; a test holds it.
 
-A planner's figures (`Spec`) make candidates with their predicted work. The truth (`Machine`) is drawn from a seed:
-rates that differ from the planner's, a KV type that costs what bytes do not tell, a knee in the cache over depth, a
-cliff where threads reach slow cores, ubatches that are no line, PCIe that shares its memory with the CPU, needs that
-are more than predicted, and 3 to 10 % noise.
+What can be tried, what it needs and what it is predicted to take are the product's own: `Space.all()` of a published
+model on a described machine (tests/golden). The truth (`Machine`) is drawn from a seed. Each of its effects is an
+assumption, with where it comes from, in `EFFECTS`.
 """
 
 from __future__ import annotations
@@ -11,245 +10,250 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from appliance.plan import Costs
-from appliance.tune.terms import Candidate, Need, Value
-from appliance.tune.workload import Workload
+from appliance.engines.llama.planning.assumptions import PAGEABLE_SHARE
+from appliance.engines.llama.planning.batch import PINNED
+from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.space import Space
+from appliance.engines.llama.planning.tensor_mode import TENSOR
+from appliance.model import Model
+from appliance.plan import Costs, Plan
+from appliance.probe import Hardware, Speeds
+from appliance.settings import resolve_settings
+from appliance.tune.candidates import needs
+from appliance.tune.terms import Candidate, Value
+from appliance.tune.workload import Workload, excess_s
+from benchmarks.tuner_ours import MODE, Missing, Planned
+from tests.builders import facts_for, model
+from tests.golden.matrix import machine
 
-KV_BYTES = {"f16": 2.0, "q8_0": 1.0625}
-UBATCHES = (128, 256, 512, 1024, 2048)
-CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 START_S = 0.5  # of a server without a model: the recorded table's smallest took so long
 LOAD_GB_S = 2.5  # a model's bytes, out of the page cache into memory that is not pinned, or from an NVMe drive
-BEYOND_FIT = (-1, 0, 1, 2, 4, 8, 16)  # layers away from the fewest on the CPU that are predicted to fit
+QUANTIZATION = "Q4_K_M"
+
+# Range of each effect, or the standard deviation of ln(true / predicted) for rates.
+EFFECTS: Mapping[str, tuple[tuple[float, ...], str]] = {
+    "gpu": ((0.15,), "eta of 0.70 to 0.85 of a card's bandwidth (tuning.md 2.4), doubled"),
+    "cpu": ((0.2,), "eta of 0.75 to 0.9 of STREAM (tuning.md 2.4), doubled"),
+    "cpu_depth": ((0.3,), "chosen: a cache is read in other patterns than weights"),
+    "pcie": ((0.2,), "0.80 to 0.90 of a link's rate, small copies much lower (tuning.md 2.5)"),
+    "fixed": ((0.3,), "40 to 91 us a layer fit as well (planning/assumptions.py)"),
+    "prefill": ((0.25,), "benchmarks/speed_model.yaml: rows within 50 %"),
+    "noise": ((0.03, 0.10), "3 to 10 % of a short time is usual; the recorded table has 11 to 13 %"),
+    "threads": ((0.05, 0.25), "chosen: what each doubling of threads beyond the cliff costs, twice"),
+    "ubatch": ((0.1,), "chosen: of each size on its own, since ubatches are no line"),
+    "kv_type": ((0.0, 0.15), "chosen: what a rounded cache costs a token beyond its bytes; two thirds of it a prompt"),
+    "tensor": ((0.2,), "43.8 to 59.5, 120.6 to 84.2 tok/s against its constants, from one report (llama.cpp#19378)"),
+    "mapped": ((0.43, 0.83), "of pinned copies: 11 of 25.6 GB/s, and 1 / 1.21 (tuning.md 1.5, llama.cpp#25859)"),
+    "load_mode": ((0.97, 1.05), "0.97 to 1.05 a token without mmap: medians of the recorded table's three models"),
+    "knee": ((300, 2000), "tokens: 14.5, 17.7, 25.6, 55.5, 94 ms at 0 to 4,096 on a CPU (tune/README.md)"),
+    "steep": ((2, 4), "times as steep beyond it: the same"),
+    "contention": ((0.1, 0.6), "copies and cores share DRAM: 29.97 and 13.09 alone, 21.89 + 8.41 (tuning.md 0.1)"),
+    "need": ((0.98, 1.03), "of predicted memory: chosen; the loader's own figures are exact (tuning.md 2.8)"),
+    "need_ubatch": ((0.0, 0.25), "MiB for each token of a ubatch: chosen; compute buffers are predicted worst"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What a planner knows. Sizes in MB (10^6 bytes), rates in GB/s: a MB at a GB/s takes a millisecond."""
+class Case:
+    """A model on a machine."""
 
     name: str
-    layers: int
-    dense_mb: float  # a layer's weights that every token reads
-    expert_mb: float  # its routed experts, all of them
-    used_share: float  # of which a token reads so much
-    output_mb: float
-    kv_values: int  # a token, a layer
-    native: int
-    gpus: int
-    gpu_gb_s: float
-    vram_mib: float
-    ram_mib: float
-    dram_gb_s: float
-    pcie_gb_s: float
-    gpu_prefill_us: float  # a token, a layer
-    fast_cores: int
-    threads: tuple[int, ...]
+    machine: str
+    model: str
+    is_server: bool = False  # the card beside 32 cores and 512 GB on twelve channels
 
-    @property
-    def model_mb(self) -> float:
-        return self.layers * (self.dense_mb + self.expert_mb) + self.output_mb
+    @cached_property
+    def of(self) -> Model:
+        return model(self.model, QUANTIZATION)
 
+    @cached_property
+    def hardware(self) -> Hardware:
+        found = machine(self.machine)
+        if not self.is_server:
+            return found
+        memory = replace(found.memory, total_mib=524_288, available_mib=512_000)
+        cpu = replace(found.cpu, logical=64, physical=32)
+        return replace(found, cpu=cpu, memory=memory, speeds=Speeds(dram_gb_s=290.0))
 
-# Bytes of layers and bandwidths: facts of the models and cards (tuning.md sections 2.4 to 2.6).
-SPECS = (
-    Spec(
-        name="8 GB laptop, Qwen3-30B-A3B", layers=48, dense_mb=11, expert_mb=339, used_share=8 / 128, output_mb=255,
-        kv_values=1024, native=40960, gpus=1, gpu_gb_s=256 * 0.75, vram_mib=7300, ram_mib=28000, dram_gb_s=62,
-        pcie_gb_s=11, gpu_prefill_us=14, fast_cores=6, threads=(2, 4, 6, 8, 10, 14),
-    ),
-    Spec(
-        name="2x RTX 4090, 70B", layers=80, dense_mb=500, expert_mb=0, used_share=0, output_mb=700,
-        kv_values=2048, native=131072, gpus=2, gpu_gb_s=1008 * 0.8, vram_mib=46500, ram_mib=60000, dram_gb_s=70,
-        pcie_gb_s=25, gpu_prefill_us=10, fast_cores=16, threads=(2, 4, 8, 16, 32),
-    ),
-    Spec(
-        name="24 GB card, DeepSeek-V3 in RAM", layers=61, dense_mb=130, expert_mb=6350, used_share=8 / 256,
-        output_mb=760, kv_values=576, native=131072, gpus=1, gpu_gb_s=1008 * 0.75, vram_mib=23300, ram_mib=500000,
-        dram_gb_s=230, pcie_gb_s=25, gpu_prefill_us=60, fast_cores=32, threads=(8, 16, 24, 32, 48, 64),
-    ),
-    Spec(
-        name="2x RTX 2080 Ti, 32B", layers=64, dense_mb=290, expert_mb=0, used_share=0, output_mb=640,
-        kv_values=2048, native=40960, gpus=2, gpu_gb_s=616 * 0.75, vram_mib=21000, ram_mib=60000, dram_gb_s=40,
-        pcie_gb_s=12, gpu_prefill_us=22, fast_cores=8, threads=(2, 4, 6, 8, 16),
-    ),
-)  # fmt: skip
+    @cached_property
+    def space(self) -> Space:
+        image, engine = facts_for(self.hardware)
+        return Space(resolve_settings({"mode": MODE}, {}), image, engine, self.hardware, self.of)
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(self.space.all())
+
+    @cached_property
+    def costs(self) -> Mapping[str, Costs]:
+        """As the product predicts them, by plan."""
+        return {plan.key: self.space.costs(plan) for plan in self.plans}
+
+    @cached_property
+    def cores(self) -> int:
+        return self.hardware.cpu.cores
+
+    def planned(self, off: random.Random | None = None) -> Planned:
+        """With `off`, each rate of the prediction is wrong by 2, either way; the plans stay those of the right one."""
+        costs = self.costs if off is None else mistaken(self.costs, off)
+        return Planned(self.plans, [candidate_of(self.space, plan, costs[plan.key]) for plan in self.plans])
 
 
-def candidates(spec: Spec, *, off: random.Random | None = None) -> tuple[Candidate, ...]:
-    """What a planner enumerates, with its prediction. With `off`, each of its rates is wrong by 2, either way."""
-    planner = spec
-    if off is not None:
-        rates = ("gpu_gb_s", "dram_gb_s", "pcie_gb_s", "gpu_prefill_us")
-        planner = replace(spec, **{name: getattr(spec, name) * off.choice((0.5, 2.0)) for name in rates})
-    return tuple(sorted(_candidates(spec, planner), key=lambda candidate: _preference(spec, candidate)))
+CASES = (
+    Case(name="8 GB laptop, Qwen3-30B-A3B", machine="L8", model="qwen3-30b-a3b"),
+    Case(name="2x RTX 4090, Llama 3.3 70B", machine="2x4090", model="llama-3.3-70b"),
+    Case(name="RTX 4090, DeepSeek-V3 in 512 GB", machine="4090", model="deepseek-v3", is_server=True),
+    Case(name="2x RTX 2080 Ti, Qwen3-32B", machine="2x2080Ti", model="qwen3-32b"),
+)
 
 
-def _preference(spec: Spec, candidate: Candidate) -> tuple[bool, ...]:
-    """The order in which a real start has its plans: as the planner would have it without a prediction."""
-    preferred: dict[str, Value] = {"kv_type": "f16", "threads": spec.fast_cores, "ubatch": 512}
-    return tuple(candidate.by_knob[name] != value for name, value in preferred.items())
+def mistaken(costs: Mapping[str, Costs], draw: random.Random) -> dict[str, Costs]:
+    """Of a planner that is wrong about its rates."""
+    off = {name: draw.choice((0.5, 2.0)) for name in ("gpu", "cpu", "pcie", "prefill")}
+    return {
+        key: replace(
+            each,
+            gpu_ms=each.gpu_ms * off["gpu"],
+            gpu_depth_us=each.gpu_depth_us * off["gpu"],
+            cpu_ms=each.cpu_ms * off["cpu"],
+            cpu_depth_us=each.cpu_depth_us * off["cpu"],
+            copy_ms=each.copy_ms * off["pcie"],
+            gpu_prefill_ms=each.gpu_prefill_ms * off["prefill"],
+        )
+        for key, each in costs.items()
+    }
 
 
-def _candidates(spec: Spec, planner: Spec) -> Iterator[Candidate]:
-    splits = ("layer", "row") if spec.gpus > 1 else ("none",)
-    for context in (w for w in CONTEXTS if w <= spec.native or w == CONTEXTS[0]):
-        for kv_type in KV_BYTES:
-            for ubatch in UBATCHES:
-                for away in _layers_away(spec, context, kv_type, ubatch):
-                    for threads in spec.threads:
-                        for split in splits:
-                            yield _candidate(planner, spec, context, kv_type, ubatch, away, threads, split)
-
-
-def _layers_away(spec: Spec, context: int, kv_type: str, ubatch: int) -> list[int]:
-    fitting = [n for n in range(spec.layers + 1) if vram_mib(spec, context, kv_type, ubatch, n) <= spec.vram_mib]
-    if not fitting:
-        return []
-    return sorted({n for step in BEYOND_FIT if 0 <= (n := fitting[0] + step) <= spec.layers})
-
-
-def vram_mib(spec: Spec, context: int, kv_type: str, ubatch: int, away: int) -> float:
-    """Away: layers whose experts, or all of whose weights where there are none, are in host memory."""
-    kv = spec.layers * spec.kv_values * KV_BYTES[kv_type] * context / 1e6
-    kept = spec.dense_mb * spec.layers + spec.expert_mb * (spec.layers - away)
-    if not spec.expert_mb:
-        kept, kv = spec.dense_mb * (spec.layers - away), kv * (spec.layers - away) / spec.layers
-    return (kept + spec.output_mb + kv + 0.35 * ubatch + 300) / 1.048576
-
-
-def _candidate(
-    planner: Spec, spec: Spec, context: int, kv_type: str, ubatch: int, away: int, threads: int, split: str
-) -> Candidate:
+def candidate_of(space: Space, plan: Plan, work: Costs) -> Candidate:
+    """As the rivals see it, whose knobs are numbers and words of their own."""
+    launch, placement = launch_of(plan), plan.placement
     knobs: tuple[tuple[str, Value], ...] = (
-        ("cpu_layers", away), ("kv_type", kv_type), ("split", split), ("threads", threads), ("ubatch", ubatch),
-        ("context", context),
-    )  # fmt: skip
-    host_mib = away * (spec.expert_mb or spec.dense_mb) / 1.048576
-    needs = (
-        Need(device="vram", need_mib=vram_mib(spec, context, kv_type, ubatch, away), room_mib=spec.vram_mib),
-        Need(device="ram", need_mib=host_mib, room_mib=spec.ram_mib),
+        ("cpu_layers", on_host(plan)),
+        ("gpu_layers", placement.gpu_layers),
+        ("kv_type", plan.kv_type),
+        ("load_mode", launch.load_mode),
+        ("split", placement.split_mode),
+        ("threads", launch.threads),
+        ("ubatch", launch.ubatch),
+        ("context", plan.context),
     )
-    work = predicted_work(planner, kv_type, ubatch, away, threads)
-    return Candidate(
-        key="/".join(str(value) for _, value in knobs), knobs=knobs, context=context, work=work, needs=needs
-    )
-
-
-def predicted_work(spec: Spec, kv_type: str, ubatch: int, away: int, threads: int) -> Costs:
-    """A roofline: bytes over bandwidth, threads up to the fast cores."""
-    near, host = spec.layers - away, min(1.0, threads / spec.fast_cores) ** 0.7
-    read_away = spec.expert_mb * spec.used_share if spec.expert_mb else spec.dense_mb
-    dense_near = spec.dense_mb * (spec.layers if spec.expert_mb else near)
-    cache = spec.kv_values * KV_BYTES[kv_type] / 1e3  # us at a GB/s
-    cached_near = spec.layers if spec.expert_mb else near
-    touched = 1 - (1 - spec.used_share) ** ubatch if spec.expert_mb else 1.0
-    full = 1 + 60 / ubatch  # a small batch fills a GPU less
-    return Costs(
-        gpu_ms=(dense_near + near * spec.expert_mb * spec.used_share + spec.output_mb) / spec.gpu_gb_s,
-        cpu_ms=away * read_away / (spec.dram_gb_s * host),
-        fixed_ms=0.02 * spec.layers + (0.03 * away if spec.expert_mb else 0.0),
-        gpu_depth_us=cached_near * cache / spec.gpu_gb_s,
-        cpu_depth_us=(spec.layers - cached_near) * cache / (spec.dram_gb_s * host),
-        gpu_prefill_ms=spec.layers * spec.gpu_prefill_us / 1000 * full,
-        batch=ubatch,
-        copy_ms=away * (spec.expert_mb or spec.dense_mb) * touched / spec.pcie_gb_s,
-        prefill_depth_us=0.0005 * spec.layers,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    device: str
-    mib: float
+    return Candidate(key=plan.key, knobs=knobs, context=plan.context, work=work, needs=needs(space, plan))
 
 
 class Machine:
     """The truth of one seed. `noise` is the relative deviation of one short time."""
 
-    def __init__(self, spec: Spec, seed: int) -> None:
-        draw = random.Random(f"{spec.name} {seed}")
-        self.spec = spec
-        self.noise = draw.uniform(0.03, 0.10)
-        self._seed = f"{spec.name} {seed}"
-        self._rate = {name: math.exp(draw.gauss(0, sd)) for name, sd in _RATE_SPREAD.items()}
-        self._cliff = draw.choice(tuple(t for t in spec.threads if spec.fast_cores / 2 <= t <= spec.fast_cores))
-        self._fall = draw.uniform(0.05, 0.25)
-        self._ubatch = {u: math.exp(draw.gauss(0, 0.1)) for u in UBATCHES}
-        self._kv = {"f16": (1.0, 1.0), "q8_0": (1 + draw.uniform(0, 0.15), 1 + draw.uniform(0, 0.1))}
-        self._row = (draw.uniform(0.85, 1.3), draw.uniform(0.9, 1.6))
-        self._knee, self._steep = draw.uniform(300, 2000), draw.uniform(2, 4)
-        self._contention = draw.uniform(0.1, 0.6)
-        self._need = (draw.uniform(0.98, 1.03), draw.uniform(0, 0.25))
+    def __init__(self, case: Case, seed: int) -> None:
+        draw = random.Random(f"{case.name} {seed}")
+        self.case = case
+        self._seed = f"{case.name} {seed}"
+        self._plans = {plan.key: plan for plan in case.plans}
+        self.noise = _drawn(draw, "noise")
+        self._rate = {name: _factor(draw, name) for name in RATES}
+        threads = {launch_of(plan).threads for plan in case.plans}
+        self._cliff = draw.choice(sorted(t for t in threads if case.cores / 2 <= t <= case.cores))
+        self._fall = _drawn(draw, "threads")
+        ubatches = sorted({launch_of(plan).ubatch for plan in case.plans})
+        self._ubatch = {size: _factor(draw, "ubatch") for size in ubatches}
+        self._rounded = _drawn(draw, "kv_type")
+        self._tensor = (_factor(draw, "tensor"), _factor(draw, "tensor"))
+        self._mapped = PAGEABLE_SHARE.value / _drawn(draw, "mapped")
+        self._unmapped = _drawn(draw, "load_mode")
+        self._knee, self._steep = _drawn(draw, "knee"), _drawn(draw, "steep")
+        self._contention = _drawn(draw, "contention")
+        self._need = (_drawn(draw, "need"), _drawn(draw, "need_ubatch"))
 
     def fails(self, candidate: Candidate) -> Missing | None:
         factor, per_ubatch = self._need
-        ubatch = _number(candidate, "ubatch")
+        extra = per_ubatch * launch_of(self._plans[candidate.key]).ubatch
         for need in candidate.needs:
-            extra = per_ubatch * ubatch if need.device == "vram" else 0.0
             missing = need.need_mib * factor + extra - need.room_mib
             if missing > 0:
                 return Missing(device=need.device, mib=missing)
         return None
 
     def decode_ms(self, candidate: Candidate, depth: float) -> float:
-        work = self._work(candidate)
-        kv = self._kv[str(candidate.by_knob["kv_type"])][0]
-        row = self._row[0] if candidate.by_knob["split"] == "row" else 1.0
+        plan = self._plans[candidate.key]
+        work, rate = self.case.costs[plan.key], self._rate
         beyond = max(0.0, depth - self._knee) * (self._steep - 1)
-        gpu = (work.gpu_ms + work.gpu_depth_us * depth / 1000) * self._rate["gpu"] * row
-        cpu = work.cpu_ms * self._rate["cpu"] + work.cpu_depth_us * (depth + beyond) / 1000 * self._rate["cpu_depth"]
-        return (gpu + cpu * self._slowed(candidate) + work.fixed_ms * self._rate["fixed"]) * kv
+        gpu = (work.gpu_ms + work.gpu_depth_us * depth / 1000) * rate["gpu"]
+        cpu = work.cpu_ms * rate["cpu"] + work.cpu_depth_us * (depth + beyond) / 1000 * rate["cpu_depth"]
+        cpu *= self._slowed(plan) * (self._unmapped if launch_of(plan).load_mode == "none" else 1.0)
+        rounded = 1.0 if plan.kv_type == "f16" else 1 + self._rounded
+        split = self._tensor[0] if plan.placement.split_mode == TENSOR else 1.0
+        return (gpu + cpu + work.fixed_ms * rate["fixed"]) * rounded * split
 
     def prefill_ms(self, candidate: Candidate, first: int, last: int) -> float:
-        work, ubatch = self._work(candidate), _number(candidate, "ubatch")
-        row = self._row[1] if candidate.by_knob["split"] == "row" else 1.0
-        batches = math.ceil((last - first) / ubatch)
-        shared = 1 + self._contention * _number(candidate, "cpu_layers") / self.spec.layers
-        read = work.gpu_prefill_ms * (last - first) * self._rate["prefill"] * row
+        plan = self._plans[candidate.key]
+        work, rate, launch = self.case.costs[plan.key], self._rate, launch_of(plan)
+        read = work.gpu_prefill_ms * (last - first) * rate["prefill"] + work.cpu_prefill_ms * (last - first)
         depth = work.prefill_depth_us * (last**2 - first**2) / 2000
-        copied = work.copy_ms * batches * self._rate["pcie"] * shared
-        return (read + depth + copied) * self._ubatch[ubatch] * self._kv[str(candidate.by_knob["kv_type"])][1]
+        batches = _batches(first, last, launch.ubatch)
+        copied = work.copy_ms * sum(self._touched(tokens, launch.ubatch) for tokens in batches) * self._copying(plan)
+        rounded = 1.0 if plan.kv_type == "f16" else 1 + self._rounded * 2 / 3
+        split = self._tensor[1] if plan.placement.split_mode == TENSOR else 1.0
+        return (read + depth + copied) * self._ubatch[launch.ubatch] * rounded * split
 
-    def job_s(self, candidate: Candidate, workload: Workload) -> float:
+    def cost_s(self, candidate: Candidate, workload: Workload) -> float:
         """Without noise; infinite for what fails."""
         if self.fails(candidate):
             return math.inf
         steps = 4
         depths = (workload.tokens_in + (i + 0.5) * workload.tokens_out / steps for i in range(steps))
         decode = sum(self.decode_ms(candidate, depth) for depth in depths) * workload.tokens_out / steps
-        return (self.prefill_ms(candidate, workload.tokens_reused, workload.tokens_in) + decode) / 1000
+        prefill = self.prefill_ms(candidate, workload.tokens_reused, workload.tokens_in)
+        ttft_ms = prefill + self.decode_ms(candidate, workload.tokens_in)
+        return (prefill + decode) / 1000 + excess_s(ttft_ms / 1000, workload)
 
     def load_s(self, candidate: Candidate) -> float:
         del candidate
-        return START_S + self.spec.model_mb / 1000 / LOAD_GB_S
+        return START_S + self.case.of.weights_bytes / 1e9 / LOAD_GB_S
 
-    def _work(self, candidate: Candidate) -> Costs:
-        """By the figures of the card, not those of a planner that is wrong about it."""
-        knobs = candidate.by_knob
-        return predicted_work(
-            self.spec,
-            str(knobs["kv_type"]),
-            _number(candidate, "ubatch"),
-            _number(candidate, "cpu_layers"),
-            _number(candidate, "threads"),
-        )
+    def _touched(self, tokens: int, ubatch: int) -> float:
+        """Experts that so many tokens use, of those that a full batch does, were they drawn evenly."""
+        model = self.case.of
+        if not model.experts:
+            return 1.0
+        some, all_of = (1 - (1 - model.experts_used / model.experts) ** count for count in (tokens, ubatch))
+        return some / all_of
 
-    def _slowed(self, candidate: Candidate) -> float:
-        """By threads beyond the cliff, and a little by each pair of threads and layers: no model has it all."""
-        threads = _number(candidate, "threads")
+    def _copying(self, plan: Plan) -> float:
+        """How many times the predicted time a copy takes: beside cores at work, and from mapped pages."""
+        shared = 1 + self._contention * on_host(plan) / self.case.of.layers
+        return self._rate["pcie"] * shared * (1.0 if launch_of(plan).load_mode in PINNED else self._mapped)
+
+    def _slowed(self, plan: Plan) -> float:
+        """By threads beyond the cliff, and a little by each pair of threads and placement: no model has it all."""
+        threads = launch_of(plan).threads
         past = max(0.0, math.log2(threads / self._cliff))
-        pair = f"{self._seed} {threads} {_number(candidate, 'cpu_layers')}"
+        pair = f"{self._seed} {threads} {plan.placement.summary()}"
         chance = int.from_bytes(hashlib.sha256(pair.encode()).digest()[:4], "big") / 2**32
         return math.pow(1 + self._fall, 2 * past) * (1 + 0.04 * (chance - 0.5))
 
 
-_RATE_SPREAD = {"gpu": 0.15, "cpu": 0.2, "cpu_depth": 0.3, "pcie": 0.2, "fixed": 0.3, "prefill": 0.25}
+RATES = ("gpu", "cpu", "cpu_depth", "pcie", "fixed", "prefill")
 
 
-def _number(candidate: Candidate, name: str) -> int:
-    value = candidate.by_knob[name]
-    assert isinstance(value, int)
-    return value
+def on_host(plan: Plan) -> int:
+    """Layers of which all or the experts lie in host memory."""
+    return max(plan.placement.cpu_layers, plan.placement.cpu_expert_layers)
+
+
+def _drawn(draw: random.Random, effect: str) -> float:
+    low, high = EFFECTS[effect][0]
+    return draw.uniform(low, high)
+
+
+def _factor(draw: random.Random, effect: str) -> float:
+    (deviation,) = EFFECTS[effect][0]
+    return math.exp(draw.gauss(0, deviation))
+
+
+def _batches(first: int, last: int, ubatch: int) -> Iterator[int]:
+    """Tokens of each."""
+    for at in range(first, last, ubatch):
+        yield min(ubatch, last - at)

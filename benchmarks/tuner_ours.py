@@ -4,30 +4,42 @@ time. Only what starts an engine is replaced."""
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Protocol, cast
 
 from appliance.engines.engine import Space
-from appliance.engines.llama.planning.launch import KNOB_EFFECTS, LlamaLaunch
+from appliance.engines.llama.planning.launch import KNOB_EFFECTS
 from appliance.errors import EngineError, EngineGpuMemoryError
-from appliance.plan import Costs, Device, GpuAllocation, Memory, Placement, Plan
+from appliance.plan import Costs, Plan
+from appliance.report import Report
 from appliance.tune.candidates import EMPTY
 from appliance.tune.curve import Point
+from appliance.tune.engine import Bench
+from appliance.tune.loader import refined
 from appliance.tune.measure import DECODE_TOKENS, WARM_TOKENS, FirstSampling, Sampling, now, points_of
 from appliance.tune.measurement import Measurement, scored
-from appliance.tune.modes import choose
+from appliance.tune.modes import Mode, choose
+from appliance.tune.session import SHARE_FOR_LOADER, SHARE_FOR_SPECULATION
 from appliance.tune.terms import Candidate
 from appliance.tune.tuner import Goal, Tuner
 from appliance.tune.workload import Mix, Workload
-from benchmarks.tuner_machines import Missing
 
+LOADER_S = 1.2  # a plan: 0.3 to 1.2 s (tuning.md 1.5)
+MODE: Mode = "speed"  # regret is of a job's time
 FAILS_AFTER = 0.5  # of a load: when a start that does not fit ends
-CARD = Device(
-    id="", name="", index=0, free_mib=0, held_back_mib=0, bandwidth_gb_s=1, upload_gb_s=1, pinned_gb_s=1
-)  # what it holds is not of interest, only that it is used
-NOTHING = Memory(weights=0, kv=0, compute=0, output=0, cache=0, overhead=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """What a start that failed lacked."""
+
+    device: str
+    mib: float
 
 
 class World(Protocol):
@@ -39,7 +51,7 @@ class World(Protocol):
     def load_s(self, candidate: Candidate) -> float: ...
     def decode_ms(self, candidate: Candidate, depth: float) -> float: ...
     def prefill_ms(self, candidate: Candidate, first: int, last: int) -> float: ...
-    def job_s(self, candidate: Candidate, workload: Workload) -> float: ...
+    def cost_s(self, candidate: Candidate, workload: Workload) -> float: ...
 
 
 class Engine:
@@ -85,48 +97,24 @@ class Engine:
 
 
 class Planned:
-    """What the tuner asks of a space of plans, of candidates."""
-
-    def __init__(self, found: Sequence[Candidate]) -> None:
-        self.candidates = {plan_of(candidate).key: candidate for candidate in found}
-        self.plans = [plan_of(candidate) for candidate in found]
+    """What the tuner asks of a space of plans. `found` are the plans as rivals see them, with their predicted work; of
+    a planner that is wrong, it is not the space's own."""
 
     knob_effects = KNOB_EFFECTS
+
+    def __init__(self, plans: Sequence[Plan], found: Sequence[Candidate]) -> None:
+        self.plans = tuple(plans)
+        self.candidates = {plan.key: candidate for plan, candidate in zip(plans, found, strict=True)}
+
+    @property
+    def found(self) -> tuple[Candidate, ...]:
+        return tuple(self.candidates.values())
 
     def costs(self, plan: Plan) -> Costs:
         return self.candidates[plan.key].work
 
     def needs(self, plan: Plan) -> tuple[tuple[str, float, float], ...]:
         return tuple((need.device, need.need_mib, need.room_mib) for need in self.candidates[plan.key].needs)
-
-
-def plan_of(candidate: Candidate) -> Plan:
-    knobs = candidate.by_knob
-    away, threads, ubatch = (int(knobs[name]) for name in ("cpu_layers", "threads", "ubatch"))
-    split = str(knobs.get("split", "none"))
-    card = GpuAllocation(gpu=CARD, device="", layers=0, memory=NOTHING)
-    cards = () if "split" not in knobs else (card,) if split == "none" else (card, card)
-    return Plan(
-        engine="",
-        model_path="",
-        alias="",
-        context=candidate.context,
-        kv_type=str(knobs["kv_type"]),
-        parallel=1,
-        is_embedding=False,
-        launch=LlamaLaunch(
-            threads=threads,
-            threads_batch=threads,
-            batch=ubatch,
-            ubatch=ubatch,
-            cache_ram_mib=0,
-            flash_attention=True,
-            load_mode=str(knobs.get("load_mode", "mmap")),
-        ),
-        memory=NOTHING,
-        usable_mib=0,
-        placement=Placement(shares=cards, cpu_expert_layers=away, split_mode=split),
-    )
 
 
 async def take(engine: Engine, plan: Plan, look: Sampling | FirstSampling) -> Measurement:
@@ -143,35 +131,66 @@ async def take(engine: Engine, plan: Plan, look: Sampling | FirstSampling) -> Me
     )
 
 
+class Loader:
+    """The engine's own loader in place of the engine: it says which plans do not fit, and is asked about as many as
+    there is time for."""
+
+    def __init__(self, fails: Callable[[Candidate], Missing | None], planned: Planned) -> None:
+        self._fails = fails
+        self._planned = planned
+        self.seconds = 0.0
+
+    def refine(
+        self, plans: Sequence[Plan], install: object, *, budget_s: float, is_wanted: Callable[[], bool]
+    ) -> list[Plan]:
+        del install
+        asked = int(budget_s / LOADER_S) if is_wanted() else 0
+        self.seconds = LOADER_S * len(plans[:asked])
+        fitting = (plan for plan in plans[:asked] if self._fails(self._planned.candidates[plan.key]) is None)
+        return [*fitting, *plans[asked:]]
+
+
 async def tune(
-    found: Sequence[Candidate],
+    planned: Planned,
+    world: World,
     start: Callable[[Candidate], Engine],
     mix: Mix,
     budget_s: float,
     picked: Callable[[Candidate | None], None],
 ) -> None:
-    """Tells after each measurement which candidate would serve if it were the last, and in the end which one does."""
-    space = Planned(found)
-    plans = {plan.key: plan for plan in space.plans}
-    goal = Goal(mix=mix, mode="speed", native=max(plan.context for plan in space.plans))
+    """As `appliance.tune.session` does, up to the plan that is chosen: a part of the budget is kept for speculative
+    decoding. Tells after each measurement which candidate would serve if it were the last, and in the end which one
+    does."""
+    possible = await _refined(planned, world, budget_s)
+    plans = {plan.key: plan for plan in possible}
+    goal = Goal(mix=mix, mode=MODE, native=max(plan.context for plan in planned.plans))
     seen: list[Measurement] = []
 
     def on_result(measurement: Measurement) -> None:
         seen.append(measurement)
         so_far = scored((plans[key] for key in dict.fromkeys(m.key for m in seen)), seen)
         best = choose(goal.mode, so_far, mix, native=goal.native).scored.key if so_far else None
-        picked(space.candidates[best] if best else None)
+        picked(planned.candidates[best] if best else None)
 
     tuner = Tuner(
-        cast("Space", space),  # the mode `speed` asks for no more of one
-        space.plans,
-        lambda plan, look: take(start(space.candidates[plan.key]), plan, look),
+        cast("Space", planned),  # the mode `speed` asks for no more of one
+        possible,
+        lambda plan, look: take(start(planned.candidates[plan.key]), plan, look),
         goal,
-        budget_s=budget_s,
+        budget_s=max(1.0, budget_s * (1 - SHARE_FOR_SPECULATION) - now()),
         on_result=on_result,
     )
     try:
         tuned = await tuner.run()
-        picked(space.candidates[tuned.plan.key])
+        picked(planned.candidates[tuned.plan.key])
     except EngineError:
         picked(None)  # every start failed
+
+
+async def _refined(planned: Planned, world: World, budget_s: float) -> Sequence[Plan]:
+    loader = Loader(world.fails, planned)
+    bench = cast("Bench", SimpleNamespace(engine=loader, install=None))
+    report = Report("json", io.StringIO())
+    found = await refined(planned.plans, bench, budget_s=budget_s * SHARE_FOR_LOADER, report=report)
+    await asyncio.sleep(loader.seconds)
+    return found

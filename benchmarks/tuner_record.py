@@ -24,11 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import gguf
 
 from appliance.command import Command
+from appliance.engines.engine import Install
 from appliance.engines.llama.engine import ENGINE as LLAMA
+from appliance.engines.llama.facts import query_facts
 from appliance.errors import EngineError
 from appliance.supervisor import Supervisor
 from appliance.tune.measure import Probe
@@ -77,7 +78,7 @@ def record(table: Path, options: argparse.Namespace) -> int:
         _add_facts(table, rows, models, options.engine)
         left = list(_left(rows, models))[: options.cells]
         for at, cell in enumerate(left):
-            measured = _undisturbed(options.engine / "llama-server", Path(models[cell["model"]]), cell)
+            measured = _undisturbed(options.engine.resolve() / "llama-server", Path(models[cell["model"]]), cell)
             _append(table, measured)
             said = measured["error"] or ", ".join(f"{1000 / p['decode_ms']:.1f} tok/s" for p in measured["points"])
             said += f" ({measured['foreign']:.1%} foreign)"
@@ -139,32 +140,9 @@ async def _measure(binary: Path, model: Path, cell: dict[str, Any]) -> dict[str,
 
 
 def _command(binary: Path, model: Path, cell: dict[str, Any], folder: Path) -> Command:
-    socket = folder / "s.sock"
-    flags = {
-        "--model": model, "--host": socket, "--ctx-size": tuner_table.CONTEXT, "--threads": cell["threads"],
-        "--batch-size": 2048, "--ubatch-size": cell["ubatch"], "--cache-type-k": cell["kv_type"],
-        "--cache-type-v": cell["kv_type"], "--load-mode": cell["load_mode"], "--parallel": 1, "--flash-attn": "on",
-        "--cache-ram": 0,
-    }  # fmt: skip
-    argv = (str(binary), *(str(word) for pair in flags.items() for word in pair), "--offline", "--no-webui")
-
-    async def is_ready() -> bool:
-        try:
-            async with (
-                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(socket))) as session,
-                session.get("http://engine/health") as reply,
-            ):
-                return reply.status == 200
-        except aiohttp.ClientError:
-            return False
-
-    return Command(
-        argv=argv,
-        environment={"PATH": "/usr/bin:/bin", "HOME": str(folder), "LANG": "C.UTF-8"},
-        is_ready=is_ready,
-        folder=folder,
-        socket_path=socket,
-    )
+    """As the product starts the plan that a cell is."""
+    install = Install(engine_dir=binary.parent, facts=query_facts(binary), cache_dir=folder)
+    return LLAMA.command(tuner_table.plan_of(cell, str(model)), install, folder / "s.sock")
 
 
 def _rounded(point: dict[str, Any]) -> dict[str, Any]:

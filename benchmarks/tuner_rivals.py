@@ -98,7 +98,7 @@ def walk_down(candidates: Sequence[Candidate], measure: Measures, count: int, dr
         done += 1
         if (ms := measure(candidate).empty_ms) < best_ms:
             best, best_ms = candidate, ms
-    for ubatch in (128, 512):
+    for ubatch in dict.fromkeys(grid.next_to("ubatch", size) for size in (128, 512)):
         if best is not None and done < count and best.by_knob["ubatch"] != ubatch:
             done += 1
             measure(grid.nearest({**best.by_knob, "ubatch": ubatch}))
@@ -126,6 +126,10 @@ class Grid:
         row = tuple(self._at[name][wanted[name]] for name in self.values)
         at = min(range(len(self._rows)), key=lambda i: sum(abs(a - b) for a, b in zip(self._rows[i], row, strict=True)))
         return self._candidates[at]
+
+    def next_to(self, name: str, value: int) -> Value:
+        """Of a knob of numbers, the nearest that there is: the product tries no small ubatch beside copied weights."""
+        return min(self.values[name], key=lambda there: abs(math.log2(int(there) / value)))
 
     def default(self) -> Candidate:
         """What a user gets who sets nothing: ubatch 512, f16, half of the threads, the shortest window."""

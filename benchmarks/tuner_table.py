@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from appliance.engines.llama.planning.assumptions import DRAM_GB_S, DRAM_SHARE
+from appliance.engines.llama.planning.batch import BATCH
+from appliance.engines.llama.planning.launch import LlamaLaunch
 from appliance.engines.llama.planning.roofline import CPU_FIXED_MS, cpu_costs, with_threads
-from appliance.plan import Costs
+from appliance.plan import NOTHING, Costs, Plan
 from appliance.tune.curve import Curve, Point
 from appliance.tune.terms import Candidate, Value
-from appliance.tune.workload import CHAT, Workload, job_s, scaled
-from benchmarks.tuner_machines import Missing
+from appliance.tune.workload import CHAT, Workload, cost_s, only, scaled
+from benchmarks.tuner_ours import Missing, Planned
 
 KNOBS = ("kv_type", "load_mode", "threads", "ubatch")
 PLANNED_GB_S = DRAM_GB_S.value * DRAM_SHARE.value  # where memory was not measured: the search has to live with it
@@ -37,7 +39,8 @@ class Recorded:
         self._cells = {key_of(cell): cell for cell in reversed(cells) if not cell["repeat"]}
         self.noise = noise_floor(cells)
         in_order = sorted(self._cells.items(), key=lambda pair: _preference(pair[1]))
-        self.candidates = tuple(self._candidate(key, cell) for key, cell in in_order)
+        found = [self._candidate(key, cell) for key, cell in in_order]
+        self.planned = Planned([plan_of(candidate.by_knob) for candidate in found], found)
         good = [cell for cell in self._cells.values() if cell["points"]]
         self.workload: Workload = scaled(CHAT, good[0]["points"][-1]["depth"])
         self._load_s = statistics.median(cell["load_s"] for cell in good)
@@ -45,9 +48,9 @@ class Recorded:
     def fails(self, candidate: Candidate) -> Missing | None:
         return None if self._cells[candidate.key]["points"] else Missing(device="ram", mib=0.0)
 
-    def job_s(self, candidate: Candidate, workload: Workload) -> float:
+    def cost_s(self, candidate: Candidate, workload: Workload) -> float:
         points = _points(self._cells[candidate.key])
-        return job_s(Curve(points=points), workload) if points else math.inf
+        return cost_s(Curve(points=points), only(workload)) if points else math.inf
 
     def load_s(self, candidate: Candidate) -> float:
         del candidate
@@ -71,6 +74,32 @@ class Recorded:
             ("context", CONTEXT),
         )
         return Candidate(key=key, knobs=knobs, context=CONTEXT, work=work)
+
+
+def plan_of(cell: Mapping[str, Any], model_path: str = "") -> Plan:
+    """On the CPU, where there is nothing else to place."""
+    threads, ubatch = (int(cell[name]) for name in ("threads", "ubatch"))
+    launch = LlamaLaunch(
+        threads=threads,
+        threads_batch=threads,
+        batch=max(BATCH, ubatch),
+        ubatch=ubatch,
+        cache_ram_mib=0,
+        flash_attention=True,
+        load_mode=str(cell["load_mode"]),
+    )
+    return Plan(
+        engine="llama",
+        model_path=model_path,
+        alias="cell",
+        context=CONTEXT,
+        kv_type=str(cell["kv_type"]),
+        parallel=1,
+        is_embedding=False,
+        launch=launch,
+        memory=NOTHING,
+        usable_mib=0,
+    )
 
 
 def _preference(cell: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -22,12 +22,11 @@ from pathlib import Path
 from appliance.engines.engine import ChunkSpec
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.perplexity import BINARY, Table, arguments
-from appliance.engines.llama.planning.launch import with_launch
 from appliance.engines.llama.planning.rope import Rope
 from appliance.engines.llama.server import environment
 from appliance.image_facts import EngineFacts
 from appliance.model import read_model
-from appliance.plan import Plan
+from appliance.plan import Plan, with_launch
 from appliance.tune.quality import TEXT
 from benchmarks.memory import planned_for
 

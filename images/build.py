@@ -14,7 +14,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -121,6 +121,7 @@ class Job:
     lock: debian.Lock | None = None  # of its Debian packages
     publisher: Publisher = Publisher()
     files_sha256: str | None = None  # None: not known before its steps have run
+    inputs: Mapping[str, str] = field(default_factory=dict)  # digests of the files that it was planned with
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
 
     @property
@@ -166,6 +167,7 @@ def plan_job(
         no_cache=options.no_cache,
         cache_from=options.cache_from,
         cache_to=options.cache_to,
+        inputs=digests_of(root, cell),
     )
 
 
@@ -263,14 +265,29 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
     refuse_engine(job, engine)
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
-        finished = docker.stream(buildx_argv(seal(root, job)), cwd=root)
+        sealed = seal(root, job)
+        refuse_moved(root, job)
+        finished = docker.stream(buildx_argv(sealed), cwd=root)
         if finished.code != 0:
             raise explain_failure(job.cell, finished.lines)
+        refuse_moved(root, job)
         digest = manifest_digest(job.archive)
         engine.load(job.archive)
     finally:
         job.archive.unlink(missing_ok=True)
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
+
+
+def refuse_moved(root: Path, job: Job) -> None:
+    """BuildError for files that are others than those that the build id and the labels are of: BuildKit reads the tree
+    anew for each of its runs."""
+    now = digests_of(root, job.cell) if job.inputs else {}
+    moved = sorted(path for path in {*job.inputs, *now} if job.inputs.get(path) != now.get(path))
+    if not moved:
+        return
+    more = f" and {len(moved) - 5} more" if len(moved) > 5 else ""
+    message = f"cell {job.cell.id} was not built: the tree was edited meanwhile: {', '.join(moved[:5])}{more}"
+    raise BuildError(message, hint="build it again; git worktree add gives a tree that nobody edits")
 
 
 def refuse_platform(cells: Iterable[Cell], platform: str, *, done: str = "built") -> None:
@@ -390,6 +407,11 @@ def read_inputs(root: Path, cell: Cell) -> dict[str, bytes]:
             raise MatrixError(message, hint=f"committed files are made by: {render.RENDER_COMMAND}")
         files.update({file.relative_to(root).as_posix(): file.read_bytes() for file in _files(root / path)})
     return files
+
+
+def digests_of(root: Path, cell: Cell) -> dict[str, str]:
+    """Of `read_inputs`."""
+    return {path: hashlib.sha256(data).hexdigest() for path, data in read_inputs(root, cell).items()}
 
 
 def parts_of(root: Path, cell: Cell) -> set[str]:

@@ -13,12 +13,14 @@ import zipfile
 from pathlib import Path
 
 from images import docker, fetch
+from images.engines import ENGINES
 from images.errors import BuildError, UsageError
 from images.recipe import RungRow, Wheel
 
 IMAGE = "appliance:vllm-cpu"
 SCRIPT = Path("images/builder/gguf_to_safetensors.py")
 READERS = "gguf-reader"  # the lock
+PYTHON = f"{ENGINES['vllm'].folder}/bin/python"
 SCRATCH = "/tmp"  # noqa: S108 - of the container, where nobody else is
 
 
@@ -64,7 +66,7 @@ def run_argv(root: Path, gguf: Path, readers: Path, made: Path, image: str) -> t
         *("docker", "run", "--rm", "--pull", "never", "--network", "none", "--read-only", "--tmpfs", SCRATCH),
         *("--user", f"{os.getuid()}:0", "--env", f"HOME={SCRATCH}", "--env", "HF_HUB_OFFLINE=1"),
         *(word for source, target in mounts.items() for word in ("--volume", f"{source.resolve()}:{target}")),
-        *("--entrypoint", "/opt/vllm/bin/python", image, "/convert.py", f"/in/{gguf.name}", "/out", "/readers"),
+        *("--entrypoint", PYTHON, image, "/convert.py", f"/in/{gguf.name}", "/out", "/readers"),
     )
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from images import docker
+from images.engines import ENGINES
 from images.errors import VerificationError
 from images.matrix import Variants
 
-PROGRAM = "/opt/llama/kernel-check"
+FOLDER = ENGINES["llama"].folder
+PROGRAM = f"{FOLDER}/kernel-check"
 DOCKERFILE = Path("images/emulator/Dockerfile")
 EMULATOR = "/usr/bin/qemu-x86_64-static"
 # In software a product takes some 50 times as long; 512 columns run the same code as 8 and a loop around it. Making
@@ -163,7 +165,7 @@ def _run(
     cpu: str | None = None,
 ) -> list[Verdict]:
     program, *words = command
-    argv = (*words, "--dir", "/opt/llama", "--variant", ",".join(variants), "--reference", reference)
+    argv = (*words, "--dir", FOLDER, "--variant", ",".join(variants), "--reference", reference)
     done = engine.run(image, argv, entrypoint=(program,))
     try:
         found = parse_verdicts(done.lines, cpu=cpu)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from images import docker
+from images.engines import ENGINES
 
-FOLDER = "/opt/llama"
+FOLDER = ENGINES["llama"].folder
 # Found as cuBLAS finds it: beside itself. Its second half is looked for by the loader alone, which is what fails first.
 SCRIPT = """\
 import ctypes, sys

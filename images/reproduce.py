@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from images import docker, oci
-from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_platform, seal
+from images.build import Job, buildx_argv, explain_failure, manifest_digest, refuse_moved, refuse_platform, seal
 from images.errors import BuildError, UsageError
 from images.tree import members
 
@@ -172,6 +172,7 @@ def export(root: Path, job: Job, stages: tuple[str, ...]) -> None:
     if sealed.files_sha256 is None:
         return
     _stream(root, job, buildx_argv(sealed))
+    refuse_moved(root, job)
     if _layers(job.archive) != layers:
         message = f"cell {job.cell.id}: the builder's cache does not give the layers that were just built"
         raise BuildError(message, hint="is another build of this cell running? run it again")

@@ -41,7 +41,7 @@ from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
 from images.tree import Entry, Extraction, Tree, parse_certificates, read_tree
 
-VARIANT = re.compile(r"^opt/llama/libggml-cpu-([a-z0-9_.-]+)\.so$")
+VARIANT = re.compile(rf"^{cpu_kernels.FOLDER[1:]}/libggml-cpu-([a-z0-9_.-]+)\.so$")
 BINARY_FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "usr/local/sbin")
 TOOL = re.compile(
     r"^(?:[a-z0-9_]+-linux-gnu-)?(?:gcc|g\+\+|cc|c\+\+|cpp|clang(?:\+\+)?|ld|as|ar|make|cmake|ninja|nvcc|patch|pip\d?)"
@@ -279,7 +279,7 @@ def check_kernels(snapshot: ImageSnapshot) -> Check:
 def check_jit(snapshot: ImageSnapshot) -> Check:
     """cuBLAS opens nvrtc by itself; an image that lacks half of it fails at the first kernel that needs it."""
     name, expected, ran = "cuBLAS can compile", compat.jit_libraries(snapshot.cell), snapshot.jit
-    missing = [each for each in expected if f"opt/llama/{each}" not in snapshot.tree.files]
+    missing = [each for each in expected if f"{cublas_jit.FOLDER[1:]}/{each}" not in snapshot.tree.files]
     if not expected:
         return Check(name=name, ok=ran is None, detail="it opens no compiler")
     if ran is None or missing:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import settings
 
@@ -16,7 +16,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, ModelDigest, read_model
 from appliance.plan import Allocated, Device, KvCheck, Plan
-from appliance.probe import Cpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
+from appliance.probe import Cpu, Gpu, GpuHolder, GpuProbe, Hardware, Memory, Volume
 from appliance.probe.conditions import Conditions, GpuConditions
 from appliance.profile import Key, Profile, make_key
 from appliance.settings import resolve_settings
@@ -165,21 +165,38 @@ def machine(
     logical: int = 8,
     physical: int = 4,
     quota: float | None = None,
+    isa: tuple[str, ...] = ("avx2",),
+    taken_mib: int = 500,
+    limit_used_mib: int = 50,
+    volume_mib: int = 2000,
 ) -> Hardware:
+    """Without a GPU; half of the volume is free."""
     return Hardware(
-        cpu=Cpu(model_name="test", logical=logical, physical=physical, quota=quota, isa=("avx2",)),
+        cpu=Cpu(model_name="test", logical=logical, physical=physical, quota=quota, isa=isa),
         memory=Memory(
             total_mib=total_mib,
-            available_mib=total_mib - 500,
+            available_mib=total_mib - taken_mib,
             limit_mib=limit_mib,
-            limit_used_mib=None if limit_mib is None else 50,
+            limit_used_mib=None if limit_mib is None else limit_used_mib,
             memlock_limit_mib=8,
         ),
         numa=(),
-        volume=Volume(path=Path("/data"), free_mib=1000, total_mib=2000, is_writable=True),
+        volume=Volume(path=Path("/data"), free_mib=volume_mib // 2, total_mib=volume_mib, is_writable=True),
         gpus=GpuProbe(),
         gpu_requested=False,
     )
+
+
+def card(index: int = 0, **given: Any) -> Gpu:
+    """A whole card with memory of its own, with `given` in place of what it has."""
+    usual: dict[str, Any] = {
+        "index": index, "name": "Test 9000", "uuid": f"GPU-b0d5a1c2-1111-2222-3333-44445555666{index}", "sm": "86",
+        "vram_total_mib": 24576, "vram_free_mib": 24000, "pci_bus_id": f"00000000:0{index + 1}:00.0",
+        "pcie_generation": 4, "pcie_width": 16, "pcie_generation_max": 4, "pcie_width_max": 16,
+        "power_limit_w": 350.0, "power_limit_default_w": 350.0, "ecc": False, "display": False,
+        "bandwidth_gb_s": 936.1, "bandwidth_source": "memory clock x bus width",
+    }  # fmt: skip
+    return Gpu(**(usual | given))
 
 
 VERDICT = KvCheck(

@@ -12,7 +12,7 @@ from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
 from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, volume_check
-from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
+from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult, Space
 from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
@@ -20,6 +20,7 @@ from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
+from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
     Contents,
     install_of,
@@ -90,6 +91,9 @@ class Subject:
             draft=draft,
         )
 
+    def space(self, model: Model) -> Space:
+        return without_profile(self.engine, self.install, self.inputs(model)).space()
+
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
     """Raises nothing that a start would end with: it becomes a check. `with_kernels` runs them, which takes time."""
@@ -110,7 +114,7 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
     else:
         checks += _machine_checks(settings, hardware, image, subject)
         checks.append(engine_check(subject.engine, subject.install, image, subject.variant))
-        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.inputs):
+        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.space):
             checks.append(check)
             best = found or best
         checks += _engine_notes(subject, best)

@@ -10,7 +10,7 @@ from pathlib import Path
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.errors import FatalError
 from appliance.plan import Kernels, RuledOut
-from appliance.probe import Hardware
+from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
 
 MIB = 1024 * 1024
@@ -53,11 +53,18 @@ def _cpu(hardware: Hardware, kernels: Kernels | FatalError | None, ruled_out: Ru
 
 def _quota(hardware: Hardware) -> Check:
     cpu = hardware.cpu
-    cores = f"{cpu.logical} CPUs on {cpu.physical or 'an unknown number of'} cores"
+    cores = f"{cpu.logical} CPUs on {cpu.physical or 'an unknown number of'} cores{_kinds(cpu)}"
     if cpu.quota is None:
         return passed("cpu limit", f"{cores}, no quota")
     seen = f"{cores}, a quota of {cpu.quota:g}"
     return judged("cpu limit", seen, "give it more with --cpus" if cpu.quota < 1 else None)
+
+
+def _kinds(cpu: Cpu) -> str:
+    if cpu.groups_problem:
+        return f" that are taken as equal ({cpu.groups_problem})"
+    kinds = ", ".join(f"{group.cores} of {group.capacity:.0%}" for group in cpu.groups)
+    return f" ({kinds} of the fastest's speed)" if cpu.is_unequal else ""
 
 
 def _memory(hardware: Hardware) -> Check:

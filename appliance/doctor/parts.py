@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 
 from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.engine import Engine, Inputs, Install
+from appliance.engines.engine import Engine, Install, Space
 from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelAwayError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
@@ -97,9 +97,9 @@ def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], inputs: Callable[[Model], Inputs]
+    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], space: Callable[[Model], Space]
 ) -> Iterator[tuple[Check, Plan | None]]:
-    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `inputs` are a
+    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `space` are a
     start's."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
@@ -116,7 +116,7 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        best = engine.space(inputs(model)).best
+        best = space(model).best
     except FatalError as error:
         yield failed("model fits", error), None
         return

@@ -38,9 +38,10 @@ def summary(findings: Findings) -> str:
 
 def _show_table(findings: Findings, stream: TextIO) -> None:
     from rich import box  # here: a terminal only, and it costs 60 ms
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from appliance.terminal import Terminal
 
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("", "check", "seen", "remedy"):
@@ -48,7 +49,7 @@ def _show_table(findings: Findings, stream: TextIO) -> None:
     for check in findings.checks:
         row = (Text(check.name), Text(check.value), Text(check.remedy or ""))
         table.add_row(Text(check.status, _STYLES[check.status]), *row)
-    console = Console(file=stream, highlight=False)
+    console = Terminal(file=stream, highlight=False)
     console.print(table)
     console.print(Text(summary(findings)))
 

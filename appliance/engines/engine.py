@@ -5,6 +5,7 @@ An engine is a folder beside this file with a module `engine.py`, whose ENGINE a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import field, replace
@@ -20,6 +21,7 @@ from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import (
     Allocated,
     Choice,
+    Compilation,
     Costs,
     Kernels,
     Kind,
@@ -93,6 +95,7 @@ class Inputs:
     kernels: Kernels
     draft: Model | None = None  # of speculative decoding
     hosts: tuple[Host, ...] = ()  # that serve with this one, by rank; empty before they joined: taken to be alike
+    dram_gb_s_max: float = math.inf  # of host memory that was not measured no more is assumed
 
     @property
     def draft_path(self) -> str | None:
@@ -258,6 +261,10 @@ class Guard(Protocol):
     @property
     def is_checking(self) -> bool: ...
 
+    @property
+    def known(self) -> RuledOut:
+        """What is ruled out, and what was checked, by now."""
+
     def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None:
         """Starts the check unless a start before did it. Inside the running loop."""
 
@@ -274,6 +281,7 @@ class NoGuard:
     """Of an engine whose kernels need no check."""
 
     is_checking = False
+    known = RuledOut()
 
     def begin(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> None: ...
 
@@ -416,10 +424,14 @@ class Engine(Protocol):
     def guard(self, install: Install, image: ImageFacts, cpu: Cpu, report: Report) -> Guard:
         return NoGuard()
 
-    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
-        """The plan serves, and this is the log of its start: keeps on the volume what `examine` tells later. Raises
-        nothing."""
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install, *, is_trial: bool = False) -> None:
+        """The plan serves, or is measured as a trial, and this is the log of its start: keeps on the volume what
+        `examine` and `compilations` tell later. Raises nothing."""
         return
+
+    def compilations(self, install: Install) -> Callable[[Plan], Compilation | None]:
+        """What the start of a plan has compiled first, by what is on the volume now. None: nothing."""
+        return lambda _: None
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
         """For `appliance doctor`: what this engine does on this machine with the plan, and what earlier starts left.
@@ -462,6 +474,13 @@ class Engine(Protocol):
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         """From the log of one start, up to readiness."""
+
+    async def confirm_allocated(
+        self, plan: Plan, allocated: Allocated, socket_path: Path
+    ) -> tuple[Allocated, tuple[str, ...]]:
+        """What the log told, with what the server that is up tells of it; and where both, or the plan, do not agree, in
+        words. Raises nothing."""
+        return allocated, ()
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         """What it ended with, as one of the errors of DESIGN.md section 6."""

@@ -46,7 +46,6 @@ def create_app(
     backends: Sequence[Backend],
     *,
     keys: Keys | None,
-    max_body_mib: int = 64,
     tell_every_s: float = TELL_EVERY_S,
 ) -> App:
     """`keys` None turns authentication off. Of several backends a request goes to the one that it names as `model`;
@@ -65,7 +64,7 @@ def create_app(
     lists = list_routes(backends, reading)
     documents = document_routes(metrics, backends)
     routes = {
-        **_engine_routes(backends, reading, max_body_mib * 2**20, tell_every_s),
+        **_engine_routes(backends, reading, tell_every_s),
         **{route.path: (("GET",), route.all) for route in lists},
         **{path: (("GET",), endpoint) for path, endpoint in documents.items()},
         **_health_routes(reading, progress),
@@ -90,7 +89,7 @@ def _engine_restarts(backends: Sequence[Backend]) -> Callable[[], int] | None:
 
 
 def _engine_routes(
-    backends: Sequence[Backend], reading: Traffic, max_body_bytes: int, tell_every_s: float
+    backends: Sequence[Backend], reading: Traffic, tell_every_s: float
 ) -> dict[str, tuple[tuple[str, ...], Endpoint]]:
     by_path: dict[str, dict[str, Endpoint]] = {}
     first: dict[str, EngineRoute] = {}
@@ -102,7 +101,6 @@ def _engine_routes(
                 engine=backend.upstream,
                 traffic=backend.traffic,
                 progress=backend.progress,
-                max_body_bytes=max_body_bytes,
                 tell_every_s=tell_every_s,
             )
             if backend.elsewhere is not None:
@@ -117,7 +115,7 @@ def _engine_routes(
         route, endpoints = first[path], by_path[path]
         if len(backends) == 1:
             return next(iter(endpoints.values()))
-        return ByModel(endpoints, backends, dialect=route.dialect, reading=reading, max_body_bytes=max_body_bytes)
+        return ByModel(endpoints, backends, dialect=route.dialect, reading=reading)
 
     return {path: (route.methods, endpoint_of(path)) for path, route in first.items()}
 

@@ -33,18 +33,16 @@ class ByModel:
         *,
         dialect: Dialect,
         reading: Traffic,
-        max_body_bytes: int,
     ) -> None:
         self._endpoints = endpoints
         self._backends = [backend for backend in backends if backend.name in endpoints]
         self._dialect = dialect
         self._reading = reading
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._reading.admitted(is_work=False) as must_end:
-                reading = read_body(receive, declared_length(scope), self._max_body_bytes)
+                reading = read_body(receive, declared_length(scope))
                 body = await unless_over(reading, must_end=must_end)
             endpoint = self._endpoint_for(body)
         except ApiError as error:

@@ -30,8 +30,7 @@ T = TypeVar("T")
 # An answer of known length up to here is read whole first, so that an engine that dies in the middle of it becomes a
 # 502 and not a torn body. Longer ones (embeddings of a large batch) pass as they arrive.
 WHOLE_REPLY_BYTES = 8 * 2**20
-
-
+BODY_BYTES_MAX = 64 * 2**20  # of a request: each is held in memory while the engine answers
 # Of a request that did not fit beside others, one after the other: others that came since may crowd it out again.
 ATTEMPTS_ALONE = 2
 
@@ -102,14 +101,12 @@ class EngineEndpoint:
         engine: UpstreamPool,
         traffic: Traffic,
         progress: Callable[[], Progress],
-        max_body_bytes: int,
         tell_every_s: float = hold.TELL_EVERY_S,
     ) -> None:
         self._route = route
         self._engine = engine
         self._traffic = traffic
         self._progress = progress
-        self._max_body_bytes = max_body_bytes
         self._tell_every_s = tell_every_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +131,7 @@ class EngineEndpoint:
         progress = self._progress()
         if not (progress.is_ready or progress.is_held):
             raise api_error.not_ready(progress)
-        reading = read_body(receive, declared_length(scope), self._max_body_bytes)
+        reading = read_body(receive, declared_length(scope))
         body = await unless_over(reading, must_end=must_end)
         await unless_over(self._serve(scope, body, reply), until_client_left(receive), must_end=must_end)
 
@@ -228,18 +225,18 @@ async def _relay_events(response: Response, reply: ResponseWriter, rate: Rate, c
     return True
 
 
-async def read_body(receive: Receive, declared_bytes: int, limit_bytes: int) -> bytes:
+async def read_body(receive: Receive, declared_bytes: int) -> bytes:
     """The whole body: the engine needs all of it to begin. Raises ApiError (413) as soon as it is too much."""
-    if declared_bytes > limit_bytes:
-        raise api_error.body_too_large(limit_bytes)
+    if declared_bytes > BODY_BYTES_MAX:
+        raise api_error.body_too_large(BODY_BYTES_MAX)
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         body += message.get("body", b"")
-        if len(body) > limit_bytes:
-            raise api_error.body_too_large(limit_bytes)
+        if len(body) > BODY_BYTES_MAX:
+            raise api_error.body_too_large(BODY_BYTES_MAX)
         if not message.get("more_body", False):
             return bytes(body)
 

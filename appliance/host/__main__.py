@@ -11,6 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from appliance.errors import ConfigError, FatalError, UsageError
+from appliance.shown import shown_streams
 
 # Each names its module, which is imported when the verb is called: `list` must not pay for `bench`.
 VERBS: Mapping[str, tuple[str, str]] = MappingProxyType({
@@ -36,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{self.prog} --help`")
 
 
+@shown_streams()
 def main(argv: Sequence[str] | None = None, *, prog: str = "appliance") -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -13,6 +13,7 @@ from appliance.host import containers
 from appliance.host.daemon import connected
 from appliance.host.gateway import Gateway, NoAnswerError
 from appliance.settings import process_environment
+from appliance.shown import beneath, shown
 
 PROMPT = ">>> "
 HELP = "/exit ends, /clear forgets the conversation; Ctrl-C ends an answer, Ctrl-D the conversation"
@@ -122,5 +123,5 @@ class Conversation:
 
 
 def _show_thought(words: str) -> None:
-    styled = f"{DIM}{words}{PLAIN}" if sys.stderr.isatty() else words
-    print(styled, end="", file=sys.stderr, flush=True)
+    styled = f"{DIM}{shown(words)}{PLAIN}" if sys.stderr.isatty() else shown(words)
+    print(styled, end="", file=beneath(sys.stderr), flush=True)

@@ -27,6 +27,7 @@ from appliance.host.start import forget_profiles, start
 from appliance.host.status import as_line, query_status
 from appliance.host.stop import stop
 from appliance.settings import SETTINGS, process_environment
+from appliance.terminal import Terminal
 
 VOLUME = "appliance"
 WATCH_S = 1.0
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    environment, err = process_environment(), Console(stderr=True, highlight=False)
+    environment, err = process_environment(), Terminal(stderr=True, highlight=False)
     with connected(environment) as client:
         prepared = prepare(client, options, environment, err)
         launch = prepared.launch

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from appliance.errors import FatalError, UsageError
+from appliance.shown import shown_streams
 
 
 class _Parser(argparse.ArgumentParser):
@@ -15,6 +16,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{self.prog} --help`")
 
 
+@shown_streams()
 def main(
     prog: str,
     description: str | None,

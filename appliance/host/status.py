@@ -18,6 +18,7 @@ from appliance.host.containers import Found
 from appliance.host.daemon import connected
 from appliance.host.gateway import READY, Gateway, NoAnswerError
 from appliance.settings import process_environment
+from appliance.shown import beneath
 from appliance.values import dataclass
 
 WATCH_S = 1.0
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
             found = containers.choose(containers.all_of_ours(client), options.name)
             status = query_status(client, found)
             if options.watch and sys.stdout.isatty():
-                print(CLEAR, end="")
+                print(CLEAR, end="", file=beneath(sys.stdout))
             indent = None if options.watch else 1
             print(json.dumps(asdict(status), indent=indent) if options.json else as_text(status), flush=True)
             if not options.watch:

@@ -25,6 +25,7 @@ from appliance.host.daemon import connected
 from appliance.host.follow import ContainerEndedError, display_on, refuse_ended, until_ready
 from appliance.host.gateway import ANSWER_S, Gateway, NoAnswerError, said
 from appliance.settings import process_environment
+from appliance.terminal import Terminal
 from appliance.values import dataclass
 
 QUESTION = "In one sentence: what is a lighthouse for?"
@@ -36,7 +37,7 @@ _STATUS = frozenset({"model", "context", "chosen", "speed", "predicted_speed", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    err = Console(stderr=True, highlight=False)
+    err = Terminal(stderr=True, highlight=False)
     try:
         with connected(process_environment()) as client:
             print(_follow(client, options, err))

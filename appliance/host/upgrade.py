@@ -27,6 +27,7 @@ from appliance.host.image import Image
 from appliance.host.launch import BEFORE, GRACE_S, Launch
 from appliance.host.start import start
 from appliance.settings import process_environment
+from appliance.terminal import Terminal
 from appliance.values import dataclass
 
 ASIDE = "-replaced"  # of a container while it is not known whether the next one comes up
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     if options.back and options.image:
         message = f"--back and --image exclude each other: {options.image}"
         raise UsageError(message, hint="--back goes to the container before")
-    environment, err = process_environment(), Console(stderr=True, highlight=False)
+    environment, err = process_environment(), Terminal(stderr=True, highlight=False)
     with connected(environment) as client:
         found = containers.choose(containers.all_of_ours(client), options.name)
         launch = found.launch

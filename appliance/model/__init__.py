@@ -13,7 +13,7 @@ from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_fa
 from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
 from appliance.model.parts import plain_name, read_whole
-from appliance.model.projector import Projector, check_match, read_projector, unread_projector
+from appliance.model.projector import Projector, check_match, fits, read_projector, unread_projector
 from appliance.model.stack import Layer, LayerKind
 
 __all__ = [
@@ -58,7 +58,7 @@ def _with_projector(model: Model) -> Model:
     """The nearest by name whose vectors the model takes, or else the nearest. One that cannot be read is as none, since
     the model can do without."""
     found = [projector for path in find_projectors(model.path) if (projector := _readable(path))]
-    fitting = [each for each in found if each.length in (None, model.embedding_length)]
+    fitting = [each for each in found if fits(each, model)]
     return replace(model, projector=next(iter([*fitting, *found]), None))
 
 

@@ -151,4 +151,10 @@ _PLAIN_NAMES = """
     pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact
     seed_oss smollm3 stablelm starcoder starcoder2 talkie xverse
 """.split()  # noqa: SIM905 - seventy lines of one word each are no easier to read
+# LLAMA_ROPE_TYPE_NONE of `llama_model_rope_type` in src/llama-model.cpp
+WITHOUT_ROPE = frozenset({
+    "arwkv7", "bloom", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear", "mamba",
+    "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7", "t5", "t5encoder",
+    "wavtokenizer-dec",
+})  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {**dict.fromkeys(_PLAIN_NAMES, PLAIN), **_SPECIAL}

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from appliance.model.adapter import Adapter
+from appliance.model.architectures import WITHOUT_ROPE
 from appliance.model.ggml_types import FILE_TYPES
 from appliance.model.gguf import TEMPLATE, Gguf, Tensor
 from appliance.model.keys import Keys
@@ -22,6 +23,7 @@ from appliance.model.parts import plain_name
 from appliance.model.projector import Projector
 from appliance.model.stack import (
     LOOKED_UP,
+    Heads,
     Layer,
     Weights,
     attends,
@@ -35,8 +37,10 @@ from appliance.values import dataclass
 
 LAYERS_LIMIT = 512  # LLAMA_MAX_LAYERS
 EXPERTS_LIMIT = 1024  # LLAMA_MAX_EXPERTS
+CONTEXT_LIMIT = 2**25  # three times the longest that was published, of Llama 4 Scout
 FACTOR_LIMIT = 4096.0  # of a RoPE scaling: beyond it no file was published
 POOLINGS = ("none", "mean", "cls", "last", "rank")  # llama.h, llama_pooling_type
+_RANKS = ("cls.weight", "cls.output.weight")  # either is enough for llama-graph.cpp, build_pooling
 _MULTIPLE = 32  # no kernel that takes weights in a layout of its own asks for a multiple of more rows than this
 
 # What a chat template calls where the model was trained for it: the list of tools, and a text before the answer.
@@ -44,6 +48,7 @@ CALLS_TOOLS = re.compile(r"\btools\b")
 REASONS = re.compile(r"enable_thinking|reasoning_content|reasoning_effort|</?think>|\bthinking\b")
 
 CacheKind = Literal["attention", "unsupported"]
+Positions = Literal["rope", "table", "none"]  # "table": a learned row for each, and none beyond the last
 Format = Literal["gguf", "safetensors"]
 
 
@@ -109,9 +114,10 @@ class Model:
     output_bytes: int = 0  # output matrix, final norm, the rest; a tied embedding is counted here a second time
     projector: Projector | None = None  # that lies beside the model, or was asked for
     adapters: tuple[Adapter, ...] = ()  # that were asked for
+    positions: Positions = "rope"
+    can_rank: bool = True  # as far as is known: a file without the head that scores cannot
     is_causal: bool = True  # a token attends to those before it alone
     pooling: str | None = None  # one of POOLINGS: how it makes one vector of many; None: the header does not tell
-    embedding_type: str | None = None  # of the token embedding
     recurrent_length: int = 0  # inner width of recurrent layers
     recurrent_channels: int = 0  # that their convolution runs over
     rope_scaling: RopeScaling | None = None
@@ -168,15 +174,11 @@ def parse_facts(gguf: Gguf) -> Model:
     _refuse_other_kinds(keys)
     layers = keys.number("block_count", low=1, high=LAYERS_LIMIT)
     embedding_length = keys.number("embedding_length", low=1)
+    native_context = keys.number("context_length", low=1, high=CONTEXT_LIMIT)
+    _check_shapes(keys, gguf.tensors, embedding_length, native_context)
     reason = why_unsupported(keys)
     must_attend = reason is None and attends(keys.architecture)
-    heads = parse_heads(keys, layers, embedding_length, must_attend=must_attend)
-    key_length = max(heads.key_length, heads.sliding_key_length)
-    if must_attend and not (sum(heads.kv_heads) and key_length):
-        keys.fail(
-            f"its layers do not attend: heads {max(heads.heads)}, KV heads {max(heads.kv_heads)}, "
-            f"embedding {embedding_length}"
-        )
+    heads = _heads(keys, layers, embedding_length, must_attend=must_attend)
     weights = parse_weights(keys, gguf.tensors, layers)
     check_projections(keys, gguf.tensors, heads)
     stack = parse_stack(keys, heads, embedding_length, weights) if reason is None else ()
@@ -198,9 +200,9 @@ def parse_facts(gguf: Gguf) -> Model:
         feed_forward_length=_feed_forward_length(keys, layers),
         heads=max(heads.heads),
         kv_heads=heads.kv_heads,
-        key_length=key_length,
+        key_length=max(heads.key_length, heads.sliding_key_length),
         value_length=max(heads.value_length, heads.sliding_value_length),
-        native_context=keys.number("context_length", low=1),
+        native_context=native_context,
         vocabulary=_vocabulary(keys, gguf.tensors),
         experts=experts,
         experts_used=_experts_used(keys, layers, experts),
@@ -209,13 +211,14 @@ def parse_facts(gguf: Gguf) -> Model:
         has_chat_template=TEMPLATE in gguf.metadata,
         is_embedding_model=_is_embedding_model(keys),
         pooling=_pooling(keys),
+        positions=_positions(keys, gguf.tensors),
+        can_rank=any(tensor.name in _RANKS for tensor in gguf.tensors),
         is_causal=keys.is_true("attention.causal", default=True),
         cache_kind="attention" if reason is None else "unsupported",
         cache_reason=reason,
         stack=stack,
         embedding_bytes=weights.embedding_bytes,
         output_bytes=weights.output_bytes,
-        embedding_type=next((t.type_name for t in gguf.tensors if t.name == "token_embd.weight"), None),
         recurrent_length=keys.number("ssm.inner_size", default=0),
         recurrent_channels=_channels(keys),
         rope_scaling=_rope_scaling(keys),
@@ -225,6 +228,27 @@ def parse_facts(gguf: Gguf) -> Model:
         calls_tools=_template_has(gguf, CALLS_TOOLS),
         reasons=_template_has(gguf, REASONS),
     )
+
+
+def _heads(keys: Keys, layers: int, embedding_length: int, *, must_attend: bool) -> Heads:
+    heads = parse_heads(keys, layers, embedding_length, must_attend=must_attend)
+    if must_attend and not (sum(heads.kv_heads) and max(heads.key_length, heads.sliding_key_length)):
+        keys.fail(
+            f"its layers do not attend: heads {max(heads.heads)}, KV heads {max(heads.kv_heads)}, "
+            f"embedding {embedding_length}"
+        )
+    return heads
+
+
+def _check_shapes(keys: Keys, tensors: Iterable[Tensor], embedding_length: int, native_context: int) -> None:
+    """What the header tells of rows and columns that tensors have: buffers are computed from it."""
+    shapes = {tensor.name: tensor.shape for tensor in tensors if len(tensor.shape) == 2}
+    columns, _ = shapes.get("token_embd.weight", (embedding_length, 0))
+    if columns != embedding_length:
+        keys.fail(f"its header tells of {embedding_length:,} values a token, and token_embd.weight has {columns:,}")
+    _, positions = shapes.get("position_embd.weight", (embedding_length, native_context))
+    if native_context > positions:
+        keys.fail(f"its header tells of {native_context:,} positions, and position_embd.weight has {positions:,} rows")
 
 
 def _file_type(gguf: Gguf) -> str | None:
@@ -258,6 +282,12 @@ def _rope_scaling(keys: Keys) -> RopeScaling | None:
     return RopeScaling(kind=kind, factor=factor, original=original)
 
 
+def _positions(keys: Keys, tensors: Iterable[Tensor]) -> Positions:
+    if any(tensor.name == "position_embd.weight" for tensor in tensors):
+        return "table"
+    return "none" if keys.architecture in WITHOUT_ROPE else "rope"
+
+
 def _feed_forward_length(keys: Keys, layers: int) -> int:
     if keys.has("feed_forward_length"):
         return max(keys.by_layer("feed_forward_length", layers, default=None))
@@ -285,8 +315,10 @@ def _vocabulary(keys: Keys, tensors: tuple[Tensor, ...]) -> int:
     tokens = keys.entries("tokenizer.ggml.tokens") or keys.number("vocab_size", default=0)
     embedding = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
     rows = embedding.shape[1] if embedding is not None and len(embedding.shape) == 2 else 0
-    if tokens and rows and tokens != rows:
-        keys.fail(f"its header tells of {tokens} tokens, and its embedding has {rows} rows")
+    told = keys.number("vocab_size", default=0)
+    for known, is_wrong in ((tokens, tokens != rows), (told, told > rows)):
+        if known and rows and is_wrong:
+            keys.fail(f"its header tells of {known} tokens, and its embedding has {rows} rows")
     return tokens or rows or keys.number("vocab_size", low=1)
 
 

@@ -28,6 +28,7 @@ TEMPLATE = "tokenizer.chat_template"
 TEMPLATE_KEPT_BYTES = 256 * 1024  # what it calls tells what the model can do; the longest there are have 30 KiB
 ARRAY_KEPT = 1024  # llama.cpp allows 512 layers, and only arrays over layers are of use
 ARRAYS_KEPT = 65536  # entries of all kept arrays together
+CONVERT_ANEW = "convert the original model anew with a current GGUF converter"
 _NAME_LIMIT_BYTES = 63  # GGML_MAX_NAME - 1
 _DIMENSIONS_LIMIT = 4  # GGML_MAX_DIMS
 _INT64_MAX = (1 << 63) - 1
@@ -260,9 +261,7 @@ def _read_version(reader: _Reader) -> int:
     if version & 0xFFFF == 0 and version:
         reader.fail("little-endian numbers", "a big-endian GGUF file", at=4, hint="convert the model for this CPU")
     if version not in (2, 3):
-        reader.fail(
-            "GGUF version 2 or 3", f"version {version}", at=4, hint="convert the model with a current llama.cpp"
-        )
+        reader.fail("GGUF version 2 or 3", f"version {version}", at=4, hint=CONVERT_ANEW)
     return version
 
 
@@ -389,8 +388,8 @@ def _read_type(reader: _Reader, name: str) -> GgmlType:
     kind = GGML_TYPES.get(number)
     if kind is None:
         removed = REMOVED_TYPES.get(number)
-        found = f"{removed}, which llama.cpp no longer reads" if removed else f"type {number}"
-        reader.fail(f"a ggml type for {name}", found, at=at, hint="convert the model with a current llama.cpp")
+        found = f"{removed}, which GGUF no longer has" if removed else f"type {number}"
+        reader.fail(f"a ggml type for {name}", found, at=at, hint=CONVERT_ANEW)
     return kind
 
 

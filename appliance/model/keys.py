@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from appliance.errors import ModelUnreadableError
-from appliance.model.gguf import Gguf, Skipped
+from appliance.model.gguf import CONVERT_ANEW, Gguf, Skipped
 
 _UINT32_MAX = (1 << 32) - 1
 
@@ -19,7 +19,7 @@ class Keys:
         if not self.architecture:
             self.fail("it has no key general.architecture, which every model has")
 
-    def fail(self, reason: str, *, hint: str = "convert the model anew with a current llama.cpp") -> NoReturn:
+    def fail(self, reason: str, *, hint: str = CONVERT_ANEW) -> NoReturn:
         message = f"model cannot be used: {self._gguf.path}: {reason}"
         raise ModelUnreadableError(message, hint=hint)
 

@@ -61,11 +61,27 @@ _LENGTHS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
     "ultravox": (("mm.a.mlp.2.weight", 1),),
     "voxtral": (("mm.a.mlp.2.weight", 1),),
 })  # fmt: skip
+# Kinds that were trained with models of these architectures alone; of others many were (PROJECTOR_TYPE_NAMES in
+# tools/mtmd/clip-impl.h, and the language models of the same families in src/models).
+_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType({
+    "cogvlm": frozenset({"cogvlm"}),
+    "gemma3nv": frozenset({"gemma3n"}),
+    "gemma4uv": frozenset({"gemma4"}),
+    "gemma4v": frozenset({"gemma4"}),
+    "glm4v": frozenset({"glm4", "glm4moe"}),
+    "lfm2": frozenset({"lfm2", "lfm2moe"}),
+    "llama4": frozenset({"llama4"}),
+    "paddleocr": frozenset({"ernie4_5", "paddleocr"}),
+    "qwen2.5vl_merger": frozenset({"qwen2vl"}),
+    "qwen2vl_merger": frozenset({"qwen2vl"}),
+    "qwen3vl_merger": frozenset({"qwen35", "qwen35moe", "qwen3vl", "qwen3vlmoe", "qwen4exp"}),
+})  # fmt: skip
 # Kinds that read an image in its own size, up to so many patches (4,096 tokens of 2 x 2, clip.cpp's
 # set_limit_image_tokens); all others scale or tile it to one size.
 _ANY_SIZE = ("dots_ocr", "exaone4_5", "glm4v", "glm5v", "kimik25", "kimivl", "lightonocr", "paddleocr", "pixtral",
              "qwen2.5o", "qwen2.5vl_merger", "qwen2vl_merger", "qwen3vl_merger", "youtuvl")  # fmt: skip
 _PATCHES_ANY_SIZE = 16384
+_OF_THIS_MODEL = "use the mmproj file of this model, or --mmproj off to serve text"
 _USUAL_WORK_BYTES = 512 * MIB
 _FRAMES = 3000  # of 30 s of sound, which is what an encoder reads at once
 
@@ -123,6 +139,17 @@ def unread_projector(path: Path, size: int) -> Projector:
     )
 
 
+def fits(projector: Projector, model: Model) -> bool:
+    """As far as is known."""
+    return projector.length in (None, model.embedding_length) and _other_family(projector, model) is None
+
+
+def _other_family(projector: Projector, model: Model) -> frozenset[str] | None:
+    """The architectures that the projector is for, where this model's is none of them."""
+    family = _FAMILIES.get(projector.kind)
+    return None if family is None or model.architecture in family else family
+
+
 def check_match(projector: Projector, model: Model, source: str) -> None:
     """Raises ModelUnreadableError for a projector of another model."""
     if projector.length is not None and projector.length != model.embedding_length:
@@ -130,7 +157,17 @@ def check_match(projector: Projector, model: Model, source: str) -> None:
             f"projector is of another model: {projector.path.name} ({source}) gives vectors of {projector.length:,} "
             f"values, and {model.title} takes {model.embedding_length:,}"
         )
-        raise ModelUnreadableError(message, hint="use the mmproj file of this model, or --mmproj off to serve text")
+        raise ModelUnreadableError(message, hint=_OF_THIS_MODEL)
+    _check_family(projector, model, source)
+
+
+def _check_family(projector: Projector, model: Model, source: str) -> None:
+    if family := _other_family(projector, model):
+        message = (
+            f"projector is of another model: {projector.path.name} ({source}), of kind {projector.kind}, is for "
+            f"{' or '.join(sorted(family))}, and {model.title} is of {model.architecture}"
+        )
+        raise ModelUnreadableError(message, hint=_OF_THIS_MODEL)
 
 
 def _length(gguf: Gguf, kind: str) -> int | None:

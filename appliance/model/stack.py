@@ -23,6 +23,7 @@ LayerKind = Literal["full", "sliding", "mla", "recurrent", "none"]
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _K_PROJECTION = re.compile(r"blk\.(\d+)\.attn_k\.weight")
+_Q_PROJECTION = re.compile(r"blk\.(\d+)\.attn_q\.weight")
 # Looked up by row, never multiplied, and kept in host memory by the engine.
 LOOKED_UP = ("token_embd.", "per_layer_token_embd.", "position_embd.", "token_types.")
 # Keys below `<arch>.` that tell of a cache which only some architectures have; the words say what it would be.
@@ -152,18 +153,19 @@ def parse_weights(keys: Keys, tensors: Iterable[Tensor], layers: int) -> Weights
 
 def check_projections(keys: Keys, tensors: Iterable[Tensor], heads: Heads) -> None:
     """No cache row is longer than what the layer's K projection gives: a lie here is terabytes of cache."""
+    known = ARCHITECTURES.get(keys.architecture)
+    kinds = [(_K_PROJECTION, heads.kv_heads, "KV heads")]
+    if known is None or known.latents is None:  # which name the length of the compressed row, and not a query's
+        kinds.append((_Q_PROJECTION, heads.heads, "heads"))
     shortest = min(heads.key_length, heads.sliding_key_length)
     for tensor in tensors:
-        found = _K_PROJECTION.fullmatch(tensor.name)
-        if not found or len(tensor.shape) != 2:
-            continue
-        layer = int(found[1])
-        needed = heads.kv_heads[layer] * shortest
-        if needed > tensor.shape[1]:
-            keys.fail(
-                f"its header tells of {heads.kv_heads[layer]} KV heads of {shortest} in layer {layer}, "
-                f"and {tensor.name} has {tensor.shape[1]} rows"
-            )
+        for pattern, counts, words in kinds:
+            found = pattern.fullmatch(tensor.name)
+            if found and len(tensor.shape) == 2 and counts[int(found[1])] * shortest > tensor.shape[1]:
+                keys.fail(
+                    f"its header tells of {counts[int(found[1])]} {words} of {shortest} in layer {found[1]}, "
+                    f"and {tensor.name} has {tensor.shape[1]} rows"
+                )
 
 
 def parse_stack(keys: Keys, heads: Heads, embedding_length: int, weights: Weights) -> tuple[Layer, ...]:

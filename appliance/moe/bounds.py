@@ -1,4 +1,4 @@
-"""What no policy can beat: the most hits, the least time, and the best split found by trying every one."""
+"""What no policy can beat: the most hits, and the least time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from appliance.moe.cost import Cost
-from appliance.moe.split import BatchCost
 from appliance.moe.trace import Trace
 
 _NEVER = 1 << 60
@@ -120,22 +119,3 @@ def pooled_least_ms(trace: Trace, cost: Cost, misses: Mapping[int, int]) -> floa
         by_top_k.setdefault(k, []).append(misses[layer])
     total = trace.dense_layers * trace.decoded * cost.rates.other_ms
     return total + sum(least_ms(cost, k, trace.decoded * len(each), sum(each)) for k, each in by_top_k.items())
-
-
-def brute_force_split(cost: Cost, is_resident: Sequence[bool], copied: int) -> float:
-    """The least time over every assignment of each expert to CPU or GPU, with `copied` of those that are not resident
-    copied into slots, whether fetched for this token or for later. 2^k assignments."""
-    best = float("inf")
-    for on_gpu in itertools.product((False, True), repeat=len(is_resident)):
-        hits = sum(gpu and resident for gpu, resident in zip(on_gpu, is_resident, strict=True))
-        fetched = sum(on_gpu) - hits
-        if fetched <= copied:
-            ms = cost.layer_ms(hits, len(is_resident) - hits, fetched, copied - fetched)
-            best = min(best, ms)
-    return best
-
-
-def brute_force_batch(cost: BatchCost, tokens: Sequence[int], is_resident: Sequence[bool]) -> float:
-    """The least time of a batch over every assignment of its experts to CPU or GPU. 2^n assignments."""
-    sides = itertools.product((False, True), repeat=len(tokens))
-    return min(cost.batch_ms(tokens, is_resident, on_gpu) for on_gpu in sides)

@@ -2,6 +2,7 @@
 
 from appliance.plan.allocated import Allocated
 from appliance.plan.choice import Choice
+from appliance.plan.compilation import Compilation
 from appliance.plan.costs import Costs
 from appliance.plan.device import Device
 from appliance.plan.explain import as_document, explain, explain_memory, explain_settings, summary
@@ -30,7 +31,9 @@ from appliance.plan.plan import (
     Speculation,
     SpeculationGoal,
     Speed,
+    launch_as,
     with_choice,
+    with_launch,
     with_measured,
 )
 from appliance.plan.shortage import Shortage
@@ -53,6 +56,7 @@ __all__ = [
     "UNMEASURED",
     "Allocated",
     "Choice",
+    "Compilation",
     "Costs",
     "Device",
     "GpuAllocation",
@@ -78,7 +82,9 @@ __all__ = [
     "explain_memory",
     "explain_settings",
     "k_and_v",
+    "launch_as",
     "summary",
     "with_choice",
+    "with_launch",
     "with_measured",
 ]

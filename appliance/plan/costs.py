@@ -26,6 +26,16 @@ class Costs:
     prefill_depth_us: float = 0.0
     batch: int = 512  # tokens of a prompt that are worked on at once
 
+    def decode_ms(self, depth: float) -> float:
+        """Of one token with so much in the cache."""
+        deep_us = self.gpu_depth_us + self.cpu_depth_us
+        return self.gpu_ms + self.cpu_ms + self.fixed_ms + deep_us * depth / 1000
+
+    def prefill_ms(self, tokens: int, depth: float) -> float:
+        """Of a prompt, `depth` in the cache at its middle. A batch that is not full has all host weights copied."""
+        each = self.gpu_prefill_ms + self.cpu_prefill_ms + self.prefill_depth_us * depth / 1000
+        return tokens * each + self.copy_ms * -(-tokens // self.batch)
+
     def __add__(self, other: Costs) -> Costs:
         return total((self, other), batch=self.batch)
 

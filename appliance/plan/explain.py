@@ -15,7 +15,7 @@ def explain(plan: Plan, *, is_verbose: bool = False) -> str:
     """One line a choice: value, reason, and the fact or setting that decided. `is_verbose`: with the figures."""
     width = max(len(choice.name) for choice in plan.choices)
     lines = [f"{c.name:<{width}}  {c.value}: {_reason(c, is_verbose=is_verbose)} [{c.source}]" for c in plan.choices]
-    return "\n".join((*lines, f"{'memory':<{width}}  {explain_memory(plan)}"))
+    return "\n".join((*map(printable, lines), f"{'memory':<{width}}  {explain_memory(plan)}"))
 
 
 def _reason(choice: Choice, *, is_verbose: bool) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from appliance.plan.choice import Choice
 from appliance.plan.device import Device
 from appliance.plan.launch import Launch, Value
 from appliance.values import dataclass
+
+L = TypeVar("L", bound=Launch)
 
 SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
 READABLE_TOKENS_PER_S = 15.0  # about what one reads along with: what a full context has to decode in mode context
@@ -185,6 +187,7 @@ class Plan:
     usable_mib: float
     launch: Launch  # the engine's own
     cpu_variant: str | None = None  # of the engine's kernels; None: it has no choice of them
+    has_runner_up: bool = False  # another variant is measured beside it: which one serves is a knob
     placement: Placement = field(default_factory=Placement)
     speed: Speed | None = None  # predicted
     speculation: Speculation | None = None  # what it takes is in the memory above
@@ -203,7 +206,9 @@ class Plan:
     @cached_property
     def knobs(self) -> tuple[tuple[str, Value], ...]:
         """What the tuner varies, by name."""
-        return (("context", self.context), ("kv_type", self.kv_type), *self.launch.knobs, *self.placement.knobs)
+        variant = (("cpu_variant", self.cpu_variant),) if self.has_runner_up and self.cpu_variant else ()
+        first = (("context", self.context), ("kv_type", self.kv_type))
+        return (*first, *self.launch.knobs, *self.placement.knobs, *variant)
 
     @cached_property
     def key(self) -> str:
@@ -215,10 +220,25 @@ def _of_knob(name: str, value: Value) -> str:
     return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
 
 
+def launch_as(plan: Plan, kind: type[L]) -> L:
+    """The engine's own part. Raises TypeError for a plan of another engine."""
+    if not isinstance(plan.launch, kind):
+        message = f"a plan of another engine: {plan.engine}"
+        raise TypeError(message)
+    return plan.launch
+
+
+def with_launch(plan: Plan, **changes: object) -> Plan:
+    """With these of the launch's fields changed."""
+    return replace(plan, launch=replace(plan.launch, **changes))
+
+
 def with_measured(plan: Plan, words: str, among: Iterable[Plan]) -> Plan:
-    """The plan with measuring as the reason for what it decided: the knobs in which the measured plans differ."""
-    others = [dict(other.launch.knobs) for other in among]
-    knobs = dict(plan.launch.knobs)
+    """The plan with measuring as the reason for what it decided: the knobs in which the measured plans differ, of those
+    whose choices have no words of their own for it."""
+    others = [dict(other.knobs) for other in among]
+    names = {*dict(plan.launch.knobs), "cpu_variant"}
+    knobs = {name: value for name, value in plan.knobs if name in names}
     measured = {name: f"{value}" for name, value in knobs.items() if any(other.get(name) != value for other in others)}
     choices = tuple(
         replace(choice, value=measured[choice.name], reason=words, source="measured")

@@ -9,6 +9,7 @@ from pathlib import Path
 from appliance.probe.cgroup import query_oom_kills
 from appliance.probe.driver import CUDA, Found, find
 from appliance.probe.hardware import (
+    CoreGroup,
     Cpu,
     Gpu,
     GpuHolder,
@@ -28,6 +29,7 @@ from appliance.probe.nvidia import is_gpu_requested, query_gpus
 from appliance.probe.speeds import load_speeds
 
 __all__ = [
+    "CoreGroup",
     "Cpu",
     "Gpu",
     "GpuHolder",

@@ -39,6 +39,23 @@ _MAY_BE_ZERO = frozenset({
     "cpus", "free_mib", "hugetlb_mib", "id", "index", "limit_used_mib", "memlock_limit_mib", "memory_mib", "numa_node",
     "nvlink_peers", "pid", "shm_mib", "used_mib", "available_mib", "vram_free_mib", "volume.total_mib",
 })  # fmt: skip
+# More of it no machine has today, by far: what is above is a slip of the keys.
+_MOST: Mapping[str, float] = {
+    "bandwidth_gb_s": 40_000,
+    "dram_gb_s": 4_000,
+    "memory_gb_s": 40_000,
+    "overlapped_dram_gb_s": 4_000,
+    "overlapped_pinned_gb_s": 1_000,
+    "pageable_gb_s": 1_000,
+    "pcie_generation": 7,
+    "pcie_generation_max": 7,
+    "pinned_gb_s": 1_000,
+    "sm_clock_mhz": 10_000,
+    "sm_count": 1_024,
+}
+_LANES = (1, 2, 4, 8, 16)
+_WITHOUT_MIG = {"60", "61", "62", "70", "72", "75", "86", "87", "89", "121"}  # no card of these can be cut
+_UNQUOTED = re.compile(r"expected `str(?: \| null)?`, got `(?:int|float)`")
 _SM = re.compile(r"[1-9]\d{1,2}[af]?")
 
 
@@ -158,7 +175,9 @@ class _Reader:
         try:
             found = read(Hardware, filled, volume=_volume)
         except ValueError as error:
-            self._refuse("", _key_first(str(error)))
+            words = _key_first(str(error))
+            is_unquoted = _UNQUOTED.search(words) is not None
+            _refuse(self.source, words, hint="put the value in quotation marks" if is_unquoted else None)
         self._check(found)
         return _with_own_speeds(found)
 
@@ -250,23 +269,58 @@ class _Reader:
             self._refuse(key, f"no machine has that much: {value!s:.40}")
         if value < 0:
             self._refuse(key, f"it is negative: {value}")
+        if value > (most := _MOST.get(name, LARGEST)):
+            self._refuse(key, f"no machine has that much: {value:,}, more than {most:,}")
         if value == 0 and not {name, key} & _MAY_BE_ZERO:
             self._refuse(key, "it is 0; leave it out where it is not known")
 
     def _check(self, hardware: Hardware) -> None:
         cpu, memory = hardware.cpu, hardware.memory
         self._check_most("cpu.physical", cpu.physical, "cpu.logical", cpu.logical)
+        self._check_groups(cpu)
         self._check_most("memory.available_mib", memory.available_mib, "memory.total_mib", memory.total_mib)
+        self._check_most("memory.limit_used_mib", memory.limit_used_mib, "memory.limit_mib", memory.limit_mib)
         gpus = hardware.gpus.gpus
         for at, gpu in enumerate(gpus):
             key = f"gpus.gpus[{at}]"
-            self._check_most(f"{key}.vram_free_mib", gpu.vram_free_mib, f"{key}.vram_total_mib", gpu.vram_total_mib)
-            if gpu.sm is not None and not _SM.fullmatch(gpu.sm):
-                self._refuse(f"{key}.sm", f"it is no compute capability: {gpu.sm!r}; 90 stands for 9.0")
+            self._check_gpu(gpu, key)
             if gpu.mig_profile is None and any(same.uuid == gpu.uuid for same in gpus[:at]):
                 self._refuse(f"{key}.uuid", f"another GPU has the same: {gpu.uuid}")
+            if gpu.mig_profile is None and any(same.index == gpu.index for same in gpus[:at] if not same.mig_profile):
+                self._refuse(f"{key}.index", f"another GPU has the same: {gpu.index}")
             if unknown := set(gpu.nvlink_peers) - {peer.index for peer in gpus if peer.index != gpu.index}:
                 self._refuse(f"{key}.nvlink_peers", f"no other GPU has the index {min(unknown)}")
+
+    def _check_gpu(self, gpu: Gpu, key: str) -> None:
+        self._check_most(f"{key}.vram_free_mib", gpu.vram_free_mib, f"{key}.vram_total_mib", gpu.vram_total_mib)
+        if gpu.is_unified and gpu.vram_total_mib is not None:
+            self._refuse(
+                f"{key}.is_unified", f"its memory is the host's, and it has {gpu.vram_total_mib:,} MiB of its own"
+            )
+        if gpu.sm is not None and not _SM.fullmatch(gpu.sm):
+            self._refuse(f"{key}.sm", f"it is no compute capability: {gpu.sm!r}; 90 stands for 9.0")
+        if gpu.mig_profile is not None and gpu.sm in _WITHOUT_MIG:
+            self._refuse(f"{key}.mig_profile", f"no GPU of compute capability {gpu.sm} can be cut: {gpu.mig_profile}")
+        for name, lanes in (("pcie_width", gpu.pcie_width), ("pcie_width_max", gpu.pcie_width_max)):
+            if lanes is not None and lanes not in _LANES:
+                self._refuse(f"{key}.{name}", f"no link has {lanes} lanes, but {', '.join(map(str, _LANES))}")
+
+    def _check_groups(self, cpu: Cpu) -> None:
+        """Of all cores or of none: a core without a capacity has no speed."""
+        groups, cores = cpu.groups, cpu.physical or cpu.logical
+        if groups and (told := sum(group.cores for group in groups)) != cores:
+            self._refuse("cpu.groups", f"they have {told} cores, and the CPU has {cores}")
+        for at, group in enumerate(groups):
+            key = f"cpu.groups[{at}]"
+            if group.capacity > 1:
+                self._refuse(f"{key}.capacity", f"{group.capacity:g} is more than 1, the fastest core's")
+            if at and group.capacity > groups[at - 1].capacity:
+                self._refuse(f"{key}.capacity", "groups stand in order, the fastest first")
+            if group.cpus and len(set(group.cpus)) < group.cores:
+                self._refuse(f"{key}.cpus", f"{len(set(group.cpus))} CPUs are too few for {group.cores} cores")
+        cpus = [each for group in groups for each in group.cpus]
+        if twice := {each for each in cpus if cpus.count(each) > 1}:
+            self._refuse("cpu.groups", f"CPU {min(twice)} stands there twice")
 
     def _check_most(self, key: str, value: int | None, of: str, most: int | None) -> None:
         if value is not None and most is not None and value > most:

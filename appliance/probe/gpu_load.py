@@ -1,8 +1,8 @@
-"""The child that watches GPUs: `python -m appliance.probe.gpu_load` looks until its input ends, then prints JSON.
+"""The child that watches GPUs: `python -m appliance.probe.gpu_load` samples until its input ends, then prints JSON.
 
 Clocks, reasons and utilization are of the moment, so what they were while something was measured has to be seen
-meanwhile. The first look and the last are at rest: utilization is an average of up to a second, so it is waited for to
-fall. A line says when the first is done. When whoever started this dies, its input ends, and it does too.
+meanwhile. The first sample and the last are at rest: utilization is an average of up to a second, so it is waited for
+to fall. A line says when the first is done. When whoever started this dies, its input ends, and it does too.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from appliance.probe.nvml import GPUS_MAX, fact, holders_of, is_cut, slices_of
 from appliance.probe.processes import query_tree
 
 EVERY_S = 0.5
-SAMPLES_MAX = 240  # two minutes; beyond that every second one is dropped and looks are taken half as often
+SAMPLES_MAX = 240  # two minutes; beyond that every second one is dropped and samples are taken half as often
 REST_S = 1.2  # the longest window that utilization is averaged over is a second
 REST_UTILIZATION = 2
 RUNNING_S = 1.0
-_LOOK_S = 0.1
+_SAMPLE_S = 0.1
 
 
 def watch(parent: int) -> GpuLoads:
     """The report. `parent` heads the tree of processes that is ours."""
-    first = rest()
+    first = at_rest()
     print("watching", flush=True)
     samples: list[tuple[GpuLoad, ...]] = []
     own_pids: set[int] = set()
     every_s = EVERY_S
     while not _is_over(every_s):
-        samples.append(tuple(look()))
+        samples.append(tuple(query_loads()))
         own_pids |= query_tree(parent).keys()
         if len(samples) > SAMPLES_MAX:
             samples, every_s = samples[1::2], every_s * 2
-    return GpuLoads(samples=(first, *samples, rest()), own_pids=tuple(sorted(own_pids)))
+    return GpuLoads(samples=(first, *samples, at_rest()), own_pids=tuple(sorted(own_pids)))
 
 
-def rest() -> tuple[GpuLoad, ...]:
-    """One look whose `utilization` is the least of the next moments."""
+def at_rest() -> tuple[GpuLoad, ...]:
+    """One sample whose `utilization` is the least of the next moments."""
     deadline_s = time.monotonic() + REST_S
-    seen = tuple(look())
+    seen = tuple(query_loads())
     while time.monotonic() < deadline_s and any((gpu.utilization or 0) > REST_UTILIZATION for gpu in seen):
-        time.sleep(_LOOK_S)
-        seen = tuple(_least(*pair) for pair in zip(seen, look(), strict=True))
+        time.sleep(_SAMPLE_S)
+        seen = tuple(_least(*pair) for pair in zip(seen, query_loads(), strict=True))
     return seen
 
 
-def look() -> Iterator[GpuLoad]:
+def query_loads() -> Iterator[GpuLoad]:
     """Every device. Raises NVMLError when not even the devices can be counted."""
     for index in range(min(pynvml.nvmlDeviceGetCount(), GPUS_MAX)):
         handle = fact(pynvml.nvmlDeviceGetHandleByIndex, index)

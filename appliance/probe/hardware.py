@@ -12,6 +12,16 @@ from appliance.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoreGroup:
+    """Cores of one kind."""
+
+    capacity: float  # what one of them computes beside the fastest core of the machine, above 0 and up to 1
+    cores: int  # those that this process may use
+    cpus: tuple[int, ...] = ()  # of these cores; empty: unknown which they are
+    part: str | None = None  # of Arm: maker and part, "0x41.0xd81"; None where a CPU says no such thing
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cpu:
     """The CPU as far as this process may use it."""
 
@@ -22,6 +32,8 @@ class Cpu:
     isa: tuple[str, ...]  # the kernel's names of the flags that an engine's kernels are chosen by, sorted
     vendor: str | None = None
     stepping: str | None = None  # family, model and stepping, or what Arm has instead: "6.85.7", "8.0xd0c.0x3.1"
+    groups: tuple[CoreGroup, ...] = ()  # of cores, the fastest first; empty: unknown whether they are equal
+    groups_problem: str | None = None  # what sysfs says of them and cannot be
 
     @property
     def threads_max(self) -> int:
@@ -32,6 +44,15 @@ class Cpu:
     def cores(self) -> int:
         """Where tuning of the thread count starts: SMT siblings rarely help matrix work."""
         return _whole_cores(self.physical or self.logical, self.quota)
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """Of each of these cores, the fastest first; empty where they are unknown."""
+        return tuple(group.capacity for group in self.groups for _ in range(group.cores))[: self.cores]
+
+    @property
+    def is_unequal(self) -> bool:
+        return len({group.capacity for group in self.groups}) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +193,12 @@ def as_document(hardware: Hardware) -> dict[str, Any]:
 def fingerprint(hardware: Hardware, gpus: Sequence[Gpu] | None = None) -> dict[str, Any]:
     """The parts that a profile is keyed by: kinds and limits; no serial numbers, nothing that changes while it runs."""
     cpu, memory = hardware.cpu, hardware.memory
+    kinds = {"cores": [[group.capacity, group.cores] for group in cpu.groups]} if cpu.is_unequal else {}
     return {
         "cpu": cpu.model_name,
         "threads_max": cpu.threads_max,
         "physical": cpu.physical,
+        **kinds,  # of equal cores all is said
         "isa": list(cpu.isa),
         "memory_mib": memory.total_mib if memory.limit_mib is None else min(memory.limit_mib, memory.total_mib),
         "gpus": [_kind(gpu) for gpu in _in_pci_order(hardware, gpus)],

@@ -11,11 +11,11 @@ import resource
 from pathlib import Path
 
 from appliance.probe.cgroup import query_limits
+from appliance.probe.cores import query_core_groups, query_cores
 from appliance.probe.hardware import Cpu, Memory, NumaNode, Volume
+from appliance.probe.sysfs import first_bytes, parse_cpulist
 
 MIB = 1024 * 1024
-# One CPU's block is below 4 KiB. Reading on would make the kernel ask every core for its frequency: 20 ms at 128 cores.
-_CPUINFO_BYTES = 16 * 1024
 _ISA = re.compile(
     r"sse4_2|avx|avx2|f16c|fma|bmi2|avx512\w*|avx_vnni\w*|avx10\w*|amx_\w+"  # x86
     r"|asimd|asimdhp|asimddp|i8mm|bf16|sve\w*|sme\d?|sme_\w+"  # Arm
@@ -53,17 +53,6 @@ def parse_meminfo(text: str) -> dict[str, int]:
     return {name: int(kib) // 1024 for name, kib in found}
 
 
-def parse_cpulist(text: str) -> tuple[int, ...]:
-    """The kernel's list format, "0-3,8"; what is not a range of CPUs is left out."""
-    cpus: set[int] = set()
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII)
-        if match:
-            first = int(match[1])
-            cpus |= set(range(first, int(match[2] or first) + 1))
-    return tuple(sorted(cpus))
-
-
 def parse_choice(text: str) -> str | None:
     """The word in brackets: sysfs shows a setting as "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", text)
@@ -72,17 +61,21 @@ def parse_choice(text: str) -> str | None:
 
 def query_cpu(root: Path, affinity: frozenset[int], quota: float | None) -> Cpu:
     """`affinity` is the set of CPUs that this process may run on, `quota` its share of time in cores."""
-    text = _first_bytes(root / "proc/cpuinfo")
+    text = first_bytes(root / "proc/cpuinfo")
     model_name, isa = parse_cpuinfo(text)
     vendor, stepping = parse_stepping(text)
+    cores = query_cores(root, affinity)
+    groups, problem = query_core_groups(root, cores) if cores else ((), None)
     return Cpu(
         model_name=model_name,
         logical=len(affinity),
-        physical=_count_cores(root / "sys/devices/system/cpu", affinity),
+        physical=len(cores) if cores else None,
         quota=quota,
         isa=isa,
         vendor=vendor,
         stepping=stepping,
+        groups=groups,
+        groups_problem=problem,
     )
 
 
@@ -103,7 +96,7 @@ def query_memory(root: Path, limit_bytes: int | None, headroom_bytes: int | None
         memlock_limit_mib=None if soft == resource.RLIM_INFINITY else soft // MIB,
         shm_mib=_size_mib(root / "dev/shm"),
         hugetlb_mib=meminfo.get("Hugetlb"),
-        transparent_hugepages=parse_choice(_first_bytes(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        transparent_hugepages=parse_choice(first_bytes(root / "sys/kernel/mm/transparent_hugepage/enabled")),
     )
 
 
@@ -127,7 +120,7 @@ def query_numa_node(root: Path, pci_bus_id: str | None) -> int | None:
         return None
     # NVML writes the domain with eight digits, the kernel with four and more only where it must.
     address = f"{int(match[1], 16):04x}{match[2]}"
-    text = _first_bytes(root / f"sys/bus/pci/devices/{address}/numa_node").strip()
+    text = first_bytes(root / f"sys/bus/pci/devices/{address}/numa_node").strip()
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else None  # -1: it hangs on none
 
 
@@ -162,27 +155,6 @@ def _size_mib(path: Path) -> int | None:
     return space.f_blocks * space.f_frsize // MIB
 
 
-def _count_cores(folder: Path, affinity: frozenset[int]) -> int | None:
-    """Distinct cores among `affinity`; None when one of its CPUs does not say what its siblings are."""
-    cores, remaining = 0, set(affinity)
-    while remaining:
-        cpu = min(remaining)
-        siblings = _siblings(folder / f"cpu{cpu}/topology")
-        if cpu not in siblings:
-            return None
-        remaining -= set(siblings)
-        cores += 1
-    return cores or None
-
-
-def _siblings(folder: Path) -> tuple[int, ...]:
-    for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the name before Linux 5.3
-        text = _first_bytes(folder / name)
-        if text:
-            return parse_cpulist(text)
-    return ()
-
-
 def _first_of(meminfo: dict[str, int], *names: str) -> int:
     for name in names:
         if name in meminfo:
@@ -194,15 +166,6 @@ def _first_of(meminfo: dict[str, int], *names: str) -> int:
 def _numa_node(folder: Path) -> NumaNode:
     return NumaNode(
         id=int(folder.name[4:]),
-        cpus=parse_cpulist(_first_bytes(folder / "cpulist")),
-        memory_mib=parse_meminfo(_first_bytes(folder / "meminfo")).get("MemTotal"),
+        cpus=parse_cpulist(first_bytes(folder / "cpulist")),
+        memory_mib=parse_meminfo(first_bytes(folder / "meminfo")).get("MemTotal"),
     )
-
-
-def _first_bytes(path: Path) -> str:
-    """At most 16 KiB in a single read; "" where the file cannot be read."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            return (file.read(_CPUINFO_BYTES) or b"").decode("utf-8", "replace")
-    except OSError:
-        return ""

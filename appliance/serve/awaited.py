@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance import __version__
 from appliance.model import plain_name
 from appliance.probe import as_document as hardware_document
 from appliance.report import Report
 from appliance.serve.inputs import Contents, Machine
 from appliance.serve.served_model import ServedModel, socket_paths
-from appliance.serve.status import documents_of, listed_of, measure_now
+from appliance.serve.status import documents_of, listed_of, measure_now, status_of_image
 from appliance.serve.which import FromHub, FromRecipe
 from appliance.settings import Settings
 
@@ -112,12 +111,7 @@ class AwaitedModel:
         """The fields of a served model's that are known, and how far fetching is."""
         progress, image, facts = self.report.progress, self.contents.image, self.contents.facts
         return {
-            "phase": str(progress.phase),
-            "message": progress.sentence(),
-            "version": __version__,
-            "cell": image.cell,
-            "build_id": image.build_id,
-            "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
+            **status_of_image(progress, image, facts),
             "model": self.name,
             "context": None,
             "mode": self.settings.mode,

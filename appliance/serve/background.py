@@ -121,12 +121,12 @@ class BackgroundTasks:
         )
         if self._begins_now.is_set():
             tuner.begin_now()
-        before, kernels = served.profile, served.inputs.kernels
+        before, variants = served.profile, served.inputs.kernels.variants
         await tuner.run()
         self._tuner = None
         self._begins_now.clear()
         # With other kernels everything is to be measured anew.
-        has_same_kernels = served.inputs.kernels is kernels
+        has_same_kernels = served.inputs.kernels.variants == variants
         self.is_given_up = served.profile is before and has_same_kernels
         self._was_measured = not self.is_given_up and has_same_kernels
         self._drift_monitor = None
@@ -135,7 +135,7 @@ class BackgroundTasks:
         """None while another container measures for the same key: its profile is adopted later or by a next start."""
         # Here: a start from a profile that holds never needs it.
         from appliance.serve.choose import use_profile
-        from appliance.serve.kernels import plan_without
+        from appliance.serve.kernels import plan_without, prove_runner_up
         from appliance.serve.measure import measure, measure_more
 
         served = self._served
@@ -147,6 +147,7 @@ class BackgroundTasks:
                 found = None  # it is measured anew
             if found is not None and not await self._wants_more(found):
                 return use_profile(served, found)
+            await prove_runner_up(served)
             beside = None if is_alone else await self._space_now()
             try:
                 if found is not None:

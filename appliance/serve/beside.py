@@ -32,11 +32,22 @@ def with_beside(model: Model, settings: Settings) -> Model:
     model = _with_projector(model, settings)
     model = replace(model, adapters=_adapters(model, settings))
     if settings.pooling != "auto":
+        _check_pooling(model, settings)
         model = replace(model, pooling=settings.pooling, is_embedding_model=True)
     if settings.chat_template_file is not None:
         text = _read_template(settings.chat_template_file, settings.sources["chat_template_file"])
         model = replace(model, calls_tools=bool(CALLS_TOOLS.search(text)), reasons=bool(REASONS.search(text)))
     return model
+
+
+def _check_pooling(model: Model, settings: Settings) -> None:
+    given = f"pooling '{settings.pooling}' ({settings.sources['pooling']}), {model.title}"
+    if model.is_reranker and settings.pooling != "rank":
+        message = f"model is a reranker, whose vectors are one score each: {given}"
+        raise ConfigError(message, hint="take --pooling out, and ask for /v1/rerank; vectors take an embedding model")
+    if settings.pooling == "rank" and not (model.is_reranker or model.can_rank):
+        message = f"model has no head that scores (cls.weight or cls.output.weight): {given}"
+        raise ConfigError(message, hint="take --pooling out, or give a reranker")
 
 
 def sizes_beside(model: Model) -> dict[str, Any]:

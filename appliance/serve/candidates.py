@@ -19,8 +19,7 @@ from appliance.errors import (
 from appliance.image_facts import Recipe, Rung, is_projector
 from appliance.model import Model, Projector, plain_name, read_model, unread_projector
 from appliance.model.described import describe_model
-from appliance.probe import Speeds
-from appliance.serve.forecast import forecast
+from appliance.serve.forecast import forecast, without_profile
 from appliance.serve.inputs import Contents, Machine, inputs_of
 from appliance.serve.kept_choice import Better, Kept, KeptChoice
 from appliance.serve.which import FromHub, FromRecipe, Located, names_of
@@ -45,7 +44,6 @@ from appliance.weights.wanted import Wanted
 _GENERATION = re.compile(r"(\d+\.\d+)-")  # that the name of a newer model begins with: 3.5-9b
 _MIB = 2**20
 CORE_GB_S = 7.0  # two threads decode a model of 98 MB at 116 tok/s, which is 0.8 of a stream: measured
-DESKTOP_GB_S = 40.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +238,9 @@ def _forecast(contents: Contents, machine: Machine, each: Offered, wanted: int) 
     if each.model is None:
         return ""
     model = each.model if each.model.projector else replace(each.model, projector=_projector_to_come(each.wanted))
-    return forecast(contents.engine, inputs_of(contents, _with_memory_speed(machine), model), wanted)
+    # The planner's assumption is of a desktop: where nothing was measured, a choice counts on what the cores can read.
+    inputs = replace(inputs_of(contents, machine, model), dram_gb_s_max=CORE_GB_S * machine.hardware.cpu.cores)
+    return forecast(without_profile(contents.engine, machine.install, inputs), wanted)
 
 
 def _projector_to_come(wanted: Wanted | None) -> Projector | None:
@@ -248,17 +248,6 @@ def _projector_to_come(wanted: Wanted | None) -> Projector | None:
     files = wanted.files if wanted else ()
     file = next((each for each in files if is_projector(each.path)), None)
     return unread_projector(Path(file.path), file.bytes or 0) if file else None
-
-
-def _with_memory_speed(machine: Machine) -> Machine:
-    """Where it was not measured, no more than its cores can read: the planner's assumption is of a desktop."""
-    hardware = machine.hardware
-    measured = hardware.speeds.dram_gb_s if hardware.speeds else None
-    most = CORE_GB_S * hardware.cpu.cores
-    if measured is not None or most >= DESKTOP_GB_S:
-        return machine
-    gpus = hardware.speeds.gpus if hardware.speeds else ()
-    return replace(machine, hardware=replace(hardware, speeds=Speeds(dram_gb_s=most, gpus=gpus)))
 
 
 def _nothing(choice: Choice) -> FatalError:

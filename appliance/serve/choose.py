@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from appliance.engines.engine import Inputs
 from appliance.errors import FatalError
 from appliance.plan import Plan
 from appliance.profile import Picked, Profile, pick
 from appliance.profile.at_start import ProfileState, StartAction, StartDecision, at_start, is_due
-from appliance.serve.kernels import plan_without
+from appliance.serve.kernels import plan_without, prove_runner_up
 from appliance.serve.load import launch
 from appliance.serve.served_model import ServedModel
 
@@ -18,12 +19,19 @@ def start_from_profile(served: ServedModel) -> None:
     """Starts the engine at once when there is a profile that is not to be measured again, and its kernels were checked
     before."""
     profile = served.store.load(served.key)
-    served.guard.begin(served.inputs, profile.kv_checks if profile else ())
+    served.guard.begin(_inputs_for(served, profile), profile.kv_checks if profile else ())
     if served.guard.is_checking:
         return
     if profile is not None and (start := _at_start(served, profile, may_measure=True)).action is StartAction.USE:
         _report(served, start)
         launch(served, use_profile(served, profile))
+
+
+def _inputs_for(served: ServedModel, profile: Profile | None) -> Inputs:
+    """With the kernels that are to be checked: those of the profile's plan."""
+    runner_up = served.inputs.kernels.candidate
+    is_of_profile = runner_up and profile and profile.plan.cpu_variant == runner_up.variant
+    return served.inputs.with_kernels(runner_up) if runner_up and is_of_profile else served.inputs
 
 
 async def choose_plan(served: ServedModel) -> Plan:
@@ -53,6 +61,7 @@ async def _choose_plan(served: ServedModel) -> Plan:
         if start.action is StartAction.MEASURE:
             from appliance.serve.measure import measure  # here: a start from a profile never needs it
 
+            await prove_runner_up(served)
             served.profile = await measure(served)
             return served.profile.plan
     return served.space.predicted if profile is None else use_profile(served, profile)

@@ -60,6 +60,11 @@ class EngineHost(Generic[P]):
         return self._present.plan if self._present else None
 
     @property
+    def socket_path(self) -> Path | None:
+        """Where it listens."""
+        return self._present.socket_path if self._present else None
+
+    @property
     def supervisor(self) -> Supervisor | None:
         """Of the engine that serves; None while it is away on purpose."""
         return None if self._is_away or self._present is None else self._present.supervisor

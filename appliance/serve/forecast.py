@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 
-from appliance.engines.engine import Engine, Inputs
+from appliance.engines.engine import Engine, Inputs, Install
 from appliance.errors import FatalError
 from appliance.plan import Costs, Placement, Plan
+from appliance.profile import Key
+from appliance.serve.inputs import StartInputs
 from appliance.weights.choose import Forecast
 
 
-def forecast(engine: Engine, inputs: Inputs, wanted_context: int) -> Forecast | str:
+def without_profile(engine: Engine, install: Install, inputs: Inputs) -> StartInputs:
+    """Of a model that no start is of: nothing was measured of it, so nothing is found under its key."""
+    return StartInputs(engine=engine, install=install, inputs=inputs, key=Key(parts={}))
+
+
+def forecast(start: StartInputs, wanted_context: int) -> Forecast | str:
     """Or why it cannot be served, in words."""
     try:
-        space = engine.space(inputs)
+        space = start.space()
         plan = space.predicted
         depth = min(wanted_context, plan.context) / 2
         return _of(plan, space.costs(plan), depth)
@@ -22,9 +29,7 @@ def forecast(engine: Engine, inputs: Inputs, wanted_context: int) -> Forecast | 
 
 
 def _of(plan: Plan, costs: Costs, depth: float) -> Forecast:
-    decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms + (costs.gpu_depth_us + costs.cpu_depth_us) * depth / 1000
-    prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms + costs.copy_ms / costs.batch
-    prefill_ms += costs.prefill_depth_us * depth / 1000
+    decode_ms, prefill_ms = costs.decode_ms(depth), costs.prefill_ms(costs.batch, depth) / costs.batch
     return Forecast(
         where=_where(plan.placement),
         context=plan.context,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.errors import CpuBackendError, CpuUnsupportedError, FatalError
-from appliance.plan import Plan
+from appliance.errors import CpuBackendError, FatalError, KernelsError
+from appliance.plan import Plan, RuledOut
 from appliance.profile import best_of
 from appliance.progress import Phase
 from appliance.serve.served_model import ServedModel
@@ -25,17 +25,34 @@ async def prove_kernels(served: ServedModel) -> None:
 
 async def plan_without(served: ServedModel, variant: str | None, error: FatalError) -> Plan:
     """What to serve instead, where the kernels are what the engine died of. Raises the error where they are not."""
-    if variant is None or not isinstance(error, CpuUnsupportedError | CpuBackendError):
+    if variant is None or not isinstance(error, KernelsError):
         raise error
+    variant = error.variant or variant
     _rule_out(served, variant, UNLOADABLE if isinstance(error, CpuBackendError) else error.message)
     await prove_kernels(served)
     return best_of(served.profile, served.settings.mode, served.space_of_profile)
 
 
+async def prove_runner_up(served: ServedModel) -> None:
+    """Before measuring: only kernels that were checked are tried. One that fails is ruled out, and the rest goes on."""
+    runner_up = served.inputs.kernels.runner_up
+    if runner_up is None:
+        return
+    served.guard.begin(served.inputs.with_kernels(runner_up))
+    failed = await served.guard.finish()
+    if failed is not None:
+        served.guard.rule_out(*failed)
+    _choose_again(served, served.guard.known)
+
+
 def _rule_out(served: ServedModel, variant: str, seen: str) -> None:
     """The next variant is planned with from here on. Raises CpuUnsupportedError (22) where none is left, ConfigError
     (10) where this one was asked for."""
-    inputs, ruled_out = served.inputs, served.guard.rule_out(variant, seen)
-    engine = served.start.engine
+    _choose_again(served, served.guard.rule_out(variant, seen))
+
+
+def _choose_again(served: ServedModel, ruled_out: RuledOut) -> None:
+    inputs, engine = served.inputs, served.start.engine
     kernels = engine.choose_kernels(served.settings, inputs.facts, inputs.hardware.cpu, ruled_out)
-    served.set_start(served.start.with_kernels(kernels))
+    if kernels != inputs.kernels:
+        served.set_start(served.start.with_kernels(kernels))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from appliance.engines.engine import Space
-from appliance.errors import CpuBackendError, CpuUnsupportedError, FatalError, ModelDoesNotFitError
+from appliance.errors import FatalError, KernelsError, ModelDoesNotFitError
 from appliance.plan import Allocated, Plan, explain_memory
 from appliance.profile import best_of
 from appliance.progress import Phase
@@ -14,7 +14,7 @@ from appliance.serve.kernels import plan_without
 from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings
 
-STEPS_DOWN = 3  # to smaller plans, when memory runs out as the engine loads
+FALLBACKS_MAX = 3  # to smaller plans, when memory runs out as the engine loads
 # Settings that keep a plan from becoming smaller.
 SIZED_BY = ("ctx_size", "kv_type", "ubatch", "parallel", "users", "cache_ram_mib", "devices", "gpu_layers", "n_cpu_moe",
             "draft_model")  # fmt: skip
@@ -38,35 +38,42 @@ async def wait_loaded(served: ServedModel) -> None:
         supervisor, before = served.host.supervisor, served.host.plan
         crash = await supervisor.wait_ready() if supervisor else None
         if crash is None:
-            on_ready(served)
+            await on_ready(served)
             return
         error = served.start.engine.as_error(crash)
         lines = served.logs.take(supervisor) if supervisor else ()
-        if isinstance(error, CpuUnsupportedError | CpuBackendError):
+        if isinstance(error, KernelsError):
             plan = await plan_without(served, before.cpu_variant if before else None, error)
             space = served.space_of_profile
             report_variant(served, plan)
-        elif before is None or steps == STEPS_DOWN:
+        elif before is None or steps == FALLBACKS_MAX:
             raise error
         else:
             steps += 1
-            space, plan = stepped_down(served, space, before, error, lines)
+            space, plan = fallback(served, space, before, error, lines)
         await served.host.detach()
         launch(served, plan)
 
 
-def on_ready(served: ServedModel) -> None:
+async def on_ready(served: ServedModel) -> None:
     """The engine that serves answers: the first one, one that was restarted, or another that took its place."""
     supervisor = served.host.supervisor
     lines = served.logs.take(supervisor) if supervisor else ()
-    served.allocated = allocated = served.start.engine.allocated(lines)
-    if served.host.plan:
-        served.start.engine.loaded(served.host.plan, lines, served.start.install)
+    engine, plan = served.start.engine, served.host.plan
+    allocated = engine.allocated(lines)
+    disagreements: tuple[str, ...] = ()
+    if plan and served.host.socket_path:
+        engine.loaded(plan, lines, served.start.install)
+        allocated, disagreements = await engine.confirm_allocated(plan, allocated, served.host.socket_path)
+    served.allocated = allocated
     served.report.phase(Phase.READY)
     seconds = (supervisor.ready_seconds if supervisor else None) or 0.0
     words = f"ready: the engine loaded in {seconds:.1f} s and allocated {allocated.total:,.0f} MiB"
     room = _kv_room(served, allocated)
     served.report.info("ready", words + room, seconds=round(seconds, 3), allocated_mib=asdict(allocated))
+    if disagreements:
+        words = f"the engine's KV cache is not as it should be: {'; '.join(disagreements)}"
+        served.report.warning("allocated_otherwise", words)
 
 
 def _kv_room(served: ServedModel, allocated: Allocated) -> str:
@@ -84,7 +91,7 @@ def report_variant(served: ServedModel, plan: Plan) -> None:
     served.report.info("cpu_variant", words, variant=plan.cpu_variant)
 
 
-def stepped_down(
+def fallback(
     served: ServedModel, space: Space, before: Plan, error: FatalError, lines: Iterable[str]
 ) -> tuple[Space, Plan]:
     """What to serve in the memory that there was by the engine's log. Only for the load that comes: what is kept, shown

@@ -11,7 +11,7 @@ from appliance.profile import Key, Profile, ProfileStore
 from appliance.profile.of_tuning import make_profile, measured_of, with_more
 from appliance.report import Report
 from appliance.serve.inputs import used_gpus
-from appliance.serve.kernels import plan_without, prove_kernels
+from appliance.serve.kernels import plan_without, prove_kernels, prove_runner_up
 from appliance.serve.served_model import ServedModel
 from appliance.tune.engine import Bench
 from appliance.tune.partial import Partial
@@ -71,6 +71,7 @@ async def measure_alone(served: ServedModel) -> None:
             raise ConfigError(message, hint="wait for it; its profile will serve both")
         await prove_kernels(served)
         while True:
+            await prove_runner_up(served)
             try:
                 await measure(served)
             except FatalError as error:

@@ -12,8 +12,9 @@ from appliance.model import Model
 from appliance.model.published import PublishedShape, find_shape
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from appliance.profile import Key, Picked, Profile, ProfileStatus, ProfileStore, pick
+from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
 from appliance.serve.candidates import Chosen, Offered, choose_located, choose_rung, choose_with_kept, settle
+from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
     Contents,
     Machine,
@@ -36,7 +37,7 @@ class Preview:
     start: StartInputs
     space: Space
     profile: Profile | None = None
-    standing: ProfileStatus | None = None
+    status: ProfileStatus | None = None
     fetches: Offered | None = None  # what a start would fetch first
     shape: PublishedShape | None = None  # in place of a file
 
@@ -123,8 +124,8 @@ def _of_start(start: StartInputs) -> Preview:
     space = start.space(kv_checks)
     picked = pick(profile, start.settings.mode, space) if profile else None
     if profile is not None and isinstance(picked, Picked):
-        standing = store.status(profile)
-        return Preview(plan=picked.plan, start=start, space=space, profile=profile, standing=standing)
+        status = store.status(profile)
+        return Preview(plan=picked.plan, start=start, space=space, profile=profile, status=status)
     return Preview(plan=space.predicted, start=start, space=space)
 
 
@@ -143,6 +144,6 @@ def _of_shape(contents: Contents, shape: PublishedShape, machine: Machine) -> Pr
 def _predicted(contents: Contents, machine: Machine, model: Model) -> Preview:
     """Of a model that no profile can be of, since it is not here."""
     inputs = inputs_of(contents, machine, model)
-    start = StartInputs(engine=contents.engine, install=machine.install, inputs=inputs, key=Key(parts={}))
+    start = without_profile(contents.engine, machine.install, inputs)
     space = start.space()
     return Preview(plan=space.predicted, start=start, space=space)

@@ -15,7 +15,7 @@ from appliance.command import Command
 from appliance.engines.engine import Host, Inputs, Node, Space
 from appliance.errors import ModelAwayError
 from appliance.model import plain_name
-from appliance.plan import Allocated, Plan
+from appliance.plan import Allocated, KvCheck, Plan
 from appliance.probe import Hardware
 from appliance.profile import Key, Profile, ProfileStore
 from appliance.report import Report
@@ -59,7 +59,8 @@ class ServedModel:
     ) -> None:
         first, second, self.trial_socket = socket_paths(start.settings.runtime_dir, number)
         self.start = start
-        self.space = start.space()  # of all plans, built once for these inputs
+        self._spaces: dict[tuple[KvCheck, ...], Space] = {}  # of all plans, each built once for these inputs
+        self.space = self._space_with(())
         self.environment = environment
         self.began_s = int(time.time())
         self.store = store
@@ -105,18 +106,28 @@ class ServedModel:
     @property
     def space_of_profile(self) -> Space:
         """With the KV cache types that the profile has found harmless."""
-        return self.start.space(self.profile.kv_checks) if self.profile and self.profile.kv_checks else self.space
+        return self._space_with(self.profile.kv_checks if self.profile else ())
+
+    def _space_with(self, kv_checks: tuple[KvCheck, ...]) -> Space:
+        if kv_checks not in self._spaces:
+            self._spaces[kv_checks] = self.start.space(kv_checks)
+        return self._spaces[kv_checks]
+
+    def _begin_with(self, start: StartInputs) -> None:
+        self.start, self._spaces = start, {}
+        self.space = self._space_with(())
 
     def set_start(self, start: StartInputs) -> None:
-        """With other kernels, for which another profile counts."""
-        self.start, self.space = start, start.space()
-        self.profile = self.store.load(start.key)
+        """With other kernels; where others serve, another profile counts."""
+        is_of_others = start.key != self.start.key
+        self._begin_with(start)
+        if is_of_others:
+            self.profile = self.store.load(start.key)
 
     def join(self, node: Node, hosts: tuple[Host, ...] = ()) -> None:
         """As one of several hosts, for one start of all of them; plans are made for `hosts` as well."""
         install, inputs = replace(self.start.install, node=node), replace(self.inputs, hosts=hosts)
-        self.start = replace(self.start, install=install, inputs=inputs)
-        self.space = self.start.space()
+        self._begin_with(replace(self.start, install=install, inputs=inputs))
 
     def watch(self, *, with_gpus: bool = True) -> Watch:
         """Sees what else works on this machine; of the GPUs, on those that this image can use."""

@@ -17,12 +17,12 @@ SCHEMA = 1  # a reader of an older one finds all that it knows: fields are added
 
 
 def plan_document(found: Preview, machine: DescribedMachine | None, argv: Sequence[str]) -> dict[str, Any]:
-    profile, standing, fetches = found.profile, found.standing, found.fetches
+    profile, status, fetches = found.profile, found.status, found.fetches
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "plan": as_document(found.plan),
         "profile": profile.key.id if profile else None,
-        "standing": standing.as_document() if standing else None,
+        "standing": status.as_document() if status else None,
     }
     if fetches:
         document["fetches"] = {"model": fetches.candidate.name, "bytes": fetches.candidate.missing_bytes}
@@ -60,14 +60,14 @@ def _expert_cache(found: Preview) -> Iterator[str]:
 
 
 def _origin(found: Preview) -> Iterator[str]:
-    profile, standing = found.profile, found.standing
+    profile, status = found.profile, found.status
     yield (
         f"from profile {profile.key.id}, measured {profile.created}: {profile.speed}"
         if profile
         else "a prediction; measuring decides between it and others that fit"
     )
-    if standing and standing.describe():
-        yield _indented("\n".join(standing.describe()))
+    if status and status.describe():
+        yield _indented("\n".join(status.describe()))
     if profile:
         yield from _allocated(profile)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import __version__
 from appliance.errors import VolumeError
+from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.plan import as_document, summary
 from appliance.probe import as_document as hardware_document
 from appliance.profile import Profile, speeds_document, speeds_of
-from appliance.progress import Phase
+from appliance.progress import Phase, Progress
 from appliance.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ def documents_of(served: ServedModel) -> dict[str, Callable[[], dict[str, Any]]]
     }
 
 
-def _status(served: ServedModel) -> dict[str, Any]:
-    progress, image, facts = served.report.progress, served.inputs.image, served.inputs.facts
-    plan, profile, drift = served.host.plan, served.profile, served.background.drift
-    measured, model = speeds_of(plan, profile), served.inputs.model
+def status_of_image(progress: Progress, image: ImageFacts, facts: EngineFacts) -> dict[str, Any]:
+    """What every status begins with, also before there is a model."""
     return {
         "phase": str(progress.phase),
         "message": progress.sentence(),
@@ -48,6 +47,15 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "cell": image.cell,
         "build_id": image.build_id,
         "engine": {"name": image.engine, "version": facts.version, "build": facts.build},
+    }
+
+
+def _status(served: ServedModel) -> dict[str, Any]:
+    progress, image, facts = served.report.progress, served.inputs.image, served.inputs.facts
+    plan, profile, drift = served.host.plan, served.profile, served.background.drift
+    measured, model = speeds_of(plan, profile), served.inputs.model
+    return {
+        **status_of_image(progress, image, facts),
         "model": served.name,
         "projector": model.projector.path.name if model.projector and plan and plan.launch.reads else None,
         "adapters": [{"name": adapter.path.name, "scale": adapter.scale} for adapter in model.adapters],
@@ -62,7 +70,7 @@ def _status(served: ServedModel) -> dict[str, Any]:
         "memory_prediction_error": profile.prediction_error if profile else None,
         "from_profile": profile is not None and served.session is None,
         "profile_holds": str(drift) if drift else None,
-        "standing": _standing(served, profile),
+        "standing": _profile_status(served, profile),
         "engine_restarts": served.host.restarts,
     }
 
@@ -81,7 +89,7 @@ def _profile(served: ServedModel) -> dict[str, Any]:
     return {**asdict(found), "key": {"id": found.key.id, "parts": found.key.parts}} | {
         "memory_prediction_error": found.prediction_error,
         "speeds": speeds_document(serving, speeds_of(serving, found)),
-        "standing": _standing(served, found),
+        "standing": _profile_status(served, found),
         "allocated_now": asdict(allocated) if allocated else None,
     }
 
@@ -158,7 +166,7 @@ def _tuning_words(served: ServedModel, state: str) -> str:
     return "another container on this volume measured meanwhile: its profile is used at the next start"
 
 
-def _standing(served: ServedModel, profile: Profile | None) -> dict[str, Any] | None:
+def _profile_status(served: ServedModel, profile: Profile | None) -> dict[str, Any] | None:
     """As it is on the volume now: it may have been pinned since the start. None where no profile serves."""
     if profile is None:
         return None

@@ -40,7 +40,7 @@ async def _serve_on(served: ServedModel, variant: str | None, error: FatalError)
         await served.host.detach()
         crash = await served.host.load(plan)
         if crash is None:
-            on_ready(served)
+            await on_ready(served)
             return
         variant, error = plan.cpu_variant, served.start.engine.as_error(crash)
 
@@ -75,7 +75,7 @@ async def _follow_state(served: ServedModel) -> None:
             served.report.phase(Phase.RESTARTING, crash.describe())
             _report_death(served, crash)
         if is_ready and (not was_ready or supervisor is not before):
-            on_ready(served)
+            await on_ready(served)
         was_ready, before = is_ready, supervisor
         await asyncio.sleep(FOLLOW_EVERY_S)
 

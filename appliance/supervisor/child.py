@@ -101,6 +101,7 @@ class Child:
 
     def progress(self) -> Progress:
         members = self._tree.sample()
+        self._segments.note_now_and_then(members)  # a process that is killed as it loads takes its mappings with it
         return Progress(
             lines=self.log.signs_of_work,
             cpu_s=cpu_seconds(members),

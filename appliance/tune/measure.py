@@ -14,7 +14,7 @@ from appliance.engines.engine import Client, Completion
 from appliance.errors import EngineNotReadyError
 from appliance.plan import Plan
 from appliance.probe.watch import Watch
-from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, work_depth
+from appliance.tune.candidates import EMPTY, deep_depth, empty_depth, reading_s, work_depth
 from appliance.tune.curve import LONGER, Point
 from appliance.tune.engine import Bench, running, unless_stalled
 from appliance.tune.measurement import Measurement
@@ -56,6 +56,7 @@ class FirstSampling:
     wanted: int  # the workload's depth
     work_s: float  # what filling the context so far may take
     deep_s: float
+    copied_batch: int = 0  # tokens that host weights are copied for at once; 0: none are copied
     until: float = float("inf")  # of now(): no deeper point is begun that would end later
     end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
 
@@ -83,17 +84,19 @@ async def measure(
     command = bench.start(plan)
     async with running(bench.engine, command, on_line=lines.append) as supervisor:
         load_s = now() - began
+        bench.engine.loaded(plan, tuple(lines), bench.install, is_trial=True)
         async with bench.engine.client(command) as client, watch() as watching:
             probe = await Probe.of(client)
             work = points_of(probe, plan, look, on_step)
             points = await unless_stalled(work, supervisor, command.stall_timeout_s)
+        allocated, _ = await bench.engine.confirm_allocated(plan, bench.engine.allocated(lines), bench.socket_path)
     return Measurement(
         key=plan.key,
         points=points,
         is_long=isinstance(look, Sampling) and look.is_long,
         load_s=load_s,
         seconds=now() - began,
-        allocated=bench.engine.allocated(lines),
+        allocated=allocated,
         conditions=watching.conditions,
     )
 
@@ -126,8 +129,9 @@ async def points_of(
         return (warmed,)
     last = await add(empty, tokens)
     room = {"context": plan.context, "tokens_each": DECODE_TOKENS * LONGER}
-    work = work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s)
-    if work and _ends_at(last, work) <= look.until:
+    batch = look.copied_batch
+    work = work_depth(**room, wanted=look.wanted, prefill_ms=last.prefill_ms, seconds=look.work_s, copied_batch=batch)
+    if work and _ends_at(last, work, copied_batch=batch) <= look.until:
         last = await add(work)
         deep = deep_depth(**room, prefill_ms=last.prefill_ms, seconds=look.deep_s, work=work)
         if deep and _ends_at(last, deep) <= look.until:
@@ -143,10 +147,10 @@ def tokens_within(warmed: Point, depth: int, left_s: float) -> int | None:
     return int(tokens) if tokens >= FEWEST_TOKENS else None
 
 
-def _ends_at(last: Point, depth: int) -> float:
+def _ends_at(last: Point, depth: int, *, copied_batch: int = 0) -> float:
     """When the next point would be done, if a token took no longer than at the last one."""
-    taken_ms = (depth - last.depth) * last.prefill_ms + DECODE_TOKENS * last.decode_ms
-    return now() + taken_ms / 1000
+    read_s = reading_s(depth - last.depth, last.prefill_ms, first=last.prefill_tokens, copied_batch=copied_batch)
+    return now() + read_s + DECODE_TOKENS * last.decode_ms / 1000
 
 
 class Probe:

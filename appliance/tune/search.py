@@ -4,7 +4,8 @@ Every candidate is predicted, the predictor's corrections are fitted to what was
 measurement is the one that is worth most a second. Worth is the knowledge gradient (Frazier, Powell, Dayanik 2009,
 "The knowledge-gradient policy for correlated normal beliefs"): by how much the best is expected to become better
 through it. What was measured once and is still in the running is measured again, longer. Every measurement starts an
-engine, so a load is part of its price.
+engine, so a load is part of its price, and so is what that start has to compile: of candidates that are otherwise alike
+the one comes first for which everything is compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from appliance.plan import KnobEffect
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.modes import NOISE as AS_FAST
 from appliance.tune.refit import Fit, Observation, Term, fit
+from appliance.tune.starts import Start, Starts
 from appliance.tune.terms import Candidate, Effects, decode_terms, job_terms, prefill_terms
 from appliance.tune.workload import Mix, cost_s
 
@@ -83,11 +85,11 @@ class Effort:
 
     depths: tuple[int, ...] = (32, 512)
     tokens_each: int = 24
-    load_s: float = 5.0  # as predicted; what was seen replaces it
-    noise: float = NOISE
 
-    def noise_of(self, trial_is_long: bool) -> float:
-        return self.noise / math.sqrt(LONGER) if trial_is_long else self.noise
+
+def noise_of(*, is_long: bool) -> float:
+    """Of one time, before residuals say more."""
+    return NOISE / math.sqrt(LONGER) if is_long else NOISE
 
 
 class Search:
@@ -117,8 +119,8 @@ class Search:
     def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
         """The next measurement, or why there is none: the time is up, or none is worth its while."""
         state = State(self, trials)
-        # Whatever the time that is left, one trial is made: without it there is nothing to choose by.
-        possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or not trials]
+        # Whatever the time that is left, one trial has to succeed: without it there is nothing to choose by.
+        possible = [ask for ask in state.asks() if ask[1].seconds <= left_s or state.leader is None]
         if not possible:
             return Stop(why="budget" if state.asks() else "everything that may fit was measured")
         worthy = [pair for pair in possible if pair[0] >= WORTH_ANOTHER + WORTH_A_SECOND * pair[1].seconds]
@@ -137,13 +139,13 @@ class Search:
         state = State(self, trials)
         tried = {trial.key for trial in trials}
         likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))
-        return min(likely, key=lambda each: state.fit.predict_ms(self.job(each.key)), default=None)
+        return min(likely, key=lambda c: (state.fit.predict_ms(self.job(c.key)), state.compile_s(c)), default=None)
 
     def observations(self, trials: Sequence[Trial]) -> list[Observation]:
         return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
 
     def _of_trial(self, trial: Trial) -> list[Observation]:
-        candidate, noise = self._by_key[trial.key], self.effort.noise_of(trial.is_long)
+        candidate, noise = self._by_key[trial.key], noise_of(is_long=trial.is_long)
         seen = []
         for p in trial.points:
             terms = decode_terms(candidate, self._effects, p.depth)
@@ -161,6 +163,10 @@ class Search:
         """The same for candidates that no prediction can tell apart, as of threads when nothing is on the CPU: one of
         them stands for all, the first that fits in the caller's order."""
         return self._twins[key]
+
+    def start_of(self, trial: Trial) -> Start:
+        compilation = self._by_key[trial.key].compilation
+        return Start(compilation=compilation, load_s=trial.load_s, served=bool(trial.points))
 
     def candidate(self, key: str) -> Candidate:
         return self._by_key[key]
@@ -187,6 +193,7 @@ class State:
         self._limits = _limits(search, trials)
         self._held = _held(search, trials)
         self._failed = {trial.key for trial in trials if not trial.points}
+        self._starts = Starts(search.start_of(trial) for trial in trials)
 
     @cached_property
     def predicted(self) -> list[Estimate]:
@@ -194,7 +201,7 @@ class State:
         done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
         factors: dict[tuple[str, ...], float] = {}
         found = []
-        for candidate in self._search.candidates:
+        for candidate in sorted(self._search.candidates, key=self.compile_s):
             # Thousands of candidates share a few dozen predictions: each is made once.
             twins = self._search.twins(candidate.key)
             if twins in done or self.chance(candidate) < WORTH_A_TRY:
@@ -301,16 +308,16 @@ class State:
         return long if long.seconds <= AS_CHEAP * short.seconds else short
 
     def _ask(self, candidate: Candidate, *, is_long: bool) -> Ask:
-        seconds = self._load_s + self._search.seconds(candidate, self.fit, is_long=is_long)
+        start_s = self._starts.load_s + self.compile_s(candidate)
+        seconds = start_s + self._search.seconds(candidate, self.fit, is_long=is_long)
         return Ask(candidate=candidate, is_long=is_long, seconds=seconds)
 
-    @cached_property
-    def _load_s(self) -> float:
-        loads = [trial.load_s for trial in self._trials if trial.load_s]
-        return sum(loads) / len(loads) if loads else self._search.effort.load_s
+    def compile_s(self, candidate: Candidate) -> float:
+        """Of its next start."""
+        return self._starts.compile_s(candidate.compilation)
 
     def _noise(self, *, is_long: bool) -> float:
-        return self._search.effort.noise_of(is_long) * self.fit.noise_factor
+        return noise_of(is_long=is_long) * self.fit.noise_factor
 
     def _noise_of(self, trial: Trial) -> float:
         return self._noise(is_long=trial.is_long) * max(point.noise_factor for point in trial.points)

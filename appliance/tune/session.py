@@ -178,6 +178,7 @@ class TuningSession:
             budget_s=budget_s,
             on_result=self._results.on_measurement,
             kept=self.measurements,
+            compilations=self._bench.engine.compilations(self._bench.install),
         )
 
     def _possible(self, space: Space) -> list[Plan]:

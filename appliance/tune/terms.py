@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from appliance.plan import PREDICTED, Costs, KnobEffect
+from appliance.plan import PREDICTED, Compilation, Costs, KnobEffect
 from appliance.plan.launch import Phase, Value
 from appliance.tune.refit import Term
 from appliance.tune.workload import Mix, Workload
@@ -51,6 +51,7 @@ class Candidate:
     context: int
     work: Costs
     needs: tuple[Need, ...] = ()
+    compilation: Compilation | None = None  # of its start; None: nothing is compiled
 
     @cached_property
     def by_knob(self) -> dict[str, Value]:

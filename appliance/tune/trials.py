@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError
+from appliance.errors import EngineArgumentsError, EngineError, EngineLibraryError, KernelsError
 from appliance.plan import Plan
 from appliance.tune.candidates import SHARE_FOR_DEPTH, SHARE_FOR_WORK, within
 from appliance.tune.curve import LONGER
 from appliance.tune.measure import DECODE_TOKENS, FirstSampling, Sampling, now
 from appliance.tune.measurement import MARGIN, Measurement, scored
 from appliance.tune.modes import Scored
+from appliance.tune.starts import Compilations, Start, Starts, compiles_nothing
 
 SAME_FOR_EVERY_PLAN = (EngineArgumentsError, EngineLibraryError)
 SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depths, and others have a turn
@@ -20,7 +21,8 @@ SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depth
 class Trials:
     """`take` makes one measurement, or raises what `measure` raises; `on_result` gets each. `kept` are measurements of
     a tuning that was interrupted: they are not done again. Where all of them are failures they do not count: what was
-    in the way of every plan may be gone. `depth` is the workload's."""
+    in the way of every plan may be gone. `depth` is the workload's, `copied_batch` of a plan as in FirstSampling,
+    `compilations` the engine's."""
 
     def __init__(
         self,
@@ -28,9 +30,11 @@ class Trials:
         take: Callable[[Plan, Sampling | FirstSampling], Awaitable[Measurement]],
         *,
         depth: int,
+        copied_batch: Callable[[Plan], int],
         budget_s: float,
         on_result: Callable[[Measurement], None],
         kept: Sequence[Measurement],
+        compilations: Compilations = compiles_nothing,
     ) -> None:
         self.plans = {plan.key: plan for plan in plans}
         self.failures: list[EngineError] = []
@@ -39,8 +43,10 @@ class Trials:
         self._kept = tuple(kept)
         self._take = take
         self._depth = depth
+        self._copied_batch = copied_batch
         self._budget_s = budget_s
         self._on_result = on_result
+        self._compilations = compilations
         # What they took is spent: begun anew with every short pause, the search would look on for ever.
         self._began = now() - sum(m.seconds for m in self.seen)
 
@@ -91,7 +97,19 @@ class Trials:
         fewest = min((len(m.points) for m in enough), default=0)
         alike = [m for m in enough if len(m.points) == fewest] or seen
         own = [m for m in alike if m.key == plan.key]
-        return MARGIN * max((_seconds(m, is_long=is_long) for m in own or alike), default=0.0)
+        longest_s = max((_seconds(m, is_long=is_long) - self._compiled_s(m) for m in own or alike), default=0.0)
+        return MARGIN * (longest_s + self._starts(self.seen).compile_s(self._compilations(plan)))
+
+    def _compiled_s(self, look: Measurement) -> float:
+        """What its start compiled that a later one finds."""
+        before = self.seen[: self.seen.index(look)]
+        return min(look.load_s, self._starts(before).compile_s(self._compilations(self.plans[look.key])))
+
+    def _starts(self, looks: Sequence[Measurement]) -> Starts:
+        return Starts(
+            Start(compilation=self._compilations(self.plans[m.key]), load_s=m.load_s, served=bool(m.points))
+            for m in looks
+        )
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -111,6 +129,9 @@ class Trials:
                 seen = await self._take(plan, how)
         except SAME_FOR_EVERY_PLAN:
             raise
+        except KernelsError as error:
+            error.variant = plan.cpu_variant
+            raise
         except TimeoutError:
             # Nothing is kept of it: another start, with more time, may well measure it.
             return Measurement(key=plan.key, error="the time was up", seconds=now() - began)
@@ -127,6 +148,7 @@ class Trials:
                 wanted=self._depth,
                 work_s=self._budget_s * SHARE_FOR_WORK,
                 deep_s=self._budget_s * SHARE_FOR_DEPTH,
+                copied_batch=self._copied_batch(plan),
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
             )

@@ -14,6 +14,7 @@ from appliance.tune.measure import DECODE_TOKENS, FirstSampling, Sampling
 from appliance.tune.measurement import Measurement
 from appliance.tune.modes import Chosen, Mode, Scored, choose
 from appliance.tune.search import Ask, Effort, Search, Trial
+from appliance.tune.starts import Compilations, compiles_nothing
 from appliance.tune.terms import Candidate
 from appliance.tune.trials import Trials
 from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
@@ -52,7 +53,7 @@ class Tuned:
 
 
 class Tuner:
-    """One tuning. `take`, `on_result` and `kept` are those of `Trials`."""
+    """One tuning. `take`, `on_result`, `kept` and `compilations` are those of `Trials`."""
 
     def __init__(
         self,
@@ -64,14 +65,24 @@ class Tuner:
         budget_s: float,
         on_result: Callable[[Measurement], None],
         kept: Sequence[Measurement] = (),
+        compilations: Compilations = compiles_nothing,
     ) -> None:
         self._space = space
         self._goal = goal
         self._budget_s = budget_s
         contexts = [plan.context for plan in plans]
         self._mix = scaled_mix(goal.mix, min(max(contexts), max(min(contexts), SMALLEST_CONTEXT)))
-        self._trials = Trials(plans, take, depth=self._mix.depth, budget_s=budget_s, on_result=on_result, kept=kept)
-        self._candidates = candidates(space, plans)
+        self._trials = Trials(
+            plans,
+            take,
+            depth=self._mix.depth,
+            copied_batch=self._copied_batch,
+            budget_s=budget_s,
+            on_result=on_result,
+            kept=kept,
+            compilations=compilations,
+        )
+        self._candidates = candidates(space, plans, compilations)
         self._stopped_by = ""
 
     async def run(self) -> Tuned:
@@ -123,6 +134,9 @@ class Tuner:
     def _effort(self) -> Effort:
         depths = self._trials.depths[:2] or (EMPTY, self._mix.depth)
         return Effort(depths=depths, tokens_each=DECODE_TOKENS)
+
+    def _copied_batch(self, plan: Plan) -> int:
+        return self._space.costs(plan).batch if plan.placement.copies_weights else 0
 
     def _end_if_hopeless(self) -> None:
         """An engine that fails with every plan, and not of memory, fails with the next as well."""

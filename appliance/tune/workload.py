@@ -107,7 +107,10 @@ def cost_s(curve: Curve, mix: Mix) -> float:
 
 
 def _limited(curve: Curve, workload: Workload) -> float:
-    seconds = job_s(curve, workload)
-    if workload.ttft_limit_s is None:
-        return seconds
-    return seconds + EXCESS_WEIGHT * max(0.0, ttft_s(curve, workload) - workload.ttft_limit_s)
+    return job_s(curve, workload) + excess_s(ttft_s(curve, workload), workload)
+
+
+def excess_s(ttft_s: float, workload: Workload) -> float:
+    """What a first token that is later than its limit counts for, beside the job's own time."""
+    limit_s = workload.ttft_limit_s
+    return 0.0 if limit_s is None else EXCESS_WEIGHT * max(0.0, ttft_s - limit_s)

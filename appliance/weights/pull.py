@@ -21,7 +21,7 @@ from appliance.weights.fetch import fetch, offline_error
 from appliance.weights.hub import list_repo, only, resolve
 from appliance.weights.meter import FetchProgress
 from appliance.weights.room import size_of
-from appliance.weights.show import Counted, shown
+from appliance.weights.show import Counted, progress_shown
 from appliance.weights.size import as_size
 from appliance.weights.stores import Format, lookup
 from appliance.weights.transfer import digest_file
@@ -98,7 +98,7 @@ def pull(text: str, place: Place, sha256: str | None = None, *, wanted: Wanted |
     own, is_sound = _by_hand(wanted, place.models_dir) if wanted else ((), False)
     if wanted and is_sound:
         return _pulled(wanted, "present", own)
-    with shown() as (on_progress, say):
+    with progress_shown() as (on_progress, say):
         if own:
             say(f"another file of that name and size is there by hand, and is served: {own[0]}")
         return _run(_pull(text, place, sha256, wanted, on_progress, say), say)
@@ -158,7 +158,7 @@ def update(text: str | None, place: Place, *, is_dry: bool) -> tuple[Pulled, ...
     if place.hub.offline:
         raise offline_error(text or "all models")
     folders, references = _to_update(text, place)
-    with shown() as (on_progress, say):
+    with progress_shown() as (on_progress, say):
         pinned = [each for folder in folders for each in _pinned(folder)]
         return (*_run(_update(references, place, is_dry, on_progress, say), say), *pinned)
 

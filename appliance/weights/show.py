@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from appliance.shown import beneath, shown
 from appliance.weights.meter import FetchProgress, Meter
 
 LINE_EVERY_S = 10.0
@@ -30,7 +31,9 @@ class Lines:
 
 
 @contextmanager
-def shown(stream: TextIO | None = None) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
+def progress_shown(
+    stream: TextIO | None = None,
+) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
     """What to call with progress, and with a line of text."""
     to = stream or sys.stderr
 
@@ -47,10 +50,11 @@ def shown(stream: TextIO | None = None) -> Iterator[tuple[Callable[[FetchProgres
 @contextmanager
 def _bar(to: TextIO) -> Iterator[tuple[Callable[[FetchProgress], None], Callable[[str], None]]]:
     # here, since it costs 60 ms of a start and only a terminal needs it
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    console = Console(file=to, highlight=False)
+    from appliance.terminal import Terminal
+
+    console = Terminal(file=to, highlight=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     with Progress(*columns, TextColumn("{task.fields[words]}", markup=False), console=console) as bar:
         task = bar.add_task("asking the hub", total=None, words="")
@@ -75,7 +79,7 @@ class Counted:
     def __init__(
         self, doing: str, total: int, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream, self._now = stream or sys.stderr, now
+        self._stream, self._now = beneath(stream or sys.stderr), now
         self._is_terminal = self._stream.isatty()
         self._is_shown, self._at = False, now()
         self._done = 0
@@ -95,11 +99,11 @@ class Counted:
 
     def _show(self, progress: FetchProgress) -> None:
         if self._is_terminal:
-            self._write(f"\r{progress.describe()}\x1b[K")
+            self._write(f"\r{shown(progress.describe())}\x1b[K")
             self._is_shown = True
         elif self._now() - self._at >= LINE_EVERY_S:
             self._at = self._now()
-            self._write(f"{progress.describe()}\n")
+            self._write(f"{shown(progress.describe())}\n")
 
     def _write(self, text: str) -> None:
         self._stream.write(text)

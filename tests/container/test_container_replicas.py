@@ -22,7 +22,7 @@ from docker.types import Mount
 from tests.container.stages.containers import IMAGE, ROOT, started, volume, wait_for
 from tests.ports import free_port
 
-CLIENTS = 16
+CLIENTS, CLIENTS_MAX = 16, 48
 SLOTS = 2
 WAIT_S = 600  # of a machine that does much else
 ROUTER = f"appliance-router-test:{uuid.uuid4().hex[:8]}"
@@ -154,15 +154,26 @@ def test_the_router_lets_nobody_in_without_the_key(replicas: Replicas) -> None:
 
 def test_a_killed_replica_loses_no_request_that_had_not_begun_and_comes_back(replicas: Replicas) -> None:
     killed = threading.Event()
-    streams = [Stream() for _ in range(CLIENTS)]
-    arguments = [(replicas, number, killed) for number in range(CLIENTS)]
-    threads = [
-        threading.Thread(target=stream.run, args=given) for stream, given in zip(streams, arguments, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
+    streams: list[Stream] = []
+    threads: list[threading.Thread] = []
+
+    def begin_one() -> None:
+        streams.append(Stream())
+        threads.append(threading.Thread(target=streams[-1].run, args=(replicas, len(streams), killed)))
+        threads[-1].start()
+
+    def are_full() -> bool:
+        """The router may take one replica for a while: then more clients come."""
+        if all(replicas.in_flight(name) > SLOTS for name in REPLICAS):
+            return True
+        if len(streams) < CLIENTS_MAX:
+            begin_one()
+        return False
+
+    for _ in range(CLIENTS):
+        begin_one()
     # More requests than slots: at each replica some have begun, and others wait.
-    wait_for(lambda: all(replicas.in_flight(name) > SLOTS for name in REPLICAS), 300, replicas.logs)
+    wait_for(are_full, 300, replicas.logs)
     wait_for(lambda: any(stream.has_begun for stream in streams), 300, replicas.logs)
     victim, other = REPLICAS
     replicas.container(victim).kill()

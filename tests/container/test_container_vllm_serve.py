@@ -79,6 +79,7 @@ def test_whichever_process_is_killed_in_mid_stream_the_client_is_told_and_it_com
     member: str, stage: Stage
 ) -> None:
     old, deaths = tree(stage), stage.names().count("engine_died")
+    shared = set(stage.run("ls", "/dev/shm").split())
     assert old.keys() == TREE.keys()
     body = {"messages": MESSAGES, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     with post(stage, "/v1/chat/completions", body, stream=True) as stream:
@@ -91,8 +92,9 @@ def test_whichever_process_is_killed_in_mid_stream_the_client_is_told_and_it_com
     wait_for(lambda: stage.names().count("engine_died") == deaths + 1, START_S, stage.logs)
     stage.wait_ready(START_S)
     assert not set(old.values()) & set(tree(stage).values())
-    segments = [name for name in stage.run("ls", "/dev/shm").split() if name.startswith("psm_")]
-    assert len(segments) == 2  # of the tree that lives
+    now = set(stage.run("ls", "/dev/shm").split())
+    assert len([name for name in now if name.startswith("psm_")]) == 2  # of the tree that lives
+    assert not shared & now, "semaphores too"
 
 
 def test_dockers_own_shared_memory_is_refused_before_anything_is_started() -> None:

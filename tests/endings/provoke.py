@@ -87,14 +87,15 @@ def main() -> int:
             )
             told: dict[str, Any] = {"name": name, "ended": crash is not None}
             if crash is not None:
+                error = as_error(crash)
                 log = neutral("\n".join((*crash.log[-ENOUGH_LINES:], "")), folder, options.model)
                 told |= {
                     "exit_code": crash.exit_code,
                     "signal": crash.signal,
                     "stalled": crash.stalled,
                     "oom_kills": crash.oom_kills,
-                    "first_error": neutral(crash.first_error or "", folder, options.model),
-                    "code": as_error(crash).exit_code,
+                    "message": neutral(str(error), folder, options.model),
+                    "code": error.exit_code,
                 }
                 if options.out:
                     (options.out / f"{name}.txt").write_text(log, encoding="utf-8")

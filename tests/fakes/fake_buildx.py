@@ -3,6 +3,7 @@
 
 It appends its words to FAKE_BUILDX_LOG. With `type=local` it writes FAKE_MANIFEST as files.sha256; with `type=oci` an
 archive of one layer, of which it holds the next of FAKE_LAYERS, its labels in the configuration. FAKE_CODE ends it.
+FAKE_EDITS, `NUMBER FILE`: in the run of that number it writes to the file, as somebody does meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ def main() -> int:
     log = Path(os.environ["FAKE_BUILDX_LOG"])
     earlier = log.read_text("utf-8").splitlines() if log.exists() else []
     log.write_text("\n".join([*earlier, json.dumps(words)]) + "\n", "utf-8")
+    number, _, edited = os.environ.get("FAKE_EDITS", "").partition(" ")
+    if number == str(len(earlier) + 1):
+        with Path(edited).open("a") as file:
+            file.write("# edited\n")
     if code := int(os.environ.get("FAKE_CODE", "0")):
         print("ERROR: failed to solve: a step failed")
         return code

@@ -119,61 +119,7 @@ class Daemon:
 
 
 def _appliance(daemon: Daemon, container: Container, bind: str, port: int) -> ThreadingHTTPServer:
-    class Handler(_Quiet):
-        def do_GET(self) -> None:
-            if self.path == "/health/ready":
-                document = daemon.phase(container)
-                return self.say(200 if document["status"] == "ready" else 503, document)
-            if self._is_stranger():
-                return self.say(401, {"error": {"message": "invalid API key", "code": "invalid_api_key"}})
-            if self.path == "/v1/models":
-                return self.say(
-                    200, {"object": "list", "data": [{"id": "m", "object": "model", "context_length": 8192}]}
-                )
-            if self.path == "/metrics":
-                text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
-                return self.send(200, text.encode(), "text/plain")
-            documents = {"status": daemon.status(container), "tuning": {"measurements": [{}]}}
-            return self.say(200, documents[self.path.rsplit("/", 1)[-1]])
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self._is_stranger():
-                return self.say(401, {"error": {"message": "invalid API key", "code": "invalid_api_key"}})
-            if self.path == "/appliance/v1/tuning":
-                if daemon.knobs.tuning == "off":
-                    return self.say(409, {"error": {"message": "measuring is off", "code": "tuning_off"}})
-                return self.say(200, {"state": daemon.knobs.tuning})
-            if daemon.knobs.answer == "refused":
-                return self.say(503, {"error": {"message": "the model is being loaded", "code": "model_loading"}})
-            return self._stream(len(body["messages"]))
-
-        def _stream(self, messages: int) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            self.close_connection = True
-            for word in (f"{messages}: ", *WORDS):
-                if daemon.knobs.answer == "error" and word == WORDS[-1]:
-                    self._event({"error": {"message": "shutting down"}})
-                    break
-                if daemon.knobs.answer == "torn" and word == WORDS[-1]:
-                    return None
-                self._event({"choices": [{"delta": {"content": word}}]})
-            return self.chunk(b"data: [DONE]\n\n", b"")
-
-        def _event(self, document: Any) -> None:
-            self.chunk(f"data: {json.dumps(document)}\n\n".encode())
-
-        def _is_stranger(self) -> bool:
-            wanted = daemon.knobs.wanted_key
-            return bool(wanted) and self.headers.get("Authorization") != f"Bearer {wanted}"
-
-    class Server(ThreadingHTTPServer):
-        allow_reuse_address = True
-
-    server = Server((bind, port), Handler)
+    server = ApplianceServer(daemon, container, bind, port)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     return server
 
@@ -205,143 +151,212 @@ class _Quiet(BaseHTTPRequestHandler):
         """Nothing: what was asked is written as JSON."""
 
 
-def _handler(daemon: Daemon, log: Path) -> type[_Quiet]:
-    knobs = daemon.knobs
+class ApplianceServer(ThreadingHTTPServer):
+    allow_reuse_address = True
 
-    class Handler(_Quiet):
-        def do_GET(self) -> None:
-            self._answer("GET")
+    def __init__(self, daemon: Daemon, container: Container, bind: str, port: int) -> None:
+        self.daemon, self.container = daemon, container
+        super().__init__((bind, port), ApplianceHandler)
 
-        def do_HEAD(self) -> None:
-            self.say(404)
 
-        def do_POST(self) -> None:
-            self._answer("POST")
+class ApplianceHandler(_Quiet):
+    server: ApplianceServer
 
-        def do_DELETE(self) -> None:
-            self._answer("DELETE")
+    @property
+    def knobs(self) -> argparse.Namespace:
+        return self.server.daemon.knobs
 
-        def _answer(self, method: str) -> None:
-            parts = urlsplit(self.path)
-            length = int(self.headers.get("Content-Length") or 0)
-            self.body = json.loads(self.rfile.read(length) or b"null")
-            self.query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-            words = parts.path.split("/")[2:] if parts.path.startswith("/v1.") else parts.path.split("/")[1:]
-            with log.open("a") as file:
-                file.write(json.dumps({"method": method, "path": "/".join(words), "body": self.body}) + "\n")
-            if knobs.broken and words[-1] != "version":
-                return self.say(500, {"message": knobs.broken})
-            name = "_".join((method.lower(), words[0], *([words[-1]] if len(words) > 1 else [])))
-            if words[0] in ("containers", "images") and len(words) > 2:
-                return self._of_one(method, words)
-            answers: dict[str, Callable[[], None]] = {
-                "get_version": lambda: self.say(200, {"ApiVersion": "1.45", "Version": "26.1"}),
-                "get_info": self._info,
-                "get_containers_json": self._list,
-                "post_containers_create": self._create,
-                "get_images_json": lambda: self.say(200, [_image_row(each, knobs) for each in knobs.image]),
-                "post_images_create": self._pull,
-            }
-            if method == "DELETE":
-                return self._remove(words[1])
-            return answers[name]()
+    def do_GET(self) -> None:
+        if self.path == "/health/ready":
+            document = self.server.daemon.phase(self.server.container)
+            return self.say(200 if document["status"] == "ready" else 503, document)
+        if self._is_stranger():
+            return self.say(401, {"error": {"message": "invalid API key", "code": "invalid_api_key"}})
+        if self.path == "/v1/models":
+            return self.say(200, {"object": "list", "data": [{"id": "m", "object": "model", "context_length": 8192}]})
+        if self.path == "/metrics":
+            text = "# TYPE a gauge\nappliance_requests_in_flight 1.0\nappliance_stream_events_per_second 42.5\n"
+            return self.send(200, text.encode(), "text/plain")
+        documents = {"status": self.server.daemon.status(self.server.container), "tuning": {"measurements": [{}]}}
+        return self.say(200, documents[self.path.rsplit("/", 1)[-1]])
 
-        def _info(self) -> None:
-            runtimes: dict[str, Any] = {"runc": {}, **({"nvidia": {}} if knobs.nvidia_runtime else {})}
-            devices = [{"Source": "cdi", "ID": each} for each in knobs.cdi]
-            self.say(200, {"Runtimes": runtimes, "DiscoveredDevices": devices, "SecurityOptions": knobs.security})
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._is_stranger():
+            return self.say(401, {"error": {"message": "invalid API key", "code": "invalid_api_key"}})
+        if self.path == "/appliance/v1/tuning":
+            if self.knobs.tuning == "off":
+                return self.say(409, {"error": {"message": "measuring is off", "code": "tuning_off"}})
+            return self.say(200, {"state": self.knobs.tuning})
+        if self.knobs.answer == "refused":
+            return self.say(503, {"error": {"message": "the model is being loaded", "code": "model_loading"}})
+        return self._stream(len(body["messages"]))
 
-        def _list(self) -> None:
-            filters = json.loads(self.query.get("filters", "{}"))
-            rows = [_row(daemon, each) for each in daemon.containers.values()]
-            for wanted in filters.get("name", []):
-                rows = [row for row in rows if row["Names"][0].lstrip("/") == wanted[3:-1]]
-            for wanted in filters.get("label", []):
-                rows = [row for row in rows if wanted in row["Labels"]]
-            self.say(200, rows)
+    def _stream(self, messages: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.close_connection = True
+        for word in (f"{messages}: ", *WORDS):
+            if self.knobs.answer == "error" and word == WORDS[-1]:
+                self._event({"error": {"message": "shutting down"}})
+                break
+            if self.knobs.answer == "torn" and word == WORDS[-1]:
+                return None
+            self._event({"choices": [{"delta": {"content": word}}]})
+        return self.chunk(b"data: [DONE]\n\n", b"")
 
-        def _create(self) -> None:
-            name = self.query.get("name") or f"made-{len(daemon.containers)}"
-            if daemon.find(name):
-                return self.say(409, {"message": f'Conflict. The container name "/{name}" is already in use'})
-            if self.body["Image"] not in knobs.image:
-                return self.say(404, {"message": f"No such image: {self.body['Image']}"})
-            id_ = f"{len(daemon.containers) + 1:064x}"
-            made = Container(id=id_, name=name, config=self.body, host=self.body.pop("HostConfig"))
-            made.key = b"" if knobs.key == "empty" else made.key
-            daemon.containers[id_] = made
-            return self.say(201, {"Id": id_, "Warnings": []})
+    def _event(self, document: Any) -> None:
+        self.chunk(f"data: {json.dumps(document)}\n\n".encode())
 
-        def _of_one(self, method: str, words: list[str]) -> None:
-            if words[0] == "images":
-                name = "/".join(words[1:-1])
-                if name not in knobs.image:
-                    return self.say(404, {"message": f"No such image: {name}"})
-                return self.say(200, _image(name, knobs))
-            found = daemon.find(words[1])
-            if found is None:
-                return self.say(404, {"message": f"No such container: {words[1]}"})
-            return self._of_container(words[-1], found)
+    def _is_stranger(self) -> bool:
+        wanted = self.knobs.wanted_key
+        return bool(wanted) and self.headers.get("Authorization") != f"Bearer {wanted}"
 
-        def _of_container(self, word: str, found: Container) -> None:
-            if word == "json":
-                return self.say(200, _inspected(daemon, found))
-            if word == "start":
-                return self.say(*daemon.start(found))
-            if word == "stop":
-                daemon.end(found)
-                return self.say(204)
-            if word == "kill":  # with the exit code in place of a signal
-                daemon.end(found, int(self.query["signal"]))
-                return self.say(204)
-            if word == "update":
-                found.host.update(self.body)
-                return self.say(200, {"Warnings": []})
-            if word == "rename":
-                found.name = self.query["name"]
-                return self.say(204)
-            if word == "logs":
-                return self._logs(found)
-            if word == "archive" and knobs.key != "none":
-                return self.send(200, _tar(found.key), "application/x-tar", {"X-Docker-Container-Path-Stat": "e30="})
-            return self.say(404, {"message": f"Could not find the file in container: {word}"})
 
-        def _logs(self, found: Container) -> None:
-            tail = self.query.get("tail", "all")
-            lines = found.log if tail == "all" else found.log[len(found.log) - int(tail) :]
-            if self.query.get("follow") != "1":
-                return self.send(200, b"".join(map(_framed, lines)), "application/vnd.docker.raw-stream")
-            self.send_response(200)
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            self.chunk(*map(_framed, lines))
-            while found.server:  # it is alive
-                self.chunk(_framed(b"still here"))
-                time.sleep(0.05)
-            return self.chunk(b"")
+class DockerHandler(_Quiet):
+    server: UnixServer
 
-        def _remove(self, id_: str) -> None:
-            found = daemon.find(id_)
-            if found is None:
-                return self.say(404, {"message": f"No such container: {id_}"})
-            daemon.end(found)
-            del daemon.containers[found.id]
+    @property
+    def daemon(self) -> Daemon:
+        return self.server.daemon
+
+    @property
+    def knobs(self) -> argparse.Namespace:
+        return self.daemon.knobs
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_HEAD(self) -> None:
+        self.say(404)
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def _answer(self, method: str) -> None:
+        parts = urlsplit(self.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body = json.loads(self.rfile.read(length) or b"null")
+        self.query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        words = parts.path.split("/")[2:] if parts.path.startswith("/v1.") else parts.path.split("/")[1:]
+        with self.server.log.open("a") as file:
+            file.write(json.dumps({"method": method, "path": "/".join(words), "body": self.body}) + "\n")
+        if self.knobs.broken and words[-1] != "version":
+            return self.say(500, {"message": self.knobs.broken})
+        name = "_".join((method.lower(), words[0], *([words[-1]] if len(words) > 1 else [])))
+        if words[0] in ("containers", "images") and len(words) > 2:
+            return self._of_one(method, words)
+        answers: dict[str, Callable[[], None]] = {
+            "get_version": lambda: self.say(200, {"ApiVersion": "1.45", "Version": "26.1"}),
+            "get_info": self._info,
+            "get_containers_json": self._list,
+            "post_containers_create": self._create,
+            "get_images_json": lambda: self.say(200, [_image_row(each, self.knobs) for each in self.knobs.image]),
+            "post_images_create": self._pull,
+        }
+        if method == "DELETE":
+            return self._remove(words[1])
+        return answers[name]()
+
+    def _info(self) -> None:
+        runtimes: dict[str, Any] = {"runc": {}, **({"nvidia": {}} if self.knobs.nvidia_runtime else {})}
+        devices = [{"Source": "cdi", "ID": each} for each in self.knobs.cdi]
+        self.say(200, {"Runtimes": runtimes, "DiscoveredDevices": devices, "SecurityOptions": self.knobs.security})
+
+    def _list(self) -> None:
+        filters = json.loads(self.query.get("filters", "{}"))
+        rows = [_row(self.daemon, each) for each in self.daemon.containers.values()]
+        for wanted in filters.get("name", []):
+            rows = [row for row in rows if row["Names"][0].lstrip("/") == wanted[3:-1]]
+        for wanted in filters.get("label", []):
+            rows = [row for row in rows if wanted in row["Labels"]]
+        self.say(200, rows)
+
+    def _create(self) -> None:
+        name = self.query.get("name") or f"made-{len(self.daemon.containers)}"
+        if self.daemon.find(name):
+            return self.say(409, {"message": f'Conflict. The container name "/{name}" is already in use'})
+        if self.body["Image"] not in self.knobs.image:
+            return self.say(404, {"message": f"No such image: {self.body['Image']}"})
+        id_ = f"{len(self.daemon.containers) + 1:064x}"
+        made = Container(id=id_, name=name, config=self.body, host=self.body.pop("HostConfig"))
+        made.key = b"" if self.knobs.key == "empty" else made.key
+        self.daemon.containers[id_] = made
+        return self.say(201, {"Id": id_, "Warnings": []})
+
+    def _of_one(self, method: str, words: list[str]) -> None:
+        if words[0] == "images":
+            name = "/".join(words[1:-1])
+            if name not in self.knobs.image:
+                return self.say(404, {"message": f"No such image: {name}"})
+            return self.say(200, _image(name, self.knobs))
+        found = self.daemon.find(words[1])
+        if found is None:
+            return self.say(404, {"message": f"No such container: {words[1]}"})
+        return self._of_container(words[-1], found)
+
+    def _of_container(self, word: str, found: Container) -> None:
+        if word == "json":
+            return self.say(200, _inspected(self.daemon, found))
+        if word == "start":
+            return self.say(*self.daemon.start(found))
+        if word == "stop":
+            self.daemon.end(found)
             return self.say(204)
+        if word == "kill":  # with the exit code in place of a signal
+            self.daemon.end(found, int(self.query["signal"]))
+            return self.say(204)
+        if word == "update":
+            found.host.update(self.body)
+            return self.say(200, {"Warnings": []})
+        if word == "rename":
+            found.name = self.query["name"]
+            return self.say(204)
+        if word == "logs":
+            return self._logs(found)
+        if word == "archive" and self.knobs.key != "none":
+            return self.send(200, _tar(found.key), "application/x-tar", {"X-Docker-Container-Path-Stat": "e30="})
+        return self.say(404, {"message": f"Could not find the file in container: {word}"})
 
-        def _pull(self) -> None:
-            name = f"{self.query['fromImage']}:{self.query['tag']}"
-            if knobs.pull == "refused":
-                return self.say(404, {"message": f"pull access denied for {name}"})
-            knobs.image.append(name)
-            events = [{"status": "Downloading", "id": "a", "progressDetail": {"current": 5, "total": 10}}]
-            if knobs.pull == "error":
-                events.append({"error": "unexpected EOF"})
-            self.send_response(200)
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            return self.chunk(*(json.dumps(event).encode() + b"\r\n" for event in events), b"")
+    def _logs(self, found: Container) -> None:
+        tail = self.query.get("tail", "all")
+        lines = found.log if tail == "all" else found.log[len(found.log) - int(tail) :]
+        if self.query.get("follow") != "1":
+            return self.send(200, b"".join(map(_framed, lines)), "application/vnd.docker.raw-stream")
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.chunk(*map(_framed, lines))
+        while found.server:  # it is alive
+            self.chunk(_framed(b"still here"))
+            time.sleep(0.05)
+        return self.chunk(b"")
 
-    return Handler
+    def _remove(self, id_: str) -> None:
+        found = self.daemon.find(id_)
+        if found is None:
+            return self.say(404, {"message": f"No such container: {id_}"})
+        self.daemon.end(found)
+        del self.daemon.containers[found.id]
+        return self.say(204)
+
+    def _pull(self) -> None:
+        name = f"{self.query['fromImage']}:{self.query['tag']}"
+        if self.knobs.pull == "refused":
+            return self.say(404, {"message": f"pull access denied for {name}"})
+        self.knobs.image.append(name)
+        events = [{"status": "Downloading", "id": "a", "progressDetail": {"current": 5, "total": 10}}]
+        if self.knobs.pull == "error":
+            events.append({"error": "unexpected EOF"})
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        return self.chunk(*(json.dumps(event).encode() + b"\r\n" for event in events), b"")
 
 
 def _framed(line: bytes) -> bytes:
@@ -392,6 +407,10 @@ class UnixServer(ThreadingHTTPServer):
     address_family = socket.AF_UNIX
     daemon_threads = True
 
+    def __init__(self, address: Any, daemon: Daemon, log: Path) -> None:
+        self.daemon, self.log = daemon, log
+        super().__init__(address, DockerHandler)
+
     def server_bind(self) -> None:
         self.socket.bind(self.server_address)  # its path
         self.server_name, self.server_port = "unix", 0
@@ -428,7 +447,7 @@ def main() -> None:
     parser.add_argument("--pull", choices=("whole", "refused", "error"), default="whole")
     knobs = parser.parse_args()
     address: Any = str(knobs.socket)
-    server = UnixServer(address, _handler(Daemon(knobs), knobs.socket.with_suffix(".log")))
+    server = UnixServer(address, Daemon(knobs), knobs.socket.with_suffix(".log"))
     print("ready", flush=True)
     sys.stdin.close()
     server.serve_forever(poll_interval=0.05)

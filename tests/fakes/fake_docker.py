@@ -75,12 +75,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for word in WORDS:
+        for word in ("".join(WORDS),) if self.knobs.answer == "at-once" else WORDS:
             if self.knobs.answer == "error" and word == WORDS[-1]:
                 self._event(ERROR)
                 return
             self._event({"choices": [{"delta": {"content": word}}]})
-            time.sleep(0.0 if self.knobs.answer == "at-once" else TOKEN_S)
+            time.sleep(TOKEN_S)
         self._event({"choices": [], "usage": {"completion_tokens": len(WORDS)}})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -152,7 +152,10 @@ def main() -> None:
     parser.add_argument("--state", default="running")
     parser.add_argument("--ready", type=int, default=1)
     parser.add_argument(
-        "--answer", choices=("whole", "error", "at-once"), default="whole", help="error: breaks off with one"
+        "--answer",
+        choices=("whole", "error", "at-once"),
+        default="whole",
+        help="error: breaks off with one; at-once: all in one piece",
     )
     parser.add_argument("--status-document", choices=("whole", "unfit", "error", "list"), default="whole")
     states = ("measured", "waiting", "measuring", "off", "failed")

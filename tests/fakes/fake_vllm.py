@@ -274,15 +274,24 @@ def _send_bytes(pipe: socket.socket, data: bytes) -> None:
 
 
 def shared_memory(options: argparse.Namespace) -> mmap.mmap:
-    """What EngineCore and its workers share, as Python names it; left behind by whoever is killed."""
+    """What EngineCore and its workers share, as Python names it, and a semaphore as the C library makes it: mapped
+    under another name than it is left with. Both stay behind by whoever is killed."""
     if options.fake_segments is None:
         return mmap.mmap(-1, 4096)
-    path = Path("/dev/shm") / f"psm_{secrets.token_hex(4)}"
+    folder = Path("/dev/shm")
+    path, semaphore = folder / f"psm_{secrets.token_hex(4)}", folder / f"sem.mp-{secrets.token_hex(4)}"
     with options.fake_segments.open("a") as names:
-        names.write(f"{path}\n")
-    with path.open("wb") as file:
+        names.write(f"{path}\n{semaphore}\n")
+    unnamed = folder / f"sem.{secrets.token_hex(3)}"
+    options.held = new_mapping(unnamed)
+    semaphore.hardlink_to(unnamed)
+    unnamed.unlink()
+    return new_mapping(path)
+
+
+def new_mapping(path: Path) -> mmap.mmap:
+    with path.open("w+b") as file:
         file.truncate(4096)
-    with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 4096)
 
 
@@ -333,7 +342,7 @@ def load(options: argparse.Namespace) -> None:
     log("Available KV cache memory: 1.00 GiB", where="gpu_worker.py:773")
     blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
     concurrency = blocks / -(-options.max_model_len // options.block_size)
-    tokens = f"{int(concurrency * options.max_model_len):,}"
+    tokens = f"{tokens_of(options):,}"
     words = f"GPU KV cache size: {tokens} tokens, Maximum concurrency for {options.max_model_len:,} tokens per request"
     log(f"{words}: {concurrency:.2f}x", where="kv_cache_utils.py:2327")
     if not options.enforce_eager:
@@ -341,6 +350,12 @@ def load(options: argparse.Namespace) -> None:
         log("Graph capturing finished in 2 secs, took 0.05 GiB", where="gpu_model_runner.py:6517")
     pause(options, "warm-up")
     log("init engine (profile, create kv cache, warmup model) took 2.90 s", where="core.py:413")
+
+
+def tokens_of(options: argparse.Namespace) -> int:
+    """That all requests together may have: as many contexts as all blocks carry."""
+    blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
+    return int(blocks / -(-options.max_model_len // options.block_size) * options.max_model_len)
 
 
 def compile_model(options: argparse.Namespace) -> None:
@@ -514,9 +529,26 @@ class Handler(BaseHTTPRequestHandler):
     def metrics(self) -> None:
         options = self.server.options
         blocks = options.kv_cache_memory_bytes // options.fake_block_bytes
-        labels = f'block_size="{options.block_size}",num_gpu_blocks="{blocks}",cache_dtype="auto"'
+        tokens = tokens_of(options) - options.fake_tokens_less
+        told = {  # as 0.33.0 has them: every field of its CacheConfig as a text, sorted
+            "block_size": options.block_size,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": True,
+            "engine": 0,
+            "gpu_memory_utilization": 0.92,
+            "kv_cache_dtype_skip_layers": [],
+            "kv_cache_max_concurrency": tokens / options.max_model_len,
+            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+            "kv_cache_size_tokens": tokens,
+            "num_cpu_blocks": None,
+            "num_gpu_blocks": blocks + options.fake_more_blocks,
+            "num_gpu_blocks_override": None,
+        }
+        labels = ",".join(f'{name}="{value}"' for name, value in told.items())
         running = len(self.server.answers)
         lines = [
+            "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
+            "# TYPE vllm:cache_config_info gauge",
             f"vllm:cache_config_info{{{labels}}} 1.0",
             f"vllm:num_requests_running {running:.1f}",
             f"vllm:kv_cache_usage_perc {min(running * FULL_PER_REQUEST, 1.0)}",
@@ -724,6 +756,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--fake-decode-ms", type=float, default=10.0, help="a token, by the engine's clock: nothing is waited for")
     add("--fake-prefill-ms", type=float, default=1.0)
     add("--fake-block-bytes", type=int, default=368_640)
+    add("--fake-more-blocks", type=int, default=0, help="in its metrics than it was given bytes for")
+    add("--fake-tokens-less", type=int, default=0, help="in its metrics than in its log")
     add("--fake-write-s", type=float, default=0.0, help="a compile cache is half a file for so long")
     add("--fake-watchdog-s", type=float, default=0.2, help="from EngineCore's death to the end; vLLM takes up to 5")
     add("--fake-hang-at", choices=STAGES, help="no line and no work from there on")

@@ -20,7 +20,7 @@ from images import recipe as recipes
 from images.rows import PROJECT
 from tests.builders import facts_for
 from tests.golden.files import write_anew
-from tests.golden.machines import MACHINES, _without_gpu
+from tests.golden.machines import MACHINES, without_gpu
 
 HERE = Path(__file__).parent / "choices"
 
@@ -43,7 +43,7 @@ KINDS: Mapping[str, Hardware] = {
     "2x2080ti-22g": MACHINES["2x2080ti-22g"],
     "cpu-16g": MACHINES["cpu-16g"],
     "h100": _one_card("h200", vram_mib=81559, gb_s=3352.0, memory_mib=256000),
-    "two-cores": _without_gpu(8192, 2),
+    "two-cores": without_gpu(8192, 2),
 }
 
 

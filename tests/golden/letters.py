@@ -21,6 +21,7 @@ FASTER, AS_FAST = 1.05, 0.95  # measuring tells no smaller differences
 PAYS, FOR = 0.12, 4 / 3  # K: more than that share of the speed, for less context than so many times
 HOST_KV_MIB = 4e9 / MIB  # A
 FAR_BELOW = 2.0  # P: so many times the speed is there for the asking
+FAR_BELOW_WHOLE = 1.25  # where everything is on a GPU, it costs nothing but memory that is left
 CUDA_CONTEXT_MIB = 550.0  # O: what a process holds of a GPU before the first buffer, 250 to 550 by driver and card
 # LLAMA_SPLIT_MODE_TENSOR is not implemented for these: llm_arch_supports_sm_tensor of src/llama-arch.cpp at the pin.
 NO_TENSOR_MODE = frozenset({
@@ -44,12 +45,13 @@ class Judged:
     space: Space
     rivals: tuple[Plan, ...] = ()
     splits: Callable[[], frozenset[str]] = frozenset
+    long_costs: Callable[[Plan], Costs] | None = None
 
     def decode(self, plan: Plan, depth: float = EMPTY) -> float:
         return decode_tokens_per_s(self.space.costs(plan), depth)
 
     def prefill(self, plan: Plan) -> float:
-        return prefill_tokens_per_s(self.space.costs(plan), LONG_PROMPT)
+        return prefill_tokens_per_s((self.long_costs or self.space.costs)(plan), LONG_PROMPT)
 
 
 def decode_tokens_per_s(costs: Costs, depth: float) -> float:
@@ -108,14 +110,19 @@ def attention_away(judged: Judged) -> str | None:
 
 
 def slow_prompts(judged: Judged) -> str | None:
-    """P: weights in host memory are copied in batches that are too small, or from memory that is not pinned."""
+    """P: weights in host memory are copied in batches that are too small, or from memory that is not pinned; or all is
+    on one GPU, and experts get few tokens at once though memory is left. Several cards work on batches in turn, and of
+    larger ones there are fewer."""
     plan = judged.plan
-    if not plan.placement.shares or is_on_gpus(plan):
+    if not plan.placement.shares or (is_on_gpus(plan) and len(plan.placement.shares) > 1):
         return None
     same = (r for r in judged.rivals if r.context >= plan.context and r.kv_type == plan.kv_type)
-    best = max(same, key=judged.prefill, default=plan)
+    cards = len(plan.placement.shares)
+    alike = (r for r in same if is_on_gpus(r) == is_on_gpus(plan) and len(r.placement.shares) <= cards)
+    best = max(alike, key=judged.prefill, default=plan)
     gain = judged.prefill(best) / judged.prefill(plan)
-    if gain < FAR_BELOW or judged.decode(best) < (1 - PAYS) * judged.decode(plan):
+    least = FAR_BELOW_WHOLE if is_on_gpus(plan) else FAR_BELOW
+    if gain < least or judged.decode(best) < (1 - PAYS) * judged.decode(plan):
         return None
     launch = launch_of(best)
     with_what = f"ubatch {launch.ubatch} and load mode {launch.load_mode}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from appliance.probe import Cpu, GpuProbe, GpuSpeed, Hardware, Memory, Speeds, Volume
+from appliance.probe import GpuSpeed, Hardware, Speeds
+from tests.builders import machine
 from tests.fakes.machines import hardware_of
 
 _DESCRIBED = (
@@ -18,21 +18,11 @@ _DESCRIBED = (
 HASWELL = ("avx", "avx2", "bmi2", "f16c", "fma", "sse4_2")
 
 
-def _without_gpu(memory_mib: int, cores: int, *, limit_mib: int | None = None) -> Hardware:
-    return Hardware(
-        cpu=Cpu(model_name="described", logical=2 * cores, physical=cores, quota=None, isa=HASWELL),
-        memory=Memory(
-            total_mib=memory_mib,
-            available_mib=memory_mib - 2048,
-            limit_mib=limit_mib,
-            limit_used_mib=None if limit_mib is None else 64,
-            memlock_limit_mib=8,
-        ),
-        numa=(),
-        volume=Volume(path=Path("/data"), free_mib=100_000, total_mib=500_000, is_writable=True),
-        gpus=GpuProbe(),
-        gpu_requested=False,
-    )
+def without_gpu(memory_mib: int, cores: int, *, limit_mib: int | None = None) -> Hardware:
+    return machine(
+        total_mib=memory_mib, limit_mib=limit_mib, logical=2 * cores, physical=cores, isa=HASWELL, taken_mib=2048,
+        limit_used_mib=64, volume_mib=200_000,
+    )  # fmt: skip
 
 
 def _alone(name: str) -> Hardware:
@@ -58,8 +48,8 @@ def _measured(name: str) -> Hardware:
 
 
 MACHINES: Mapping[str, Hardware] = {
-    "cpu-16g": _without_gpu(16384, 8),
-    "cpu-limit-8g": _without_gpu(65536, 16, limit_mib=8192),
+    "cpu-16g": without_gpu(16384, 8),
+    "cpu-limit-8g": without_gpu(65536, 16, limit_mib=8192),
     **{name: hardware_of(name) for name in _DESCRIBED},
     "4090": _alone("2x4090"),
     "4090-measured": _measured("2x4090"),

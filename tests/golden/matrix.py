@@ -7,23 +7,26 @@ python -m tests.golden.matrix    writes matrix.md anew, and of matrix/known.yaml
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from appliance.engines.llama.planning.batch import PINNED, long_costs
+from appliance.engines.llama.planning.inputs import PlanInputs, plan_inputs
 from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import FatalError
 from appliance.model import Model
-from appliance.plan import Plan
+from appliance.plan import Costs, Plan
 from appliance.probe import Hardware
 from appliance.probe.described import read_machine
 from appliance.settings import CONTEXT_STEP, resolve_settings
 from tests.builders import facts_for, model
-from tests.golden.letters import Judged, is_on_gpus, objections
+from tests.golden.letters import LONG_PROMPT, Judged, is_on_gpus, objections
 
 HERE = Path(__file__).parent / "matrix"
 TABLE, KNOWN = Path(__file__).parent / "matrix.md", HERE / "known.yaml"
@@ -53,7 +56,7 @@ prompts, **T** no tensor mode tried, **O** out of memory; why each is left: `mat
 decode near empty / with half of the context, prefill of 8,192 tokens."""
 KNEE_TYPES = ("f16", "q8_0")
 SMALL = 4096
-LARGE_BATCHES = ("2048", "4096")
+LARGE_BATCHES = ("2048", "4096")  # of what is on GPUs alone no figure is known beyond the first
 
 
 @cache
@@ -88,7 +91,26 @@ class Cell:
         space = self.space()
         plan = space.best
         rivals = (*self._knees(), *self._larger_batches(plan))
-        return Judged(plan=plan, model=self.of, space=space, rivals=rivals, splits=lambda: _splits(space))
+        return Judged(
+            plan=plan,
+            model=self.of,
+            space=space,
+            rivals=rivals,
+            splits=lambda: _splits(space),
+            long_costs=self._long_costs,
+        )
+
+    def _long_costs(self, plan: Plan) -> Costs:
+        launch = launch_of(plan)
+        inputs = self._inputs
+        job = replace(inputs.job, context=padded(plan.context), kv_type=plan.kv_type, ubatch=launch.ubatch)
+        is_pinned = launch.load_mode in PINNED
+        return long_costs(job, inputs.resources, plan.placement, LONG_PROMPT, is_pinned=is_pinned)
+
+    @cached_property
+    def _inputs(self) -> PlanInputs:
+        image, engine = facts_for(machine(self.machine))
+        return plan_inputs(resolve_settings(self.flags, {}), image, engine, machine(self.machine), self.of)
 
     def _knees(self) -> Iterator[Plan]:
         """The largest context with every layer on the GPUs, for each type of the cache."""
@@ -109,12 +131,12 @@ class Cell:
             yield best
 
     def _larger_batches(self, plan: Plan) -> Iterator[Plan]:
-        """The same context, where weights are in host memory beside a GPU."""
-        if is_on_gpus(plan) or not plan.placement.shares:
+        """The same context beside a GPU. The way to load matters where weights are in host memory."""
+        if not plan.placement.shares:
             return
         same = {"ctx_size": str(plan.context), "kv_type": plan.kv_type}
-        for ubatch in LARGE_BATCHES:
-            for load_mode in ("auto", "none"):
+        for ubatch in LARGE_BATCHES[:1] if is_on_gpus(plan) else LARGE_BATCHES:
+            for load_mode in ("auto",) if is_on_gpus(plan) else ("auto", "none"):
                 if found := self._best(**same, ubatch=ubatch, load_mode=load_mode):
                     yield found
 

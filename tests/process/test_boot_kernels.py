@@ -120,14 +120,65 @@ def test_one_that_dies_while_it_is_measured_is_ruled_out_and_the_next_is_measure
         assert serving.document("profile")["key"]["parts"]["cpu_variant"] == "haswell"
         serving.terminate()
     assert variants(home)[0] == "zen4"
-    assert set(variants(home)[1:]) == {"haswell"}, (variants(home), serving.text)
+    # x64 is the next fastest then, and measured beside it.
+    assert set(variants(home)[1:]) == {"haswell", "x64"}, (variants(home), serving.text)
 
 
 def test_the_verb_that_measures_goes_on_with_the_next_variant(home: Home) -> None:
     home.set_engine("--sigill-before-ready", where=" GGML_CPU_VARIANT=zen4 ")
     done = home.command("tune", beside=None, **FEW)
     assert done.returncode == 0, done.stderr
-    assert set(variants(home)[1:]) == {"haswell"}
+    assert set(variants(home)[1:]) == {"haswell", "x64"}
+
+
+def test_the_next_fastest_is_measured_beside_the_usual_and_serves_where_it_is_faster(home: Home) -> None:
+    """Instructions promise what a CPU need not keep: one that lowers its clock for them, one with half of the units."""
+    home.set_variants("haswell", "zen4")
+    home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
+    done = home.command("tune", beside=None, **FEW)
+    assert done.returncode == 0, done.stderr
+    assert set(variants(home)) == {"zen4", "haswell"}
+    assert [line.split()[0] for line in home.checked] == ["zen4", "haswell"]
+    home.starts.unlink()
+    said = served(home, **FEW)
+    assert variants(home) == ["haswell"]
+    assert len(home.checked) == 2
+    (said_of,) = (c for c in home.plan(**FEW)["choices"] if c["name"] == "cpu_variant")
+    assert (said_of["value"], said_of["source"]) == ("haswell", "measured")
+    assert not [event for event in said if event["event"] == "cpu_variant_ruled_out"]
+
+
+def test_the_next_fastest_that_computes_wrongly_is_not_measured(home: Home) -> None:
+    home.set_variants("haswell", "zen4")
+    home.set_kernel_check("--say", "haswell=wrong")
+    done = home.command("tune", beside=None, **FEW)
+    assert done.returncode == 0, done.stderr
+    assert set(variants(home)) == {"zen4"}
+    assert list(kept(home)["ruled_out"]) == ["haswell"]
+    assert variants(home)[0] == "zen4"
+    assert served(home, **FEW)
+    assert set(variants(home)) == {"zen4"}
+
+
+def test_the_next_fastest_that_dies_while_it_is_measured_is_ruled_out_alone(home: Home) -> None:
+    home.set_variants("haswell", "zen4")
+    home.set_engine("--sigill-before-ready", where=" GGML_CPU_VARIANT=haswell ")
+    done = home.command("tune", beside=None, **FEW)
+    assert done.returncode == 0, done.stderr
+    assert list(kept(home)["ruled_out"]) == ["haswell"]
+    home.starts.unlink()
+    assert served(home, **FEW)
+    assert variants(home) == ["zen4"]
+
+
+def test_what_was_measured_as_the_next_fastest_and_is_ruled_out_serves_with_the_usual(home: Home) -> None:
+    home.set_variants("haswell", "zen4")
+    home.set_engine("--decode-ms", "20", "--prefill-ms", "8", where=" GGML_CPU_VARIANT=zen4 ")
+    assert home.command("tune", beside=None, **FEW).returncode == 0
+    home.starts.unlink()
+    home.set_engine("--sigill-before-ready", where=" GGML_CPU_VARIANT=haswell ")
+    assert served(home, **FEW)
+    assert variants(home) == ["haswell", "zen4"]
 
 
 def test_one_that_dies_while_serving_is_replaced_without_an_end(home: Home) -> None:

@@ -18,9 +18,8 @@ import pytest
 
 from appliance.command import Command
 from appliance.engines.llama.engine import ENGINE as LLAMA
-from appliance.engines.llama.planning.launch import with_launch
 from appliance.gateway.traffic import Traffic
-from appliance.plan import Kind, Plan, Speculation
+from appliance.plan import Kind, Plan, Speculation, with_launch
 from appliance.probe import GpuProbe, Hardware, probe
 from appliance.probe.load import LoadSample
 from appliance.probe.watch import Watch

@@ -18,10 +18,20 @@ from appliance.errors import ConfigError
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend
+from appliance.gateway.forward import BODY_BYTES_MAX
 from appliance.gateway.server import Gateway
 from appliance.progress import Phase, Progress
 from tests.ports import free_port
-from tests.process.stages.gateway import ERROR_KEYS, KEY, Stage, eventually, on_stage, read_all, running_loop
+from tests.process.stages.gateway import (
+    ERROR_KEYS,
+    KEY,
+    Stage,
+    eventually,
+    on_stage,
+    read_all,
+    read_until,
+    running_loop,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hello there"}]}
 
@@ -32,7 +42,7 @@ def stage() -> Iterator[Stage]:
         "status": lambda: {"phase": "ready"},
         "plan": lambda: {"threads": 2},
     }
-    with on_stage("fake_engine.py", "--alias", "demo", max_body_mib=1, documents=documents) as stage:
+    with on_stage("fake_engine.py", "--alias", "demo", documents=documents) as stage:
         yield stage
 
 
@@ -243,25 +253,28 @@ def test_hop_by_hop_headers_stay(stage: Stage) -> None:
 
 
 def test_a_body_over_the_limit(stage: Stage) -> None:
-    answer = stage.ask("POST", "/tokenize", b"x" * (2**20 + 1))
-    assert answer.status == 413
-    assert answer.error["message"] == "the request body is over the limit of 1 MiB"
+    head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    with stage.raw(f"{head}Content-Length: {BODY_BYTES_MAX + 1}\r\n\r\n".encode()) as connection:
+        answer = read_until(connection, b"the request body is over the limit of 64 MiB")
+    assert answer.startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_at_the_limit(stage: Stage) -> None:
+def test_a_body_at_the_limit() -> None:
     body = json.dumps({"content": ""}).encode()
-    body = body[:-2] + b"x" * (2**20 - len(body)) + b'"}'
-    assert len(body) == 2**20
-    assert stage.ask("POST", "/tokenize", body).status == 200
-    assert len(last(stage)["body"]) == 2**20
+    body = body[:-2] + b"x" * (BODY_BYTES_MAX - len(body)) + b'"}'
+    assert len(body) == BODY_BYTES_MAX
+    with on_stage("fake_engine.py") as stage:  # the fake keeps what it was sent
+        assert stage.ask("POST", "/tokenize", body).status == 200
+        assert len(last(stage)["body"]) == BODY_BYTES_MAX
 
 
 def test_a_chunked_body_is_counted(stage: Stage) -> None:
     before = stage.engine_saw()["counts"].get("POST /tokenize", 0)
     head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
     with stage.raw(head.encode()) as connection:
-        for _ in range(17):
-            connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        for _ in range(BODY_BYTES_MAX // 2**20):
+            connection.sendall(b"100000\r\n" + b"x" * 2**20 + b"\r\n")
+        connection.sendall(b"1\r\nx\r\n")  # the first byte over it, and the last that is sent
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
     assert stage.engine_saw()["counts"].get("POST /tokenize", 0) == before
 

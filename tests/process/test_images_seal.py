@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from images import build, matrix, oci, reproduce
+from images import build, matrix, oci, render, reproduce
+from images.docker import Engine
 from images.errors import BuildError
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +98,43 @@ def test_a_cache_that_gives_other_layers_is_refused(
     with pytest.raises(BuildError, match="does not give the layers that were just built"):
         reproduce.export(tmp_path, job, ())
     assert len(log()) == 3
+
+
+class Loading(Engine):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Path] = []
+
+    @property
+    def platform(self) -> str:
+        return "linux/amd64"
+
+    @property
+    def image_store(self) -> str:
+        return "io.containerd.snapshotter.v1"
+
+    def load(self, archive: Path) -> None:
+        self.loaded.append(archive)
+
+
+@pytest.mark.parametrize("run", [1, 2], ids=["as its steps ran", "as it was exported"])
+def test_a_tree_that_is_edited_while_it_is_built_makes_no_image(
+    run: int, tmp_path: Path, job: build.Job, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its labels are of what was read before."""
+    for path in render.inputs(job.cell):
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / path, tmp_path / path)
+    engine = Loading()
+    planned = replace(job, inputs=build.digests_of(tmp_path, job.cell))
+    assert build.build(tmp_path, planned, engine).build_id == job.build_id
+    edited = tmp_path / "appliance/errors.py"
+    monkeypatch.setenv("FAKE_EDITS", f"{run + len(log())} {edited}")
+    with pytest.raises(BuildError, match=r"the tree was edited meanwhile: appliance/errors\.py") as failed:
+        build.build(tmp_path, planned, engine)
+    assert failed.value.exit_code == 60
+    assert len(engine.loaded) == 1
+    assert len(log()) == 2 + run
+    assert not job.archive.exists()

@@ -40,6 +40,7 @@ LONG_IN = LONG_PROMPTS["chat"]
 # Faster than that, and a rounder cache is taken for it; an even split may cost a little beside it.
 CLEARLY = (1 + EVEN_FOR) / AS_FAST
 SLACK = 1.02  # a split that is as fast as chance allows is taken where it is even
+WIDE_MOE = layer_of(dense_mib=1500, expert_mib=2500, k_elements=1024, v_elements=1024)
 MODES = ("speed", "balanced", "context")
 # Few are the same in each run, so that `make test` says the same of the same planner; many are new ones each week.
 patient = settings(
@@ -262,6 +263,13 @@ def terms(memory: Memory) -> list[float]:
 @example(  # weights are copied: balanced reads a long prompt sooner with 512 at a time, context has room for 256
     with_gpus(small_machine(32000), [gpu(at, free_mib=6000, gb_s=200.0, lanes=1) for at in range(2)]),
     stacked([layer_of(dense_mib=1500, expert_mib=2500)] * 4, 40960, experts=8),
+)
+@example(  # weights are copied: with the ubatch that suits balanced best it would have less context than speed
+    with_gpus(
+        machine(total_mib=16000, logical=4, physical=2),
+        [gpu(0, free_mib=6000, gb_s=200.0, lanes=1), gpu(1, free_mib=16000, gb_s=936.0, lanes=1)],
+    ),
+    stacked([WIDE_MOE] + [sliding(WIDE_MOE)] * 5, 131072, experts=64),
 )
 def test_modes_are_ordered_in_context_and_in_speed(hardware: Hardware, model: Model) -> None:
     found = {mode: planned(hardware, model, mode=mode) for mode in MODES}

@@ -16,9 +16,9 @@ from appliance.engines.engine import ChunkSpec, Install, TextReader
 from appliance.engines.llama.facts import query_facts
 from appliance.engines.llama.log import is_error
 from appliance.engines.llama.perplexity import BINARY, Perplexity, arguments
-from appliance.engines.llama.planning.launch import launch_of, with_launch
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.errors import ModelUnreadableError
-from appliance.plan import KvCheck, Plan
+from appliance.plan import KvCheck, Plan, with_launch
 from appliance.tune.measure import Step
 from appliance.tune.perplexity import ScoredChunk
 from appliance.tune.quality import SILENT_TRIES, TEXT, check

@@ -31,7 +31,7 @@ from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings, resolve_settings
 from appliance.tune.partial import Partial
 from appliance.tune.session import MORE_PLANS
-from tests.builders import facts, model
+from tests.builders import facts, model, profile
 from tests.golden.machines import MACHINES
 from tests.process.stages.engine import Started
 from tests.process.stages.supervisor import eventually, fake_command
@@ -42,7 +42,7 @@ IMAGE, ENGINE = facts(has_cuda=False)
 # A type below q8_0 carries more, guessing pays, and fewer slots than users may: every kind of step is there. No step
 # is left out for lack of time.
 FLAGS = {"threads": "4", "ubatch": "512", "load_mode": "mmap", "users": "3", "mode": "speed", "cache_ram_mib": "1792"}
-SETTINGS = resolve_settings({**FLAGS, "budget_s": "3000"}, {})
+SETTINGS = resolve_settings({**FLAGS, "budget_s": "30000"}, {})
 FOR_CONTEXT = replace(SETTINGS, mode="context")
 MACHINE = MACHINES["cpu-limit-8g"]
 GUESSES = ("--guess", "ngram-mod:0.01,0.9")
@@ -207,6 +207,28 @@ async def test_a_tuning_that_was_broken_off_goes_on_after_each_kind_of_step(
     assert (found.plan.key, found.plan.speculation) == (expected.plan.key, expected.plan.speculation)
     assert [kv_check.kv_type for kv_check in found.kv_checks] == [kv_check.kv_type for kv_check in expected.kv_checks]
     assert found.kv_checks[0].difference == expected.kv_checks[0].difference
+
+
+async def test_a_space_is_built_once_for_each_set_of_kv_checks(stage: Stage) -> None:
+    built: list[object] = []
+
+    def counted(kv_checks: object) -> Space:
+        built.append(kv_checks)
+        return space(kv_checks)
+
+    served = stage.made(make_space=counted)
+    assert served.space_of_profile is served.space
+    served.profile = profile()
+    assert served.profile.kv_checks
+    assert served.space_of_profile is served.space_of_profile
+    assert built == [(), served.profile.kv_checks]
+    before = served.profile
+    served.set_start(served.start)
+    assert served.profile is before
+    assert built == [(), profile().kv_checks, ()]
+    served.set_start(replace(served.start, key=Key(parts={**KEY.parts, "cpu_variant": "other"})))
+    assert served.space_of_profile is served.space  # another key has a profile of its own, here none
+    assert built == [(), profile().kv_checks, (), ()]
 
 
 async def test_a_row_of_stretches_that_each_find_one_thing_gets_to_its_end(stage: Stage) -> None:

@@ -126,11 +126,6 @@ async def _is_ready(front: Front, tasks: Sequence[asyncio.Task[None]]) -> bool:
     return (await front.ask("GET", "/health/ready"))[0] == 200
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    return Home.tuned(tmp_path_factory.mktemp("tuned") / "home")
-
-
 @pytest.fixture
 def homes(tuned: Home, tmp_path: Path) -> tuple[Home, Home]:
     """The left one has a profile, the right one has none."""

@@ -25,9 +25,12 @@ KEY = "sk-of-the-group-0123456789abcdef"
 
 
 @pytest.fixture
-def homes(tmp_path: Path) -> tuple[VllmHome, VllmHome]:
+def homes(tmp_path: Path) -> Iterator[tuple[VllmHome, VllmHome]]:
     """Two hosts with one key."""
-    return made(tmp_path / "a"), made(tmp_path / "b")
+    near, far = made(tmp_path / "a"), made(tmp_path / "b")
+    yield near, far
+    near.free_segments()
+    far.free_segments()
 
 
 def made(folder: Path) -> VllmHome:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ ENDINGS = Path(__file__).parents[1] / "endings"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> VllmHome:
-    return VllmHome.make(tmp_path / "home")
+def home(tmp_path: Path) -> Iterator[VllmHome]:
+    home = VllmHome.make(tmp_path / "home")
+    yield home
+    home.free_segments()
 
 
 def tree_of(serving: Serving) -> list[int]:
@@ -67,6 +71,30 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
     assert home.segments == []
 
 
+@pytest.mark.parametrize(
+    ("knobs", "words", "less"),
+    [
+        (("--fake-tokens-less", "128"), "tokens, its metrics ", 128),
+        (("--fake-more-blocks", "3"), "blocks, and ", 0),
+    ],
+)
+def test_metrics_that_tell_of_another_cache_are_believed_and_said(
+    knobs: tuple[str, ...], words: str, less: int, home: VllmHome
+) -> None:
+    with home.serving() as serving:
+        serving.wait_ready()
+        agreed = serving.event("ready")["allocated_mib"]["kv_tokens"]
+        assert "allocated_otherwise" not in serving.names()
+        serving.terminate()
+    home.set_engine(*knobs)
+    with home.serving() as serving:
+        serving.wait_ready()
+        eventually(lambda: "allocated_otherwise" in serving.names())
+        assert words in serving.event("allocated_otherwise")["message"]
+        assert serving.document("status")["allocated"]["kv_tokens"] == agreed - less
+        serving.terminate()
+
+
 def test_its_load_is_told_as_vllm_tells_it(home: VllmHome) -> None:
     with home.serving() as serving:
         serving.wait_ready()
@@ -90,9 +118,30 @@ def test_whichever_process_is_killed_in_mid_stream_it_comes_back(member: int, ho
         serving.wait_ready()
         assert serving.chat()[0] == 200
         assert serving.document("status")["engine_restarts"] == 1
-        assert len(home.segments) == 1
+        assert len(home.segments) == 2  # a segment and a semaphore
         serving.terminate()
     assert home.segments == []
+
+
+def test_what_another_appliance_has_in_shared_memory_is_left_alone(home: VllmHome, tmp_path: Path) -> None:
+    """Both have the same /dev/shm, as with --ipc=host; of a third program nobody knows anything."""
+    other = VllmHome.make(tmp_path / "other")
+    with home.serving() as serving, other.serving() as beside:
+        serving.wait_ready()
+        beside.wait_ready()
+        with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="psm_") as third:
+            theirs, mine = other.segments, home.segments
+            os.kill(tree_of(serving)[1], signal.SIGKILL)
+            eventually(lambda: "engine_died" in serving.names())
+            serving.wait_ready()
+            assert not set(mine) & set(home.segments)
+            serving.terminate()
+            assert home.segments == []
+            assert other.segments == theirs
+            assert Path(third.name).exists()
+            assert beside.chat()[0] == 200
+        beside.terminate()
+    assert other.segments == []
 
 
 def test_a_stop_in_mid_stream_that_it_hangs_in_ends_in_time(home: VllmHome) -> None:
@@ -130,14 +179,14 @@ def test_a_cache_that_is_too_small_is_stepped_to_the_context_that_the_log_names_
 
 
 def test_it_is_tuned_through_the_doors_and_the_next_start_serves_the_profile(home: VllmHome) -> None:
-    home.set_engine("--fake-decode-ms", "4", where="--max-num-seqs 2 ")
+    home.set_engine("--fake-decode-ms", "4", "--fake-tokens-less", "1")
     done = home.command("tune", budget_s="30")
     assert done.returncode == 0, done.stderr
     (path,) = home.profiles.glob("*.json")
     profile = json.loads(path.read_text())
     assert profile["plan"]["engine"] == "vllm"
     assert profile["measurements"]
-    assert profile["allocated"]["kv_tokens"] > 0
+    assert profile["allocated"]["kv_tokens"] % 128 == 127  # what its metrics told, not its log
     before = len(home.started)
     with home.serving() as serving:
         serving.wait_ready()
@@ -145,3 +194,15 @@ def test_it_is_tuned_through_the_doors_and_the_next_start_serves_the_profile(hom
         assert serving.document("status")["from_profile"] is True
         serving.terminate()
     assert len(home.started) == before + 1
+
+
+def test_what_is_measured_is_compiled_for_the_next_start_and_its_price_is_kept(home: VllmHome) -> None:
+    config = """--compilation-config '{"cudagraph_mode":"NONE"}'"""
+    done = home.command("tune", budget_s="5", engine_arg=config)
+    assert done.returncode == 0, done.stderr
+    keys = {line.partition("--max-num-batched-tokens ")[2].partition(" ")[0] for line in home.started}
+    (path,) = home.data.glob("cache/*/vllm-compiled.json")
+    kept = json.loads(path.read_text())
+    assert kept["cold_s"] == 13.4  # as its log said
+    assert 0 < len(kept["keys"]) <= len(keys)
+    assert not list(home.data.glob("cache/*/vllm-last-start.json"))  # nothing was served

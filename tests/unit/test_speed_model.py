@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
+from appliance.engines.llama.planning.memory import layers_of
 from appliance.engines.llama.planning.rates import card_rates, class_of, cpu_rates
+from appliance.engines.llama.planning.roofline import Roofline
+from appliance.model.described import describe_shape
 from appliance.probe import Gpu
-from benchmarks.speed_model import AIM_MEDIAN, Compared, compare, is_held_out, load_data, main
+from benchmarks.speed_model import AIM_MEDIAN, AIM_WORST, Compared, compare, is_held_out, load_data, main
+from tests.builders import device
+from tests.shapes import PUBLISHED
 
 DATA = load_data()
 A100 = Gpu(
@@ -29,20 +36,43 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
     assert 0.4 < statistics.mean(result.held_out for result in DATA.results) < 0.6
     assert len({result.key for result in DATA.results}) == len(DATA.results)
     for result in DATA.results:
-        assert result.source.startswith(("https://", "shared/facts/measured.md"))
+        assert result.source.startswith(("https://", "docs/figures.md"))
         assert result.date[:2] == "20"
         assert result.figure > 0
 
 
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
-    """Of cards the worst is within half; experts on the CPU and CPUs with unequal cores are not (README)."""
+    """Of cards and of unequal cores the worst is within half; a model of 135 M on two threads is not (README)."""
     held = [row for row in compared if row.result.held_out]
     assert statistics.median(abs(row.error) for row in held) < AIM_MEDIAN
-    on_cards = [
-        row for row in held if "gpu" in DATA.machines[row.result.machine] and row.result.cpu_expert_layers is None
-    ]
-    assert len(on_cards) > 40
-    assert max(abs(row.error) for row in on_cards) < 0.5
+    beside_a_card = [row for row in held if "gpu" in DATA.machines[row.result.machine]]
+    assert len(beside_a_card) > 70
+    assert max(abs(row.error) for row in beside_a_card) < AIM_WORST
+
+
+def test_experts_in_host_memory_are_predicted_on_machines_of_several_kinds(compared: list[Compared]) -> None:
+    held = [row for row in compared if row.result.held_out and row.result.cpu_expert_layers]
+    assert len({row.result.machine for row in held}) >= 7
+    for is_prefill in (False, True):
+        errors = [abs(row.error) for row in held if row.result.is_prefill is is_prefill]
+        assert len(errors) >= 8
+        assert statistics.median(errors) < AIM_MEDIAN
+        assert max(errors) < 0.35
+
+
+def test_a_prompt_uses_some_experts_often_and_others_never() -> None:
+    """Of 128 experts 512 tokens with 4 each used 72 to 95 (llama.cpp#15346), the later layers fewer."""
+    model = describe_shape(PUBLISHED["gpt-oss-120b"], Path("gpt-oss-120b.gguf"), "MXFP4")
+    layer, card = layers_of(model)[0], device()
+    whole_ms = layer.expert_bytes / (card.upload_gb_s * 1e6)
+    roofline = Roofline(model=model, kv_type="f16", ubatch=512, dram_gb_s=50.0, upload=card)
+    used = {
+        tokens: replace(roofline, ubatch=tokens, prompt=tokens).experts_on_cpu(layer, card).copy_ms / whole_ms
+        for tokens in (1, 64, 512, 4096)
+    }
+    assert used[1] == pytest.approx(4 / 128)
+    assert 72 < used[512] * 128 < 95
+    assert used[1] < used[64] < used[512] < used[4096] < 1
 
 
 @pytest.mark.parametrize("machine", ["h100-80g", "a100-80g", "v100", "a30", "titan-v"])
@@ -85,21 +115,53 @@ def test_a_turing_card_without_tensor_cores_is_known_by_its_name() -> None:
     assert card_rates(replace(t4, name="NVIDIA GeForce GTX 1660"), 192.0).tflops < card_rates(t4, 192.0).tflops / 5
 
 
+def test_unequal_cores_are_predicted_by_the_kinds_that_their_machine_has(compared: list[Compared]) -> None:
+    """Small cores that count as large made the CP8180's prompt 4.6 times as fast as it is."""
+    unequal = {name for name, machine in DATA.machines.items() if "groups" in machine.get("cpu", {})}
+    assert unequal == {"cp8180", "dragon-q8b", "i3-1315u"}
+    for name in unequal:
+        facts = DATA.machines[name]["cpu"]
+        assert sum(cores for _, cores in facts["groups"]) == facts["cores"]
+    rows = [row for row in compared if row.result.machine in unequal]
+    assert len(rows) == 4
+    assert max(abs(row.error) for row in rows) < 0.5
+
+
+def test_an_arm_core_that_begins_half_the_products_a_cycle_computes_half() -> None:
+    isa = ("asimd", "asimddp", "i8mm")
+    v2, a720, unknown = (cpu_rates(isa, 8, 60.0, part=part) for part in ("0x41.0xd4f", "0x41.0xd81", None))
+    assert a720.tflops(8) == v2.tflops(8) / 2
+    assert unknown == v2
+    assert a720.gb_s(8) == v2.gb_s(8)
+    assert cpu_rates(("asimd", "asimddp"), 8, 60.0, part="0x41.0xd81") == cpu_rates(("asimd", "asimddp"), 8, 60.0)
+
+
 def test_memory_saturates_with_cores_and_arithmetic_grows_with_them() -> None:
     found = {cores: cpu_rates(("avx2",), cores, 64.0) for cores in (2, 8, 16)}
     decode = {cores: cpu.gb_s(cores) for cores, cpu in found.items()}
     assert decode[2] < decode[8] <= decode[16] == 64.0
     assert found[16].tflops(16) == pytest.approx(8 * found[2].tflops(2))
     assert cpu_rates(("avx2", "avx512_vnni"), 8, 64.0).tflops(8) > found[8].tflops(8)
+    # Zen 4 and what came after Cascade Lake keep more reads under way, at the same arithmetic
+    cascade_lake, zen_4 = (cpu_rates(isa, 8, 96.0) for isa in (("avx512_vnni",), ("avx512_vnni", "avx512vbmi")))
+    assert cascade_lake.gb_s(8) < zen_4.gb_s(8) / 2
+    assert cascade_lake.tflops(8) == zen_4.tflops(8)
     assert cpu_rates((), 8, 64.0).tflops(8) < found[8].tflops(8)
 
 
-def test_the_table_is_printed_and_a_missed_aim_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "rtx-4080|*"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("ggml-org/llama.cpp/discussions/15013") == 2
     assert printed.endswith(": met\n")
-    assert main(["--only", "rtx-2080|gpt-oss-20b|*"]) == 1
+
+
+def test_a_missed_aim_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"machine": "rtx-4080", "model": "llama-3.1-8b", "quantization": "Q4_0", "test": "tg128", "figure": 1.0}
+    row |= {"source": "https://example.org", "date": "2026-11-23", "held_out": True}
+    data = {"machines": {"rtx-4080": DATA.machines["rtx-4080"]}, "models": {}, "results": [row]}
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(data), "utf-8")
+    assert main(["--data", str(tmp_path / "data.yaml")]) == 1
     assert capsys.readouterr().out.endswith(": missed\n")
 
 

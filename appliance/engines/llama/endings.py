@@ -8,14 +8,13 @@ understood. An ending that is not understood is 43 with its log, and never memor
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable, Sequence
 
+from appliance.engines.endings import DECISIVE, LAST_LINES, MORE, REBUILD, Judged, hint_of_unknown, judge_signal
 from appliance.engines.engine import Ending
 from appliance.engines.llama.log import may_be_error
 from appliance.errors import (
     CpuBackendError,
-    CpuUnsupportedError,
     DriverTooOldError,
     EngineArgumentsError,
     EngineDiedError,
@@ -32,12 +31,7 @@ from appliance.errors import (
 from appliance.plan import Shortage
 
 _NAME = "llama-server"
-
-
-_LAST_LINES = "its last lines are above"
-_REBUILD = "the image is damaged or was changed; pull or build it again"
 _LESS = "use a smaller --ctx-size or --gpu-layers, a larger --n-cpu-moe, or free the GPU's memory"
-_MORE = "give the container more memory, or use a smaller --ctx-size or model"
 
 # A line is tried from the top: what stands further down is wider.
 _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
@@ -45,12 +39,12 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error"
         r"|version `\S+' not found",
         EngineLibraryError,
-        _REBUILD,
+        REBUILD,
     ),
     (
         r"no backends are loaded|no CPU backend found|CPU backend is not loaded",
         CpuBackendError,
-        _REBUILD,
+        REBUILD,
     ),
     (
         r"PTX JIT compiler library not found",
@@ -63,6 +57,11 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
         r"|error: invalid parameter for argument: ",
         EngineArgumentsError,
         "see `appliance plan --dry-run` for the command line",
+    ),
+    (
+        r"the supplied chat template is not supported",
+        EngineArgumentsError,
+        "the template of --chat-template-file cannot be read as Jinja: mend it, or take the setting out",
     ),
     (
         r"no kernel image is available for execution|no device code compatible with CUDA arch",
@@ -92,7 +91,7 @@ _ROWS: tuple[tuple[str, type[FatalError], str], ...] = (
         r"insufficient memory \(attempted to allocate|std::bad_alloc|(?:failed|unable) to allocate"
         r"|cannot allocate memory|\bout of memory\b",
         EngineHostMemoryError,
-        _MORE,
+        MORE,
     ),
     (
         r"error loading model: |\bgguf_init_from_\w+: ",
@@ -123,14 +122,18 @@ def as_error(ending: Ending, *, served: bool = False, name: str = _NAME) -> Fata
     """
     message = f"engine {name} {ending.describe()}"
     found = None if ending.stalled else _judge(ending)  # whatever it said, the stall timer ended it
-    kind, hint, line = found or (EngineNotReadyError, _unknown(ending), None)
+    kind, hint, line = found or (
+        EngineNotReadyError,
+        hint_of_unknown(ending),
+        None,
+    )
     if line is not None and line != ending.first_error:
         message += f"; the cause is {line}"
     was_memory = issubclass(kind, _MEMORY)
     needed_mib = _needed_mib(line, ending.log) if was_memory else None
     if ending.was_ready or served:
         kind = EngineDiedError
-        hint = f"{hint if was_memory else _LAST_LINES}; a restart policy starts the container again"
+        hint = f"{hint if was_memory else LAST_LINES}; a restart policy starts the container again"
     if issubclass(kind, EngineError):
         device = _device(line, ending.log) if was_memory else None
         return kind(message, hint=hint, log=ending.log, was_memory=was_memory, needed_mib=needed_mib, device=device)
@@ -152,26 +155,15 @@ def shortage_of(error: FatalError, lines: Iterable[str]) -> Shortage | None:
     return Shortage(refused_mib=error.needed_mib, device=error.device, free_mib=free_mib)
 
 
-def _judge(ending: Ending) -> tuple[type[FatalError], str, str | None] | None:
-    """The class, its hint and the line that decided; None for what is not understood."""
-    match ending.signal:
-        case signal.SIGILL:
-            return CpuUnsupportedError, "use an image built for an older CPU, or another machine", None
-        case signal.SIGKILL:
-            return (EngineHostMemoryError, _MORE, None) if ending.oom_kills else None
+def _judge(ending: Ending) -> Judged | None:
+    """None for what is not understood."""
+    if ending.signal in DECISIVE:
+        return judge_signal(ending)
     for line in _error_lines(ending):
         for pattern, kind, hint in _ENDINGS:
             if pattern.search(line):
                 return kind, hint, line
     return None
-
-
-def _unknown(ending: Ending) -> str:
-    if ending.signal == signal.SIGKILL and not ending.stalled:
-        if ending.oom_kills is None:
-            return "somebody killed it; `dmesg` on the host tells whether the kernel did, for lack of memory"
-        return f"somebody killed it, and memory was not the reason; {_LAST_LINES}"
-    return _LAST_LINES
 
 
 def _error_lines(ending: Ending) -> Sequence[str]:

@@ -14,11 +14,11 @@ from appliance.engines.engine import (
     Client,
     Devices,
     Ending,
+    Engine,
     Guard,
     Inputs,
     Install,
     KernelResult,
-    LoadStep,
     TextReader,
 )
 from appliance.engines.llama import endings, server
@@ -27,9 +27,11 @@ from appliance.engines.llama.facts import BINARY, query_facts
 from appliance.engines.llama.kernel_record import KernelStore
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.engines.llama.planning.launch import LlamaLaunch
+from appliance.engines.llama.planning.limits import Limits
 from appliance.engines.llama.planning.refine import refine
 from appliance.engines.llama.planning.space import Space
-from appliance.engines.llama.routes import DROPPED_HEADERS, LOAD_GAUGES, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.routes import LOAD_GAUGES
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Format
@@ -39,7 +41,7 @@ from appliance.report import Report
 from appliance.settings import ENGINE_SETTINGS, Settings
 
 
-class Llama:
+class Llama(Engine):
     """See `appliance.engines.engine.Engine`."""
 
     name = "llama"
@@ -82,12 +84,6 @@ class Llama:
         store = KernelStore(install.cache_dir, image.build_id, cpu, partial(report.warning, "kernels_unknown"))
         return KernelGuard(store, report, install, threads=cpu.cores)
 
-    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
-        """Nothing is compiled at a start."""
-
-    def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
-        return iter(())
-
     def check_kernels(self, install: Install, inputs: Inputs) -> Iterator[KernelResult]:
         from appliance.engines.llama.kernel_checks import check_kernels  # here: no start needs it
 
@@ -95,7 +91,9 @@ class Llama:
 
     def space(self, inputs: Inputs, kv_checks: Sequence[KvCheck] = ()) -> Space:
         facts = (inputs.image, inputs.facts, inputs.hardware, inputs.model)
-        return Space(inputs.settings, *facts, kv_checks=kv_checks, kernels=inputs.kernels, draft=inputs.draft)
+        limits = Limits(dram_gb_s=inputs.dram_gb_s_max)
+        kernels, draft = inputs.kernels, inputs.draft
+        return Space(inputs.settings, *facts, kv_checks=kv_checks, kernels=kernels, draft=draft, limits=limits)
 
     def shortage(self, error: FatalError, lines: Iterable[str]) -> Shortage | None:
         return endings.shortage_of(error, lines)
@@ -123,9 +121,6 @@ class Llama:
 
     def is_worth_showing(self, line: str) -> bool:
         return server.is_worth_showing(line)
-
-    def step(self, line: str) -> LoadStep | None:
-        return None  # it loads in seconds, and says nothing meanwhile
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         return server.parse_allocated(lines)

@@ -73,6 +73,11 @@ class KernelGuard:
         self._record = self._store.note(check.variant, Checked(asked=check.asked, problem=report.problem))
         return None
 
+    @property
+    def known(self) -> RuledOut:
+        """By now."""
+        return self._store.ruled_out(self._record)
+
     def rule_out(self, variant: str, seen: str) -> RuledOut:
         """From now on, also for later starts on this CPU and build. What is ruled out altogether."""
         if variant not in self._record.ruled_out:

@@ -80,7 +80,8 @@ class KernelStore:
             return Record()
 
     def ruled_out(self, record: Record) -> RuledOut:
-        return RuledOut(seen=record.ruled_out, where=str(self.path))
+        good = frozenset(name for name, checked in record.checked.items() if checked.problem is None)
+        return RuledOut(seen=record.ruled_out, where=str(self.path), checked=good)
 
     def rule_out(self, variant: str, seen: str) -> Record:
         """What is known now; told by a warning where the volume does not take it."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
-from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+from appliance.engine_route import EngineRoute
+from appliance.engines.routes import BARE, post
 
 SLOTS_PATH = "/slots"
 """The gateway's own: clients do not reach it."""
@@ -13,48 +15,23 @@ CROWDED = b"Context size has been exceeded."
 """All that run are ended with it, status 500, where slots share one context and it is full (server-context.cpp,
 `llama_decode` returned 1 for a single token). A request too long for itself is a 400, or ends by length."""
 
-
-def _post(
-    path: str,
-    *,
-    also: tuple[str, ...] = (),
-    dialect: Dialect = "openai",
-    can_stream: bool = False,
-    not_for_rerankers: bool = False,
-) -> tuple[EngineRoute, ...]:
-    """`path`, and the same with another beginning in place of /v1."""
-    spellings = (path, *(beginning + path.removeprefix("/v1") for beginning in also))
-    return tuple(
-        EngineRoute(
-            path=spelling,
-            upstream=path,
-            dialect=dialect,
-            can_stream=can_stream,
-            not_for_rerankers=not_for_rerankers,
-            crowded=CROWDED,
-        )
-        for spelling in spellings
-    )
-
-
-_BARE = ("",)  # for clients whose base URL lacks it
 _LM_STUDIO = ("", "/api/v0")  # and for those of LM Studio's own API
-
+_post = partial(post, crowded=CROWDED)
 
 # llama-server's own /completions and /embeddings are older forms with other replies than OpenAI's, so every bare path
 # is asked for under /v1. The list of models is the gateway's own.
 ROUTES: tuple[EngineRoute, ...] = (
     *_post("/v1/chat/completions", also=_LM_STUDIO, can_stream=True),
     *_post("/v1/completions", also=_LM_STUDIO, can_stream=True),
-    *_post("/v1/responses", also=_BARE, can_stream=True),
+    *_post("/v1/responses", also=BARE, can_stream=True),
     *_post("/v1/embeddings", also=_LM_STUDIO, not_for_rerankers=True),  # the score as a vector of one number
     *_post("/v1/messages", dialect="anthropic", can_stream=True),
     *_post("/v1/messages/count_tokens", dialect="anthropic"),
-    *_post("/v1/chat/completions/input_tokens", also=_BARE),
-    *_post("/v1/responses/input_tokens", also=_BARE),
-    *_post("/v1/rerank", also=_BARE),
-    *_post("/v1/reranking", also=_BARE),
-    *_post("/v1/audio/transcriptions", also=_BARE),
+    *_post("/v1/chat/completions/input_tokens", also=BARE),
+    *_post("/v1/responses/input_tokens", also=BARE),
+    *_post("/v1/rerank", also=BARE),
+    *_post("/v1/reranking", also=BARE),
+    *_post("/v1/audio/transcriptions", also=BARE),
     *_post("/tokenize"),
     *_post("/detokenize"),
     *_post("/apply-template"),
@@ -64,11 +41,6 @@ ROUTES: tuple[EngineRoute, ...] = (
 # llama-server keeps generating for such a conversation after its client has left (server-stream.cpp), and the routes to
 # come back to it are not among the above: a disconnect would hold the slot to the end.
 DROPPED_HEADERS = frozenset({b"x-conversation-id"})
-
-# vLLM's: the endpoint picker of the Gateway API's inference extension looks for these where it is told no others.
-LOAD_GAUGES = LoadGauges(
-    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
-)
 
 
 def parse_kv_use(answer: bytes, context: int) -> float:

@@ -13,7 +13,7 @@ from appliance.engines.llama.facts import BINARY
 from appliance.engines.llama.log import is_error
 from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.launch import NUMA_MODES, launch_of
-from appliance.engines.llama.planning.numa import FLAG, MASK_FLAG, cpu_mask
+from appliance.engines.llama.planning.numa import BATCH_MASK_FLAG, FLAG, MASK_FLAG, cpu_mask
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import Allocated, Plan, k_and_v
@@ -81,6 +81,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path) -> tuple[str, .
         flags.need(FLAG, launch.numa)
     if launch.cpus:
         flags.need(MASK_FLAG, cpu_mask(launch.cpus))
+        flags.use(BATCH_MASK_FLAG, cpu_mask(launch.cpus))
     flags.argv += rope_arguments(plan, facts)
     flags.argv += placement_arguments(plan, facts)
     flags.argv += speculation_arguments(plan, facts)

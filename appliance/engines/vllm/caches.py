@@ -108,6 +108,12 @@ def on_volume(build_dir: Path) -> tuple[int, float]:
     return len(_subfolders(build_dir / _KEYS)), size / 2**20
 
 
+def has_key(build_dir: Path, key: str) -> bool:
+    """Whether the engine's own key, which may be cut short, is there: of compiled graphs or of whole programs."""
+    kept = build_dir / _KEYS.parts[0]
+    return any(True for pattern in ("torch_*/", "torch_*/torch_*/") for _ in kept.glob(f"{pattern}{key}*"))
+
+
 def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:
     """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build. What was
     removed."""

@@ -8,14 +8,13 @@ process first. The last line never does. An ending that is not understood is 43 
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 
+from appliance.engines.endings import DECISIVE, LAST_LINES, MORE, REBUILD, Judged, hint_of_unknown, judge_signal
 from appliance.engines.engine import Ending
 from appliance.engines.vllm.log import parse_line
 from appliance.errors import (
     ConfigError,
-    CpuUnsupportedError,
     DriverTooOldError,
     EngineArgumentsError,
     EngineDiedError,
@@ -32,10 +31,7 @@ from appliance.errors import (
 from appliance.plan import Shortage
 from appliance.values import dataclass
 
-_LAST_LINES = "its last lines are above"
-_REBUILD = "the image is damaged or was changed; pull or build it again"
 _LESS = "use a smaller --ctx-size or --parallel, or free the GPU's memory; `appliance probe` names who holds it"
-_MORE = "give the container more memory, or use a smaller --ctx-size or model"
 _SHM = "shared memory is too small for several processes: start the container with --shm-size 8g or --ipc=host"
 _SEE_PLAN = "see `appliance plan --explain` for the command line and where each value comes from"
 _FETCH = "fetch the model again; `appliance models list` shows what is on the volume"
@@ -60,7 +56,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "library missing",
         EngineLibraryError,
-        _REBUILD,
+        REBUILD,
         r"error while loading shared libraries|cannot open shared object file|symbol lookup error|undefined symbol: ",
         r"version `\S+' not found|^ModuleNotFoundError: ",
     ),
@@ -100,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "KV cache larger than the host's memory",
         EngineHostMemoryError,
-        _MORE,
+        MORE,
         r"Available memory on node .* is less than requested memory",
     ),
     _rule(
@@ -120,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "out of host memory",
         EngineHostMemoryError,
-        _MORE,
+        MORE,
         r"DefaultCPUAllocator: can't allocate memory|\[Errno 12\] Cannot allocate memory|^MemoryError(?::|$)",
         r"std::bad_alloc",
     ),
@@ -229,7 +225,7 @@ def as_error(ending: Ending, *, served: bool = False) -> FatalError:
     was_memory = issubclass(kind, _MEMORY)
     if ending.was_ready or served:
         kind = EngineDiedError
-        hint = f"{hint if was_memory else _LAST_LINES}; a restart policy starts the container again"
+        hint = f"{hint if was_memory else LAST_LINES}; a restart policy starts the container again"
     if not issubclass(kind, EngineError):
         return kind(message, hint=hint, log=ending.log)
     lack = _lack(line) if was_memory and line else None
@@ -283,14 +279,12 @@ def _lack(line: str) -> Shortage | None:
     return None
 
 
-def _judge(ending: Ending) -> tuple[type[FatalError], str, str | None] | None:
-    """The class, its hint and the line that decided; None for what is not understood."""
-    if ending.signal == signal.SIGILL:
-        return CpuUnsupportedError, "use an image built for an older CPU, or another machine", None
-    if ending.signal == signal.SIGKILL:
-        return (EngineHostMemoryError, _MORE, None) if ending.oom_kills else None
+def _judge(ending: Ending) -> Judged | None:
+    """None for what is not understood."""
+    if ending.signal in DECISIVE:
+        return judge_signal(ending)
     if ending.oom_kills and (killed := _line_of_a_kill(ending.log)):
-        return EngineHostMemoryError, _MORE, killed
+        return EngineHostMemoryError, MORE, killed
     if found := cause_of(ending):
         return found[0].kind, found[0].remedy, found[1]
     return (EngineNotReadyError, _unknown(ending), killed) if (killed := _line_of_a_kill(ending.log)) else None
@@ -302,12 +296,7 @@ def _line_of_a_kill(log: Sequence[str]) -> str | None:
 
 
 def _unknown(ending: Ending) -> str:
-    was_killed = ending.signal == signal.SIGKILL or _line_of_a_kill(ending.log) is not None
-    if was_killed and not ending.stalled:
-        if ending.oom_kills is None:
-            return "somebody killed it; `dmesg` on the host tells whether the kernel did, for lack of memory"
-        return f"somebody killed it, and memory was not the reason; {_LAST_LINES}"
-    return _LAST_LINES
+    return hint_of_unknown(ending, lost_a_process=_line_of_a_kill(ending.log) is not None)
 
 
 def _causes(ending: Ending) -> Iterator[str]:

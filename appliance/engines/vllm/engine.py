@@ -10,16 +10,18 @@ from pathlib import Path
 from appliance.command import Command
 from appliance.engine_route import EngineRoute
 from appliance.engines.engine import Client, Devices, Ending, Engine, Inputs, Install, KernelResult, LoadStep
-from appliance.engines.vllm import endings, facts, last_start, log, progress, server
+from appliance.engines.routes import LOAD_GAUGES
+from appliance.engines.vllm import compiled, endings, facts, last_start, log, progress, server
+from appliance.engines.vllm.cache_config import confirmed, query_cache_config
 from appliance.engines.vllm.caches import Caches
 from appliance.engines.vllm.planning.launch import VllmLaunch
 from appliance.engines.vllm.planning.space import Space
 from appliance.engines.vllm.ready import one_token
-from appliance.engines.vllm.routes import LOAD_GAUGES, METRICS_PATH, ROUTES, parse_kv_use
+from appliance.engines.vllm.routes import METRICS_PATH, ROUTES, parse_kv_use
 from appliance.errors import FatalError
 from appliance.image_facts import EngineFacts
 from appliance.model import Format
-from appliance.plan import Allocated, GpuAllocation, KvCheck, Launch, Plan, Shortage
+from appliance.plan import Allocated, Compilation, GpuAllocation, KvCheck, Launch, Plan, Shortage
 from appliance.probe import Hardware
 
 SETTINGS = frozenset({
@@ -85,8 +87,14 @@ class Vllm(Engine):
     def step(self, line: str) -> LoadStep | None:
         return progress.step_of(line)
 
-    def loaded(self, plan: Plan, lines: Iterable[str], install: Install) -> None:
-        last_start.keep(plan, lines, install.cache_dir)
+    def loaded(self, plan: Plan, lines: Iterable[str], install: Install, *, is_trial: bool = False) -> None:
+        lines = tuple(lines)
+        compiled.keep(plan, lines, install.cache_dir)
+        if not is_trial:
+            last_start.keep(plan, lines, install.cache_dir)
+
+    def compilations(self, install: Install) -> Callable[[Plan], Compilation | None]:
+        return compiled.compilations(install.cache_dir)
 
     def examine(self, install: Install, plan: Plan) -> Iterator[KernelResult]:
         from appliance.engines.vllm.examine import examine  # here: no start needs it
@@ -95,6 +103,11 @@ class Vllm(Engine):
 
     def allocated(self, lines: Iterable[str]) -> Allocated:
         return progress.parse_allocated(lines)
+
+    async def confirm_allocated(
+        self, plan: Plan, allocated: Allocated, socket_path: Path
+    ) -> tuple[Allocated, tuple[str, ...]]:
+        return confirmed(plan, allocated, await query_cache_config(socket_path))
 
     def as_error(self, ending: Ending, *, served: bool = False) -> FatalError:
         return endings.as_error(ending, served=served)

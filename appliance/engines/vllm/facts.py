@@ -71,9 +71,7 @@ def parse_facts(text: str) -> EngineFacts:
     except ValueError as error:
         message = f"vLLM's answer is not understood: {error}"
         raise EngineArgumentsError(message, hint="see appliance/engines/vllm/introspect.py") from error
-    missing = [
-        name for name in ("version", "flags", "kv_types", "quantizations", "attention") if not getattr(facts, name)
-    ]
+    missing = [name for name in _NEVER_EMPTY if not getattr(facts, name)]
     if missing:
         message = f"vLLM's answer names none of: {', '.join(missing)}"
         raise EngineArgumentsError(message, hint="see appliance/engines/vllm/introspect.py")

@@ -27,7 +27,6 @@ _CONSEQUENCE = re.compile(
     r"|EngineCore encountered an issue|^(?:\w+\.)*CancelledError|^RuntimeError: cancelled$"
     r"|Frontend process failed during engine core initialization"
 )
-_LOST = re.compile(r"MPClient: engine core exited unexpectedly|^Worker proc \S+ died unexpectedly")
 # With the source that says so: what clients send stands in the log, too, and must end nothing. Each line of it has a
 # mark of its own, so that none can begin like these.
 _GONE = re.compile(

@@ -75,6 +75,7 @@ _KNOWN: tuple[tuple[Stage, str, str], ...] = (
 )
 _ROWS = tuple((stage, re.compile(pattern), words) for stage, pattern, words in _KNOWN)
 _HIT, _MISS = re.compile(r"^Directly load"), re.compile(r"^Compiling (?:model again|a graph)")
+_COMPILED = re.compile(r"torch\.compile (?:took|takes) ([0-9.]+) s in total")
 _SHORT_KEY = 10
 _GIB = 1024.0
 
@@ -97,16 +98,19 @@ class CompileCache:
     is_hit: bool | None = None
     key: str | None = None
     reason: str | None = None  # of a miss that the engine explains
+    seconds: float | None = None  # that compiling took
 
 
 def compile_cache(lines: Iterable[str]) -> CompileCache:
     """A miss for any part is one, since that part was compiled."""
+    lines = tuple(lines)
     steps = [step.facts for line in lines if (step := step_of(line)) and step.stage == Stage.COMPILE]
     outcomes = [facts["cache"] for facts in steps if "cache" in facts]
     return CompileCache(
         is_hit="miss" not in outcomes if outcomes else None,
         key=next((facts["key"] for facts in steps if "key" in facts), None),
         reason=next((facts["reason"] for facts in steps if "reason" in facts), None),
+        seconds=max((float(found[1]) for line in lines if (found := _COMPILED.search(line))), default=None),
     )
 
 

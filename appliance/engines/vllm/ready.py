@@ -39,7 +39,7 @@ class _FirstToken:
         if self._asking is None:
             if time.monotonic() < self._not_before or not await self._is_healthy():
                 return False
-            self._asking = asyncio.create_task(_answer(self._socket_path, self._request))
+            self._asking = asyncio.create_task(answer_of(self._socket_path, self._request))
         done, _ = await asyncio.wait({self._asking}, timeout=HEALTH_TIMEOUT_S / 5)
         if not done:
             return False
@@ -55,7 +55,7 @@ class _FirstToken:
         answer = None
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S * 0.8):  # less than whoever asks us waits
-                answer = await _answer(self._socket_path, _request("GET", "/health", b""))
+                answer = await answer_of(self._socket_path, _request("GET", "/health", b""))
         except TimeoutError:
             return False
         return answer is not None and answer[0] == 200
@@ -68,7 +68,7 @@ def _request(method: str, path: str, body: bytes) -> bytes:
     return head.encode() + b"\r\n" + body
 
 
-async def _answer(socket_path: Path, request: bytes) -> tuple[int, bytes] | None:
+async def answer_of(socket_path: Path, request: bytes) -> tuple[int, bytes] | None:
     """Status and body, once the engine has sent all of it; None where nobody answers."""
     writer = None
     try:

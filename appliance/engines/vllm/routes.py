@@ -9,51 +9,25 @@ from __future__ import annotations
 
 import re
 
-from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+from appliance.engine_route import EngineRoute
+from appliance.engines.routes import BARE, post
 
 METRICS_PATH = "/metrics"  # of its own server; the gateway's is another one
-# Under the names that it has in the engine's own: balancers that know vLLM look for these.
-LOAD_GAUGES = LoadGauges(
-    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
-)
 _KV_USE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
 
-
-def _post(
-    path: str,
-    *,
-    bare: bool = False,
-    dialect: Dialect = "openai",
-    can_stream: bool = False,
-    only_for_embedders: bool = False,
-) -> tuple[EngineRoute, ...]:
-    """With `bare` also without /v1, for clients whose base URL lacks it."""
-    spellings = (path, path.removeprefix("/v1")) if bare else (path,)
-    return tuple(
-        EngineRoute(
-            path=spelling,
-            upstream=path,
-            dialect=dialect,
-            can_stream=can_stream,
-            only_for_embedders=only_for_embedders,
-        )
-        for spelling in spellings
-    )
-
-
 ROUTES: tuple[EngineRoute, ...] = (
-    *_post("/v1/chat/completions", bare=True, can_stream=True),
-    *_post("/v1/completions", bare=True, can_stream=True),
-    *_post("/v1/responses", bare=True, can_stream=True),
-    *_post("/v1/messages", dialect="anthropic", can_stream=True),
-    *_post("/v1/messages/count_tokens", dialect="anthropic"),
-    *_post("/v1/embeddings", bare=True, only_for_embedders=True),
-    *_post("/v1/rerank", bare=True, only_for_embedders=True),
-    *_post("/v1/score", bare=True, only_for_embedders=True),
-    *_post("/v1/audio/transcriptions", bare=True, can_stream=True),
-    *_post("/v1/audio/translations", bare=True, can_stream=True),
-    *_post("/tokenize"),
-    *_post("/detokenize"),
+    *post("/v1/chat/completions", also=BARE, can_stream=True),
+    *post("/v1/completions", also=BARE, can_stream=True),
+    *post("/v1/responses", also=BARE, can_stream=True),
+    *post("/v1/messages", dialect="anthropic", can_stream=True),
+    *post("/v1/messages/count_tokens", dialect="anthropic"),
+    *post("/v1/embeddings", also=BARE, only_for_embedders=True),
+    *post("/v1/rerank", also=BARE, only_for_embedders=True),
+    *post("/v1/score", also=BARE, only_for_embedders=True),
+    *post("/v1/audio/transcriptions", also=BARE, can_stream=True),
+    *post("/v1/audio/translations", also=BARE, can_stream=True),
+    *post("/tokenize"),
+    *post("/detokenize"),
 )
 
 

@@ -137,12 +137,11 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
 def _run_loop(endpoint: Endpoint, model: str, workload: Workload, timeout_s: float) -> _Measured:
     """What was measured is kept when something ends it in the middle."""
     # At the start of `--help` none of it is wanted, and it costs 0.3 s.
-    from rich.console import Console
-
     from appliance.host.bench.client import connect
     from appliance.host.bench.measure import measure
+    from appliance.terminal import Terminal
 
-    err = Console(stderr=True, highlight=False)
+    err = Terminal(stderr=True, highlight=False)
     rows: list[Row] = []
 
     async def main() -> None:
@@ -183,10 +182,9 @@ def _print(
     options: argparse.Namespace, endpoint: Endpoint, model: str, workload: Workload, rows: tuple[Row, ...]
 ) -> None:
     # At the start of `--help` none of it is wanted, and it costs 0.1 s.
-    from rich.console import Console
-
     from appliance.host.bench.plot import plot
     from appliance.host.bench.show import document, notes, table
+    from appliance.terminal import Terminal
 
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if options.json:
@@ -194,7 +192,7 @@ def _print(
     else:
         print(f"{model} at {endpoint.base}, answers of {workload.tokens} tokens, seed {workload.seed}\n")
         # Never narrower, or digits are lost: a terminal wraps the lines instead.
-        Console(width=_TABLE_WIDTH, highlight=False).print(table(rows))
+        Terminal(width=_TABLE_WIDTH, highlight=False).print(table(rows))
     for note in notes(rows, workload):
         print(note, file=sys.stderr if options.json else sys.stdout)
     if options.plot:

@@ -230,7 +230,7 @@ async def _announce(served: ServedModel) -> None:
     """Never returns."""
     supervisor = served.host.supervisor
     if supervisor and await supervisor.wait_ready() is None:
-        on_ready(served)
+        await on_ready(served)
     await asyncio.Event().wait()
 
 

@@ -18,7 +18,7 @@ from appliance.serve.hosts.address import free_port, own_address, resolve
 from appliance.serve.hosts.group import TICK_S, Failure, Group, RefusedError
 from appliance.serve.hosts.member import DOCUMENT, member_of, parse_member
 from appliance.serve.listen import HostPart
-from appliance.serve.load import STEPS_DOWN, launch, on_ready, stepped_down
+from appliance.serve.load import FALLBACKS_MAX, fallback, launch, on_ready
 from appliance.serve.served_model import ServedModel
 from appliance.settings import Settings
 from appliance.supervisor import Crash, Restart
@@ -140,7 +140,7 @@ class Leader:
     async def _served(self, served: ServedModel) -> str:
         """From readiness to a loss; why, in words. Raises EngineDiedError (45) after too many of them in a row."""
         began = time.monotonic()
-        on_ready(served)
+        await on_ready(served)
         self.group.set_ready()
         self._cause, self._space, self._steps = "", None, 0
         died, failed = await first_of(served.host.wait_failed(), self.group.wait_failed())
@@ -191,10 +191,10 @@ class Leader:
             error.message += f"; {self.group.failure.words}"
         supervisor = served.host.supervisor
         lines = served.logs.take(supervisor) if supervisor else ()
-        if self._steps == STEPS_DOWN or not isinstance(error, EngineError):
+        if self._steps == FALLBACKS_MAX or not isinstance(error, EngineError):
             raise error
         self._steps += 1
-        self._space, self._smaller = stepped_down(served, self._space or served.space, plan, error, lines)
+        self._space, self._smaller = fallback(served, self._space or served.space, plan, error, lines)
         return f"{error.message}; starting with a smaller plan"
 
     async def _end(self, served: ServedModel, words: str) -> None:

@@ -170,8 +170,8 @@ esac
                 check=False,
             )
 
-    def plan(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.command("plan", "--json").stdout)["plan"]
+    def plan(self, **settings: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.command("plan", "--json", beside=None, **settings).stdout)["plan"]
         return found
 
     @property

@@ -24,7 +24,8 @@ import openai
 import uvloop
 
 from appliance.engine_route import EngineRoute
-from appliance.engines.llama.routes import DROPPED_HEADERS, LOAD_GAUGES, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, parse_kv_use
+from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
 from appliance.gateway.backend import Backend
@@ -157,7 +158,6 @@ def eventually(condition: Callable[[], bool], *, timeout_s: float = 60.0) -> flo
 def on_stage(
     *engine: str,
     keys: Keys | None = Keys(frozenset({KEY})),  # noqa: B008 - frozen
-    max_body_mib: int = 64,
     documents: Mapping[str, Callable[[], dict[str, Any]]] | None = None,
     tell_every_s: float = 0.1,
     slots: int | None = None,
@@ -167,7 +167,7 @@ def on_stage(
     folder = Path(tempfile.mkdtemp(prefix="gw", dir="/tmp"))
     stage = Stage(engine_socket=folder / "e.sock", engine=None)
     try:
-        gateway = _gateway(stage, keys, max_body_mib, documents or {}, tell_every_s, slots, routes)
+        gateway = _gateway(stage, keys, documents or {}, tell_every_s, slots, routes)
         with _engine(stage, engine), gateway:
             yield stage
     finally:
@@ -213,7 +213,6 @@ def _listens(path: Path) -> bool:
 def _gateway(
     stage: Stage,
     keys: Keys | None,
-    max_body_mib: int,
     documents: Mapping[str, Callable[[], dict[str, Any]]],
     tell_every_s: float,
     slots: int | None,
@@ -232,7 +231,7 @@ def _gateway(
         slots=None if slots is None else lambda: slots,
         kv_use=(SLOTS_PATH, lambda answer: parse_kv_use(answer, 8192)),
     )
-    app = create_app([backend], keys=keys, max_body_mib=max_body_mib, tell_every_s=tell_every_s)
+    app = create_app([backend], keys=keys, tell_every_s=tell_every_s)
     with running_loop() as loop:
         gateway = asyncio.run_coroutine_threadsafe(Gateway.open(app, "127.0.0.1", 0), loop).result(60)
         stage.port = gateway.port

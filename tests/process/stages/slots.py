@@ -14,9 +14,8 @@ import aiohttp
 
 from appliance.engines.engine import Install
 from appliance.engines.llama.facts import query_facts
-from appliance.engines.llama.planning.launch import with_launch
 from appliance.engines.llama.server import command
-from appliance.plan import Plan
+from appliance.plan import Plan, with_launch
 from appliance.supervisor import Supervisor
 from appliance.tune.measure import TEXT
 from benchmarks.memory import planned_for

@@ -50,6 +50,11 @@ class VllmHome(Home):
         path = self.folder / "segments"
         return [name for name in path.read_text().split() if Path(name).exists()] if path.exists() else []
 
+    def free_segments(self) -> None:
+        """At a test's end: an appliance that was killed itself leaves them, and they are this machine's memory."""
+        for name in self.segments:
+            Path(name).unlink()
+
     @contextmanager
     def serving(self, **settings: str) -> Iterator[Serving]:
         """A killed appliance takes the engine's first process with it; the others go with a container, or here."""

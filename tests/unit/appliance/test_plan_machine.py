@@ -21,6 +21,7 @@ from tests.builders import facts, facts_for, model
 from tests.golden import plan_schema
 from tests.golden.machines import MACHINES
 from tests.json_schema import problems
+from tests.shapes import SMALL, write_gguf
 
 SCHEMA = json.loads(plan_schema.PATH.read_text())
 BY_HAND = """
@@ -153,6 +154,19 @@ def test_contradictions_are_10_with_file_and_key(image: Image) -> None:
     said = image.plan("--machine", str(path), "--model", "phi-4")
     assert said.code == 10
     assert f"error: machine file {path}: gpus.gpus[0].vram_free_mib: 40,960 is more than" in said.err
+
+
+def test_names_with_control_sequences_are_shown_as_words(image: Image) -> None:
+    path, models = Path(image.machine("2x4090")), image.root / "data/models"
+    path.write_text(path.read_text().replace('"NVIDIA GeForce RTX 4090"', r'"\u001b[31mX\nY"'))
+    models.mkdir(parents=True)
+    write_gguf(models / "a\x1b[31mb.gguf", SMALL["gqa"])
+    said = [image.plan("--machine", str(path), *words) for words in ((), ("--verbose",), ("--dry-run",), ("--json",))]
+    assert [(each.code, "\x1b" in each.out + each.err) for each in said] == [(0, False)] * 4
+    plain, _, command, document = said
+    assert r"\x1b[31mX\nY" in plain.out
+    assert r"a\x1b[31mb.gguf" in command.out
+    assert document.document["plan"]["placement"]["shares"][0]["gpu"]["name"] == "\x1b[31mX\nY"
 
 
 def test_nine_gpus_of_three_kinds_are_planned(image: Image) -> None:

@@ -21,30 +21,12 @@ from appliance.engines.llama.devices import parse_devices, parse_kept
 from appliance.engines.llama.planning.cpu_variant import choose_kernels
 from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
 from appliance.plan import RuledOut
-from appliance.probe import Gpu, GpuHolder, GpuProbe, Hardware
+from appliance.probe import CoreGroup, Gpu, GpuHolder, GpuProbe, Hardware
 from appliance.settings import Settings, resolve_settings
-from tests.builders import ENGINE, IMAGE, machine, with_variants
+from tests.builders import ENGINE, IMAGE, card, machine, with_variants
 
 CUDA_IMAGE = replace(IMAGE, cell="llama-cu130-sm86", cuda="13.0", sm=("86",), driver_floor_sass="580")
-CARD = Gpu(
-    index=0,
-    name="Test 9000",
-    uuid="GPU-b0d5a1c2-1111-2222-3333-444455556666",
-    sm="86",
-    vram_total_mib=24576,
-    vram_free_mib=24000,
-    pci_bus_id="00000000:01:00.0",
-    pcie_generation=4,
-    pcie_width=16,
-    pcie_generation_max=4,
-    pcie_width_max=16,
-    power_limit_w=350.0,
-    power_limit_default_w=350.0,
-    ecc=False,
-    display=False,
-    bandwidth_gb_s=936.1,
-    bandwidth_source="memory clock x bus width",
-)
+CARD = card()
 
 
 def fake_root(folder: Path, *, swap: tuple[int, int] = (0, 0), huge: str = "always [madvise] never") -> Path:
@@ -95,6 +77,15 @@ def test_what_is_short_is_a_warning_with_a_remedy(
     check = host(fake_root(tmp_path / "root"), hardware, settings)[name]
     assert (check.status, check.exit_code) == ("warn", 0)
     assert remedy in (check.remedy or "")
+
+
+def test_kinds_of_cores_and_what_hides_them_are_shown(tmp_path: Path) -> None:
+    root, cpu = fake_root(tmp_path / "root"), machine().cpu
+    groups = (CoreGroup(capacity=1.0, cores=4), CoreGroup(capacity=0.27, cores=4))
+    unequal = host(root, replace(machine(), cpu=replace(cpu, groups=groups)))["cpu limit"]
+    assert "(4 of 100%, 4 of 27% of the fastest's speed), no quota" in unequal.value
+    unknown = host(root, replace(machine(), cpu=replace(cpu, groups_problem="cpu_capacity of CPU 1 is '0'")))
+    assert "taken as equal (cpu_capacity of CPU 1 is '0')" in unknown["cpu limit"].value
 
 
 def test_swapping_and_huge_pages_that_are_off_are_warned_of(tmp_path: Path) -> None:

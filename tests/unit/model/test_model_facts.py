@@ -23,13 +23,13 @@ def facts(
 
 
 def test_a_plain_model(tmp_path: Path) -> None:
-    model = facts(tmp_path, general__name="Tiny", tokenizer__chat_template="{{ x }}")
+    model = facts(tmp_path, general__name="Tiny")
     assert (model.architecture, model.name, model.format) == ("llama", "Tiny", "gguf")
     assert (model.layers, model.embedding_length, model.feed_forward_length, model.heads) == (2, 64, 128, 8)
     assert (model.kv_heads, model.key_length, model.value_length) == ((2, 2), 8, 8)
     assert (model.native_context, model.vocabulary) == (512, 100)
     assert (model.experts, model.experts_used, model.expert_bytes) == (0, 0, 0)
-    assert (model.output_is_tied, model.has_chat_template, model.is_embedding_model) == (False, True, False)
+    assert (model.output_is_tied, model.is_embedding_model) == (False, False)
     assert (model.cache_kind, model.cache_reason) == ("attention", None)
     q8_0 = (64 * 100 * 2 + 64 * 128) // 32 * 34
     assert model.bytes_by_type == (("Q8_0", q8_0), ("F32", 64 * 64 * 4))
@@ -40,15 +40,18 @@ def test_a_plain_model(tmp_path: Path) -> None:
 def test_defaults(tmp_path: Path) -> None:
     model = facts(tmp_path, without="attention.head_count_kv", tokens=0)
     assert model.kv_heads == (8, 8)
-    assert (model.name, model.has_chat_template) == ("tiny", False)
+    assert model.name == "tiny"
     assert model.vocabulary == 100  # from the embedding's rows
 
 
 def test_head_lengths_of_their_own(tmp_path: Path) -> None:
     own: dict[str, Any] = {"llama__attention__key_length": 32, "llama__attention__value_length": 16}
-    model = facts(tmp_path, **own)
+    wide = [("blk.0.attn_q.weight", (64, 256), F32), *(each for each in LLAMA_TENSORS if "attn_q" not in each[0])]
+    model = facts(tmp_path, tensors=wide, **own)
     assert (model.key_length, model.value_length, model.cache_reason) == (32, 16, None)
-    windowed = facts(tmp_path, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64)
+    windowed = facts(
+        tmp_path, tensors=wide, **own, llama__attention__sliding_window=128, llama__attention__key_length_swa=64
+    )
     assert (windowed.key_length, windowed.value_length) == (64, 16)
     assert ({layer.window for layer in windowed.stack}, windowed.cache_reason) == (
         {None},
@@ -96,7 +99,13 @@ BANK = ("blk.0.ffn_up_exps.weight", (64, 32, 4), Q8_0)
     [
         ({"llama__block_count": 49}, "its header tells of 49 layers, and it holds no tensors of layer 48"),
         ({"llama__attention__head_count_kv": 4096}, "4096 KV heads of 8 in layer 0, and blk.0.attn_k.weight has 16"),
-        ({"llama__attention__key_length": 1 << 20}, "2 KV heads of 1048576 in layer 0"),
+        ({"llama__attention__key_length": 1 << 20}, "heads of 1048576 in layer 0"),
+        (
+            {"llama__attention__head_count": 4096, "llama__attention__key_length": 8},
+            "4096 heads of 8 in layer 0, and blk.0.attn_q.weight has 64 rows",
+        ),
+        ({"llama__embedding_length": 100000}, "tells of 100,000 values a token, and token_embd.weight has 64"),
+        ({"llama__context_length": (1 << 32) - 1}, "llama.context_length must be a whole number from 1 to 33554432"),
         ({}, "it holds tensors of experts, and its key llama.expert_count tells of none"),
         ({"llama__expert_count": 4}, "expert_used_count must be from 1 to its 4 experts: 0"),
         ({"llama__vocab_size": (1 << 32) - 1}, "tells of 4294967295 tokens, and its embedding has 100 rows"),
@@ -107,6 +116,13 @@ def test_a_header_that_lies_about_its_tensors(tmp_path: Path, more: dict[str, An
     tensors = [*LLAMA_TENSORS, K_PROJECTION, *([BANK] if not more or "llama__expert_count" in more else [])]
     with pytest.raises(ModelUnreadableError, match=re.escape(words)):
         facts(tmp_path, tensors=tensors, tokens=0, **more)
+
+
+def test_a_table_of_positions_is_as_long_as_the_header_says(tmp_path: Path) -> None:
+    tensors = [*LLAMA_TENSORS, ("position_embd.weight", (64, 512), F32)]
+    assert facts(tmp_path, tensors=tensors).positions == "table"
+    with pytest.raises(ModelUnreadableError, match=r"tells of 2,048 positions, and position_embd\.weight has 512 rows"):
+        facts(tmp_path, tensors=tensors, llama__context_length=2048)
 
 
 def test_a_tied_output_is_multiplied_with_and_a_mere_lookup_is_not(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
     assert (model.embedding_bytes, model.output_bytes) == (2 * 6400, 2 * (6400 + 64))
     assert (model.output_is_tied, model.quantization) == (False, "BF16")
     assert model.bytes_by_type[-1] == ("F32", 256)
-    assert (model.cache_kind, model.cache_reason, model.has_chat_template) == ("attention", None, False)
+    assert (model.cache_kind, model.cache_reason, model.calls_tools) == ("attention", None, False)
 
 
 def test_parts_and_their_digest(tmp_path: Path) -> None:
@@ -180,12 +180,14 @@ def test_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_a_chat_template(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ x }}"}')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ tools }}"}')
     assert read_folder(folder).has_chat_template
+    assert read_folder(folder).calls_tools
     (folder / "tokenizer_config.json").write_text("no JSON")
-    assert not read_folder(folder).has_chat_template
-    (folder / "chat_template.jinja").write_text("{{ x }}")
+    assert not read_folder(folder).calls_tools
+    (folder / "chat_template.jinja").write_text("{{ tools }}")
     assert read_folder(folder).has_chat_template
+    assert read_folder(folder).calls_tools
 
 
 def test_an_image_of_the_other_engine_refuses_it_and_names_the_right_ones(tmp_path: Path) -> None:

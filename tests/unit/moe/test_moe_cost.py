@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.moe.bounds import brute_force_batch, brute_force_split
 from appliance.moe.cost import Cost, Rates
 from appliance.moe.split import BatchCost, split_batch
+from tests.unit.moe.every_assignment import brute_force_batch, brute_force_split
 from tests.unit.moe.routing import COST, DESKTOP
 
 FIGURES = st.floats(1.0, 120.0)

@@ -44,6 +44,15 @@ def test_by_hand_the_least_will_do_and_what_is_assumed_is_said() -> None:
     assert [re.findall(r"m.yaml does not say ([^:]+)", note) for note in found.notes] == [[key] for key in keys]
 
 
+def test_kinds_of_cores_are_read_and_a_file_of_an_older_probe_has_none() -> None:
+    cpu = parse_machine(with_groups(LARGE, SMALL), "m.yaml").hardware.cpu
+    assert cpu.capacities == (1.0,) * 4 + (0.27,) * 4
+    document = as_document(replace(MACHINES["t4"], cpu=cpu))
+    assert parse_machine(json.dumps(document), "m").hardware.cpu == cpu
+    del document["cpu"]["groups"], document["cpu"]["groups_problem"]
+    assert parse_machine(json.dumps(document), "m").hardware.cpu == replace(cpu, groups=())
+
+
 def test_a_doctors_bundle_is_the_machine_without_what_it_hides(tmp_path: Path) -> None:
     """What is hidden of a GPU is told apart again, and settings that somebody gave are named."""
     settings = resolve_settings({"data_dir": str(tmp_path), "ctx_size": "8192", "facts_dir": str(tmp_path)}, {})
@@ -67,6 +76,11 @@ def test_a_doctors_bundle_is_the_machine_without_what_it_hides(tmp_path: Path) -
     assert found.hardware.memory == told.hardware.memory
 
 
+def with_groups(*rows: str) -> str:
+    return f"cpu: {{logical: 8, groups: [{', '.join(rows)}]}}\nmemory: {{total_mib: 16000}}\n"
+
+
+LARGE, SMALL = "{capacity: 1, cores: 4, cpus: [4, 5, 6, 7]}", "{capacity: 0.27, cores: 4, cpus: [0, 1, 2, 3]}"
 REFUSED: list[tuple[str, str]] = [
     ("", "it holds no keys: None"),
     ("[1]", "it holds no keys: [1]"),
@@ -101,12 +115,36 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (with_cards(CARD % ", sm: '0'"), "gpus.gpus[0].sm: it is no compute capability: '0'"),
     (with_cards(CARD % ", sm: 89"), "gpus.gpus[0].sm: expected `str | null`, got `int`"),
+    (
+        with_cards(CARD % ", is_unified: true"),
+        "gpus.gpus[0].is_unified: its memory is the host's, and it has 8,000 MiB",
+    ),
+    (with_cards(CARD % ", index: 0", CARD % ", index: 0"), "gpus.gpus[1].index: another GPU has the same: 0"),
+    (with_cards(CARD % ", sm: '89', mig_profile: 1g.5gb"), "mig_profile: no GPU of compute capability 89 can be cut"),
+    (with_cards(CARD % ", pcie_width: 32"), "gpus.gpus[0].pcie_width: no link has 32 lanes, but 1, 2, 4, 8, 16"),
+    (
+        with_cards(CARD % ", pcie_generation: 9"),
+        "gpus.gpus[0].pcie_generation: no machine has that much: 9, more than 7",
+    ),
+    (SMALLEST + "speeds: {dram_gb_s: 90000}", "speeds.dram_gb_s: no machine has that much: 90,000, more than 4,000"),
+    (
+        SMALLEST.replace("16000}", "16000, limit_mib: 4000, limit_used_mib: 9000}"),
+        "memory.limit_used_mib: 9,000 is more than memory.limit_mib, 4,000",
+    ),
     (with_cards(CARD % ", bandwidth_gb_s: 0"), "gpus.gpus[0].bandwidth_gb_s: it is 0"),
     (with_cards(CARD % ", bandwidth_gb_s: fast"), "gpus.gpus[0].bandwidth_gb_s: expected `float | null`"),
     (with_cards(CARD % ", uuid: x", CARD % ", uuid: x"), "gpus.gpus[1].uuid: another GPU has the same: x"),
     (with_cards(CARD % ", nvlink_peers: [3]"), "gpus.gpus[0].nvlink_peers: no other GPU has the index 3"),
     (with_cards(*[CARD % ""] * 65), "gpus.gpus: 65 are more than 64"),
     (SMALLEST + "a: " + "b" * 2**17, "as YAML it is larger than 64 KiB"),
+    (with_groups(LARGE), "cpu.groups: they have 4 cores, and the CPU has 8"),
+    (with_groups(SMALL, LARGE), "cpu.groups[1].capacity: groups stand in order, the fastest first"),
+    (with_groups("{capacity: 1024, cores: 8}"), "cpu.groups[0].capacity: 1024 is more than 1, the fastest core's"),
+    (with_groups("{capacity: 0, cores: 8}"), "cpu.groups[0].capacity: it is 0"),
+    (with_groups(LARGE, "{capacity: -1, cores: 4}"), "cpu.groups[1].capacity: it is negative"),
+    (with_groups(LARGE, "{cores: 4}"), "cpu.groups[1].capacity: it is missing"),
+    (with_groups(LARGE, "{capacity: 0.2, cores: 4, cpus: [0, 1, 2]}"), "3 CPUs are too few for 4 cores"),
+    (with_groups(LARGE, LARGE), "cpu.groups: CPU 4 stands there twice"),
 ]
 
 
@@ -142,6 +180,13 @@ def test_a_name_that_is_misspelt_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_machine(with_cards("{name: A, vram_totl_mib: 8000}"), "m")
     assert caught.value.hint == "perhaps you meant 'vram_total_mib'"
+
+
+@pytest.mark.parametrize("text", [with_cards(CARD % ", sm: 89"), SMALLEST + "gpus: {driver: 580.95}"])
+def test_a_text_that_yaml_reads_as_a_number_wants_quotation_marks(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_machine(text, "m")
+    assert caught.value.hint == "put the value in quotation marks"
 
 
 def test_a_file_that_was_cut_is_refused() -> None:

@@ -11,10 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe import Cpu, Gpu, GpuProbe, Hardware, Memory, NumaNode, Volume, as_document, fingerprint, gpu_uuids
+from appliance.probe import (
+    CoreGroup,
+    Cpu,
+    Gpu,
+    GpuProbe,
+    Hardware,
+    Memory,
+    NumaNode,
+    Volume,
+    as_document,
+    fingerprint,
+    gpu_uuids,
+)
 from appliance.probe.host import (
     parse_cpuinfo,
-    parse_cpulist,
     parse_meminfo,
     query_cpu,
     query_memory,
@@ -22,6 +33,7 @@ from appliance.probe.host import (
     query_numa_node,
     query_volume,
 )
+from appliance.probe.sysfs import parse_cpulist
 from tests.unit.probe.machine import MIB, put
 
 CPUINFO = """processor\t: 0
@@ -226,6 +238,14 @@ def test_the_fingerprint_is_of_kinds_in_pci_order() -> None:
     assert fingerprint(replace(HARDWARE, cpu=replace(HARDWARE.cpu, quota=4.0))) != print_
     unlimited = replace(HARDWARE, memory=replace(HARDWARE.memory, limit_mib=5000))
     assert fingerprint(unlimited)["memory_mib"] == 1000  # a limit above what there is limits nothing
+
+
+def test_other_kinds_of_cores_are_another_machine_and_equal_ones_keep_their_key() -> None:
+    equal = replace(HARDWARE, cpu=replace(HARDWARE.cpu, groups=(CoreGroup(capacity=1.0, cores=4, cpus=(0, 1, 2, 3)),)))
+    assert fingerprint(equal) == fingerprint(HARDWARE)
+    groups = (CoreGroup(capacity=1.0, cores=2), CoreGroup(capacity=0.3, cores=2))
+    unequal = replace(HARDWARE, cpu=replace(HARDWARE.cpu, groups=groups))
+    assert fingerprint(unequal)["cores"] == [[1.0, 2], [0.3, 2]]
 
 
 @pytest.mark.parametrize(

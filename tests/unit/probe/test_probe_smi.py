@@ -13,23 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.probe import Gpu, GpuProbe
+from appliance.probe import GpuProbe
 from appliance.probe.smi import SmiGpu, SmiReport, disagreements, parse_smi
+from tests.builders import card
 from tests.fakes.machines import CARDS
 
 LOGS = Path(__file__).parents[2] / "data/nvidia-smi"
 T4_LOG = (LOGS / "tesla-t4.xml").read_text("utf-8")
-T4 = Gpu(
-    index=0,
-    name="Tesla T4",
-    uuid="GPU-1",
-    sm="75",
-    vram_total_mib=15360,
-    vram_free_mib=13939,
-    pci_bus_id="00000000:00:1E.0",
+T4 = card(
+    name="Tesla T4", sm="75", vram_total_mib=15360, vram_free_mib=13939, pci_bus_id="00000000:00:1E.0",
     pcie_generation_max=3,
-    pcie_width_max=16,
-)
+)  # fmt: skip
 FOUND = GpuProbe(gpus=(T4,), driver="515.105.01", cuda_driver="11.7")
 BOMB = (
     '<!DOCTYPE x [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">'

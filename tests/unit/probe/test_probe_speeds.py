@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.errors import VolumeError
-from appliance.probe import Gpu, GpuProbe, GpuSpeed, Speeds
+from appliance.probe import GpuProbe, GpuSpeed, Speeds
 from appliance.probe.measure import Measured, describe, find_cudart, parse_report
 from appliance.probe.speeds import load_speeds, parse_speeds, save_speeds, speeds_path, why_unreadable
-from tests.builders import machine
+from tests.builders import card, machine
 
-GPU = Gpu(
-    index=0, name="Test", uuid="GPU-1", sm="90", vram_total_mib=1000, vram_free_mib=900, pci_bus_id="00000000:01:00.0"
-)
+GPU = card(name="Test", uuid="GPU-1", sm="90")
 HARDWARE = replace(machine(), gpus=GpuProbe(gpus=(GPU,), driver="580.82.07"), gpu_requested=True)
 SPEED = GpuSpeed(
     uuid="GPU-1",

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.launch import with_launch
-from appliance.plan import Kind, Speculation
+from appliance.plan import Kind, Speculation, with_launch
 from appliance.profile import Profile
 from appliance.profile.drift import (
     DRAFT_SHARE,

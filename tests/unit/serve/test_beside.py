@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import FatalError
-from appliance.model import Model, read_model
+from appliance.model import Model, projector, read_model, read_projector
 from appliance.serve.beside import TEMPLATE_LIMIT_BYTES, sizes_beside, with_beside
 from appliance.settings import resolve_settings
 from tests.shapes import SMALL, write_gguf
-from tests.shapes.beside import write_adapter, write_projector
+from tests.shapes.beside import MEAN, RANK, write_adapter, write_bert, write_projector
 
 WIDTH = 256
 QUERY = {"blk.0.attn_q.weight": (512, WIDTH)}
@@ -147,4 +147,47 @@ def test_a_template_that_cannot_be_read_is_refused(model: Model, tmp_path: Path)
 def test_how_vectors_are_made_may_be_set(model: Model) -> None:
     assert beside(model).gives == "text"
     assert beside(model, pooling="mean").gives == "vectors"
-    assert beside(model, pooling="rank").gives == "scores"
+    assert beside(replace(model, can_rank=True), pooling="rank").gives == "scores"
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "fits"),
+    [
+        ("qwen2.5vl_merger", "qwen2vl", True),
+        ("qwen2.5vl_merger", "qwen2", False),  # Qwen2.5-VL's beside Qwen2.5, of the same width
+        ("qwen3vl_merger", "qwen35moe", True),
+        ("gemma4v", "qwen3vl", False),
+        ("mlp", "llama", True),  # of many families, and so of none
+        ("made-up", "llama", True),
+    ],
+)
+def test_a_projector_of_another_family_is_refused(model: Model, kind: str, architecture: str, *, fits: bool) -> None:
+    eyes = read_projector(write_projector(model.path.parent / "eyes.gguf", WIDTH))
+    seeing = replace(model, architecture=architecture, projector=replace(eyes, kind=kind))
+    assert projector.fits(replace(eyes, kind=kind), seeing) is fits  # of several beside it, one that does is taken
+    if fits:
+        assert beside(seeing).projector
+        return
+    code, message, hint = refusal(seeing)
+    assert (code, f"and model.gguf is of {architecture}" in message) == (30, True)
+    assert f"eyes.gguf (beside the model), of kind {kind}, is for " in message
+    assert "--mmproj off" in hint
+
+
+def test_a_reranker_is_no_embedder_and_what_has_no_head_no_reranker(model: Model, tmp_path: Path) -> None:
+    ranks = read_model(write_bert(tmp_path / "models/rank.gguf", RANK))
+    embeds = read_model(write_bert(tmp_path / "models/embed.gguf", MEAN))
+    assert beside(ranks, pooling="rank").gives == "scores"
+    assert refusal(ranks, pooling="mean") == (
+        10,
+        "model is a reranker, whose vectors are one score each: pooling 'mean' (flag --pooling), rank.gguf",
+        "take --pooling out, and ask for /v1/rerank; vectors take an embedding model",
+    )
+    for none in (model, embeds):
+        code, message, hint = refusal(none, pooling="rank")
+        assert (code, message.partition(":")[0]) == (
+            10,
+            "model has no head that scores (cls.weight or cls.output.weight)",
+        )
+        assert f"pooling 'rank' (flag --pooling), {none.path.name}" in message
+        assert "give a reranker" in hint

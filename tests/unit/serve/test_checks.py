@@ -14,7 +14,7 @@ from appliance.serve.checks import check_devices, check_supported, tags_for, usa
 from appliance.settings import Settings
 from images import compat
 from images.matrix import load
-from tests.builders import IMAGE, machine
+from tests.builders import IMAGE, card, machine
 
 AUTO = Settings()
 VARIANTS = ("x64", "haswell", "zen4", "armv8.0_1", "armv8.2_2")
@@ -30,15 +30,7 @@ CUDA_IMAGE = replace(
 
 
 def gpu(sm: str | None = "86", index: int = 0, name: str = "Test 9000") -> Gpu:
-    return Gpu(
-        index=index,
-        name=name,
-        uuid=f"GPU-{index}",
-        sm=sm,
-        vram_total_mib=24576,
-        vram_free_mib=24000,
-        pci_bus_id=f"0000:0{index}:00.0",
-    )
+    return card(index, sm=sm, name=name)
 
 
 def given(

@@ -12,39 +12,75 @@ from typing import Any
 
 import pytest
 
+from appliance.engines.llama.planning.batch import UBATCHES_GPU
 from appliance.tune.measure import now
 from appliance.tune.workload import CHAT
 from benchmarks.tuner import courses
-from benchmarks.tuner_machines import SPECS, Machine, Spec, candidates
-from benchmarks.tuner_ours import Planned
+from benchmarks.tuner_machines import CASES, EFFECTS, Case, Machine
 from benchmarks.tuner_table import LEAST_NOISE, Recorded, load, noise_floor
 from benchmarks.tuner_time import SimulatedTime
 
+LAPTOP = CASES[0]
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.thorough
-def test_each_machine_has_many_cells_some_that_fail_and_the_best_is_not_what_is_predicted(spec: Spec) -> None:
-    found = candidates(spec)
-    assert len({c.key for c in found}) == len(found) > 500
-    machines = [Machine(spec, seed) for seed in range(6)]
-    times = [[machine.job_s(c, CHAT) for c in found] for machine in machines]
-    assert any(math.isinf(t) for row in times for t in row)
+def test_each_machine_has_the_plans_of_the_product_and_the_best_is_not_what_is_predicted(case: Case) -> None:
+    plans = case.space.all()
+    found = case.planned().found
+    assert [c.key for c in found] == [plan.key for plan in plans]
+    assert [c.work for c in found] == [case.space.costs(plan) for plan in plans]
+    machines = [Machine(case, seed) for seed in range(6)]
+    times = [[machine.cost_s(c, CHAT) for c in found] for machine in machines]
+    assert all(math.isfinite(min(row)) for row in times)
     best = {found[row.index(min(row))].key for row in times}
     assert len(best) > 1  # what is hidden decides
 
 
+@pytest.mark.thorough
+def test_what_can_be_tried_is_what_the_product_tries() -> None:
+    """No split mode that it dropped, and each way to load that it has."""
+    values: dict[str, set[object]] = {}
+    for case in CASES:
+        for candidate in case.planned().found:
+            for name, value in candidate.knobs:
+                values.setdefault(name, set()).add(value)
+    assert values["split"] == {"none", "layer", "tensor"}
+    assert values["load_mode"] == {"none", "mmap"}
+    assert values["kv_type"] == {"f16", "q8_0"}
+    assert {256, *UBATCHES_GPU} == values["ubatch"]
+
+
+@pytest.mark.thorough
+def test_some_start_of_some_machine_fails_of_memory() -> None:
+    machines = [Machine(case, seed) for case in CASES for seed in range(20)]
+    assert any(machine.fails(c) for machine in machines for c in machine.case.planned().found)
+
+
+def test_every_effect_of_a_simulated_machine_says_where_it_comes_from() -> None:
+    assert all(len(words.split()) > 3 for _, words in EFFECTS.values())
+
+
+@pytest.mark.thorough
 def test_a_seed_is_the_same_machine_again_and_noise_is_between_3_and_10_percent() -> None:
-    found = candidates(SPECS[0])[0]
-    one, again, other = Machine(SPECS[0], 7), Machine(SPECS[0], 7), Machine(SPECS[0], 8)
+    found = LAPTOP.planned().found[0]
+    one, again, other = Machine(LAPTOP, 7), Machine(LAPTOP, 7), Machine(LAPTOP, 8)
     assert one.decode_ms(found, 512) == again.decode_ms(found, 512) != other.decode_ms(found, 512)
-    assert all(0.03 <= Machine(SPECS[0], seed).noise <= 0.10 for seed in range(20))
+    assert all(0.03 <= Machine(LAPTOP, seed).noise <= 0.10 for seed in range(20))
 
 
+@pytest.mark.thorough
 def test_a_predictor_that_is_off_changes_predictions_and_not_the_machine() -> None:
-    right, wrong = candidates(SPECS[0])[0], candidates(SPECS[0], off=random.Random(1))[0]
+    right, wrong = LAPTOP.planned().found[0], LAPTOP.planned(random.Random(1)).found[0]
     assert right.key == wrong.key
     assert right.work != wrong.work
-    assert Machine(SPECS[0], 1).decode_ms(right, 512) == Machine(SPECS[0], 1).decode_ms(wrong, 512)
+    assert Machine(LAPTOP, 1).decode_ms(right, 512) == Machine(LAPTOP, 1).decode_ms(wrong, 512)
+
+
+@pytest.mark.thorough
+def test_experts_that_a_short_prompt_does_not_use_are_not_copied() -> None:
+    found, machine = LAPTOP.planned().found[0], Machine(LAPTOP, 1)
+    assert machine.prefill_ms(found, 0, 4) < machine.prefill_ms(found, 0, 400) / 2
 
 
 def cell(threads: int, ms: float, *, repeat: int = 0, error: str | None = None) -> dict[str, Any]:
@@ -65,9 +101,9 @@ def test_a_recorded_table_is_a_machine(tmp_path: Path) -> None:
     table = tmp_path / "table.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in ({"kind": "machine"}, FACTS, *CELLS)), encoding="utf-8")
     (model,) = load(table)
-    by_threads = {c.by_knob["threads"]: c for c in model.candidates}
-    assert model.job_s(by_threads[2], CHAT) < model.job_s(by_threads[1], CHAT)
-    assert math.isinf(model.job_s(by_threads[3], CHAT))
+    by_threads = {c.by_knob["threads"]: c for c in model.planned.found}
+    assert model.cost_s(by_threads[2], CHAT) < model.cost_s(by_threads[1], CHAT)
+    assert math.isinf(model.cost_s(by_threads[3], CHAT))
     assert model.fails(by_threads[3])
     assert not model.fails(by_threads[1])
     assert model.load_s(by_threads[2]) == 1.5
@@ -94,19 +130,12 @@ def test_sleeping_takes_no_time_and_moves_the_clock() -> None:
 def test_the_benchmark_drives_the_tuner_of_the_product_on_a_table() -> None:
     """Of three plans one fails; each measurement pays its load, and what is picked is the best."""
     model = Recorded(FACTS, CELLS)
-    (ours,) = courses(model, model.candidates, CHAT, 0, "m", ["ours"])
+    (ours,) = courses(model, model.planned, CHAT, 0, "m", ["ours"])
     assert ours.regret["end"] == 0.0
-    assert ours.seconds["end"] > 2 * model.load_s(model.candidates[0])
-    (other,) = courses(model, model.candidates, CHAT, 0, "m", ["random"])
+    assert ours.seconds["end"] > 2 * model.load_s(model.planned.found[0])
+    (other,) = courses(model, model.planned, CHAT, 0, "m", ["random"])
     assert other.regret["end"] == 0.0
     assert other.seconds["end"] > 2.5 * 1.5, "what fails does so in the middle of its load"
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-@pytest.mark.thorough
-def test_plans_of_a_simulated_machine_are_told_apart_as_its_candidates_are(spec: Spec) -> None:
-    found = candidates(spec)
-    assert len(Planned(found).candidates) == len(found)
 
 
 def test_the_noise_floor_is_of_repeats_alone() -> None:
@@ -116,6 +145,6 @@ def test_the_noise_floor_is_of_repeats_alone() -> None:
 
 def test_a_cell_measured_again_does_not_replace_the_first() -> None:
     model = Recorded(FACTS, CELLS)
-    assert len(model.candidates) == 3
-    first = next(c for c in model.candidates if c.by_knob["threads"] == 1)
+    assert len(model.planned.found) == 3
+    first = next(c for c in model.planned.found if c.by_knob["threads"] == 1)
     assert model.decode_ms(first, 32) == pytest.approx(20 * 1.032)

@@ -12,11 +12,21 @@ from hypothesis import strategies as st
 
 from appliance.engines.engine import Completion
 from appliance.engines.llama.client import parse_completion
-from appliance.engines.llama.planning.launch import launch_of, with_launch
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.errors import EngineNotReadyError
+from appliance.plan import with_launch
 from appliance.settings import resolve_settings
-from appliance.tune.candidates import EMPTY, candidates, deep_depth, empty_depth, trial_of, within, work_depth
+from appliance.tune.candidates import (
+    EMPTY,
+    candidates,
+    deep_depth,
+    empty_depth,
+    reading_s,
+    trial_of,
+    within,
+    work_depth,
+)
 from appliance.tune.curve import LONGER, NOISE, Point
 from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, plain_point_of, point_of, tokens_within
 from appliance.tune.measurement import Measurement, curve_of, noise_of, scored, tie_break
@@ -136,6 +146,16 @@ def test_a_very_slow_machine_is_measured_at_what_it_can_carry() -> None:
     assert work_depth(8192, 24, wanted=640, prefill_ms=100.0, seconds=10) == EMPTY + 100
     assert work_depth(8192, 24, wanted=640, prefill_ms=10_000.0, seconds=10) is None
     assert work_depth(8192, 24, wanted=640, prefill_ms=10.0, seconds=-5) is None
+
+
+def test_where_weights_are_copied_for_each_batch_all_of_one_is_read_or_none() -> None:
+    """DeepSeek-V3 with its experts in host memory: 32 tokens take 10 s of copies, and 608 more 17 s, not 200."""
+    assert work_depth(8192, 24, wanted=640, prefill_ms=330.0, seconds=15, copied_batch=4096) == 640
+    too_few = work_depth(8192, 24, wanted=640, prefill_ms=330.0, seconds=6, copied_batch=4096)
+    assert too_few is None, "fewer tokens than at an empty context"
+    assert reading_s(608, 330.0, first=32, copied_batch=4096) == pytest.approx(21.1, abs=0.1)
+    assert reading_s(608, 330.0, first=32, copied_batch=512) == pytest.approx(42.2, abs=0.1)
+    assert reading_s(608, 330.0, first=32, copied_batch=0) == pytest.approx(200.6, abs=0.1)
 
 
 def test_a_tiny_context_has_room_for_all_depths() -> None:

@@ -30,7 +30,7 @@ from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)
 LOAD_S = 10.0
-EFFORT = Effort(depths=(32, 512), load_s=LOAD_S, noise=0.02)
+EFFORT = Effort(depths=(32, 512))
 
 
 def candidate(layers: int, threads: int, ubatch: int, *, need_mib: float | None = None) -> Candidate:
@@ -240,7 +240,7 @@ def test_it_ends_when_no_measurement_promises_more_than_the_noise() -> None:
 
 def test_two_that_are_near_are_measured_again_and_longer() -> None:
     space = (candidate(4, 8, 512), candidate(4, 8, 2048))
-    search = searching(space, Effort(depths=(32, 512), load_s=0.01, noise=0.1))
+    search = searching(space, EFFORT)
     box, trials = Box(load_s=0.01), list[Trial]()
     while len(trials) < 6 and isinstance(ask := search.ask(trials, left_s=math.inf), Ask):
         trials.append(box.measure(ask))
@@ -248,11 +248,25 @@ def test_two_that_are_near_are_measured_again_and_longer() -> None:
     assert any(trial.is_long for trial in trials[2:])
 
 
-def test_beside_a_long_load_the_first_look_is_a_longer_one_at_once() -> None:
-    for load_s, is_long in ((100.0, True), (0.1, False)):
-        ask = searching(SPACE, Effort(load_s=load_s)).ask([], left_s=math.inf)
+def test_beside_a_long_load_the_next_look_is_a_longer_one_at_once() -> None:
+    """By the loads that were seen."""
+    for load_s, is_long in ((20.0, True), (0.1, False)):
+        first = searching(SPACE).ask([], left_s=math.inf)
+        assert isinstance(first, Ask)
+        ask = searching(SPACE).ask([Box(load_s=load_s).measure(first)], left_s=math.inf)
         assert isinstance(ask, Ask)
+        assert ask.candidate != first.candidate
         assert ask.is_long is is_long
+
+
+def test_until_one_plan_works_another_is_tried_whatever_the_time() -> None:
+    """A start that fails says nothing of which plan is best; what was measured before a failure does."""
+    failed = Trial(key="4/8/2048", lacking=OutOfMemory(device="gpu", missing_mib=None))
+    ask = searching(SPACE).ask([failed], left_s=0.0)
+    assert isinstance(ask, Ask)
+    assert ask.candidate.by_knob["cpu_layers"] in (8, 12), "less on the GPU"
+    worked = Box().measure(ask)
+    assert searching(SPACE).ask([failed, worked], left_s=0.0) == Stop(why="budget")
 
 
 def test_the_same_measurements_give_the_same_answer_so_an_interrupted_run_goes_on() -> None:

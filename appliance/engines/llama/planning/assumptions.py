@@ -53,12 +53,28 @@ CPU_LAYER_US = Assumption(
     value=60.0, source="a layer's operations, where a CPU's threads wait for one another: 40 to 91 fit as well"
 )
 HOP_US = Assumption(value=20.0, source="two copies of about 10 us between devices, there and back")
+EXPERTS_HOP_US = Assumption(
+    value=50.0,
+    source="a layer's experts on the CPU, beside what they read: the GPU is awaited, activations and chosen experts' "
+    "numbers are copied there, the sum back (ggml-backend.cpp, compute_splits); benchmarks/speed_model.yaml: 20 to 80",
+)
+ROUTER_SKEW = Assumption(
+    value=0.25,
+    source="shape of the gamma distribution of how often a router draws an expert: of 128, 512 tokens use 72 to "
+    "95 in a layer (llama.cpp#15346); prompts with experts in host memory in benchmarks/speed_model.yaml",
+)
 GPU_GFLOPS_A_GB_S = Assumption(value=100.0, source="of a prompt's matrix products on a card of no known class: chosen")
 HALF_BATCH = Assumption(
     value=60.0,
     source="tokens for a matrix at which a card does half of what it can: RTX 4090, Q4_0, 16 to 512 (llama.cpp#7676)",
 )
-MOE_PREFILL_SHARE = Assumption(value=0.62, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
+MOE_PREFILL_SHARE = Assumption(value=0.60, source="of that, what experts' matrices reach: benchmarks/speed_model.yaml")
+LARGE_UBATCH_SHARE = Assumption(
+    value=0.5,
+    source="of what a ubatch above 512 gains by arithmetic: an RTX 3090 reads gemma4 26B.A4B 1.27 times as fast with "
+    "1,024 and 1.49 with 2,048 (llama.cpp#22298), where arithmetic says 1.4 and 1.9 for as many experts; an RX 7900 "
+    "XTX Qwen3-30B-A3B 1.12 to 1.51 (#24546)",
+)
 ATTENTION_SHARE = Assumption(value=0.95, source="of 16-bit products, what flash attention reaches: the same")
 UNPACKED_SHARE = Assumption(
     value=0.5,

@@ -1,19 +1,21 @@
-"""How many tokens of a prompt are worked on at once where weights lie in host memory beside a GPU, and how weights are
-loaded. Pure.
+"""How many tokens of a prompt are worked on at once beside a GPU, and how weights are loaded. Pure.
 
-They are copied to the GPU once for every ubatch of a prompt, from pinned memory about twice as fast as from mapped. A
-larger ubatch takes room for its buffers, so some experts more leave the GPU. Both are priced by a long prompt of the
-workload: with a short one nothing is gained. None below the default is predicted: for the few MiB that it saves, plans
-of better machines were worse.
+Weights in host memory are copied to the GPU once for every ubatch of a prompt, from pinned memory about twice as fast
+as from mapped. A larger ubatch takes room for its buffers, so some experts more leave the GPU. Where everything is on
+one GPU it hands each expert more tokens at once, for memory that is left; no figure is known beyond 2,048. All are
+priced by a job with a long prompt of the workload: with a short one nothing is gained. None below the default is
+predicted: for the few MiB that it saves, plans of better machines were worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.context import (
     GOOD_CONTEXT,
+    Candidate,
     ContextPlan,
     ContextRequest,
     choose_context,
@@ -31,6 +33,7 @@ UBATCHES_GPU = (512, 1024, 2048, 4096)  # host weights are copied once a batch: 
 LONG_PROMPTS: Mapping[str, int] = {"chat": 4096, "agent": 8192, "document": 16384}
 PINNED = ("none", "dio", "mlock")  # ways to load after which weights in host memory are in the GPU's host buffer
 WORTH_A_BATCH = 0.97  # of the job's time, or the smaller ubatch stays
+CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
 
 
 def long_prompt(settings: Settings) -> int:
@@ -41,46 +44,99 @@ def long_prompt(settings: Settings) -> int:
 
 
 def with_batch(
-    context_plan: ContextPlan, job: PlacementJob, resources: Resources, request: ContextRequest, settings: Settings
+    context_plan: ContextPlan,
+    job: PlacementJob,
+    resources: Resources,
+    request: ContextRequest,
+    settings: Settings,
+    *,
+    at_least: Callable[[], int],
 ) -> ContextPlan:
     """The same decision with the ubatch that reads a long prompt soonest, its buffer counted. The context may become
-    smaller for it, but stays worth its name."""
-    if settings.ubatch or job.model.reads_whole or not context_plan.placed.placement.copies_weights:
+    smaller for it, but stays worth its name, and `at_least` what a mode has that asks for less: tokens."""
+    shares = context_plan.placed.placement.shares
+    if settings.ubatch or job.model.reads_whole or not shares:
         return context_plan
+    is_whole = context_plan.placed.placement.is_whole
+    if is_whole and len(shares) > 1:
+        return context_plan  # several work at once on the parts of a batch, and a larger part leaves them fewer
+    is_enough = _is_still_whole if is_whole else _is_enough
+    # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
+    bar = None if request.aim == "speed" and not is_whole else context_plan
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
-        found = choose_context(replace(job, ubatch=ubatch), resources, request)
-        if found and _is_enough(found, context_plan):
-            return found
+        found = choose_context(replace(job, ubatch=ubatch), resources, request, bar)
+        if found and is_enough(found, context_plan, at_least):
+            usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
+            return replace(found, usual=usual)
     return context_plan
 
 
-def _is_enough(found: ContextPlan, before: ContextPlan) -> bool:
-    least = min(before.context, SMALLEST_CONTEXT)
-    return found.context >= least and found.context * CONTEXT_WORTH >= before.context
+def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int]) -> bool:
+    """`at_least` is a plan of its own: asked where the answer matters."""
+    if found.context >= before.context:
+        return True
+    is_usable = found.context >= SMALLEST_CONTEXT and found.context * CONTEXT_WORTH >= before.context
+    return is_usable and found.context >= at_least()
+
+
+def _is_still_whole(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int]) -> bool:
+    """Where everything is on a GPU a larger ubatch saves less: it is taken for little but free memory."""
+    here, there = found.placed.placement, before.placed.placement
+    if not here.is_whole or len(here.shares) > len(there.shares) or found.kv_type != before.kv_type:
+        return False
+    if found.context >= before.context:
+        return True
+    is_ended = bool(before.bound)  # what is all that the model has, or was asked for, stays so
+    return is_ended and found.context >= CONTEXT_KEPT * before.context and found.context >= at_least()
 
 
 def _by_time(context_plan: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings) -> list[int]:
-    """Ubatches by the time of a job with a long prompt, at a context that most need."""
+    """Ubatches by the time of a job with a long prompt, at a context that most need. A larger one has to be worth it
+    against each smaller."""
     tokens = long_prompt(settings)
-    at = replace(job, kv_type=context_plan.kv_type, context=min(context_plan.context, GOOD_CONTEXT))
-    times: dict[int, float] = {}
-    for ubatch in UBATCHES_GPU:
+    context = context_plan.context if context_plan.is_explicit else min(context_plan.context, GOOD_CONTEXT)
+    at = replace(job, kv_type=context_plan.kv_type, context=context)
+    worth: dict[int, float] = {}
+    is_whole = context_plan.placed.placement.is_whole
+    for ubatch in (size for size in UBATCHES_GPU if not is_whole or size <= BATCH):
         of_size = replace(at, ubatch=ubatch)
-        placed = place(of_size, resources) if ubatch <= at.context else None
-        if placed:
-            times[ubatch] = _long_job_ms(of_size, resources, placed.placement, tokens, settings)
-    usual = times.get(job.ubatch, float("inf"))
-    worth = {size: ms for size, ms in times.items() if size == job.ubatch or ms <= usual * WORTH_A_BATCH}
+        placed = _placed(of_size, context_plan, resources) if ubatch <= at.context else None
+        if placed is None:
+            continue
+        taken = _long_job_ms(of_size, resources, placed, tokens)
+        if ubatch == job.ubatch or taken <= min(worth.values(), default=float("inf")) * WORTH_A_BATCH:
+            worth[ubatch] = taken
     return sorted(worth, key=lambda size: (worth[size], size))
 
 
-def _long_job_ms(
-    job: PlacementJob, resources: Resources, placement: Placement, tokens: int, settings: Settings
-) -> float:
-    costs = placement_costs(job, resources, placement, is_pinned=resources.is_pinned)
+def _placed(job: PlacementJob, context_plan: ContextPlan, resources: Resources) -> Placement | None:
+    """With everything on one GPU, a ubatch that keeps it there moves nothing."""
+    before = context_plan.placed.placement
+    if before.is_whole:
+        return before
+    placed = place(job, resources)
+    return placed.placement if placed else None
+
+
+def _long_job_ms(job: PlacementJob, resources: Resources, placement: Placement, tokens: int) -> float:
+    costs = long_costs(job, resources, placement, tokens, is_pinned=resources.is_pinned)
     return job_ms(costs, tokens / 2, tokens_in=tokens)
+
+
+def long_costs(job: PlacementJob, resources: Resources, placement: Placement, tokens: int, *, is_pinned: bool) -> Costs:
+    """Of a prompt of so many tokens. What a ubatch above the default gains on a card by arithmetic alone is more than
+    published figures show: of that only their share counts."""
+    if not placement.is_whole or job.ubatch <= UBATCH:
+        prompt = tokens if placement.is_whole else 0
+        return placement_costs(job, resources, placement, is_pinned=is_pinned, prompt=prompt)
+    here, usual = (
+        placement_costs(replace(job, ubatch=ubatch), resources, placement, is_pinned=is_pinned, prompt=tokens)
+        for ubatch in (job.ubatch, UBATCH)
+    )
+    gain = 1 + assumptions.LARGE_UBATCH_SHARE.value * (usual.gpu_prefill_ms / here.gpu_prefill_ms - 1)
+    return replace(here, gpu_prefill_ms=usual.gpu_prefill_ms / gain)
 
 
 def load_mode(
@@ -126,13 +182,20 @@ def predicted_speed(placement: Placement, found: Speed, costs: Costs, settings: 
     return speed_of(costs, DEPTH, long_prompt(settings)) if placement.copies_weights else found
 
 
-def ubatch_words(costs: Costs, settings: Settings) -> str:
-    """What a ubatch is taken for, where weights are copied for every one of a prompt."""
+def ubatch_words(
+    job: PlacementJob, resources: Resources, placement: Placement, settings: Settings, *, is_pinned: bool
+) -> str:
+    """What a ubatch is taken for; empty where it decides nothing."""
+    if not placement.shares or (placement.is_whole and job.ubatch == UBATCH):
+        return ""
     tokens = long_prompt(settings)
-    if costs.batch == UBATCH:
+    if job.ubatch == UBATCH:
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
-    here, usual = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in (costs, replace(costs, batch=UBATCH)))
-    return (
-        f"weights in host memory are copied to the GPU for each: a prompt of {tokens:,} tokens is read at "
-        f"{here:,.0f} tok/s, with {UBATCH} at {usual:,.0f}"
-    )
+    costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)
+    if placement.copies_weights:
+        usual, why = replace(costs, batch=UBATCH), "weights in host memory are copied to the GPU for each: "
+    else:
+        usual = long_costs(replace(job, ubatch=UBATCH), resources, placement, tokens, is_pinned=is_pinned)
+        why = ""
+    here, before = (speed_of(each, DEPTH, tokens).prefill_tokens_per_s for each in (costs, usual))
+    return f"{why}a prompt of {tokens:,} tokens is read at {here:,.0f} tok/s, with {UBATCH} at {before:,.0f}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import Literal
 
-from appliance.engines.llama.planning.job_time import decode_ms, job_ms, placement_costs
+from appliance.engines.llama.planning.job_time import job_ms, placement_costs
 from appliance.engines.llama.planning.kv_types import TRUSTED
 from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, place
@@ -28,14 +28,19 @@ from appliance.plan import (
 from appliance.values import dataclass
 
 Aim = Literal["balanced", "speed", "context"]
+BY_CONTEXT: tuple[Aim, ...] = ("speed", "balanced", "context")  # the least first
 KEPT: Mapping[Aim, float] = {"balanced": SPEED_KEPT, "speed": 0.97, "context": 0.0}
 """Of the fastest plan's speed, what a larger context has to keep."""
 
 GOOD_CONTEXT = 32768  # up to here a context is judged near empty only, and no other type is checked for more
 SMALL_CONTEXT = 4096  # what speeds are compared at
 AS_FAST = 0.9  # of the speed: what an exact cache may cost
+AS_FAST_WITH_LESS = 0.95  # the same where the context is smaller, too
+AS_FAST_HALF_FULL = 0.8  # the same with half of the context in the cache
+MORE_THAN_A_SLIVER = 1.1  # times the context: what a rounder cache has to carry
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
 NOTICED = 0.97  # a loss of less is not worth a word
+HALF_FULL = "half full"  # of a bound: the rule holds above GOOD_CONTEXT alone
 NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
 CHANCE = 0.995  # what differs less is the rounding of whole layers
 
@@ -60,9 +65,15 @@ class ContextPlan:
     half_full: float = 0.0  # decode, tokens a second
     next_tokens: int = 0  # the next context that would be worth its price; 0: there is none, or nobody asks
     larger: Candidate | None = None  # that context, where it fits
-    others: Mapping[str, Placed] = field(default_factory=dict)  # with this context in another type, by type
+    others: Mapping[str, Candidate] = field(default_factory=dict)  # with this context in another type, by type
     before: Candidate | None = None  # what is faster, and smaller: what this one costs
+    limits: Mapping[str, float] = field(default_factory=dict)  # of a job near empty, as `Placed.cost`, by type
+    ideal: tuple[Costs, ...] = ()  # what speeds half full are measured by
+    usual: Candidate | None = None  # what the default ubatch would have, where another is taken
     is_explicit: bool = False
+    full: float = 0.0  # decode with the whole context in the cache, tokens a second
+    minds_full: bool = False  # the aim asks for that speed
+    reads_along: bool = False  # and some usable context has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +84,12 @@ class ContextRequest:
     aim: Aim = "balanced"
 
 
-def choose_context(job: PlacementJob, resources: Resources, request: ContextRequest) -> ContextPlan | None:
-    """None when not even the smallest context fits, or the one that was asked for."""
-    at = _Asked(job, resources, request)
+def choose_context(
+    job: PlacementJob, resources: Resources, request: ContextRequest, like: ContextPlan | None = None
+) -> ContextPlan | None:
+    """None when not even the smallest context fits, or the one that was asked for. `like` is the decision with another
+    ubatch, whose demands are made here, too."""
+    at = _Asked(job, resources, request, like)
     if not at.fast:
         return None
     knees = {kind: at.knee(kind) for kind in request.kinds} if resources.devices else {}
@@ -84,7 +98,8 @@ def choose_context(job: PlacementJob, resources: Resources, request: ContextRequ
     chosen, before = _best(found, at)
     if chosen is None:
         return None
-    others = {kind: placed for kind in request.kinds if kind != chosen.kv_type and (placed := at(kind, chosen.context))}
+    of_kinds = (at.candidate(kind, chosen.context) for kind in request.kinds if kind != chosen.kv_type)
+    others = {other.kv_type: other for other in of_kinds if other}
     next_tokens = 0 if request.is_explicit else at.next_tokens(chosen)
     return ContextPlan(
         kv_type=chosen.kv_type,
@@ -100,6 +115,11 @@ def choose_context(job: PlacementJob, resources: Resources, request: ContextRequ
         half_full=at.half_full(chosen),
         before=before or at.faster(chosen),
         is_explicit=request.is_explicit,
+        limits=at.limits,
+        ideal=at.ideal,
+        full=at.full(chosen),
+        minds_full=at.minds_full,
+        reads_along=at.reads_along,
     )
 
 
@@ -133,7 +153,9 @@ def enough_of(request: ContextRequest) -> int:
 class _Asked:
     """Placements of one model by type of the cache and context, each found once, and how they compare."""
 
-    def __init__(self, job: PlacementJob, resources: Resources, request: ContextRequest) -> None:
+    def __init__(
+        self, job: PlacementJob, resources: Resources, request: ContextRequest, like: ContextPlan | None
+    ) -> None:
         self._job = job
         self._resources = resources
         self._request = request
@@ -143,8 +165,10 @@ class _Asked:
         small = min(request.tokens, SMALL_CONTEXT)
         placed = {kind: self(kind, small) or self(kind, CONTEXT_STEP) for kind in request.kinds}
         self.fast: dict[str, Placed] = {kind: each for kind, each in placed.items() if each}
-        self._limits = self._cost_limits()
-        self._ideal = [self._without_host_cache(kind, each) for kind, each in self.fast.items()]
+        self.limits = like.limits if like else self._cost_limits()
+        self.ideal = like.ideal if like else tuple(self._without_host_cache(*each) for each in self.fast.items())
+        self.minds_full = request.aim == "context" and not request.is_explicit
+        self.reads_along = self.minds_full and (like.reads_along if like else self._can_read_along())
 
     def __call__(self, kind: str, context: int) -> Placed | None:
         key = (kind, padded(context))
@@ -156,13 +180,7 @@ class _Asked:
         """Tokens with everything on GPUs; 0 where the weights alone do not fit there."""
         if kind not in self.fast or not self.fast[kind].placement.is_whole:
             return 0
-        return self._most(
-            lambda tokens: (
-                self._is_paid_empty(kind, placed := self(kind, tokens))
-                and placed is not None
-                and placed.placement.is_whole
-            )
-        )
+        return self._most(lambda tokens: self._is_paid(kind, tokens) and self._is_whole(kind, tokens))
 
     def carried(self, kind: str) -> int:
         """Tokens that the aim pays for. Of experts attention stays on the GPUs where that leaves a usable context."""
@@ -175,6 +193,18 @@ class _Asked:
                 return tokens
         return self._most(lambda tokens: self._is_paid(kind, tokens))
 
+    def _is_whole(self, kind: str, tokens: int) -> bool:
+        placed = self(kind, tokens)
+        return placed is not None and placed.placement.is_whole
+
+    def _can_read_along(self) -> bool:
+        """With a usable context that is full. Where no type of the cache can, the largest is as good as another."""
+        least = min(self._request.tokens, SMALLEST_CONTEXT)
+        return any(self._is_readable(kind, least, placed) for kind in self.fast if (placed := self(kind, least)))
+
+    def _is_readable(self, kind: str, tokens: int, placed: Placed) -> bool:
+        return self._costs(kind, placed).decode_ms(tokens) * READABLE_TOKENS_PER_S <= 1000
+
     def _is_paid(self, kind: str, tokens: int) -> bool:
         """Whether the aim pays for that context: near empty, and half full where it is larger than most need."""
         return not self._objection(kind, tokens)
@@ -185,7 +215,9 @@ class _Asked:
         if placed is None:
             return NO_FIT
         if not self._is_paid_empty(kind, placed):
-            return f"keep less than {self._share:.0%} of the best speed"
+            return f"keep less than {self._share:.0%} of the best speed, prompt and answer together"
+        if self.reads_along and not self._is_readable(kind, tokens, placed):
+            return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s when full"
         if not self._share or placed.placement.is_whole:
             return ""
         if placed.placement.cpu_layers and placed.host.kv > HOST_KV_MIB:
@@ -193,7 +225,7 @@ class _Asked:
         return self._objection_half_full(kind, tokens, placed) if tokens > GOOD_CONTEXT else ""
 
     def _is_paid_empty(self, kind: str, placed: Placed | None) -> bool:
-        return placed is not None and placed.cost <= self._limits[kind]
+        return placed is not None and placed.cost <= self.limits[kind]
 
     def _cost_limits(self) -> dict[str, float]:
         """By type. Without a GPU a larger context takes nothing from the speed near empty: each has its own."""
@@ -205,11 +237,11 @@ class _Asked:
     def _objection_half_full(self, kind: str, tokens: int, placed: Placed) -> str:
         """Attention in host memory beside a GPU has to stay readable, too."""
         costs = self._costs(kind, placed)
-        if placed.placement.cpu_layers and decode_ms(costs, tokens / 2) * READABLE_TOKENS_PER_S > 1000:
-            return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s half full, with attention on the CPU"
-        fastest = min(job_ms(ideal, tokens / 2) for ideal in self._ideal)
+        if placed.placement.cpu_layers and costs.decode_ms(tokens / 2) * READABLE_TOKENS_PER_S > 1000:
+            return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s {HALF_FULL}, with attention on the CPU"
+        fastest = min(job_ms(ideal, tokens / 2) for ideal in self.ideal)
         is_paid = job_ms(costs, tokens / 2) * self._share <= fastest
-        return "" if is_paid else f"keep less than {self._share:.0%} of the best speed half full"
+        return "" if is_paid else f"keep less than {self._share:.0%} of the best speed {HALF_FULL}"
 
     def bound(self, chosen: Candidate) -> str:
         """What kept it from being larger, as `_objection`."""
@@ -225,7 +257,10 @@ class _Asked:
 
     def half_full(self, found: Candidate) -> float:
         depth = found.context / 2
-        return 1000 / decode_ms(self._costs(found.kv_type, found.placed), depth)
+        return 1000 / self._costs(found.kv_type, found.placed).decode_ms(depth)
+
+    def full(self, found: Candidate) -> float:
+        return 1000 / self._costs(found.kv_type, found.placed).decode_ms(found.context)
 
     def _attends_on_gpus(self, kind: str, tokens: int) -> bool:
         placed = self(kind, tokens)
@@ -236,18 +271,33 @@ class _Asked:
         yield from (found for kind in self._request.kinds if (found := self.candidate(kind, tokens)))
 
     def is_better(self, new: Candidate, old: Candidate) -> bool:
-        """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or carries more and
-        is not slower with as much, or is faster by a tenth with as much. More of the same type has to be 1.5 times as
-        much; below what clients work with, and where context is the aim, any more will do."""
+        """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or a tenth more and
+        is not slower with as much, or is faster with as much: by a tenth (a twentieth, and carries more), or by a
+        quarter half full. More of the same type has to be 1.5 times as much; below what clients work with, and where
+        context is the aim, any more will do."""
         if new.kv_type not in (*TRUSTED, old.kv_type) and old.context >= enough_of(self._request):
             return False
         least = min(self._request.tokens, SMALLEST_CONTEXT)
         if new.context > old.context:
             is_much_more = new.context >= CONTEXT_WORTH * old.context or old.context < least or not self._share
-            return is_much_more or (new.kv_type != old.kv_type and self._is_as_fast_there(new.kv_type, old))
+            if is_much_more or new.kv_type == old.kv_type:
+                return is_much_more
+            if new.context >= MORE_THAN_A_SLIVER * old.context:
+                return self._is_as_fast_there(new.kv_type, old)
         if new.context < old.context or new.kv_type == old.kv_type:
             return False
-        return new.placed.cost < max(AS_FAST, self._share) * old.placed.cost
+        return self._is_clearly_faster(new, old)
+
+    def _is_clearly_faster(self, new: Candidate, old: Candidate) -> bool:
+        """Near empty, or half full and near empty as fast."""
+        exact_for = AS_FAST if new.context == old.context else AS_FAST_WITH_LESS
+        if new.placed.cost < max(exact_for, self._share) * old.placed.cost:
+            return True
+        depth = old.context / 2
+        if new.placed.cost * CHANCE > old.placed.cost:
+            return False
+        half_full = self._job_ms(old.kv_type, old.placed, depth)
+        return self._job_ms(new.kv_type, new.placed, depth) <= AS_FAST_HALF_FULL * half_full
 
     def _is_as_fast_there(self, kind: str, old: Candidate) -> bool:
         """With the context of the other, near empty, and half full but for what exactness may cost."""

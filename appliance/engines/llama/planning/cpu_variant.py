@@ -6,6 +6,8 @@ loader takes what scores highest by cpuid alone, and has no memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from appliance.errors import ConfigError, CpuUnsupportedError
 from appliance.image_facts import CpuVariant, EngineFacts
 from appliance.plan import Kernels, RuledOut
@@ -34,7 +36,14 @@ def choose_kernels(settings: Settings, engine: EngineFacts, cpu: Cpu, ruled_out:
         raise _all_ruled_out(runnable, cpu, out)
     best = left[-1]
     why = _why(engine, cpu, best, out)
-    return _kernels(best, Choice(name="cpu_variant", value=best.name, reason=why, source="probe"))
+    found = _kernels(best, Choice(name="cpu_variant", value=best.name, reason=why, source="probe"))
+    return replace(found, runner_up=_runner_up(left[-2], best, out)) if len(left) > 1 else found
+
+
+def _runner_up(variant: CpuVariant, best: CpuVariant, out: RuledOut) -> Kernels:
+    why = f"the fastest of this image that runs here but for {best.name}"
+    kernels = _kernels(variant, Choice(name="cpu_variant", value=variant.name, reason=why, source="probe"))
+    return replace(kernels, is_checked=variant.name in out.checked)
 
 
 def runnable_variants(engine: EngineFacts, cpu: Cpu) -> tuple[CpuVariant, ...]:

@@ -62,7 +62,10 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "-devd", "--device-draft", "--spec-draft-device", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft",
         "--spec-draft-ngl",
     ),
-    "threads": ("-t", "--threads", "-tb", "--threads-batch"),
+    "threads": (
+        "-t", "--threads", "-tb", "--threads-batch", "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict",
+        "-Cb", "--cpu-mask-batch", "-Crb", "--cpu-range-batch", "--cpu-strict-batch",
+    ),
     "ubatch": ("-b", "--batch-size", "-ub", "--ubatch-size"),
 })  # fmt: skip
 # Those that no setting says, by the reason.
@@ -70,6 +73,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "the plan decides it by model and machine": (
         "-fa", "--flash-attn", "-fit", "--fit", "-fitc", "--fit-ctx", "-fitp", "--fit-print", "-ctxcp",
         "--ctx-checkpoints", "--swa-checkpoints", "--swa-full",
+    ),
+    "raising the priority needs a capability that a hardened container has dropped": (
+        "--prio", "--prio-batch", "--prio-draft", "--spec-draft-prio", "--prio-batch-draft", "--spec-draft-prio-batch",
     ),
     "the appliance reads the engine's log": (
         "-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", "--log-verbose", "--log-disable", "--log-colors",

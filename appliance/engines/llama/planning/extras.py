@@ -26,13 +26,13 @@ class Extras:
 
 def extras_of(settings: Settings, model: Model, *, on_host: bool) -> Extras:
     """`on_host` is where its projector lies."""
-    is_asked, projector = settings.pooling != "auto", model.projector
+    is_explicit, projector = settings.pooling != "auto", model.projector
     return Extras(
         projector=str(projector.path) if projector else None,
         projector_on_host=on_host and projector is not None,
         reads=projector.reads if projector else (),
         adapters=tuple((str(adapter.path), adapter.scale) for adapter in model.adapters),
-        pooling=model.pooling if is_asked or model.is_reranker else None,
+        pooling=model.pooling if is_explicit or model.is_reranker else None,
         engine_args=settings.engine_arg,
         chat_template_file=str(settings.chat_template_file) if settings.chat_template_file else None,
         reasoning_format=None if settings.reasoning_format == "auto" else settings.reasoning_format,

@@ -17,6 +17,9 @@ _KERNELS: Mapping[int, tuple[int, int]] = {
     192: (128, 8),
     320: (256, 32),
 }
+# Heads that the vector kernel takes (FATTN_VEC_CASES_ALL_D), which reads a rounded cache as it is. For others the whole
+# cache is converted to f16 for every token (`need_f16_K` of the tile and tensor core kernels).
+_VECTOR = (64, 128, 256)
 _SEVERAL = {512: 512, 576: 512}  # for two query heads or more
 EXACT_TYPES = ("f16", "f32", "bf16")  # a V cache of any other type needs flash attention (llama-context.cpp)
 
@@ -29,14 +32,30 @@ def why_no_kernel(model: Model) -> str | None:
     return None
 
 
+def converted_layers(model: Model) -> frozenset[Layer]:
+    """Those whose heads have no kernel that reads a rounded cache as it is."""
+    of_layers = zip(layers_of(model), model.kv_heads, strict=False)
+    attending = ((layer, kv_heads) for layer, kv_heads in of_layers if _attends(layer, kv_heads))
+    return frozenset(layer for layer, kv_heads in attending if _key(layer, kv_heads) not in _VECTOR)
+
+
+def _attends(layer: Layer, kv_heads: int) -> bool:
+    return not layer.is_draft and bool(layer.k_elements) and (layer.kind == "mla" or kv_heads > 0)
+
+
+def _key(layer: Layer, kv_heads: int) -> int:
+    """Values of a K head. Of MLA one compressed row is K and V of every head."""
+    return layer.k_elements if layer.kind == "mla" else layer.k_elements // kv_heads
+
+
 def _missing(layer: Layer, kv_heads: int, heads: int) -> str | None:
-    if layer.is_draft or not layer.k_elements or (layer.kind != "mla" and not kv_heads):
+    if not _attends(layer, kv_heads):
         return None
-    if layer.kind == "mla":  # one compressed row is K and V of every head; how much of it is V follows from its length
-        key, queries = layer.k_elements, heads
+    key, queries = _key(layer, kv_heads), heads
+    if layer.kind == "mla":  # how much of a row is V follows from its length
         value = _KERNELS[key][0] if key in _KERNELS else _SEVERAL.get(key, key)
     else:
-        key, value, queries = layer.k_elements // kv_heads, layer.v_elements // kv_heads, max(1, heads // kv_heads)
+        value, queries = layer.v_elements // kv_heads, max(1, heads // kv_heads)
     if _SEVERAL.get(key) == value and queries > 1:
         return None
     expected, multiple = _KERNELS.get(key, (0, 1))

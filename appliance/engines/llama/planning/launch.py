@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from appliance.engines.llama.planning.extras import Extras
 from appliance.engines.llama.planning.rope import Rope
-from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
+from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.launch import Value
 from appliance.values import dataclass
 
@@ -65,6 +64,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
     "kv_type": KnobEffect(),
     "load_mode": KnobEffect(),
     "numa": KnobEffect(parts=("cpu",)),
+    "cpu_variant": KnobEffect(prior=0.3, parts=("cpu",)),  # of what the instructions promise
     "split": KnobEffect(prior=0.3),  # what cards exchange depends on links and drivers that nobody has measured
     "placement": PREDICTED,
 }
@@ -72,12 +72,4 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
 
 def launch_of(plan: Plan) -> LlamaLaunch:
     """Raises TypeError for a plan of another engine."""
-    if not isinstance(plan.launch, LlamaLaunch):
-        message = f"a plan of another engine: {plan.engine}"
-        raise TypeError(message)
-    return plan.launch
-
-
-def with_launch(plan: Plan, **changes: object) -> Plan:
-    """With these of the launch's fields changed."""
-    return replace(plan, launch=replace(launch_of(plan), **changes))  # type: ignore[arg-type]
+    return launch_as(plan, LlamaLaunch)

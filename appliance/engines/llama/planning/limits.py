@@ -1,4 +1,4 @@
-"""Room that an engine was seen to have, where it is less than what the probe says."""
+"""Room that an engine was seen to have, where it is less than what the probe says, and the most that is assumed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from appliance.values import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """In MiB. Of the host's usable memory, and of what is free on a GPU, by its id, what is held back included."""
+    """In MiB, of the host's usable memory, and of what is free on a GPU, by its id, what is held back included; in
+    GB/s, of host memory that was not measured."""
 
     host_mib: float = math.inf
     gpus_mib: tuple[tuple[str, float], ...] = ()
+    dram_gb_s: float = math.inf
 
     def of_host(self, memory: Memory) -> float:
         """What plans may use of its memory."""

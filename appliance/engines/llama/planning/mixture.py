@@ -10,7 +10,6 @@ from appliance.moe.cost import Cost, Rates
 from appliance.moe.outlook import Outlook, Replay, cached, static_layers
 from appliance.plan import Device, Placement
 
-CPU_FIXED_MS = 0.04  # a layer's hand-over to the CPU and back: facts/hybrid.md, not measured
 GPU_EXPERT_MS = 0.005  # a kernel's start: chosen
 OFF = 1.25  # each rate, too high or too low: they are computed, not measured with CPU and PCIe at work together
 
@@ -60,7 +59,7 @@ def _rates(model: Model, resources: Resources, device: Device, expert_mb: float)
         pcie_gb_s=device.pinned_gb_s,
         dram_gb_s=resources.dram_gb_s / assumptions.DRAM_SHARE.value,
         other_ms=dense / device.bandwidth_gb_s + device.layer_us / 1000,
-        cpu_fixed_ms=CPU_FIXED_MS,
+        cpu_fixed_ms=assumptions.EXPERTS_HOP_US.value / 1000,
         gpu_expert_ms=expert_mb / device.bandwidth_gb_s + GPU_EXPERT_MS,
     )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from appliance.engines.llama.planning.decide import (
-    PlanInputs,
-    kept_checkpoints,
-    prompt_cache,
-    unified_mib,
-)
 from appliance.engines.llama.planning.extras import extras_of
-from appliance.engines.llama.planning.launch import launch_of, with_launch
-from appliance.engines.llama.planning.slots import conversation_mib, idle_slots_stay
+from appliance.engines.llama.planning.host import caches, spare_beside, unified_mib
+from appliance.engines.llama.planning.inputs import PlanInputs
+from appliance.engines.llama.planning.launch import NODE, launch_of
+from appliance.engines.llama.planning.numa import Numa
+from appliance.engines.llama.planning.slots import idle_slots_stay
+from appliance.engines.llama.planning.threads import cpus_of
 from appliance.model import plain_name
-from appliance.plan import Device, GpuAllocation, Placement, Plan
+from appliance.plan import Device, GpuAllocation, Placement, Plan, with_launch
 
 
 def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
@@ -37,21 +35,18 @@ def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
 
 def with_caches(inputs: PlanInputs, plan: Plan) -> Plan | None:
     """With the caches of prompts and checkpoints that fit beside it; None when not even the least do."""
-    spare = inputs.spare_mib - unified_mib(inputs, plan.placement)
+    spare = spare_beside(inputs, plan.placement)
     bare = replace(plan.memory, cache=0.0, checkpoints=0.0)
     if bare.total + inputs.least_cache_mib > spare and not inputs.settings.allow_disk:
         return None
-    checkpoints, host, by_checkpoints = kept_checkpoints(inputs, bare, plan.kv_type, spare)
-    ubatch = launch_of(plan).ubatch
-    longest = conversation_mib(inputs.model, plan.kv_type, plan.context, ubatch=ubatch, checkpoints=checkpoints)
-    host, by_cache = prompt_cache(inputs, host, plan.kv_type, spare, longest)
-    words = {choice.name: choice for choice in (by_cache, *by_checkpoints)}
+    found = caches(inputs, bare, spare, kv_type=plan.kv_type, context=plan.context, ubatch=launch_of(plan).ubatch)
+    words = {choice.name: choice for choice in (found.by_cache, *found.by_checkpoints)}
     choices = tuple(words.get(choice.name, choice) for choice in plan.choices)
     return with_launch(
-        replace(plan, memory=host, choices=choices),
-        checkpoints=checkpoints,
-        idle_slots_stay=idle_slots_stay(inputs.settings, host.cache, longest),
-        cache_ram_mib=int(host.cache),
+        replace(plan, memory=found.memory, choices=choices),
+        checkpoints=found.checkpoints,
+        idle_slots_stay=idle_slots_stay(inputs.settings, found.memory.cache, found.longest_mib),
+        cache_ram_mib=found.prompts_mib,
     )
 
 
@@ -72,10 +67,15 @@ def _there(inputs: PlanInputs, measured: Plan, devices: list[Device]) -> Plan:
     if kernels := inputs.kernels.choice:  # a pinned profile may be of an image with other variants
         choices = (kernels if choice.name == kernels.name else choice for choice in there.choices)
         there = replace(there, choices=tuple(choices))
-    before = launch_of(measured).extras
-    if before.projector is None:  # the model did not fit beside it
+    launch = launch_of(measured)
+    if launch.extras.projector is None:  # the model did not fit beside it
         model = replace(model, projector=None)
-    return with_launch(there, extras=extras_of(settings, model, on_host=before.projector_on_host))
+    extras = extras_of(settings, model, on_host=launch.extras.projector_on_host)
+    # A container may have been given other CPUs of the same kinds since.
+    numa = Numa(mode=launch.numa, cpus=launch.cpus if launch.numa == NODE else ())
+    return with_launch(
+        there, extras=extras, cpus=cpus_of(inputs.hardware.cpu, inputs.engine, numa, there.placement, launch.threads)
+    )
 
 
 def _same_devices(shares: tuple[GpuAllocation, ...], devices: tuple[Device, ...]) -> list[Device] | None:

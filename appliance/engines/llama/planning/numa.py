@@ -18,6 +18,7 @@ from appliance.settings import Settings
 from appliance.values import dataclass
 
 FLAG, MASK_FLAG = "--numa", "--cpu-mask"
+BATCH_MASK_FLAG = "--cpu-mask-batch"  # of a prompt's threads, which have none of their own once their number is given
 OFF = "off"
 NOT_TOLD = "predicted speeds do not tell these ways apart, measuring does"
 NODE_SHARE = 0.9  # of a node's memory, what weights may fill

@@ -59,6 +59,7 @@ class Resources:
     devices: tuple[Device, ...]
     spare_mib: float
     dram_gb_s: float  # what kernels reach
+    memory_gb_s: float = 0.0  # of the memory itself, measured or assumed
     dram_is_measured: bool = True
     is_pinned: bool = False  # host weights are loaded, and so copied to a GPU at the rate of pinned memory
     cpu: CpuRates | None = None

@@ -7,6 +7,9 @@ Fitted to half of the published results in benchmarks/speed_model.yaml and check
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import cache
+from heapq import heapify, heapreplace
 
 from appliance.probe import Gpu
 from appliance.values import dataclass
@@ -80,13 +83,17 @@ def class_of(sm: str | None) -> CardClass:
     return CLASSES[max((known for known in CLASSES if known <= number), default=_LOWEST)]
 
 
+def counts_power(gpu: Gpu) -> bool:
+    """Whether the power limit is in the rate of a prompt's matrix products."""
+    return bool(gpu.sm_count) and gpu.power_limit_w is not None and gpu.mig_profile is None
+
+
 def _scale(gpu: Gpu, kind: CardClass) -> float | None:
     """Multiprocessors x GHz that work at once; None where it is unknown how many there are."""
     if not gpu.sm_count:
         return None
     ghz = min(gpu.sm_clock_mhz or kind.clock_mhz, kind.clock_mhz) / 1000
-    is_known = gpu.power_limit_w is not None and gpu.mig_profile is None
-    watts = (gpu.power_limit_w or 0.0) / gpu.sm_count if is_known else WATTS_A_SM
+    watts = (gpu.power_limit_w or 0.0) / gpu.sm_count if counts_power(gpu) else WATTS_A_SM
     starved: float = min(1.0, watts / WATTS_A_SM) ** WATTS_POWER
     large: float = min(1.0, LARGE_SMS / gpu.sm_count) ** LARGE_POWER
     return gpu.sm_count * ghz * starved * large
@@ -104,31 +111,87 @@ class CoreClass:
 # By the instructions that the serving kernels are compiled for, the best first.
 CORES: tuple[tuple[str, CoreClass], ...] = (
     ("amx_int8", CoreClass(gb_s=12.7, gflops=300)),
-    ("avx512_vnni", CoreClass(gb_s=12.7, gflops=126)),
+    ("avx512vbmi", CoreClass(gb_s=12.7, gflops=126)),  # Zen 4, Ice Lake and later
     ("i8mm", CoreClass(gb_s=15.0, gflops=183, may_differ=True)),
-    ("avx512f", CoreClass(gb_s=11.0, gflops=90)),
+    # Skylake-X and Cascade Lake: ten of them stay below half of what four channels stream
+    ("avx512_vnni", CoreClass(gb_s=4.7, gflops=126)),
+    ("avx512f", CoreClass(gb_s=4.7, gflops=90)),
     ("avx2", CoreClass(gb_s=8.3, gflops=48)),
-    ("asimddp", CoreClass(gb_s=8.0, gflops=50, may_differ=True)),
+    ("asimddp", CoreClass(gb_s=8.0, gflops=64, may_differ=True)),
 )
 PLAIN_CORE = CoreClass(gb_s=5.0, gflops=12)  # without any of those
+# Matrix products of 8 bits (SMMLA) that a core begins in a cycle. The class is fitted to Neoverse V2, which begins four
+# (llvm/llvm-project 83d3aa0a7b15, AArch64SchedNeoverseV2.td, V2Wr_VMMA); others by maker and part: Cortex-A720 (Arm's
+# Software Optimization Guide 109720, issue 7.0, table 3-15).
+MATRIX_PIPES, MATRIX_PIPES_BY_PART = 4, {"0x41.0xd81": 2}
+
+
+# Parts of a matrix for each thread, of which whoever is done takes the next: ggml-cpu's repack.cpp, forward_mul_mat
+# (types that it lays out anew, with i8mm Q4_K and Q6_K among them), and ops.cpp for flash attention. ggml-cpu.c and
+# sgemm.cpp cut all else at least as small.
+PARTS = 4
+EVEN_PARTS = 1  # experts that are laid out anew: repack.cpp, forward_mul_mat_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuRates:
-    """`dram_gb_s` is what kernels reach of the memory with cores enough."""
+    """`dram_gb_s` is what kernels reach of the memory with cores enough. `capacities` are those of the cores beside the
+    fastest, the fastest first; none where they are unknown and taken as equal. `parts` of its work each thread has.
+    `asked` threads are run, whatever would be best."""
 
     cores: int
     dram_gb_s: float
     core: CoreClass
+    capacities: tuple[float, ...] = ()
+    parts: int = PARTS
+    asked: int | None = None
+
+    @property
+    def threads(self) -> int:
+        """That costs are told for: the fewest that compute most, on the fastest cores."""
+        if self.asked:
+            return self.asked
+        return max(range(1, self.cores + 1), key=lambda threads: (self.worth(threads), -threads))
+
+    def worth(self, threads: int) -> float:
+        """How many of the fastest cores compute as much; more threads than cores bring nothing."""
+        used = self.capacities[: min(threads, self.cores)]
+        return _worth(used, self.parts) if used else float(min(threads, self.cores))
 
     def gb_s(self, threads: int) -> float:
-        """Memory saturates; more threads than cores bring nothing."""
-        return min(self.dram_gb_s, self.core.gb_s * min(threads, self.cores))
+        """Memory saturates."""
+        return min(self.dram_gb_s, self.core.gb_s * self.worth(threads))
 
     def tflops(self, threads: int) -> float:
-        return self.core.gflops * min(threads, self.cores) / 1000
+        return self.core.gflops * self.worth(threads) / 1000
 
 
-def cpu_rates(isa: Collection[str], cores: int, dram_gb_s: float) -> CpuRates:
-    core = next((found for name, found in CORES if name in isa), PLAIN_CORE)
-    return CpuRates(cores=cores, dram_gb_s=dram_gb_s, core=core)
+@cache
+def _worth(capacities: tuple[float, ...], parts: int) -> float:
+    """All wait for the last part: one that a slow core took late takes it long."""
+    if len(set(capacities)) == 1:
+        return len(capacities) * capacities[0]
+    # When each thread is done with what it has, and what it takes for a part; the fastest core takes 1.
+    ends = [(1 / capacity, 1 / capacity) for capacity in capacities]
+    heapify(ends)
+    for _ in range(len(capacities) * (parts - 1)):
+        end, each = ends[0]
+        heapreplace(ends, (end + each, each))
+    return len(capacities) * parts / max(end for end, _ in ends)
+
+
+def cpu_rates(
+    isa: Collection[str],
+    cores: int,
+    dram_gb_s: float,
+    capacities: tuple[float, ...] = (),
+    *,
+    parts: int = PARTS,
+    asked: int | None = None,
+    part: str | None = None,
+) -> CpuRates:
+    """`part` is that of the fastest cores."""
+    name, core = next(((name, found) for name, found in CORES if name in isa), ("", PLAIN_CORE))
+    if name == "i8mm" and part in MATRIX_PIPES_BY_PART:
+        core = replace(core, gflops=core.gflops * MATRIX_PIPES_BY_PART[part] / MATRIX_PIPES)
+    return CpuRates(cores=cores, dram_gb_s=dram_gb_s, core=core, capacities=capacities, parts=parts, asked=asked)

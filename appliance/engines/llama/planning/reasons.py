@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from appliance.engines.llama.planning.context import AS_WHOLE, NO_FIT, ContextPlan
-from appliance.engines.llama.planning.memory import MIB, kv_bytes_per_token, kv_mib, weights_mib
+from appliance.engines.llama.planning.context import AS_WHOLE, GOOD_CONTEXT, HALF_FULL, NO_FIT, NOTICED, ContextPlan
+from appliance.engines.llama.planning.memory import MIB, UBATCH, kv_bytes_per_token, kv_mib, weights_mib
 from appliance.engines.llama.planning.placement import Placed, Resources
 from appliance.engines.llama.planning.rope import in_words, rope_for
 from appliance.engines.llama.planning.slots import slots
 from appliance.engines.llama.planning.tensor_mode import TENSOR
+from appliance.errors import printable
 from appliance.model import Model
-from appliance.plan import Device, GpuAllocation, KvCheck, Memory, Placement, Speed
+from appliance.plan import READABLE_TOKENS_PER_S, Device, GpuAllocation, KvCheck, Memory, Placement, Speed
 from appliance.plan.choice import Choice
 from appliance.probe import Cpu, Hardware
 from appliance.settings import Settings
@@ -53,7 +55,21 @@ def context(settings: Settings, hardware: Hardware, model: Model, context_plan: 
     else:
         why = f"{_bound(context_plan, native)}{_price(context_plan)}{_more(context_plan)}"
         source = "memory of the GPUs, and speed"
+    why += _when_full(context_plan)
     return Choice(name="context", value=value, reason=why, source=source, detail=detail)
+
+
+def _when_full(context_plan: ContextPlan) -> str:
+    """Whether it can be read along with then, where that was asked for."""
+    if not context_plan.minds_full:
+        return ""
+    words = f"; full it decodes {_rate(context_plan.full)} tok/s"
+    if context_plan.full >= READABLE_TOKENS_PER_S:
+        return words
+    wanted = f"{READABLE_TOKENS_PER_S:g}"
+    if context_plan.reads_along:
+        return f"{words}, not {wanted}, and mode balanced has it all the same"
+    return f"{words}: no usable context reaches {wanted} when full"
 
 
 def _bound(context_plan: ContextPlan, native: str) -> str:
@@ -67,6 +83,8 @@ def _bound(context_plan: ContextPlan, native: str) -> str:
     if context_plan.bound == NO_FIT:
         return f"the most at {context_plan.kv_type} that fits{native}"
     ended = f"; more would {context_plan.bound}" if context_plan.bound else ""
+    if HALF_FULL in context_plan.bound and context_plan.context <= GOOD_CONTEXT:
+        ended = f"; beyond {GOOD_CONTEXT:,} a context is judged half full too: more would {context_plan.bound}"
     return f"the most at {context_plan.kv_type} that is worth its price{native}{ended}"
 
 
@@ -90,7 +108,9 @@ def _more(context_plan: ContextPlan) -> str:
     larger = context_plan.larger
     speeds = f"decode {_tokens(context_plan.placed)} -> {_tokens(larger.placed)} tok/s"
     half_full = f", half full {_rate(context_plan.half_full)} -> {_rate(larger.half_full)}"
-    return f"; {larger.context:,} {_where(larger.placed)}: {speeds}{half_full}"
+    now, then = context_plan.placed.speed.prefill_tokens_per_s, larger.placed.speed.prefill_tokens_per_s
+    prefill = f", prefill {_rate(now)} -> {_rate(then)}" if then < NOTICED * now else ""
+    return f"; {larger.context:,} {_where(larger.placed)}: {speeds}{half_full}{prefill}"
 
 
 def _where(placed: Placed) -> str:
@@ -128,7 +148,23 @@ def _held(shares: tuple[GpuAllocation, ...]) -> float:
     return sum(share.gpu.held_back_mib for share in shares)
 
 
-def kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[KvCheck], *, is_slow: bool) -> Choice:
+def kv_type(
+    settings: Settings,
+    context_plan: ContextPlan,
+    kv_checks: Sequence[KvCheck],
+    *,
+    is_slow: bool,
+    is_converted: bool = False,
+) -> Choice:
+    """`is_converted`: heads of this model have no kernel for the type, which the figures count."""
+    found = _kv_type(settings, context_plan, kv_checks, is_slow=is_slow)
+    if not is_converted or is_slow:
+        return found
+    words = "heads of this size have no kernel for it: it is converted to f16 for every token, as counted here"
+    return replace(found, reason=f"{found.reason}; {words}")
+
+
+def _kv_type(settings: Settings, context_plan: ContextPlan, kv_checks: Sequence[KvCheck], *, is_slow: bool) -> Choice:
     kind = context_plan.kv_type
     if settings.kv_type != "auto":
         slow = "; flash attention of this engine converts it for every token on a GPU, which is slow" if is_slow else ""
@@ -160,8 +196,10 @@ def _why_rounded(context_plan: ContextPlan) -> str:
     exact = context_plan.others.get("f16")
     if exact is None:
         return "f16 would not fit; rounded at almost no loss"
-    slower = f"decode {_tokens(exact)} tok/s, not {_tokens(context_plan.placed)}"
-    return f"f16 would carry as much {_where(exact)}: {slower}; rounded at almost no loss"
+    slower = f"decode {_tokens(exact.placed)} tok/s, not {_tokens(context_plan.placed)}"
+    if _rate(exact.half_full) != _rate(context_plan.half_full):
+        slower += f", half full {_rate(exact.half_full)}, not {_rate(context_plan.half_full)}"
+    return f"f16 would carry as much {_where(exact.placed)}: {slower}; rounded at almost no loss"
 
 
 def _with(context_plan: ContextPlan, kind: str) -> str:
@@ -175,15 +213,13 @@ def placement(found: Placement, speed: Speed, resources: Resources, settings: Se
         *(_in_parallel(found) or _held_where(found)),
         *_reordered(found, resources),
         *_left_out(found, resources),
-        *(f"{device.name}: {device.note}" for device in resources.devices if device.note),
+        *(f"{_named(device, resources)}: {device.note}" for device in resources.devices if device.note),
         f"predicted: {speed.describe()}, from bandwidths ({_dram(resources)})",
         *_how_wide(found, speed, resources),
     ]
-    asked = [
-        settings.sources[name]
-        for name in ("gpu_layers", "n_cpu_moe", "devices")
-        if settings.sources.get(name, "default") != "default"
-    ]
+    has_effect = found.cpu_expert_layers or settings.n_cpu_moe == 0  # not on a model without experts
+    names = ("gpu_layers", *(("n_cpu_moe",) if has_effect else ()), "devices")
+    asked = [settings.sources[name] for name in names if settings.is_set(name)]
     wants_cpu = settings.devices == "none" or settings.gpu_layers == 0
     return Choice(
         name="placement",
@@ -203,18 +239,17 @@ def speed(found: Speed, placement: Placement, resources: Resources) -> Choice:
 
 
 def _dram(resources: Resources) -> str:
-    return f"DRAM {resources.dram_gb_s:.0f} GB/s, {'measured' if resources.dram_is_measured else 'assumed'}"
+    how = "measured" if resources.dram_is_measured else "assumed"
+    return f"DRAM {resources.memory_gb_s:.0f} GB/s {how}, of which kernels reach {resources.dram_gb_s:.0f}"
 
 
 def _how_wide(found: Placement, speed: Speed, resources: Resources) -> Iterator[str]:
     """Where published results were beyond half of what is predicted for them (docs/figures.md)."""
-    if found.cpu_expert_layers:
-        yield "with experts in host memory such predictions were up to 1.7 times too high"
     if found.shares:
         return
     if speed.decode_tokens_per_s > HASTY_TOKENS_PER_S:
-        yield "of small models on a CPU such predictions were up to 2.7 times too high: threads wait more than read"
-    if resources.cpu and resources.cpu.core.may_differ:
+        yield "of small models on a CPU such predictions were up to 1.9 times too high: some types are computed slowly"
+    if resources.cpu and resources.cpu.core.may_differ and not resources.cpu.capacities:
         yield "cores are taken as equal: small ones among them made a prompt up to 4.6 times as long"
 
 
@@ -244,6 +279,12 @@ def _held_where(found: Placement) -> Iterator[str]:
         yield f"the CPU holds {_first(found.cpu_layers)}"
     if found.cpu_expert_layers:
         yield f"the experts of {_first(found.cpu_expert_layers)} stay in host memory"
+
+
+def _named(device: Device, resources: Resources) -> str:
+    """With its index where several have one name."""
+    is_one = sum(other.name == device.name for other in resources.devices) == 1
+    return device.name if is_one else f"{device.name} (GPU {device.index})"
 
 
 def _are_linked(found: Placement) -> bool:
@@ -288,6 +329,15 @@ def without_gpu(settings: Settings) -> tuple[Choice, ...]:
         for name, (number, value) in asked.items()
         if number
     )
+
+
+def without_experts(settings: Settings, model: Model) -> tuple[Choice, ...]:
+    """For a number of layers that keep experts away from GPUs, and a model that has none."""
+    if model.experts or not settings.n_cpu_moe:
+        return ()
+    why = f"{settings.n_cpu_moe} was asked for, and this model has no experts"
+    source = settings.sources["n_cpu_moe"]
+    return (Choice(name="n_cpu_moe", value="0", reason=why, source=source, is_refusal=True),)
 
 
 def _why_not(device: Device, found: Placement) -> str:
@@ -353,8 +403,25 @@ def threads_asked(settings: Settings, threads: int) -> Choice:
 def threads(cpu: Cpu, first: int) -> Choice:
     quota = f", quota {cpu.quota:g}" if cpu.quota is not None else ""
     seen = f"{cpu.physical or 'unknown'} physical, {cpu.logical} logical{quota}"
-    why = f"physical cores that this container may use ({seen}); its neighbours are measured"
+    which = "the fastest of the physical cores" if first < cpu.cores else "physical cores"
+    equal = f"; they count as equal, since {printable(cpu.groups_problem)}" if cpu.groups_problem else ""
+    why = f"{which} that this container may use ({seen}){equal}; its neighbours are measured"
     return Choice(name="threads", value=str(first), reason=why, source="probe")
+
+
+def unequal_threads(cpu: Cpu, threads: int, other: int, here: str, there: str) -> str:
+    """`here` and `there` are speeds with so many threads and with so many others: "prefill 81.0" and "64.2"."""
+    cores = cpu.cores
+    if threads < cores:
+        slow = f"{threads} of {cores} cores: the next has {cpu.capacities[threads]:.0%} of the fastest's speed"
+        why = f"{slow}, and the others would wait for it: {here} tok/s, with all {there}"
+    else:
+        slow = ", ".join(f"{group.cores} with {group.capacity:.0%}" for group in cpu.groups[1:])
+        why = (
+            f"all {cores} cores, of which {slow} of the fastest's speed take fewer parts of each matrix: {here} tok/s, "
+        )
+        why += f"with the {other} fastest {there}"
+    return f"{why}; its neighbours are measured"
 
 
 def ubatch(settings: Settings, size: int, words: str) -> Choice:
@@ -364,6 +431,18 @@ def ubatch(settings: Settings, size: int, words: str) -> Choice:
         return Choice(name="ubatch", value=str(size), reason=words, source="default")
     why = "llama.cpp's default, a good start; its neighbours are measured"
     return Choice(name="ubatch", value=str(size), reason=why, source="default")
+
+
+def batch_price(context_plan: ContextPlan) -> str:
+    """What a larger ubatch than the default costs of the context, its exactness and decode."""
+    usual = context_plan.usual
+    if usual is None:
+        return ""
+    here = (context_plan.context, context_plan.kv_type, _tokens(context_plan.placed))
+    there = (usual.context, usual.kv_type, _tokens(usual.placed))
+    if here == there:
+        return ""
+    return f"; {UBATCH} would hold {there[0]:,} at {there[1]} and decode {there[2]} tok/s, this {here[2]}"
 
 
 def whole_ubatch(size: int) -> Choice:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.flash import converted_layers
 from appliance.engines.llama.planning.memory import KV_BYTES, cell_bytes, layers_of
 from appliance.engines.llama.planning.rates import CpuRates
 from appliance.engines.llama.planning.tensor_mode import TENSOR, as_one_card, exchanged
@@ -28,6 +29,7 @@ from appliance.values import dataclass
 DEPTH = CHAT_TOKENS_IN + CHAT_TOKENS_OUT // 2
 PS = 10**12
 HOP_MS = assumptions.HOP_US.value / 1000
+EXPERTS_HOP_MS = assumptions.EXPERTS_HOP_US.value / 1000
 MOE_MS = assumptions.MOE_US.value / 1000
 CPU_LAYER_MS = assumptions.CPU_LAYER_US.value / 1000
 SIXTEEN_BITS = ("F16", "BF16", "F32")
@@ -95,7 +97,7 @@ class Roofline:
         """The layer on a GPU, its routed experts in host memory."""
         if not layer.expert_bytes:
             return self.on_gpu(layer, device)
-        experts = Costs(cpu_ms=_ms(self._used(layer), self.dram_gb_s), fixed_ms=HOP_MS)
+        experts = Costs(cpu_ms=_ms(self._used(layer), self.dram_gb_s), fixed_ms=EXPERTS_HOP_MS)
         return self._dense_on_gpu(layer, device, 0.0) + experts + self._copied(layer, 0.0)
 
     def on_cpu(self, layer: Layer) -> Costs:
@@ -115,7 +117,7 @@ class Roofline:
         flops = self._flops(layer.dense_bytes, is_bank=False) + self._flops(self._used(layer), is_bank=True)
         read = _ms(layer.dense_bytes + self._used(layer), self.dram_gb_s) / assumptions.PREFILL_GAIN_CPU.value
         kernels = 1.0 if self._quantization(bool(layer.expert_bytes)) in CPU_MANY else assumptions.UNPACKED_SHARE.value
-        multiplied = flops / (self.cpu.tflops(self.cpu.cores) * kernels * 1e9)
+        multiplied = flops / (self.cpu.tflops(self.cpu.threads) * kernels * 1e9)
         return replace(costs, cpu_prefill_ms=costs.cpu_prefill_ms - read + multiplied)
 
     def output_on_gpu(self, device: Device) -> Costs:
@@ -125,9 +127,16 @@ class Roofline:
     def output_on_cpu(self) -> Costs:
         return Costs(cpu_ms=_ms(self.model.output_bytes, self.dram_gb_s), fixed_ms=CPU_FIXED_MS)
 
+    @cached_property
+    def _converted(self) -> frozenset[Layer]:
+        """Layers whose cache is converted for every token."""
+        return frozenset() if self.kv_type == "f16" else converted_layers(self.model)
+
     def _dense_on_gpu(self, layer: Layer, device: Device, used: float) -> Costs:
         gb_s = device.bandwidth_gb_s
         cache = cell_bytes(layer, self.kv_type)
+        if layer in self._converted:  # the f16 copy is written, and read
+            cache += 2 * cell_bytes(layer, "f16")
         # A state is read and written.
         read = _ms(layer.dense_bytes + 2 * layer.state_bytes + cache * self._held(layer) + used, gb_s)
         attended = self._attended_ms(layer, device)
@@ -213,16 +222,19 @@ class Roofline:
         return layer.expert_bytes * self.model.experts_used / self.model.experts if self.model.experts else 0.0
 
     def _touched(self, layer: Layer) -> float:
-        """Bytes of every expert that one of a batch's tokens uses, were they drawn evenly."""
+        """Bytes of every expert that one of a batch's tokens uses. Routers favour some: how often an expert is drawn
+        varies as a gamma distribution, so how many stay unused is a negative binomial's share of zeros."""
         if not self.model.experts:
             return 0.0
-        unused = (1 - self.model.experts_used / self.model.experts) ** self._batch
-        return layer.expert_bytes * (1 - unused)
+        drawn = self.model.experts_used / self.model.experts
+        skew = assumptions.ROUTER_SKEW.value
+        used: float = 1 - (1 + self._batch * drawn / skew) ** -skew
+        return layer.expert_bytes * max(drawn, used)
 
 
 def costs_of(roofline: Roofline, placement: Placement, devices: dict[str, Device]) -> Costs:
-    """Of a plan, with every core at work: what fewer threads cost is `with_threads`. `devices` are by id, those of the
-    placement among them; the roofline is without a depth."""
+    """Of a plan, with as many threads as compute most: what others cost is `with_threads`. `devices` are by id, those
+    of the placement among them; the roofline is without a depth."""
     return total(_parts(roofline, placement, devices), batch=roofline.ubatch)
 
 
@@ -261,10 +273,13 @@ def in_parallel(roofline: Roofline, placement: Placement, devices: dict[str, Dev
 
 
 def with_threads(costs: Costs, threads: int, cores: int, cpu: CpuRates | None = None) -> Costs:
-    """So many cores saturate the memory, half of them where nothing is known; arithmetic takes them all. More threads
-    than cores bring nothing."""
-    decode = cpu.gb_s(threads) / cpu.gb_s(cores) if cpu else min(1.0, threads / max(1.0, cores / 2))
-    prefill = min(threads, cores) / cores
+    """Of costs with as many threads as compute most. So many cores saturate the memory, half of them where nothing is
+    known; arithmetic takes them all. More threads than cores bring nothing."""
+    if cpu:
+        most = cpu.threads
+        decode, prefill = cpu.gb_s(threads) / cpu.gb_s(most), cpu.worth(threads) / cpu.worth(most)
+    else:
+        decode, prefill = min(1.0, threads / max(1.0, cores / 2)), min(threads, cores) / cores
     return replace(
         costs,
         cpu_ms=costs.cpu_ms / decode,

@@ -36,18 +36,26 @@ def check_context(settings: Settings, model: Model) -> None:
             f"context length is above the model's native {native:,}: {asked:,} ({settings.sources['ctx_size']}); "
             f"the engine would give no request more than {native:,}"
         )
-        hint = f"use --ctx-size {native}, or add --rope-scaling yarn: factor {asked / native:.3g}, at some loss"
+        longest = model.longest_context
+        hint = f"use --ctx-size {longest}"
+        if _why_not(model) is None:
+            hint += f", or add --rope-scaling yarn: factor {asked / native:.3g}, at some loss"
         raise ConfigError(message, hint=hint)
+
+
+def _why_not(model: Model) -> str | None:
+    """Why YaRN is not for this model, in words."""
+    if model.rope_scaling is not None:
+        return f"has a RoPE scaling of its own, {model.rope_scaling.kind} by {model.rope_scaling.factor:g}"
+    if model.positions == "table":
+        return "has no RoPE to scale but a learned row for each position, and none beyond its native length"
+    return "has no RoPE to scale" if model.positions == "none" else None
 
 
 def _check_yarn(settings: Settings, model: Model) -> None:
     asked, native, source = settings.ctx_size, model.native_context, settings.sources["rope_scaling"]
-    if model.rope_scaling is not None:
-        own = model.rope_scaling
-        message = (
-            f"model has a RoPE scaling of its own, {own.kind} by {own.factor:g}: rope_scaling 'yarn' ({source}), "
-            f"{model.path.name}"
-        )
+    if (why := _why_not(model)) is not None:
+        message = f"model {why}: rope_scaling 'yarn' ({source}), {model.path.name}"
         raise ConfigError(message, hint=f"take it out; this model reaches {model.longest_context:,} tokens as it is")
     if asked is None or asked <= native:
         given = "no context length is set" if asked is None else f"the context length is {asked:,}"

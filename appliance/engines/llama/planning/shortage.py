@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.engines.gpus import device_id
-from appliance.engines.llama.planning.decide import SPARE_SHARE
+from appliance.engines.llama.planning.inputs import SPARE_SHARE
 from appliance.engines.llama.planning.limits import Limits
 from appliance.plan import Plan, Shortage
 from appliance.probe import Hardware

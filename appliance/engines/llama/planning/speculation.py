@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from appliance.engines.llama.planning.launch import launch_of, with_launch
+from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import (
     MIB,
     Copies,
@@ -27,7 +27,18 @@ from appliance.engines.llama.planning.memory import (
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.image_facts import EngineFacts
 from appliance.model import Model
-from appliance.plan import KINDS, NOTHING, SPECULATION_GOALS, UNMEASURED, Kind, Memory, Offer, Speculation, with_choice
+from appliance.plan import (
+    KINDS,
+    NOTHING,
+    SPECULATION_GOALS,
+    UNMEASURED,
+    Kind,
+    Memory,
+    Offer,
+    Speculation,
+    with_choice,
+    with_launch,
+)
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 

@@ -13,7 +13,7 @@ class Assumption:
 
 # Memory of a GPU, MiB
 CONTEXT_MIB_EACH = Assumption(
-    value=3.3, source="each multiprocessor: CUDA context of published cards, 107 on 34 to 555 on 188 (llama.cpp#23604)"
+    value=3.3, source="each multiprocessor: CUDA context, 107 on an RTX 4060 Ti's 34 to 555 on an RTX PRO 6000's 188"
 )
 CONTEXT_MIB = Assumption(value=512.0, source="CUDA context where the multiprocessors are unknown")
 TORCH_MIB = Assumption(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 
-from appliance.plan import PREDICTED, KnobEffect, Launch, Plan
+from appliance.plan import PREDICTED, KnobEffect, Launch, Plan, launch_as
 from appliance.plan.launch import Value
 from appliance.values import dataclass
 
@@ -79,15 +78,7 @@ KNOB_EFFECTS: Mapping[str, KnobEffect] = {
 
 def launch_of(plan: Plan) -> VllmLaunch:
     """Raises TypeError for a plan of another engine."""
-    if not isinstance(plan.launch, VllmLaunch):
-        message = f"a plan of another engine: {plan.engine}"
-        raise TypeError(message)
-    return plan.launch
-
-
-def with_launch(plan: Plan, **changes: object) -> Plan:
-    """With these of the launch's fields changed."""
-    return replace(plan, launch=replace(launch_of(plan), **changes))  # type: ignore[arg-type]
+    return launch_as(plan, VllmLaunch)
 
 
 def compile_key(plan: Plan) -> str:

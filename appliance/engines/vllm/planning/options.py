@@ -183,7 +183,7 @@ def _of_gpus(facts: Facts) -> list[str]:
         "--attention-backend": pins.attention_backend is not None,
         "--compilation-config with graphs": pins.graph_mode not in (None, EAGER, "NONE") or bool(pins.graph_sizes),
     }
-    return [flag for flag, is_asked in asked.items() if is_asked]
+    return [flag for flag, is_explicit in asked.items() if is_explicit]
 
 
 def _refuse_shared_memory(facts: Facts, ranks: int) -> None:

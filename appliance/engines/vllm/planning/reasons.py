@@ -33,6 +33,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         *_prefix_cache(facts),
         *_text_only(facts),
         *_foreign_code(facts),
+        *_no_template(facts),
         *variable_choices(facts.settings, facts.given.image.build_id),
         *_engine_args(facts),
         Choice(
@@ -42,6 +43,16 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
             source="plan",
         ),
     )
+
+
+def _no_template(facts: Facts) -> Iterator[Choice]:
+    """vLLM finds that out with the first chat: it has no template of its own to fall back on."""
+    model, passed = facts.given.model, facts.pins.passed
+    is_given = facts.settings.chat_template_file or any(word.startswith("--chat-template") for word in passed)
+    if model.has_chat_template or model.is_embedding_model or is_given:
+        return
+    why = "the model's folder has none: chats are refused (400), and /v1/completions answers; --chat-template-file FILE"
+    yield Choice(name="chat_template", value="none", reason=why, source="model", is_refusal=True)
 
 
 def context(estimate: Estimate) -> Choice:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts
-from appliance.engines.vllm.planning.launch import with_launch
 from appliance.engines.vllm.planning.memory import MIB
 from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.plan import NOTHING, Choice, Kind, Offer, Plan, Speculation, with_choice
+from appliance.plan import NOTHING, Choice, Kind, Offer, Plan, Speculation, with_choice, with_launch
 
 UNMEASURED = 3  # tokens to draft where one kind was asked for: what people publish
 

@@ -22,11 +22,12 @@ def costs_of(estimate: Estimate) -> Costs:
 def speed_of(costs: Costs) -> Speed:
     """Of the chat job."""
     depth = CHAT_TOKENS_IN + CHAT_TOKENS_OUT / 2
-    decode_ms = costs.gpu_ms + costs.cpu_ms + costs.fixed_ms
-    decode_ms += (costs.gpu_depth_us + costs.cpu_depth_us) * depth / 1000
-    prefill_ms = costs.gpu_prefill_ms + costs.cpu_prefill_ms
-    job_ms = CHAT_TOKENS_IN * prefill_ms + CHAT_TOKENS_OUT * decode_ms
-    return Speed(decode_tokens_per_s=1000 / decode_ms, prefill_tokens_per_s=1000 / prefill_ms, job_s=job_ms / 1000)
+    decode_ms, prefill_ms = costs.decode_ms(depth), costs.prefill_ms(CHAT_TOKENS_IN, CHAT_TOKENS_IN / 2)
+    return Speed(
+        decode_tokens_per_s=1000 / decode_ms,
+        prefill_tokens_per_s=1000 * CHAT_TOKENS_IN / prefill_ms,
+        job_s=(prefill_ms + CHAT_TOKENS_OUT * decode_ms) / 1000,
+    )
 
 
 def bytes_a_token(shape: Shape, dtype: str) -> float:
@@ -120,7 +121,7 @@ def _on_cpu(estimate: Estimate) -> Costs:
     facts, option = estimate.facts, estimate.option
     hardware, shape = facts.hardware, facts.shape
     measured = hardware.speeds.dram_gb_s if hardware.speeds else None
-    gb_s = (measured or assumed.DRAM_GB_S.value) * assumed.DRAM_SHARE.value
+    gb_s = (measured or min(assumed.DRAM_GB_S.value, facts.given.dram_gb_s_max)) * assumed.DRAM_SHARE.value
     flops = hardware.cpu.cores * assumed.CPU_GFLOPS_CORE.value * GB
     return Costs(
         cpu_ms=bytes_a_token(shape, facts.dtype) / gb_s / GB * 1000,

@@ -17,7 +17,6 @@ from appliance.engines.llama.facts import (
     query_facts,
 )
 from appliance.engines.llama.fit import parse_projection, query_projections
-from appliance.engines.llama.planning.launch import with_launch
 from appliance.engines.llama.planning.refine import Projection
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import (
@@ -30,7 +29,7 @@ from appliance.engines.llama.server import (
 )
 from appliance.errors import EngineArgumentsError, EngineLibraryError
 from appliance.image_facts import EngineFacts
-from appliance.plan import Allocated, GpuAllocation, Memory, Placement, Plan
+from appliance.plan import Allocated, GpuAllocation, Memory, Placement, Plan, with_launch
 from appliance.settings import resolve_settings
 from tests.builders import ENGINE, IMAGE, SMALL, USAGE, device, machine
 

@@ -11,7 +11,8 @@ import pytest
 from appliance.engines.engine import Install
 from appliance.engines.vllm.engine import ENGINE
 from appliance.engines.vllm.last_start import NAME, LastStart, keep, last_start, load
-from appliance.engines.vllm.planning.launch import compile_key, compile_parts, with_launch
+from appliance.engines.vllm.planning.launch import compile_key, compile_parts
+from appliance.plan import with_launch
 from tests.golden.vllm_plans import engine_facts
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best
 from tests.unit.engines.vllm.test_vllm_progress import AOT_MISS, COLD, WARM

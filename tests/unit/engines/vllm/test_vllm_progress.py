@@ -50,7 +50,7 @@ def test_what_is_as_it_should_be_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        (COLD, CompileCache(is_hit=False, key="0a1b2c3d4e")),
+        (COLD, CompileCache(is_hit=False, key="0a1b2c3d4e", seconds=13.4)),
         (WARM, CompileCache(is_hit=True, key="0a1b2c3d4e")),
         (AOT_HIT, CompileCache(is_hit=True, key="5f0e1d2c3b")),
         (AOT_MISS, CompileCache(is_hit=False, key="5f0e1d2c3b", reason="Compile cache file corrupted.")),

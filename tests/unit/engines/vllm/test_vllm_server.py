@@ -10,9 +10,8 @@ import pytest
 
 from appliance.engines.engine import Install
 from appliance.engines.vllm import server
-from appliance.engines.vllm.planning.launch import with_launch
 from appliance.errors import EngineArgumentsError
-from appliance.plan import Plan
+from appliance.plan import Plan, with_launch
 from images.engines import ENGINES
 from tests.golden.vllm_plans import SOCKET, arguments, engine_facts, known_flags
 from tests.unit.engines.vllm.planning.vllm_spaces import ADA, CPU, TURINGS, best, cards, space

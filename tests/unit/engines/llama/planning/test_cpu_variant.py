@@ -11,14 +11,16 @@ import yaml
 
 from appliance.engines.llama.facts import parse_variants
 from appliance.engines.llama.planning.cpu_variant import choose_kernels, runnable_variants
+from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError, CpuUnsupportedError, EngineArgumentsError
 from appliance.image_facts import CpuVariant, dump_facts, parse_engine_facts
-from appliance.plan import RuledOut
+from appliance.plan import Plan, RuledOut, with_measured
 from appliance.probe import Cpu
 from appliance.profile import make_key
 from appliance.settings import resolve_settings
 from images.matrix import load
-from tests.builders import DIGEST, IMAGE, machine, with_variants
+from tests.builders import DIGEST, IMAGE, SMALL, facts, machine, with_variants
+from tests.random_machines import gpu, with_gpus
 
 ROOT = Path(__file__).parents[5]
 TABLE = yaml.safe_load((ROOT / "appliance/engines/llama/cpu_variants.yaml").read_text())
@@ -161,3 +163,70 @@ def test_a_profile_is_of_one_variant() -> None:
     keys = [make_key(AUTO, IMAGE, machine(), DIGEST, cpu_variant=name) for name in ("x64", "haswell")]
     assert keys[0].id != keys[1].id
     assert keys[1].changed(keys[0].parts) == ("cpu_variant: x64 -> haswell",)
+
+
+def test_the_next_fastest_is_measured_beside_it_once_it_was_checked() -> None:
+    engine, amx = with_variants(*BUILT), cpu(*CASCADELAKE, "avx512vbmi", "avx512_bf16", "amx_tile", "amx_int8")
+    found = choose_kernels(AUTO, engine, amx)
+    assert found.variants == ("sapphirerapids", "zen4")
+    assert found.candidate is None
+    known = RuledOut(checked=frozenset({"zen4", "x64"}))
+    candidate = choose_kernels(AUTO, engine, amx, known).candidate
+    assert candidate
+    assert candidate.choice
+    assert (candidate.variant, candidate.choice.value) == ("zen4", "zen4")
+    assert set(candidate.isa) < set(amx.isa)
+    without = choose_kernels(AUTO, engine, amx, replace(known, seen={"zen4": "it died"}))
+    assert without.variants == ("sapphirerapids", "icelake")
+
+
+def test_there_is_no_next_where_one_was_asked_for_or_is_the_only_one() -> None:
+    asked = resolve_settings({"cpu_variant": "haswell"}, {})
+    assert choose_kernels(asked, with_variants(*BUILT), cpu(*CASCADELAKE)).variants == ("haswell",)
+    assert choose_kernels(AUTO, with_variants("x64", "zen4"), cpu(*HASWELL)).variants == ("x64",)
+
+
+def space_with(*checked: str, gpu_mib: int = 0) -> Space:
+    """On a CPU that runs zen4 and haswell."""
+    here = replace(machine(), cpu=cpu(*CASCADELAKE, "avx512vbmi", "avx512_bf16"))
+    if gpu_mib:
+        here = with_gpus(here, [gpu(0, free_mib=gpu_mib)])
+    image, engine = facts(has_cuda=gpu_mib > 0)
+    engine = replace(engine, cpu_variants=with_variants("haswell", "zen4").cpu_variants)
+    kernels = choose_kernels(AUTO, engine, here.cpu, RuledOut(checked=frozenset(checked)))
+    return Space(AUTO, image, engine, here, SMALL, kernels=kernels)
+
+
+def test_the_space_has_the_best_plan_with_the_next_fastest_as_well() -> None:
+    space = space_with("haswell")
+    of = {name: [plan for plan in space.all() if plan.cpu_variant == name] for name in ("zen4", "haswell")}
+    assert space.best == of["zen4"][0]
+    assert all(dict(plan.knobs)["cpu_variant"] == name for name, plans in of.items() for plan in plans)
+    (same,) = (plan for plan in of["haswell"] if {**dict(plan.knobs), "cpu_variant": "zen4"} == dict(space.best.knobs))
+    assert space.costs(same).cpu_prefill_ms > space.costs(space.best).cpu_prefill_ms
+    assert [c.value for c in same.choices if c.name == "cpu_variant"] == ["haswell"]
+    smaller = space.at_context(same, 4096)
+    assert smaller
+    assert (smaller.cpu_variant, smaller.context) == ("haswell", 4096)
+    assert space.now(same) == same
+    measured = with_measured(same, "the fastest of 2 measured", [space.best, same])
+    assert [c.reason for c in measured.choices if c.name == "cpu_variant"] == ["the fastest of 2 measured"]
+
+
+def test_what_was_not_checked_or_has_nothing_to_do_is_not_in_the_space() -> None:
+    unchecked = space_with()
+    assert {plan.cpu_variant for plan in unchecked.all()} == {"zen4"}
+    assert "cpu_variant" not in dict(unchecked.best.knobs)
+    on_gpu = space_with("haswell", gpu_mib=8000)
+    assert on_gpu.best.placement.is_whole
+    assert {plan.cpu_variant for plan in on_gpu.all()} == {"zen4"}
+
+
+def test_a_plan_of_a_variant_that_may_serve_no_more_is_of_the_usual_one() -> None:
+    """As after an update of the machine's firmware: what was measured of it is not told of the other."""
+    (haswell, *_) = (plan for plan in space_with("haswell").all() if plan.cpu_variant == "haswell")
+    found = space_with().now(haswell)
+    assert isinstance(found, Plan)
+    assert found.cpu_variant == "zen4"
+    assert "cpu_variant" not in dict(found.knobs)
+    assert with_measured(found, "the fastest", [haswell, found]).choices == found.choices

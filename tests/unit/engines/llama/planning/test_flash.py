@@ -15,7 +15,7 @@ from appliance.engines.llama.planning.space import Space
 from appliance.errors import ConfigError
 from appliance.model import Model
 from appliance.model.stack import LayerKind
-from appliance.plan import Plan
+from appliance.plan import Costs, Plan
 from appliance.settings import resolve_settings
 from tests.builders import facts, model
 from tests.golden.machines import MACHINES
@@ -63,6 +63,34 @@ def test_every_published_shape_has_a_kernel() -> None:
 def planned(machine: str, of: Model, **flags: str) -> Plan:
     image, engine = facts(has_cuda=machine != "cpu-16g")
     return Space(resolve_settings(flags, {}), image, engine, MACHINES[machine], of).best
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_f16"),
+    [
+        ({"key": 128, "value": 128, "heads": 32, "kv_heads": 8}, 1.0625 / 2),
+        ({"key": 96, "value": 96, "heads": 32, "kv_heads": 32}, (1.0625 + 4) / 2),  # Phi-3
+        ({"key": 576, "value": 512, "heads": 16, "kv_heads": 1, "kind": "mla"}, (1.0625 + 4) / 2),
+    ],
+)
+def test_a_rounded_cache_is_converted_for_heads_without_a_vector_kernel(
+    sizes: Mapping[str, Any], of_f16: float
+) -> None:
+    """And what it takes counts: it is read, written as f16, and read again."""
+
+    def planned_with(kv_type: str) -> Plan:
+        return planned("2x4090", with_heads(**sizes), kv_type=kv_type, ctx_size="8192", devices="0")
+
+    exact, rounded = planned_with("f16"), planned_with("q8_0")
+    costs = [costs_of(plan, with_heads(**sizes)).gpu_depth_us for plan in (rounded, exact)]
+    assert costs[0] / costs[1] == pytest.approx(of_f16, rel=1e-3)
+    (why,) = [choice.reason for choice in rounded.choices if choice.name == "kv_type"]
+    assert ("converted to f16 for every token" in why) is (of_f16 > 1)
+
+
+def costs_of(plan: Plan, of: Model) -> Costs:
+    image, engine = facts(has_cuda=True)
+    return Space(resolve_settings({}, {}), image, engine, MACHINES["2x4090"], of).costs(plan)
 
 
 @pytest.mark.parametrize("sizes", [STABLELM_12B, DEEPSEEK_EXPANDED])

@@ -93,6 +93,10 @@ def test_what_the_figures_know_nothing_of_is_said() -> None:
         ("--fit-target 2048", "the setting reserve_mib stands for: --fit-target", "use --reserve-mib MIB"),
         ("--flash-attn off", "cannot be given: --flash-attn", "take it out"),
         ("--api-key x", "the setting auth stands for: --api-key", "use --auth on|off"),
+        ("--prio 3", "cannot be given: --prio", "take it out"),
+        ("--cpu-mask ff", "the setting threads stands for: --cpu-mask", "use --threads N"),
+        ("-Cr 0-3", "the setting threads stands for: -Cr", "use --threads N"),
+        ("--cpu-strict 1", "the setting threads stands for: --cpu-strict", "use --threads N"),
         ("--log-verbosity 0", "the appliance reads the engine's log", "take it out"),
         ("--override-kv llama.context_length=int:9", "the setting ctx_size stands for", "--rope-scaling yarn"),
     ],
@@ -157,7 +161,8 @@ def test_a_flag_is_refused_in_every_spelling_or_in_none() -> None:
 
 
 def test_every_flag_that_a_plan_uses_is_refused() -> None:
-    used = set(re.findall(r'flags\.(?:need|use)\("(--[a-z-]+)"', inspect.getsource(server)))
+    words = re.findall(r"flags\.(?:need|use)\((\"--[a-z-]+\"|[A-Z_]+)", inspect.getsource(server))
+    used = {word.strip('"') if word.startswith('"') else getattr(server, word) for word in words}
     assert len(used) > 30
     assert used - {*OWNED, *UNOFFERED} == {"--override-kv"}  # of other keys it may be given
     assert all(name in SETTINGS for name in OWNED.values())

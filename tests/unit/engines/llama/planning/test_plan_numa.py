@@ -32,7 +32,8 @@ def space(hardware: Hardware, of: str = "gpt-oss-120b", quantization: str = "MXF
 def flags_of(plan: Plan, hardware: Hardware) -> dict[str, str]:
     _, engine = facts_for(hardware)
     argv = arguments(plan, engine, Path("/tmp/s"))
-    return {name: argv[argv.index(name) + 1] for name in ("--numa", "--cpu-mask", "--threads") if name in argv}
+    names = ("--numa", "--cpu-mask", "--cpu-mask-batch", "--threads")
+    return {name: argv[argv.index(name) + 1] for name in names if name in argv}
 
 
 def reason(plan: Plan) -> Any:
@@ -42,7 +43,7 @@ def reason(plan: Plan) -> Any:
 def test_experts_beside_a_gpu_are_computed_on_its_node() -> None:
     best = space(TWO).best
     assert best.placement.cpu_expert_layers
-    assert flags_of(best, TWO) == {"--cpu-mask": SECOND, "--threads": "24"}
+    assert flags_of(best, TWO) == {"--cpu-mask": SECOND, "--cpu-mask-batch": SECOND, "--threads": "24"}
     assert reason(best).value == "node 1"
     assert reason(best).reason.startswith("threads stay on the GPU's node")
 

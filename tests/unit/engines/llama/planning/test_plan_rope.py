@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,10 +14,12 @@ from appliance.engines.llama.planning.rope import Rope
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.server import rope_arguments
 from appliance.errors import ConfigError
-from appliance.model import Model, RopeScaling
+from appliance.model import Model, RopeScaling, read_model
 from appliance.plan import Plan
 from appliance.settings import resolve_settings
 from tests.builders import ENGINE, IMAGE, SMALL, machine
+from tests.builders import model as published
+from tests.shapes.beside import MEAN, write_bert
 
 CARRIED = replace(SMALL, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original=8192))
 
@@ -65,6 +68,29 @@ def test_yarn_on_a_model_that_has_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="model has a RoPE scaling of its own, yarn by 4") as caught:
         best(CARRIED, ctx_size="16384", rope_scaling="yarn")
     assert "reaches 32,768 tokens as it is" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "why", "longest"),
+    [
+        (CARRIED, "has a RoPE scaling of its own, yarn by 4", 32768),
+        (replace(SMALL, positions="none"), "has no RoPE to scale", 8192),
+        (replace(SMALL, positions="table"), "has no RoPE to scale but a learned row for each position", 8192),
+    ],
+)
+def test_yarn_is_neither_advised_nor_taken_where_it_does_nothing(model: Model, why: str, longest: int) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        best(model, ctx_size="65536", rope_scaling="yarn")
+    assert f"{longest:,} tokens as it is" in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match="above the model's native 8,192: 65,536") as caught:
+        best(model, ctx_size="65536")
+    assert caught.value.hint == f"use --ctx-size {longest}"
+
+
+def test_what_positions_a_model_has(tmp_path: Path) -> None:
+    assert read_model(write_bert(tmp_path / "bert.gguf", MEAN)).positions == "table"
+    assert published("nemotron-h-8b", "Q4_K_M").positions == "none"
+    assert published("phi-4", "Q4_K_M").positions == "rope"
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,8 @@ def figures(whole: ContextPlan, best: Plan) -> set[float]:
     """Decode of whole layers, as predicted beside them."""
     assert best.context == whole.context
     near = [each.placed for each in (whole, whole.before, whole.larger) if each is not None]
-    return {round(placed.speed.decode_tokens_per_s) for placed in (*near, *whole.others.values())}
+    others = (other.placed for other in whole.others.values())
+    return {round(placed.speed.decode_tokens_per_s) for placed in (*near, *others)}
 
 
 def test_an_exact_cache_is_explained_by_the_mode_and_not_by_what_other_types_carry() -> None:

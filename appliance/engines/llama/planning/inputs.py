@@ -1,0 +1,274 @@
+"""What a plan is made from: the facts of one start, checked against each other, and what follows from them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from appliance.engines.llama.planning import assumptions
+from appliance.engines.llama.planning.batch import (
+    PINNED,
+)
+from appliance.engines.llama.planning.beside import with_adapters
+from appliance.engines.llama.planning.cpu_variant import choose_kernels
+from appliance.engines.llama.planning.devices import usable_devices
+from appliance.engines.llama.planning.engine_args import check_engine_args
+from appliance.engines.llama.planning.flash import EXACT_TYPES, why_no_kernel
+from appliance.engines.llama.planning.kv_types import kv_candidates
+from appliance.engines.llama.planning.limits import NO_LIMITS, Limits
+from appliance.engines.llama.planning.memory import (
+    UBATCH,
+    Copies,
+    can_keep,
+    checkpoint_mib,
+    copies,
+    host_overhead_mib,
+    padded,
+    weights_mib,
+)
+from appliance.engines.llama.planning.numa import check_numa
+from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
+from appliance.engines.llama.planning.rates import cpu_rates
+from appliance.engines.llama.planning.rope import check_context
+from appliance.engines.llama.planning.slots import NO_ROOM, slots
+from appliance.engines.llama.planning.speculation import check_speculation
+from appliance.engines.llama.planning.threads import (
+    parts_of,
+)
+from appliance.errors import ConfigError, ModelUnreadableError
+from appliance.image_facts import EngineFacts, ImageFacts
+from appliance.model import Model, Projector
+from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, k_and_v
+from appliance.probe import Hardware
+from appliance.settings import Settings
+from appliance.values import dataclass
+
+WHOLE_UBATCH_MAX = 8192  # of a model that reads a text in one batch; the masks grow with its square
+MIN_CONTEXT = CONTEXT_STEP
+CACHE_MIN_MIB = 128.0
+SPARE_SHARE = 0.03  # of usable memory, left alone: page cache for the weights' file, other processes of the container
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """The facts of one start, and what follows from them at once."""
+
+    settings: Settings
+    engine: EngineFacts
+    hardware: Hardware
+    model: Model
+    kernels: Kernels
+    resources: Resources
+    notes: tuple[str, ...]  # devices that are not used, and why
+    kv_checks: tuple[KvCheck, ...] = ()  # on types of the KV cache below q8_0
+    limits: Limits = NO_LIMITS
+    is_bare: bool = False  # memory is so short that there is a model, or the prompt cache and context checkpoints
+    projector_on_host: bool = False  # though there is a GPU
+    left_away: Projector | None = None  # since the model would not fit beside it
+
+    @property
+    def usable_mib(self) -> float:
+        """Of host memory."""
+        return self.limits.of_host(self.hardware.memory)
+
+    @property
+    def native(self) -> int:
+        """The model's own context length, or the one that was asked for."""
+        return self.settings.ctx_size or self.model.native_context
+
+    @property
+    def job(self) -> PlacementJob:
+        return PlacementJob(
+            model=self.model,
+            context=0,
+            kv_type="f16",
+            ubatch=usual_ubatch(self.settings, self.model),
+            parallel=slots(self.settings),
+            projector_on_host=self.projector_on_host,
+            gpu_layers=self.settings.gpu_layers,
+            cpu_expert_layers=self.settings.n_cpu_moe,
+            has_flash=self.no_flash is None,
+        )
+
+    @property
+    def no_flash(self) -> str | None:
+        """Why flash attention is off."""
+        return why_no_kernel(self.model) if self.resources.devices else None
+
+    @property
+    def parallel(self) -> int:
+        """Slots."""
+        return slots(self.settings)
+
+    @property
+    def least_cache_mib(self) -> float:
+        """Of prompts."""
+        return least_cache(self.settings, is_bare=self.is_bare)
+
+    @property
+    def spare_mib(self) -> float:
+        """Of host memory, what may be filled."""
+        return self.usable_mib * (1 - SPARE_SHARE)
+
+
+def is_read_whole(settings: Settings, model: Model) -> bool:
+    """Whether the batch is as long as the longest text."""
+    return model.reads_whole and not settings.ubatch
+
+
+def usual_ubatch(settings: Settings, model: Model) -> int:
+    if is_read_whole(settings, model):
+        return min(padded(settings.ctx_size or model.native_context), WHOLE_UBATCH_MAX)
+    return settings.ubatch or UBATCH
+
+
+def check(settings: Settings, engine: EngineFacts, model: Model) -> None:
+    check_speculation(settings, engine, model)
+    check_numa(settings, engine)
+    check_context(settings, model)
+    check_engine_args(settings, engine)
+    if model.cache_kind != "attention":
+        message = f"model cannot be planned yet: {model.path}: {model.cache_reason}"
+        raise ModelUnreadableError(message, hint="use a model of a supported architecture")
+    if settings.kv_type != "auto" and not set(k_and_v(settings.kv_type)) <= set(engine.kv_types):
+        message = f"setting kv_type is not offered by this engine: '{settings.kv_type}' ({settings.sources['kv_type']})"
+        raise ConfigError(message, hint=f"this image offers {', '.join(engine.kv_types)}")
+    if settings.kv_type != "auto" and not can_keep(model, settings.kv_type):
+        message = (
+            f"setting kv_type does not suit this model: '{settings.kv_type}' ({settings.sources['kv_type']}), "
+            f"whose heads of {model.key_length} and {model.value_length} values are no multiples of its blocks of 32"
+        )
+        raise ConfigError(message, hint="use f16")
+
+
+def plan_inputs(
+    settings: Settings,
+    image: ImageFacts,
+    engine: EngineFacts,
+    hardware: Hardware,
+    model: Model,
+    kernels: Kernels | None = None,
+    limits: Limits = NO_LIMITS,
+) -> PlanInputs:
+    """`kernels` are those that were chosen with what is remembered of this CPU; without them nothing is."""
+    model = with_adapters(model)
+    kernels = kernels or choose_kernels(settings, engine, hardware.cpu)
+    found, notes = usable_devices(hardware, image, engine, limits, reserve_mib=settings.reserve_mib)
+    devices = tuple(_beside_pages(device, settings, model) for device in _chosen(settings, found))
+    if devices:
+        _check_flash(settings, model)
+    usable = limits.of_host(hardware.memory)
+    copied = Copies() if devices else copies(model, kernels.isa)
+    bare = float("inf") if settings.allow_disk else usable * (1 - SPARE_SHARE) - host_overhead_mib(model) - copied.more
+    spare = bare - least_cache(settings) - slots(settings) * checkpoint_mib(model, "f16")
+    measured = hardware.speeds.dram_gb_s if hardware.speeds else None
+    memory = measured or min(assumptions.DRAM_GB_S.value, limits.dram_gb_s)
+    cpu = cpu_rates(
+        kernels.isa,
+        max(1, hardware.cpu.cores),
+        memory * assumptions.DRAM_SHARE.value,
+        hardware.cpu.capacities,
+        parts=parts_of(model, is_repacked=copied.made > 0),
+        asked=settings.threads and min(settings.threads, hardware.cpu.threads_max),
+        part=hardware.cpu.groups[0].part if hardware.cpu.groups else None,
+    )
+    inputs = PlanInputs(
+        settings=settings,
+        engine=engine,
+        hardware=hardware,
+        model=model,
+        kernels=kernels,
+        resources=Resources(
+            devices=devices,
+            spare_mib=spare,
+            dram_gb_s=cpu.gb_s(cpu.threads),
+            memory_gb_s=memory,
+            dram_is_measured=measured is not None,
+            is_pinned=settings.load_mode in ("auto", *PINNED) and not settings.allow_disk,
+            cpu=cpu,
+        ),
+        notes=notes,
+        limits=limits,
+    )
+    return inputs if _has_room(inputs) else _bared(inputs, bare)
+
+
+def _has_room(inputs: PlanInputs) -> bool:
+    """For the smallest context that would be served, in any type of the cache, and the least caches beside it."""
+    least = inputs.settings.ctx_size or min(inputs.model.native_context, MIN_CONTEXT)
+    return any(
+        _is_placed(inputs, replace(inputs.job, context=padded(least), kv_type=kind)) for kind in offered_kinds(inputs)
+    )
+
+
+def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
+    # What fits into host memory alone has room: one search, and on a start from a profile no other is made.
+    is_free = job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)
+    if is_free and place(job, replace(inputs.resources, devices=())) is not None:
+        return True
+    return place(job, inputs.resources) is not None
+
+
+def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
+    """What is optional goes before a model is refused, slots last; what was asked for stays."""
+    asked = inputs.settings.cache_ram_mib or 0.0
+    found = replace(inputs, resources=replace(inputs.resources, spare_mib=bare_mib - asked), is_bare=True)
+    settings = inputs.settings
+    if _has_room(found) or settings.is_set("parallel"):
+        return found
+    return replace(found, settings=replace(settings, parallel=1, sources={**settings.sources, "parallel": NO_ROOM}))
+
+
+def _check_flash(settings: Settings, model: Model) -> None:
+    """Raises ConfigError for a type of the V cache that needs flash attention where no GPU has a kernel for it."""
+    why = why_no_kernel(model)
+    if why and settings.kv_type not in ("auto", *EXACT_TYPES):
+        message = f"setting kv_type needs flash attention: '{settings.kv_type}' ({settings.sources['kv_type']}), {why}"
+        raise ConfigError(message, hint="use f16, or --devices none")
+
+
+def _beside_pages(device: Device, settings: Settings, model: Model) -> Device:
+    """Memory that GPU and host share is free as MemAvailable says, pages of files included: the kernel gives them up
+    (llama.cpp#17368, NVIDIA's known issues of DGX Spark). But a mapped file's pages come back while it is read."""
+    if not device.is_unified or "mmap" not in settings.load_mode:
+        return device
+    return replace(device, free_mib=max(0.0, device.free_mib - weights_mib(model)))
+
+
+def _chosen(settings: Settings, found: tuple[Device, ...]) -> tuple[Device, ...]:
+    """In the order that was asked for. Raises ConfigError for a device that is not there."""
+    if settings.devices == "auto":
+        return () if settings.gpu_layers == 0 else found
+    if settings.devices == "none":
+        return ()
+    names = [name.strip() for name in settings.devices.split(",") if name.strip()]
+    by_name = {key: device for device in found for key in (device.id, str(device.index))}
+    missing = [name for name in names if name not in by_name]
+    if missing:
+        there = ", ".join(f"{d.index} ({d.name}, {d.id})" for d in found) or "none"
+        message = f"setting devices names what cannot be used: {', '.join(missing)} ({settings.sources['devices']})"
+        raise ConfigError(message, hint=f"usable GPUs here: {there}")
+    return tuple(dict.fromkeys(by_name[name] for name in names))
+
+
+def with_less(inputs: PlanInputs) -> Iterator[PlanInputs]:
+    """The inputs, then with what can be done without moved and left away: no model is refused for its projector,
+    unless that was named."""
+    yield inputs
+    projector = inputs.model.projector
+    if projector and inputs.resources.devices:
+        yield replace(inputs, projector_on_host=True)
+    if projector and inputs.settings.mmproj == "auto":
+        yield replace(inputs, model=replace(inputs.model, projector=None), left_away=projector)
+
+
+def offered_kinds(inputs: PlanInputs) -> tuple[str, ...]:
+    """Types of the cache that a plan may use, the exact one first."""
+    on_gpu = bool(inputs.resources.devices)
+    return kv_candidates(inputs.settings, inputs.engine, inputs.model, inputs.kv_checks, on_gpu=on_gpu)
+
+
+def least_cache(settings: Settings, *, is_bare: bool = False) -> float:
+    if settings.cache_ram_mib is not None:
+        return float(settings.cache_ram_mib)
+    return 0.0 if is_bare else CACHE_MIN_MIB

@@ -1,0 +1,123 @@
+"""How many threads, and on which cores. Pure.
+
+llama.cpp cuts a matrix into parts, of which a thread takes the next when it is done (rates.py says where), and all wait
+at its end. A slow core brings little, or makes the others wait: predicted is the number of threads that compute most on
+the fastest cores. Where cores are left out, threads are kept off them by an affinity mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.job_time import speed_of
+from appliance.engines.llama.planning.launch import NUMA_MODES
+from appliance.engines.llama.planning.numa import MASK_FLAG, Numa, numa_modes
+from appliance.engines.llama.planning.placement import Placed
+from appliance.engines.llama.planning.rates import EVEN_PARTS, PARTS, CpuRates
+from appliance.engines.llama.planning.roofline import DEPTH, with_threads
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
+from appliance.plan import CHAT_TOKENS_IN, Costs, Placement
+from appliance.plan.choice import Choice
+from appliance.probe import Cpu, Hardware
+from appliance.settings import Settings
+from appliance.values import dataclass
+
+MASK_CPUS = 512  # of a mask: GGML_MAX_N_THREADS
+
+
+def thread_counts(settings: Settings, cpu: Cpu, rates: CpuRates | None) -> tuple[tuple[int, ...], Choice]:
+    """Candidates, the predicted one first; never above what the container may use: the engine sees the host's cores.
+    Of unequal cores all, and those of the fastest kinds alone, are among them."""
+    most = cpu.threads_max
+    if settings.threads:
+        threads = min(settings.threads, most)
+        return (threads,), reasons.threads_asked(settings, threads)
+    cores = max(1, min(cpu.cores, most))
+    first = rates.threads if rates and cpu.is_unequal else cores
+    found = (first, *_kinds(cpu), cores, most, max(1, first // 2))
+    counts = tuple(dict.fromkeys(count for count in found if count <= most))
+    return counts, reasons.threads(cpu, first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """Of the prediction, where they run and why."""
+
+    count: int
+    numa: Numa
+    cpus: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+def threads_of(
+    settings: Settings, engine: EngineFacts, hardware: Hardware, rates: CpuRates | None, placed: Placed, costs: Costs
+) -> Threads:
+    (first, *_), choice = thread_counts(settings, hardware.cpu, rates)
+    numa = numa_modes(settings, engine, hardware, placed.placement, placed.host.weights)[0]
+    count = min(first, numa.threads_max or first)
+    if not placed.placement.is_whole and not numa.cpus:
+        choice = _priced(choice, hardware.cpu, rates, costs, placed.placement, count)
+    choice = choice if count == first else replace(choice, value=str(count))
+    return Threads(
+        count=count,
+        numa=numa,
+        cpus=cpus_of(hardware.cpu, engine, numa, placed.placement, count),
+        choices=(choice, numa.choice) if numa.choice else (choice,),
+    )
+
+
+def _priced(
+    choice: Choice, cpu: Cpu, rates: CpuRates | None, costs: Costs, placement: Placement, threads: int
+) -> Choice:
+    """Of unequal cores with what the other number would cost: all of them, or the fastest kind alone."""
+    if not cpu.is_unequal or rates is None or choice.source != "probe":
+        return choice
+    other = rates.cores if threads < rates.cores else cpu.groups[0].cores
+    speeds = tuple(
+        speed_of(with_threads(costs, count, rates.cores, rates), DEPTH, CHAT_TOKENS_IN) for count in (threads, other)
+    )
+    # Beside a GPU that reads the prompts.
+    of = "decode" if placement.shares else "prefill"
+    here, there = (getattr(speed, f"{of}_tokens_per_s") for speed in speeds)
+    return replace(choice, reason=reasons.unequal_threads(cpu, threads, other, f"{of} {here:,.1f}", f"{there:,.1f}"))
+
+
+def _kinds(cpu: Cpu) -> tuple[int, ...]:
+    """Cores of the fastest kind, of the two fastest, ..., of all: none where they are equal."""
+    if not cpu.is_unequal:
+        return ()
+    ends = [sum(group.cores for group in cpu.groups[: at + 1]) for at in range(len(cpu.groups))]
+    return tuple(min(end, cpu.cores) for end in ends)
+
+
+def cpus_of(cpu: Cpu, engine: EngineFacts, numa: Numa, placement: Placement, threads: int) -> tuple[int, ...]:
+    """That the threads are kept on; empty: the engine and the kernel put them anywhere."""
+    if numa.cpus or numa.mode in NUMA_MODES:
+        return numa.cpus
+    return _bound_cpus(cpu, engine, placement, threads)
+
+
+def _bound_cpus(cpu: Cpu, engine: EngineFacts, placement: Placement, threads: int) -> tuple[int, ...]:
+    """CPUs of the kinds of cores that so many threads need; empty where that is all of them, where nothing is computed
+    on the CPU, or where it is unknown which CPUs these are."""
+    if placement.is_whole or MASK_FLAG not in engine.flags or not cpu.is_unequal:
+        return ()
+    held = 0
+    cpus: list[int] = []
+    for group in cpu.groups:
+        if held >= threads:
+            break
+        if not group.cpus:
+            return ()
+        held += group.cores
+        cpus += group.cpus
+    is_all = len(cpus) >= cpu.logical
+    return () if is_all or max(cpus, default=0) >= MASK_CPUS else tuple(sorted(cpus))
+
+
+def parts_of(model: Model, *, is_repacked: bool) -> int:
+    """Of a thread's work: experts in layouts of the CPU's own are cut evenly (repack.cpp, forward_mul_mat_id), and hold
+    most of what a token reads."""
+    return EVEN_PARTS if model.experts and is_repacked else PARTS

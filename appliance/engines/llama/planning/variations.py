@@ -1,0 +1,230 @@
+"""Plans beside the predicted one: every type of the cache, context, ubatch, number of threads, way to load, and some
+more or fewer experts in host memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from appliance.engines.llama.planning import reasons
+from appliance.engines.llama.planning.batch import BATCH, UBATCHES_GPU, predicted_speed
+from appliance.engines.llama.planning.context import ContextPlan
+from appliance.engines.llama.planning.host import host_memory
+from appliance.engines.llama.planning.inputs import (
+    PlanInputs,
+    offered_kinds,
+    usual_ubatch,
+)
+from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import UBATCH, padded
+from appliance.engines.llama.planning.now import with_caches
+from appliance.engines.llama.planning.numa import Numa, numa_modes
+from appliance.engines.llama.planning.placement import Placed, place
+from appliance.engines.llama.planning.tensor_placement import place_tensors
+from appliance.engines.llama.planning.threads import cpus_of, thread_counts
+from appliance.plan import (
+    CONTEXT_STEP,
+    SMALLEST_CONTEXT,
+    Costs,
+    Plan,
+    with_launch,
+)
+
+UBATCHES = (128, 256, 512, 1024)
+EXPERTS_AROUND = (-1, 1, 2, 4)  # layers whose experts stay in host memory, more or fewer than predicted
+
+
+class Variations:
+    """Of `best`, the prediction for `inputs`; `costs_of` a plan with every core at work."""
+
+    def __init__(
+        self, inputs: PlanInputs, best: Plan, context_plan: ContextPlan, costs_of: Callable[[Plan], Costs]
+    ) -> None:
+        self._inputs = inputs
+        self._best = best
+        self._context_plan = context_plan
+        self._costs_of = costs_of
+
+    def all(self) -> Iterator[Plan]:
+        """Thousands where there are GPUs; not all of them fit."""
+        for placed in self._placements():
+            yield from self.around(placed)
+
+    def _placements(self) -> Iterator[Plan]:
+        """One for each type of the cache, context, ubatch and number of experts in host memory."""
+        for kv_type in offered_kinds(self._inputs):
+            for context in self._contexts(kv_type):
+                context_plan = replace(self._context_plan, kv_type=kv_type, context=context)
+                for ubatch in self._ubatches():
+                    if ubatch > padded(context):
+                        continue
+                    placed = _again(self._inputs, context_plan, ubatch=ubatch)
+                    in_parallel = tensor_placements(self._inputs, context_plan, ubatch=ubatch)
+                    for each in (placed, *self._more_experts(context_plan, ubatch, placed), *in_parallel):
+                        if each:
+                            yield self.at(each, context_plan, ubatch=ubatch)
+
+    def _ubatches(self) -> tuple[int, ...]:
+        settings, model = self._inputs.settings, self._inputs.model
+        if settings.ubatch or model.reads_whole:  # then no smaller one takes the same texts
+            return (usual_ubatch(settings, model),)
+        sizes = (256, *UBATCHES_GPU) if self._inputs.resources.devices else UBATCHES
+        if self._best.placement.copies_weights or launch_of(self._best).ubatch > UBATCH:
+            # What a smaller one costs shows in long prompts only, and those that are measured with are short.
+            return tuple(size for size in sizes if size >= launch_of(self._best).ubatch)
+        return tuple(dict.fromkeys((UBATCH, *sizes)))
+
+    def _more_experts(self, context_plan: ContextPlan, ubatch: int, placed: Placed | None) -> Iterator[Placed | None]:
+        if placed and placed.placement.cpu_expert_layers and self._inputs.settings.n_cpu_moe is None:
+            for more in EXPERTS_AROUND:
+                experts = placed.placement.cpu_expert_layers + more
+                yield _again(self._inputs, context_plan, ubatch=ubatch, experts=experts)
+
+    def _contexts(self, kv_type: str) -> tuple[int, ...]:
+        """The largest that fits, that with everything on GPUs, that of the prediction, and powers of two below where a
+        larger one costs something."""
+        settings, best = self._inputs.settings, self._best
+        if settings.ctx_size:
+            return (best.context,)
+        carried, knee = (of.get(kv_type, 0) for of in (self._context_plan.carried, self._context_plan.knees))
+        largest = max(carried, knee, best.context if kv_type == best.kv_type else 0)
+        if not largest:
+            return ()
+        has_gpu = bool(self._inputs.resources.devices)
+        widest = self._widest(kv_type, largest) if has_gpu else largest
+        least = min(self._inputs.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
+        if not has_gpu:
+            return (widest,) if widest >= least else ()
+        below = (SMALLEST_CONTEXT << at for at in range(12))
+        of_best = {best.context} if widest >= best.context else set()
+        sizes = {widest, largest, *of_best, *({knee} if knee else ()), *(size for size in below if size < widest)}
+        return tuple(sorted((size for size in sizes if size >= least), reverse=True))
+
+    def _widest(self, kv_type: str, carried: int) -> int:
+        """The largest context that can be placed at all, whatever it costs, found by halving."""
+        low, high = carried // CONTEXT_STEP, padded(self._inputs.native) // CONTEXT_STEP
+        while low < high:
+            middle = (low + high + 1) // 2
+            context_plan = replace(self._context_plan, kv_type=kv_type, context=middle * CONTEXT_STEP)
+            low, high = (middle, high) if _again(self._inputs, context_plan, ubatch=UBATCH) else (low, middle - 1)
+        return low * CONTEXT_STEP
+
+    def around(self, plan: Plan) -> Iterator[Plan]:
+        """With other threads, loaded otherwise."""
+        inputs, placement = self._inputs, plan.placement
+        works_on_cpu = not placement.is_whole
+        counts = self._thread_counts() if works_on_cpu else (launch_of(plan).threads,)
+        modes = [launch_of(plan).load_mode]
+        if works_on_cpu and inputs.settings.load_mode == "auto" and plan.memory.total <= plan.usable_mib:
+            modes = list(dict.fromkeys((*modes, "none", "mmap")))
+        host_mib = plan.memory.weights
+        for mode in modes:
+            loaded = self.loaded(plan, mode)
+            for numa in numa_modes(inputs.settings, inputs.engine, inputs.hardware, placement, host_mib):
+                for threads in dict.fromkeys(min(count, numa.threads_max or count) for count in counts):
+                    cpus = cpus_of(inputs.hardware.cpu, inputs.engine, numa, placement, threads)
+                    yield _with_numa(with_thread_count(loaded, threads), numa, cpus)
+
+    def _thread_counts(self) -> tuple[int, ...]:
+        """Those of a prediction, and one more and one fewer than the cores."""
+        counts, _ = thread_counts(self._inputs.settings, self._inputs.hardware.cpu, self._inputs.resources.cpu)
+        if self._inputs.settings.threads:
+            return counts
+        most = self._inputs.hardware.cpu.threads_max
+        return tuple(dict.fromkeys((*counts, max(1, counts[0] - 1), min(most, counts[0] + 1))))
+
+    def at(self, placed: Placed, context_plan: ContextPlan, *, ubatch: int) -> Plan:
+        """The best with another placement, context and ubatch, and with the caches that it leaves room for."""
+        plan = _with(self._inputs, self._best, placed, ubatch=ubatch)
+        plan = self.loaded(plan, self._usual_mode(plan))
+        is_as_before = where(plan) == where(self._best)
+        if is_as_before and (context_plan.context, context_plan.kv_type) == (plan.context, plan.kv_type):
+            return with_caches(self._inputs, plan) or plan
+        words = {
+            "context": (f"{context_plan.context:,}", _why_beside(asked=self._inputs.settings.ctx_size is not None)),
+            "kv_type": (context_plan.kv_type, _why_beside(asked=self._inputs.settings.kv_type != "auto")),
+        }
+        plan = replace(_reworded(plan, **words), context=context_plan.context, kv_type=context_plan.kv_type)
+        return with_caches(self._inputs, plan) or plan
+
+    def _usual_mode(self, plan: Plan) -> str:
+        """That of the prediction; without weights to copy there is nothing to pin."""
+        mode = launch_of(self._best).load_mode
+        is_pinned = self._inputs.settings.load_mode == "auto" and mode == "none"
+        return "mmap" if is_pinned and not plan.placement.copies_weights else mode
+
+    def loaded(self, plan: Plan, mode: str) -> Plan:
+        """With the speed that it has so."""
+        launch, inputs = launch_of(plan), self._inputs
+        if mode != launch.load_mode:
+            why = "pages of the file, shared and dropped under pressure; measured beside others"
+            if mode != "mmap":
+                why = "weights are loaded, not mapped: for a GPU they are pinned; measured beside mmap"
+            memory = host_memory(inputs, plan.memory, mode, bool(plan.placement.shares))
+            memory = replace(plan.memory, mapped_twice=memory.mapped_twice)
+            plan = _reworded(with_launch(replace(plan, memory=memory), load_mode=mode), load_mode=(mode, why))
+        if not plan.speed:
+            return plan
+        speed = predicted_speed(plan.placement, plan.speed, self._costs_of(plan), inputs.settings)
+        where = reasons.placement(plan.placement, speed, inputs.resources, inputs.settings)
+        told = {each.name: each for each in (where, reasons.speed(speed, plan.placement, inputs.resources))}
+        choices = tuple(told.get(choice.name, choice) for choice in plan.choices)
+        return replace(plan, speed=speed, choices=choices)
+
+
+def with_thread_count(plan: Plan, threads: int) -> Plan:
+    is_same = threads == launch_of(plan).threads
+    return plan if is_same else with_launch(plan, threads=threads, threads_batch=threads)
+
+
+def _with_numa(plan: Plan, numa: Numa, cpus: tuple[int, ...]) -> Plan:
+    if (numa.mode, cpus) == (launch_of(plan).numa, launch_of(plan).cpus):
+        return plan
+    plan = with_launch(plan, numa=numa.mode, cpus=cpus)
+    kept = tuple(choice for choice in plan.choices if choice.name != "numa")
+    return replace(plan, choices=(*kept, numa.choice) if numa.choice else kept)
+
+
+def where(plan: Plan) -> tuple[str, ...]:
+    """Which layers lie on which cards: to the engine whichever is used first is the first."""
+    return (plan.placement.summary(), *(share.gpu.id for share in plan.placement.shares))
+
+
+def _why_beside(*, asked: bool) -> str:
+    """Prices are told of the prediction only: they are of its placement."""
+    return "asked for" if asked else "measured beside others"
+
+
+def _reworded(plan: Plan, **words: tuple[str, str]) -> Plan:
+    """With another value and reason for some of its choices."""
+    choices = tuple(
+        replace(choice, value=words[choice.name][0], reason=words[choice.name][1]) if choice.name in words else choice
+        for choice in plan.choices
+    )
+    return replace(plan, choices=choices)
+
+
+def tensor_placements(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int) -> tuple[Placed, ...]:
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    return place_tensors(job, inputs.resources, inputs.engine.split_modes)
+
+
+def _again(inputs: PlanInputs, context_plan: ContextPlan, *, ubatch: int, experts: int | None = None) -> Placed | None:
+    if experts is not None and experts < 0:
+        return None
+    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    return place(job if experts is None else replace(job, cpu_expert_layers=experts), inputs.resources)
+
+
+def _with(inputs: PlanInputs, best: Plan, placed: Placed, *, ubatch: int) -> Plan:
+    launch = launch_of(best)
+    host = host_memory(inputs, placed.host, launch.load_mode, bool(placed.placement.shares))
+    host = replace(host, cache=best.memory.cache, checkpoints=best.memory.checkpoints)
+    words = {} if ubatch == launch.ubatch else {"ubatch": (str(ubatch), f"measured beside {launch.ubatch}")}
+    return replace(
+        _reworded(best, **words),
+        launch=replace(launch, ubatch=ubatch, batch=max(BATCH, ubatch)),
+        memory=host,
+        placement=placed.placement,
+        speed=placed.speed,
+    )

@@ -1,0 +1,37 @@
+"""What engines' tables of routes are made of."""
+
+from __future__ import annotations
+
+from appliance.engine_route import Dialect, EngineRoute, LoadGauges
+
+BARE = ("",)  # for clients whose base URL lacks /v1
+# Names of the Gateway API's inference extension: its endpoint picker looks for these where it is told no others.
+LOAD_GAUGES = LoadGauges(
+    waiting="vllm:num_requests_waiting", running="vllm:num_requests_running", kv_use="vllm:kv_cache_usage_perc"
+)
+
+
+def post(
+    path: str,
+    *,
+    also: tuple[str, ...] = (),
+    dialect: Dialect = "openai",
+    can_stream: bool = False,
+    not_for_rerankers: bool = False,
+    only_for_embedders: bool = False,
+    crowded: bytes = b"",
+) -> tuple[EngineRoute, ...]:
+    """`path`, and the same with another beginning in place of /v1."""
+    spellings = (path, *(beginning + path.removeprefix("/v1") for beginning in also))
+    return tuple(
+        EngineRoute(
+            path=spelling,
+            upstream=path,
+            dialect=dialect,
+            can_stream=can_stream,
+            not_for_rerankers=not_for_rerankers,
+            only_for_embedders=only_for_embedders,
+            crowded=crowded,
+        )
+        for spelling in spellings
+    )

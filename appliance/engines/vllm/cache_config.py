@@ -1,0 +1,62 @@
+"""The KV cache as the engine's own server tells it, in the labels of `vllm:cache_config_info`, beside the log."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from appliance.engines.vllm.planning.launch import launch_of
+from appliance.engines.vllm.ready import answer_of
+from appliance.engines.vllm.routes import METRICS_PATH
+from appliance.plan import Allocated, Plan
+from appliance.values import dataclass
+
+_TIMEOUT_S = 5.0  # it has just answered a request
+_GAUGE = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_NUMBER = re.compile(rb'(\w+)="(\d+)"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Of one rank; None is what this version does not tell."""
+
+    blocks: int | None = None
+    block_size: int | None = None
+    tokens: int | None = None  # of all requests together
+
+
+def parse_cache_config(answer: bytes) -> CacheConfig:
+    """Empty where the gauge is not there."""
+    found = _GAUGE.search(answer)
+    told = {name: int(value) for name, value in _NUMBER.findall(found[1])} if found else {}
+    return CacheConfig(
+        blocks=told.get(b"num_gpu_blocks"),
+        block_size=told.get(b"block_size"),
+        tokens=told.get(b"kv_cache_size_tokens"),
+    )
+
+
+async def query_cache_config(socket_path: Path) -> CacheConfig:
+    """Empty where nobody answers."""
+    request = f"GET {METRICS_PATH} HTTP/1.0\r\nHost: engine\r\n\r\n".encode()  # 1.0: the answer comes in one piece
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            answer = await answer_of(socket_path, request)
+    except TimeoutError:
+        answer = None
+    return parse_cache_config(answer[1]) if answer else CacheConfig()
+
+
+def confirmed(plan: Plan, allocated: Allocated, told: CacheConfig) -> tuple[Allocated, tuple[str, ...]]:
+    """The log's sizes with the server's tokens, which its scheduler goes by; and what does not agree, in words."""
+    launch, said = launch_of(plan), []
+    if told.tokens is not None and allocated.kv_tokens not in (0, told.tokens):
+        said.append(f"its log has {allocated.kv_tokens:,} tokens, its metrics {told.tokens:,}")
+    if told.block_size is not None and told.block_size != launch.block_size:
+        said.append(f"its blocks have {told.block_size:,} tokens, and {launch.block_size:,} were predicted")
+    # Elsewhere the engine itself decides how many, by what it finds left.
+    elif launch.kv_bytes is not None and told.blocks is not None and told.blocks != launch.blocks:
+        said.append(f"it has {told.blocks:,} blocks, and {launch.blocks:,} were predicted")
+    return replace(allocated, kv_tokens=told.tokens or allocated.kv_tokens), tuple(said)
