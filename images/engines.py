@@ -87,19 +87,19 @@ _VLLM_ON_CPU = replace(
     },
 )
 
-ENGINES: Mapping[str, EngineFiles] = {
-    "llama": EngineFiles(
-        serves="gguf",
-        repository="ggml-org/llama.cpp",
-        folder="/opt/llama",
-        binary="/opt/llama/llama-server",
-        version_line="version: {version} (build {build}, commit {commit})",
-        packages="libgomp1 libstdc++6 python3 tini",
-        caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
-        gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
-    ),
-    "vllm": replace(_VLLM, without_cuda=_VLLM_ON_CPU),
-}
+LLAMA = EngineFiles(
+    serves="gguf",
+    repository="ggml-org/llama.cpp",
+    folder="/opt/llama",
+    binary="/opt/llama/llama-server",
+    version_line="version: {version} (build {build}, commit {commit})",
+    packages="libgomp1 libstdc++6 python3 tini",
+    caches={"HOME": "home", "LLAMA_CACHE": "llama", "XDG_CACHE_HOME": "xdg"},
+    gpu_files=re.compile(r"^(?:opt|usr/local)/.+\.so(?:\.\d+)*$"),
+)
+VLLM = replace(_VLLM, without_cuda=_VLLM_ON_CPU)
+
+ENGINES: Mapping[str, EngineFiles] = {"llama": LLAMA, "vllm": VLLM}
 
 
 def files_of(engine: str, table: Mapping[str, EngineFiles] = ENGINES) -> EngineFiles:
