@@ -4,18 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from appliance.engine_route import EngineRoute, LoadGauges
 from appliance.gateway.load import KvUse, Load, ParseKvUse
-from appliance.gateway.models import ListedModel
 from appliance.gateway.traffic import Traffic
 from appliance.gateway.upstream_pool import UpstreamPool
-from appliance.progress import Progress
+from appliance.progress import Phase, Progress
+from appliance.values import dataclass
 
-if TYPE_CHECKING:
-    from appliance.gateway.documents import Document
-    from appliance.gateway.own import Action
+Document = Callable[[], dict[str, Any]]
+Action = Callable[[bytes], tuple[int, dict[str, Any]]]
+"""Does at once what was asked for with a request's body; status and document of the answer. Raises ApiError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedModel:
+    """One model as clients are told of it. None and empty where it is not known yet: such a field is left out."""
+
+    id: str
+    phase: Phase
+    aliases: tuple[str, ...] = ()  # other names that mean it
+    created_s: int = 0
+    context: int | None = None  # tokens that one request may use, of the plan that serves or is being loaded
+    native_context: int | None = None
+    input_modalities: tuple[str, ...] = ("text",)
+    calls_tools: bool = False
+    reasons: bool = False
+    is_embedding: bool = False  # it gives no text: vectors, or scores if it is a reranker
+    is_reranker: bool = False
+    adapters: tuple[tuple[str, float], ...] = ()  # LoRA, with their scales
+    format: str = ""
+    architecture: str = ""
+    quantization: str = ""
+    size_bytes: int | None = None
+    parameters: int | None = None
+    vocabulary: int | None = None
+    embedding_length: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.id, *self.aliases)
 
 
 class Backend:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
 from appliance.gateway.api_error import ApiError, unknown_model
+from appliance.gateway.backend import Backend, Document
 from appliance.gateway.forward import ResponseWriter
 from appliance.gateway.models import Endpoint
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from appliance.gateway.backend import Backend
     from appliance.gateway.metrics import Metrics
 
 T = TypeVar("T")
-Document = Callable[[], dict[str, Any]]
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.engine_route import EngineRoute
 from appliance.gateway.api_error import ApiError, unknown_model
+from appliance.gateway.backend import Backend, ListedModel
 from appliance.gateway.forward import ResponseWriter
 from appliance.gateway.traffic import Traffic
 from appliance.progress import Phase
@@ -18,8 +19,6 @@ from appliance.values import dataclass
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from appliance.gateway.backend import Backend
-
 _SERVES = frozenset({Phase.READY, Phase.HELD})
 _COMES = frozenset({Phase.STARTING, Phase.LOADING, Phase.TUNING, Phase.RESTARTING})
 # What every engine takes, in OpenRouter's words.
@@ -27,35 +26,6 @@ _PARAMETERS = (
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty", "response_format", "seed", "stop",
     "structured_outputs", "temperature", "top_k", "top_logprobs", "top_p",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedModel:
-    """One model as clients are told of it. None and empty where it is not known yet: such a field is left out."""
-
-    id: str
-    phase: Phase
-    aliases: tuple[str, ...] = ()  # other names that mean it
-    created_s: int = 0
-    context: int | None = None  # tokens that one request may use, of the plan that serves or is being loaded
-    native_context: int | None = None
-    input_modalities: tuple[str, ...] = ("text",)
-    calls_tools: bool = False
-    reasons: bool = False
-    is_embedding: bool = False  # it gives no text: vectors, or scores if it is a reranker
-    is_reranker: bool = False
-    adapters: tuple[tuple[str, float], ...] = ()  # LoRA, with their scales
-    format: str = ""
-    architecture: str = ""
-    quantization: str = ""
-    size_bytes: int | None = None
-    parameters: int | None = None
-    vocabulary: int | None = None
-    embedding_length: int | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.id, *self.aliases)
 
 
 Endpoint = Callable[["Scope", "Receive", "Send"], Awaitable[None]]

@@ -18,11 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from appliance.gateway.api_error import ApiError, body_too_large, internal_error
-from appliance.gateway.backend import Backend
-from appliance.gateway.documents import Document, documents_of, of_model, path_of, shown
+from appliance.gateway.backend import Action, Backend, Document
+from appliance.gateway.documents import documents_of, of_model, path_of, shown
 
-Action = Callable[[bytes], tuple[int, dict[str, Any]]]
-"""Does at once what was asked for with a request's body; status and document of the answer. Raises ApiError."""
 BODY_MOST_BYTES = 2**20
 
 

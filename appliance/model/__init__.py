@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
-from appliance.model.adapter import Adapter, read_adapter
+from appliance.model.adapter import read_adapter
+from appliance.model.attached import Adapter, Projector
 from appliance.model.digest import ModelDigest, digest
 from appliance.model.draft import read_draft
 from appliance.model.facts import Format, Matrices, Model, RopeScaling, parse_facts
 from appliance.model.find import find_model, find_projectors, is_folder_model, list_models, only_model, resolve_model
 from appliance.model.folder import read_folder
 from appliance.model.parts import plain_name, read_whole
-from appliance.model.projector import Projector, check_match, fits, read_projector, unread_projector
+from appliance.model.projector import check_match, fits, read_projector, unread_projector
 from appliance.model.stack import Layer, LayerKind
 
 __all__ = [

@@ -6,34 +6,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from appliance.errors import ModelUnreadableError
+from appliance.model.attached import Adapter
+from appliance.model.facts import Model
 from appliance.model.gguf import Tensor, read_gguf
 from appliance.model.keys import Keys
 from appliance.model.parts import read_whole
-from appliance.values import dataclass
-
-if TYPE_CHECKING:
-    from appliance.model.facts import Model
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _HALF = re.compile(r"(.+)\.lora_([ab])")
 _EMBEDDING = "token_embd.weight"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapter:
-    path: Path
-    scale: float
-    layer_bytes: tuple[tuple[int, int], ...]  # layers with what it has for each
-    other_bytes: int  # for matrices outside of layers
-    size: int  # of the file
-    header_bytes: int
-
-    @property
-    def weights_bytes(self) -> int:
-        return self.other_bytes + sum(size for _, size in self.layer_bytes)
 
 
 def read_adapter(path: Path, scale: float, base: Model) -> Adapter:

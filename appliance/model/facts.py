@@ -14,13 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from appliance.model.adapter import Adapter
 from appliance.model.architectures import WITHOUT_ROPE
+from appliance.model.attached import Adapter, Projector
 from appliance.model.ggml_types import FILE_TYPES
 from appliance.model.gguf import TEMPLATE, Gguf, Tensor
 from appliance.model.keys import Keys
 from appliance.model.parts import plain_name
-from appliance.model.projector import Projector
 from appliance.model.stack import (
     LOOKED_UP,
     Heads,

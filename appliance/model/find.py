@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError, ModelUnreadableError, printable
 from appliance.image_facts import is_projector
+from appliance.model.entries import ENTRIES_LIMIT, unreadable
 from appliance.model.facts import Format
 from appliance.model.parts import PART, plain_name
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from appliance.model.hub_cache import CachedModel
 
 DEPTH = 2  # models/organisation/repository/file.gguf
-ENTRIES_LIMIT = 50_000  # more is no folder of models, and a start must not wait for it
 _LISTED = 20
 _TYPES = ("bf", "f", "fp", "model", "q")  # of mmproj-F16.gguf and mmproj-model-f16.gguf, which name nobody
 _WORDS: dict[Format, str] = {"gguf": "a .gguf file", "safetensors": "a folder of safetensors"}
@@ -223,12 +223,6 @@ def _entries(folder: Path, budget: Iterator[int]) -> list[Path]:
     except OSError as error:
         raise unreadable(folder, error) from error
     return [folder / name for name in sorted(names) if not name.startswith(".") and name != "lost+found"]
-
-
-def unreadable(folder: Path, error: OSError) -> ModelUnreadableError:
-    message = f"folder of models cannot be read: {printable(str(folder))}: {(error.strerror or str(error)).lower()}"
-    hint = f"make it readable for user {os.getuid()} or group {os.getgid()} of the container"
-    return ModelUnreadableError(message, hint=hint)
 
 
 def _is_there(path: Path) -> bool:

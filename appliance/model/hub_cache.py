@@ -14,7 +14,7 @@ from pathlib import Path
 
 from appliance.disk import read_file
 from appliance.image_facts import is_projector
-from appliance.model.find import ENTRIES_LIMIT, unreadable
+from appliance.model.entries import ENTRIES_LIMIT, unreadable
 from appliance.model.parts import PART, PARTS_LIMIT
 from appliance.values import dataclass
 

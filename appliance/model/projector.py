@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from appliance.errors import ModelUnreadableError
+from appliance.model.attached import MIB, Projector
+from appliance.model.facts import Model
 from appliance.model.gguf import Gguf, read_gguf
 from appliance.model.keys import Keys
-from appliance.values import dataclass
 
-if TYPE_CHECKING:
-    from appliance.model.facts import Model
-
-MIB = 2**20
 # Where the length of the vectors stands: of the first of these tensors that is there, the dimension of that number. Of
 # kinds that are not here it is not known, and only the engine compares.
 _LENGTHS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
@@ -84,25 +80,6 @@ _PATCHES_ANY_SIZE = 16384
 _OF_THIS_MODEL = "use the mmproj file of this model, or --mmproj off to serve text"
 _USUAL_WORK_BYTES = 512 * MIB
 _FRAMES = 3000  # of 30 s of sound, which is what an encoder reads at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Projector:
-    path: Path
-    kind: str
-    reads: tuple[str, ...]  # image, audio
-    length: int | None  # of the vectors that it gives, which is the model's embedding length; None: not known
-    weights_bytes: int
-    work_bytes: int  # while it reads the largest image or sound that it takes at once
-    header_bytes: int
-
-    @property
-    def weights_mib(self) -> float:
-        return self.weights_bytes / MIB
-
-    @property
-    def work_mib(self) -> float:
-        return self.work_bytes / MIB
 
 
 def read_projector(path: Path) -> Projector:

@@ -18,7 +18,7 @@ from appliance.serve.which import FromHub, FromRecipe
 from appliance.settings import Settings
 
 if TYPE_CHECKING:
-    from appliance.gateway.models import ListedModel
+    from appliance.gateway.backend import ListedModel
     from appliance.serve.candidates import Offered
     from appliance.weights.choose import Forecast
 
@@ -72,7 +72,7 @@ class AwaitedModel:
     def listed(self) -> ListedModel:
         if self.served:
             return listed_of(self.served)
-        from appliance.gateway.models import ListedModel  # here: above, the gateway would delay the engine's start
+        from appliance.gateway.backend import ListedModel  # here: above, the gateway would delay the engine's start
 
         candidate, model = (self.offered.candidate, self.offered.model) if self.offered else (None, None)
         aliases = (self._file_name, *(self.offered.names if self.offered else ()), self.found.name)

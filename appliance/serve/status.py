@@ -17,7 +17,7 @@ from appliance.progress import Phase, Progress
 from appliance.serve.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from appliance.gateway.models import ListedModel
+    from appliance.gateway.backend import ListedModel
 
 _TUNING_WORDS = {
     "waiting": "measuring begins when nobody asks",
@@ -102,7 +102,7 @@ def _tuning(served: ServedModel) -> dict[str, Any]:
 
 def listed_of(served: ServedModel) -> ListedModel:
     """For the list of models: the model is known before it is loaded."""
-    from appliance.gateway.models import ListedModel  # here: above, the gateway would delay the engine's start
+    from appliance.gateway.backend import ListedModel  # here: above, the gateway would delay the engine's start
 
     model, plan, name = served.inputs.model, served.host.plan, served.name
     projected = model.projector.reads if model.projector else ()

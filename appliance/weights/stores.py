@@ -13,7 +13,8 @@ from typing import Literal
 
 from appliance.errors import ConfigError, FatalError, ModelUnreadableError, printable
 from appliance.model import Format, list_models, plain_name
-from appliance.model.find import ENTRIES_LIMIT, find_projector
+from appliance.model.entries import ENTRIES_LIMIT
+from appliance.model.find import find_projector
 from appliance.model.gguf import read_gguf
 from appliance.model.hub_cache import CachedModel, find_cached, is_meant, is_repo, list_cached, missing_shard, read_ref
 from appliance.model.parts import PART

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from appliance.engines.vllm.routes import ROUTES
-from appliance.gateway.models import ListedModel
+from appliance.gateway.backend import ListedModel
 from appliance.progress import Phase
 from tests.process.stages.gateway import Stage, eventually, on_stage, read_until
 

@@ -28,8 +28,7 @@ from appliance.engines.llama.routes import DROPPED_HEADERS, ROUTES, SLOTS_PATH, 
 from appliance.engines.routes import LOAD_GAUGES
 from appliance.gateway.app import create_app
 from appliance.gateway.auth import Keys
-from appliance.gateway.backend import Backend
-from appliance.gateway.models import ListedModel
+from appliance.gateway.backend import Backend, ListedModel
 from appliance.gateway.server import END_S, Gateway
 from appliance.progress import Phase, Progress
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from appliance.gateway.models import ListedModel
+from appliance.gateway.backend import ListedModel
 from appliance.host.provision.secret import make_secrets
 from appliance.progress import Phase
 from tests.ports import free_port

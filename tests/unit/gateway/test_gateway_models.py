@@ -15,8 +15,8 @@ import pytest
 from appliance.engine_route import EngineRoute
 from appliance.engines.llama.routes import ROUTES
 from appliance.gateway.app import create_app
-from appliance.gateway.backend import Backend
-from appliance.gateway.models import ListedModel, find
+from appliance.gateway.backend import Backend, ListedModel
+from appliance.gateway.models import find
 from appliance.progress import Phase, Progress
 
 CONTEXT, NATIVE = 32768, 131072
