@@ -3,11 +3,14 @@
 Decode time is linear between measured depths. On a CPU it is no line (14.5, 17.7, 25.6, 55.5, 94 ms at 0, 512, 1,024,
 2,048, 4,096 were seen), so beyond the deepest measurement a figure carries its interval and says "extrapolated".
 Prefill of N tokens takes p1 N + p2 N^2: every token reads the weights' share of its batch, and every token before it.
+Where weights are copied to a GPU for each batch, it takes c for each batch that is begun, and p1 N: a prompt of 32
+tokens waits for nearly as many bytes as one of 512.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +30,7 @@ class Point:
 
     `prefill_tokens` were read for this point, the rest of `depth` was in the cache: from depth - prefill_tokens on.
     `noise_factor`: how many times the usual noise `decode_ms` has, where there was time for a few tokens only.
+    `copied_batch`: tokens that host weights are copied to a GPU for at once; 0: none are copied.
     """
 
     depth: int
@@ -34,6 +38,7 @@ class Point:
     prefill_ms: float
     prefill_tokens: int
     noise_factor: float = 1.0
+    copied_batch: int = 0
 
     @property
     def relative_error(self) -> float:
@@ -139,6 +144,9 @@ class Curve:
 
     def prefill_s(self, first: float, last: float) -> float:
         """Seconds to read the tokens from depth `first` to `last`, with those before in the cache."""
+        if batch := self._copied_batch:
+            per_batch, per_token = self._copied
+            return (per_batch * math.ceil((last - first) / batch) + per_token * (last - first)) / 1000
         per_token, per_square = self.prefill
         return (per_token * (last - first) + per_square * (last**2 - first**2)) / 1000
 
@@ -154,10 +162,29 @@ class Curve:
                 float(p.depth**2 - (p.depth - p.prefill_tokens) ** 2),
                 p.prefill_tokens * p.prefill_ms,
             )
-            for p in self.ordered
-            if p.prefill_tokens > 0 and p.prefill_ms > 0
+            for p in self._read
         ]
         return _fit_two(rows) if rows else (self.ordered[-1].prefill_ms, 0.0)
+
+    @property
+    def _copied_batch(self) -> int:
+        return max(p.copied_batch for p in self._read) if self._read else 0
+
+    @cached_property
+    def _copied(self) -> tuple[float, float]:
+        """Milliseconds a batch, and a token, where weights are copied: as `prefill`."""
+        batch = self._copied_batch
+        return _fit_two(
+            [
+                (float(-(-p.prefill_tokens // batch)), float(p.prefill_tokens), p.prefill_tokens * p.prefill_ms)
+                for p in self._read
+            ]
+        )
+
+    @cached_property
+    def _read(self) -> tuple[Point, ...]:
+        """Those that something was read for."""
+        return tuple(p for p in self.ordered if p.prefill_tokens > 0 and p.prefill_ms > 0)
 
     def _between(self, depth: float) -> float:
         """The measured ends are as good as level: less than the first depth is as fast as the first."""

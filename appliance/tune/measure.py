@@ -43,6 +43,7 @@ class Sampling:
 
     depths: tuple[int, ...]
     is_long: bool = False
+    copied_batch: int = 0  # tokens that host weights are copied for at once; 0: none are copied
 
     @property
     def tokens(self) -> int:
@@ -56,7 +57,7 @@ class FirstSampling:
     wanted: int  # the workload's depth
     work_s: float  # what filling the context so far may take
     deep_s: float
-    copied_batch: int = 0  # tokens that host weights are copied for at once; 0: none are copied
+    copied_batch: int = 0  # as of Sampling
     until: float = float("inf")  # of now(): no deeper point is begun that would end later
     end: float = float("inf")  # and the first one ends before it, with fewer tokens if need be
 
@@ -115,10 +116,10 @@ async def points_of(
 
     async def add(depth: int, tokens: int = DECODE_TOKENS) -> Point:
         on_step(Step(plan=plan, what=f"decoding with {depth:,} tokens in the context"))
-        points.append(await probe.run(depth, tokens))
+        points.append(replace(await probe.run(depth, tokens), copied_batch=look.copied_batch))
         return points[-1]
 
-    warmed = await probe.warm()
+    warmed = replace(await probe.warm(), copied_batch=look.copied_batch)
     if isinstance(look, Sampling):
         for depth in look.depths:
             await add(depth, look.tokens)

@@ -13,7 +13,7 @@ as iteratively reweighted squares, so that one hiccup of the machine does not be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ROUNDS = 8
@@ -31,6 +31,28 @@ class Term:
 
     ms: float
     by: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Late:
+    """A part of a job that has a limit: what it takes beyond counts `weight` times more."""
+
+    terms: tuple[Term, ...]
+    limit_ms: float
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What plans are compared by: a sum of terms, and what its parts are late."""
+
+    terms: tuple[Term, ...]
+    late: tuple[Late, ...] = ()
+
+    def ms(self, summed: Callable[[tuple[Term, ...]], float]) -> float:
+        """`summed` corrects terms and adds them up."""
+        excess = (part.weight * max(0.0, summed(part.terms) - part.limit_ms) for part in self.late)
+        return summed(self.terms) + sum(excess)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,27 +84,39 @@ class Fit:
         index = {name: at for at, name in enumerate(self.names)}
         return sum(term.ms * math.exp(sum(self.theta[index[n]] for n in term.by if n in index)) for term in terms)
 
-    def spread(self, terms: Sequence[Term], against: Sequence[Term] = ()) -> float:
+    def job_ms(self, job: Job) -> float:
+        return job.ms(self.predict_ms)
+
+    def leverage(self, job: Job) -> float:
+        """By how many percent the job becomes longer if all of its terms do by one: more than one where it is late."""
+        by_name = self._by_name
+        return sum(size for _, size in _sizes(job, by_name)) / _total(job, by_name)
+
+    def spread(self, job: Job, against: Job | None = None) -> float:
         """Standard deviation of ln(time), or of ln(time / that of `against`), from the corrections alone; what was
         never seen has its prior. A correction that scales both alike says nothing of which is faster."""
-        return self._along(self._difference(terms, against))[0]
+        return self._along(self._difference(job, against))[0]
 
-    def reach(self, terms: Sequence[Term], against: Sequence[Term]) -> float:
-        """The same for the luck that makes `terms` the shorter: half of what two deviations of it are worth. A part
+    def reach(self, job: Job, against: Job) -> float:
+        """The same for the luck that makes `job` the shorter: half of what two deviations of it are worth. A part
         can shrink to nothing and the rest remains, which the slope that `spread` is made of does not know."""
-        spread, slopes = self._along(self._difference(terms, against))
+        spread, slopes = self._along(self._difference(job, against))
         if not spread:
             return 0.0
-        now = dict(zip(self.names, self.theta, strict=True))
+        now = self._by_name
         lucky = {name: now.get(name, 0.0) - 2 * slope / spread for name, slope in slopes.items()}
-        before = math.log(_total(terms, now) / _total(against, now))
-        return max(0.0, (before - math.log(_total(terms, lucky) / _total(against, lucky))) / 2)
+        before = math.log(_total(job, now) / _total(against, now))
+        return max(0.0, (before - math.log(_total(job, lucky) / _total(against, lucky))) / 2)
 
-    def _difference(self, terms: Sequence[Term], against: Sequence[Term]) -> dict[str, float]:
+    @property
+    def _by_name(self) -> dict[str, float]:
+        return dict(zip(self.names, self.theta, strict=True))
+
+    def _difference(self, job: Job, against: Job | None) -> dict[str, float]:
         """d ln(time of one / time of the other) / d correction."""
-        by_name = dict(zip(self.names, self.theta, strict=True))
-        shares = _shares(terms, by_name)
-        for name, share in _shares(against, by_name).items():
+        by_name = self._by_name
+        shares = _shares(job, by_name)
+        for name, share in (_shares(against, by_name) if against else {}).items():
             shares[name] = shares.get(name, 0.0) - share
         return shares
 
@@ -156,9 +190,10 @@ def _normal(
     slope = [-r * value for r, value in zip(ridge, theta, strict=True)]
     residuals = []
     for seen, weight, sd in zip(observations, weights, sds, strict=True):
-        residual = math.log(seen.ms) - math.log(_total(seen.terms, by_name))
+        job = Job(terms=seen.terms)
+        residual = math.log(seen.ms) - math.log(_total(job, by_name))
         residuals.append(residual)
-        row = [(index[name], share) for name, share in _shares(seen.terms, by_name).items()]
+        row = [(index[name], share) for name, share in _shares(job, by_name).items()]
         precision = weight / sd**2
         for i, a in row:
             slope[i] += precision * a * residual
@@ -171,16 +206,25 @@ def _scaled(term: Term, by_name: Mapping[str, float]) -> float:
     return term.ms * math.exp(sum(by_name.get(name, 0.0) for name in term.by))
 
 
-def _total(terms: Sequence[Term], by_name: Mapping[str, float]) -> float:
-    return sum(_scaled(term, by_name) for term in terms)
+def _total(job: Job, by_name: Mapping[str, float]) -> float:
+    return job.ms(lambda terms: sum(_scaled(term, by_name) for term in terms))
 
 
-def _shares(terms: Sequence[Term], by_name: Mapping[str, float]) -> dict[str, float]:
+def _sizes(job: Job, by_name: Mapping[str, float]) -> list[tuple[Term, float]]:
+    """What each term adds to the job's time, as often as it counts."""
+    sizes = [(term, _scaled(term, by_name)) for term in job.terms]
+    for part in job.late:
+        own = [(term, _scaled(term, by_name)) for term in part.terms]
+        if sum(size for _, size in own) > part.limit_ms:
+            sizes += [(term, part.weight * size) for term, size in own]
+    return sizes
+
+
+def _shares(job: Job, by_name: Mapping[str, float]) -> dict[str, float]:
     """d ln(time) / d correction: the share of the time that each correction scales."""
     shares: dict[str, float] = {}
-    sizes = [_scaled(term, by_name) for term in terms]
-    total = sum(sizes)
-    for term, size in zip(terms, sizes, strict=True):
+    total = _total(job, by_name)
+    for term, size in _sizes(job, by_name):
         for name in term.by:
             shares[name] = shares.get(name, 0.0) + size / total
     return shares

@@ -19,9 +19,9 @@ from functools import cached_property
 from appliance.plan import KnobEffect
 from appliance.tune.curve import LONGER, NOISE, Curve, Point
 from appliance.tune.modes import NOISE as AS_FAST
-from appliance.tune.refit import Fit, Observation, Term, fit
+from appliance.tune.refit import Fit, Job, Observation, Term, fit
 from appliance.tune.starts import Start, Starts
-from appliance.tune.terms import Candidate, Effects, decode_terms, job_terms, prefill_terms
+from appliance.tune.terms import Candidate, Effects, decode_terms, mean_job, prefill_terms
 from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
@@ -110,10 +110,10 @@ class Search:
         self._by_key = {candidate.key: candidate for candidate in self.candidates}
         # The anchor has no corrections of knobs: steps are counted from it. The best prediction is the likeliest to be
         # measured first, so that the first trials fit rates and not steps.
-        anchor = min(self.candidates, key=lambda c: sum(t.ms for t in job_terms(c, Effects([c], c, {}), mix)))
+        anchor = min(self.candidates, key=lambda c: mean_job(c, Effects([c], c, {}), mix).ms(_predicted_ms))
         self._effects = Effects(self.candidates, anchor, knob_effects)
         self.priors = self._effects.priors
-        self._jobs = {c.key: job_terms(c, self._effects, mix) for c in self.candidates}
+        self._jobs = {c.key: mean_job(c, self._effects, mix) for c in self.candidates}
         self._twins = {c.key: hash(self._jobs[c.key]) for c in self.candidates}
 
     def ask(self, trials: Sequence[Trial], *, left_s: float) -> Ask | Stop:
@@ -139,7 +139,7 @@ class Search:
         state = State(self, trials)
         tried = {trial.key for trial in trials}
         likely = (c for c in self.candidates if c.context == context and c.key not in tried and state.is_likely(c))
-        return min(likely, key=lambda c: (state.fit.predict_ms(self.job(c.key)), state.compile_s(c)), default=None)
+        return min(likely, key=lambda c: (state.fit.job_ms(self.job(c.key)), state.compile_s(c)), default=None)
 
     def observations(self, trials: Sequence[Trial]) -> list[Observation]:
         return [seen for trial in trials if trial.points for seen in self._of_trial(trial)]
@@ -156,7 +156,7 @@ class Search:
                 seen.append(Observation(terms=terms, ms=p.prefill_ms * p.prefill_tokens, noise=noise))
         return [observation for observation in seen if observation.terms]
 
-    def job(self, key: str) -> tuple[Term, ...]:
+    def job(self, key: str) -> Job:
         return self._jobs[key]
 
     def twins(self, key: str) -> int:
@@ -200,6 +200,14 @@ class State:
         """Of all that may fit and were not measured, the best first; the spread is left out until it is asked for."""
         done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
         factors: dict[tuple[str, ...], float] = {}
+
+        def corrected(terms: tuple[Term, ...]) -> float:
+            """exp() of the same corrections again and again would be most of the time of a choice."""
+            for term in terms:
+                if term.by not in factors:
+                    factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
+            return sum(term.ms * factors[term.by] for term in terms)
+
         found = []
         for candidate in sorted(self._search.candidates, key=self.compile_s):
             # Thousands of candidates share a few dozen predictions: each is made once.
@@ -207,12 +215,7 @@ class State:
             if twins in done or self.chance(candidate) < WORTH_A_TRY:
                 continue
             done.add(twins)
-            ms = 0.0
-            for term in self._search.job(candidate.key):
-                # exp() of the same corrections again and again would be most of the time of a choice.
-                if term.by not in factors:
-                    factors[term.by] = self.fit.predict_ms((Term(ms=1.0, by=term.by),))
-                ms += term.ms * factors[term.by]
+            ms = self._search.job(candidate.key).ms(corrected)
             found.append(Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False))
         return sorted(found, key=lambda estimate: estimate.ms)
 
@@ -223,10 +226,11 @@ class State:
         for key in dict.fromkeys(trial.key for trial in self._trials if trial.points):
             trials = [trial for trial in self._trials if trial.key == key and trial.points]
             seen, variance = self._seen(trials)
-            model = math.log(self.fit.predict_ms(self._search.job(key)))
+            job = self._search.job(key)
+            model, leverage = math.log(self.fit.job_ms(job)), self.fit.leverage(job)
             # The mean of two normal beliefs, weighted by precision: what was measured, and what the model says of it.
             trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
-            spread = self.fit.misfit * math.sqrt(1 - trust)
+            spread = leverage * self.fit.misfit * math.sqrt(1 - trust)
             ms = math.exp(model + trust * (seen - model))
             candidate = self._search.candidate(key)
             found.append(Estimate(candidate=candidate, ms=ms, spread=spread, is_measured=True))
@@ -280,10 +284,11 @@ class State:
 
     def _worth(self, new: Estimate, best: Estimate, *, is_long: bool) -> float:
         """The share of a job's time that measuring one more candidate is expected to save."""
-        against = self._search.job(best.candidate.key)
-        variance = self.fit.reach(self._search.job(new.candidate.key), against) ** 2 + self.fit.misfit**2
+        job, against = (self._search.job(each.candidate.key) for each in (new, best))
+        leverage = self.fit.leverage(job)
+        variance = self.fit.reach(job, against) ** 2 + (leverage * self.fit.misfit) ** 2
         # How far the belief is expected to move: all of its deviation if the trial had no noise, less with noise.
-        told = variance / math.sqrt(variance + self._noise(is_long=is_long) ** 2)
+        told = variance / math.sqrt(variance + (leverage * self._noise(is_long=is_long)) ** 2)
         return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
 
     def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
@@ -295,9 +300,9 @@ class State:
         for estimate in self.measured:
             # The leader's own luck shows only against the next best.
             other = self.measured[1] if estimate is leader else leader
-            jobs = (self._search.job(each.candidate.key) for each in (estimate, other))
-            variance = self.fit.spread(*jobs) ** 2 + estimate.spread**2
-            told = variance / math.sqrt(variance + noise**2)
+            job, against = (self._search.job(each.candidate.key) for each in (estimate, other))
+            variance = self.fit.spread(job, against) ** 2 + estimate.spread**2
+            told = variance / math.sqrt(variance + (self.fit.leverage(job) * noise) ** 2)
             worth = gain(told, abs(math.log(estimate.ms / other.ms)))
             found.append((worth, self._ask(estimate.candidate, is_long=True)))
         return found
@@ -365,6 +370,10 @@ def _held(search: Search, trials: Sequence[Trial]) -> dict[str, float]:
         for need in search.candidate(trial.key).needs if trial.points else ():
             held[need.device] = max(need.need_mib, held.get(need.device, 0.0))
     return held
+
+
+def _predicted_ms(terms: tuple[Term, ...]) -> float:
+    return sum(term.ms for term in terms)
 
 
 def is_next_to(one: Estimate, other: Estimate) -> bool:

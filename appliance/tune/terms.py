@@ -15,8 +15,8 @@ from functools import cached_property
 
 from appliance.plan import PREDICTED, Compilation, Costs, KnobEffect
 from appliance.plan.launch import Phase, Value
-from appliance.tune.refit import Term
-from appliance.tune.workload import Mix, Workload
+from appliance.tune.refit import Job, Late, Term
+from appliance.tune.workload import EXCESS_WEIGHT, Mix, Workload
 
 # Standard deviations of ln(true / predicted) of rates: tuning.md's eta and its measured cases, where a bandwidth taken
 # for granted was off by 2 now and then.
@@ -153,18 +153,22 @@ def _scaling(part: str, found: Sequence[tuple[tuple[str, ...], list[str]]]) -> I
             yield from steps
 
 
-def job_terms(candidate: Candidate, effects: Effects, mix: Mix) -> tuple[Term, ...]:
-    """Of the mean job, in milliseconds, with terms of the same corrections added up."""
+def mean_job(candidate: Candidate, effects: Effects, mix: Mix) -> Job:
+    """In milliseconds, with terms of the same corrections added up. A late first token counts as in `cost_s`."""
     whole = sum(weight for _, weight in mix.parts)
     sums: dict[tuple[str, ...], float] = {}
+    late = []
     for workload, weight in mix.parts:
-        for term in _of_one_job(candidate, effects, workload):
+        prefill = prefill_terms(candidate, effects, workload.tokens_reused, workload.tokens_in)
+        for term in (*prefill, *_decoded(candidate, effects, workload)):
             sums[term.by] = sums.get(term.by, 0.0) + term.ms * weight / whole
-    return tuple(Term(ms=ms, by=by) for by, ms in sums.items())
+        if workload.ttft_limit_s is not None:
+            share = EXCESS_WEIGHT * weight / whole
+            late.append(Late(terms=prefill, limit_ms=1000 * workload.ttft_limit_s, weight=share))
+    return Job(terms=tuple(Term(ms=ms, by=by) for by, ms in sums.items()), late=tuple(late))
 
 
-def _of_one_job(candidate: Candidate, effects: Effects, workload: Workload) -> list[Term]:
+def _decoded(candidate: Candidate, effects: Effects, workload: Workload) -> Iterator[Term]:
     """Decoding at its middle depth stands for all of it: predicted time is linear in depth."""
-    prefill = prefill_terms(candidate, effects, workload.tokens_reused, workload.tokens_in)
-    decode = decode_terms(candidate, effects, workload.depth)
-    return [*prefill, *(Term(ms=term.ms * workload.tokens_out, by=term.by) for term in decode)]
+    for term in decode_terms(candidate, effects, workload.depth):
+        yield Term(ms=term.ms * workload.tokens_out, by=term.by)

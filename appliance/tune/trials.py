@@ -21,7 +21,7 @@ SHARE_FOR_FIRST = 0.5  # on a machine that slow the first look is at fewer depth
 class Trials:
     """`take` makes one measurement, or raises what `measure` raises; `on_result` gets each. `kept` are measurements of
     a tuning that was interrupted: they are not done again. Where all of them are failures they do not count: what was
-    in the way of every plan may be gone. `depth` is the workload's, `copied_batch` of a plan as in FirstSampling,
+    in the way of every plan may be gone. `depth` is the workload's, `copied_batch` of a plan as in Sampling,
     `compilations` the engine's."""
 
     def __init__(
@@ -152,7 +152,8 @@ class Trials:
                 until=self._began + self._budget_s * SHARE_FOR_FIRST,
                 end=self._began + self._budget_s,
             )
-        return Sampling(depths=self._depths_for(plan, is_deep=is_deep), is_long=is_long)
+        depths = self._depths_for(plan, is_deep=is_deep)
+        return Sampling(depths=depths, is_long=is_long, copied_batch=self._copied_batch(plan))
 
     def _depths_for(self, plan: Plan, *, is_deep: bool) -> tuple[int, ...]:
         """To fill the deepest context takes longer than all the rest of a look: the search goes without."""

@@ -17,7 +17,7 @@ from appliance.tune.search import Ask, Effort, Search, Trial
 from appliance.tune.starts import Compilations, compiles_nothing
 from appliance.tune.terms import Candidate
 from appliance.tune.trials import Trials
-from appliance.tune.workload import Mix, cost_s, scaled_mix, without_limits
+from appliance.tune.workload import Mix, cost_s, scaled_mix
 
 SHARE_FOR_SEARCH = 0.7  # of the budget; the rest is for contexts and for a closer look at the winner
 CLOSER_LOOKS = 3  # at the end
@@ -129,7 +129,7 @@ class Tuner:
 
     def _new_search(self) -> Search:
         effects = self._space.knob_effects
-        return Search(self._candidates, without_limits(self._mix), self._effort(), knob_effects=effects)
+        return Search(self._candidates, self._mix, self._effort(), knob_effects=effects)
 
     def _effort(self) -> Effort:
         depths = self._trials.depths[:2] or (EMPTY, self._mix.depth)

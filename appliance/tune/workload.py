@@ -82,11 +82,6 @@ def scaled(workload: Workload, context: int) -> Workload:
     )
 
 
-def without_limits(mix: Mix) -> Mix:
-    """For what predicts a job's time from its parts: what is late costs nothing there."""
-    return Mix(parts=tuple((replace(workload, ttft_limit_s=None), weight) for workload, weight in mix.parts))
-
-
 def scaled_mix(mix: Mix, context: int) -> Mix:
     return Mix(parts=tuple((scaled(workload, context), weight) for workload, weight in mix.parts))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -74,6 +75,24 @@ def test_a_few_slow_first_tokens_hardly_bend_the_fit() -> None:
     assert found.prefill_s(0, 4096) == pytest.approx(4096 * 2 / 1000, rel=0.02)
 
 
+def copied(*stretches: tuple[int, int, float], batch: int) -> Curve:
+    """Of (from, to, milliseconds of it all), where weights are copied for so many tokens at once."""
+    points = (
+        Point(depth=b, decode_ms=10.0, prefill_ms=ms / (b - a), prefill_tokens=b - a, copied_batch=batch)
+        for a, b, ms in stretches
+    )
+    return Curve(points=tuple(points))
+
+
+def test_copied_weights_cost_a_batch_however_few_its_tokens_are() -> None:
+    """DeepSeek-V3 beside one card: 8 s of copies for 32 tokens and for 608."""
+    assert copied((0, 32, 8000.0), batch=2048).prefill_s(0, 512) == pytest.approx(8.0)
+    found = copied((0, 32, 8032.0), (32, 640, 8608.0), (640, 4736, 20096.0), batch=2048)
+    assert found.prefill_s(0, 512) == pytest.approx(8.512)
+    assert found.prefill_s(0, 2049) == pytest.approx(18.049)
+    assert found.prefill_s(14336, 16384) == pytest.approx(10.048)
+
+
 @pytest.mark.parametrize("rates", [(5.0, 1.0), (0.001, 5.0)])
 def test_no_part_of_a_prefill_is_negative_however_odd_the_times(rates: tuple[float, float]) -> None:
     found = read((0, 512, rates[0]), (512, 1024, rates[1]))
@@ -124,3 +143,5 @@ def test_a_longer_prompt_never_takes_less_time(stretches: list[tuple[int, float]
         ends.append(ends[-1] + length)
     found = read(*((a, b, ms) for (a, b), (_, ms) in zip(pairwise(ends), stretches, strict=True)))
     assert 0 <= found.prefill_s(0, tokens) <= found.prefill_s(0, tokens + 100)
+    beside = Curve(points=tuple(replace(point, copied_batch=512) for point in found.points))
+    assert 0 <= beside.prefill_s(0, tokens) <= beside.prefill_s(0, tokens + 100)

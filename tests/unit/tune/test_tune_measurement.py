@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,17 @@ from appliance.tune.candidates import (
     work_depth,
 )
 from appliance.tune.curve import LONGER, NOISE, Point
-from appliance.tune.measure import AT_LEAST_S, DECODE_TOKENS, FEWEST_TOKENS, plain_point_of, point_of, tokens_within
+from appliance.tune.measure import (
+    AT_LEAST_S,
+    DECODE_TOKENS,
+    FEWEST_TOKENS,
+    FirstSampling,
+    Sampling,
+    plain_point_of,
+    point_of,
+    points_of,
+    tokens_within,
+)
 from appliance.tune.measurement import Measurement, curve_of, noise_of, scored, tie_break
 from appliance.tune.modes import choose
 from appliance.tune.search import OutOfMemory, Trial
@@ -210,6 +221,23 @@ def test_a_first_point_ends_in_time_or_in_a_second_or_is_not_begun(
         assert FEWEST_TOKENS <= tokens <= DECODE_TOKENS
         assert depth * prefill_ms + (tokens - 1) * decode_ms <= room_ms * (1 + 1e-9)
         assert tokens == DECODE_TOKENS or depth * prefill_ms + tokens * decode_ms > room_ms * (1 - 1e-9)
+
+
+def test_a_point_says_in_which_batches_weights_were_copied_for_it() -> None:
+    class Running:
+        async def warm(self) -> Point:
+            return await self.run(32, 3)
+
+        async def run(self, depth: int, tokens: int) -> Point:
+            return Point(depth=depth, decode_ms=100.0, prefill_ms=1.0, prefill_tokens=tokens)
+
+    plan = replace(PLANS[0], context=8192)
+    first = FirstSampling(wanted=640, work_s=10, deep_s=10, copied_batch=2048)
+    looks: tuple[Sampling | FirstSampling, ...] = (first, Sampling(depths=(32, 640), copied_batch=2048))
+    for look in looks:
+        points = asyncio.run(points_of(Running(), plan, look, lambda _: None))
+        assert [point.depth for point in points][:2] == [32, 640]
+        assert {point.copied_batch for point in points} == {2048}
 
 
 def test_a_machine_with_half_a_token_a_second_is_looked_at_for_a_quarter_of_a_minute() -> None:

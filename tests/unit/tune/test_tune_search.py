@@ -24,8 +24,8 @@ from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
 from appliance.tune.refit import fit
 from appliance.tune.search import Ask, Effort, OutOfMemory, Search, Stop, Trial, gain, is_next_to, normal_cdf
-from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, job_terms, prefill_terms
-from appliance.tune.workload import CHAT, only
+from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, mean_job, prefill_terms
+from appliance.tune.workload import CHAT, EXCESS_WEIGHT, Mix, only
 from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
 
 THREADS, UBATCHES, LAYERS = (2, 4, 8), (128, 512, 2048), (0, 4, 8, 12)
@@ -307,7 +307,29 @@ def test_a_jobs_terms_add_up_to_its_prefill_and_its_decoding() -> None:
     assert read == pytest.approx(512 * found.work.gpu_prefill_ms + found.work.copy_ms)
     decode = sum(term.ms for term in decode_terms(found, effects, CHAT.depth))
     assert decode == pytest.approx(found.work.gpu_ms + found.work.cpu_ms + found.work.fixed_ms)
-    assert sum(term.ms for term in job_terms(found, effects, only(CHAT))) == pytest.approx(read + 256 * decode)
+    job = mean_job(found, effects, only(CHAT))
+    assert sum(term.ms for term in job.terms) == pytest.approx(read + 256 * decode)
+    assert fit([], PRIORS).job_ms(job) == pytest.approx(read + 256 * decode)  # the first token is in time
+    waited = replace(CHAT, ttft_limit_s=read / 2000)
+    late = mean_job(found, effects, Mix(parts=((waited, 1.0), (CHAT, 3.0))))
+    assert fit([], PRIORS).job_ms(late) == pytest.approx(read + 256 * decode + EXCESS_WEIGHT * read / 2 / 4)
+
+
+def test_what_to_measure_goes_by_a_late_first_token_too() -> None:
+    """One decodes a little sooner, and its first token is late."""
+    late, in_time = Costs(gpu_ms=40, copy_ms=12_000, batch=2048), Costs(gpu_ms=52, copy_ms=9_900, batch=4096)
+    costs = {"late": late, "in time": in_time}
+    found = [
+        Candidate(key=key, knobs=(("ubatch", work.batch),), context=8192, work=work) for key, work in costs.items()
+    ]
+    search = Search(found, only(CHAT), EFFORT, knob_effects=EFFECTS)
+    ask = search.ask([], left_s=1000)
+    assert isinstance(ask, Ask)
+    assert ask.candidate.key == "in time"
+    unhurried = Search(found, only(replace(CHAT, ttft_limit_s=None)), EFFORT, knob_effects=EFFECTS)
+    ask = unhurried.ask([], left_s=1000)
+    assert isinstance(ask, Ask)
+    assert ask.candidate.key == "late"
 
 
 def test_threads_scale_what_the_cpu_does_and_nothing_else() -> None:

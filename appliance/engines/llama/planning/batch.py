@@ -34,6 +34,9 @@ LONG_PROMPTS: Mapping[str, int] = {"chat": 4096, "agent": 8192, "document": 1638
 PINNED = ("none", "dio", "mlock")  # ways to load after which weights in host memory are in the GPU's host buffer
 WORTH_A_BATCH = 0.97  # of the job's time, or the smaller ubatch stays
 CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
+# What a larger ubatch may take, by the share of a long job's time that it saves: of the context twice that share; of a
+# short chat's time, which gains nothing, half of it in mode `speed`. Other modes have a bar for that.
+CONTEXT_FOR, CHAT_FOR = 2.0, 0.5
 
 
 def long_prompt(settings: Settings) -> int:
@@ -67,10 +70,31 @@ def with_batch(
         if ubatch == job.ubatch:
             break
         found = choose_context(replace(job, ubatch=ubatch), resources, request, bar)
-        if found and is_enough(found, context_plan, at_least):
+        if found is None or not is_enough(found, context_plan, at_least):
+            continue
+        if _pays(found, context_plan, _saved(found, context_plan, job, resources, settings), has_bar=bar is not None):
             usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
             return replace(found, usual=usual)
     return context_plan
+
+
+def _saved(
+    found: ContextPlan, before: ContextPlan, job: PlacementJob, resources: Resources, settings: Settings
+) -> float:
+    """The share of a long job's time; negative where it takes longer."""
+    tokens = long_prompt(settings)
+
+    def taken_ms(plan: ContextPlan) -> float:
+        of_plan = replace(job, kv_type=plan.kv_type, ubatch=plan.ubatch)
+        return _long_job_ms(of_plan, resources, plan.placed.placement, tokens)
+
+    return 1 - taken_ms(found) / taken_ms(before)
+
+
+def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: bool) -> bool:
+    if 1 - found.context / before.context > CONTEXT_FOR * saved:
+        return False
+    return has_bar or found.placed.cost / before.placed.cost - 1 <= CHAT_FOR * saved
 
 
 def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int]) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
+from functools import cached_property
+from math import inf
 from typing import Literal
 
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs
@@ -39,6 +41,7 @@ AS_FAST_WITH_LESS = 0.95  # the same where the context is smaller, too
 AS_FAST_HALF_FULL = 0.8  # the same with half of the context in the cache
 MORE_THAN_A_SLIVER = 1.1  # times the context: what a rounder cache has to carry
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
+NATIVE_FOR = 0.05  # of decode with half of it in the cache: what the step to the whole native length may cost
 NOTICED = 0.97  # a loss of less is not worth a word
 HALF_FULL = "half full"  # of a bound: the rule holds above GOOD_CONTEXT alone
 NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
@@ -92,9 +95,7 @@ def choose_context(
     at = _Asked(job, resources, request, like)
     if not at.fast:
         return None
-    knees = {kind: at.knee(kind) for kind in request.kinds} if resources.devices else {}
-    carried = {kind: max(at.carried(kind), knees.get(kind, 0)) for kind in request.kinds}
-    found = list(at.explicit() if request.is_explicit else _candidates(at, request, knees, carried))
+    found = list(at.explicit() if request.is_explicit else _candidates(at, request))
     chosen, before = _best(found, at)
     if chosen is None:
         return None
@@ -105,8 +106,8 @@ def choose_context(
         kv_type=chosen.kv_type,
         context=chosen.context,
         placed=chosen.placed,
-        carried=carried,
-        knees=knees,
+        carried=at.carried,
+        knees=at.knees,
         ubatch=job.ubatch,
         next_tokens=next_tokens,
         larger=at.candidate(chosen.kv_type, next_tokens) if next_tokens else None,
@@ -123,11 +124,9 @@ def choose_context(
     )
 
 
-def _candidates(
-    at: _Asked, request: ContextRequest, knees: Mapping[str, int], carried: Mapping[str, int]
-) -> Iterator[Candidate]:
+def _candidates(at: _Asked, request: ContextRequest) -> Iterator[Candidate]:
     """Knees first, and of each the most exact type first: what comes later has to be better."""
-    of_kinds = [(kind, tokens) for of_all in (knees, carried) for kind, tokens in of_all.items() if tokens]
+    of_kinds = [(kind, tokens) for of_all in (at.knees, at.carried) for kind, tokens in of_all.items() if tokens]
     for kind, tokens in dict.fromkeys(of_kinds):
         if placed := at(kind, tokens):
             yield Candidate(kv_type=kind, context=min(tokens, request.tokens), placed=placed)
@@ -176,14 +175,28 @@ class _Asked:
             self._found[key] = place(replace(self._job, kv_type=kind, context=padded(context)), self._resources)
         return self._found[key]
 
-    def knee(self, kind: str) -> int:
-        """Tokens with everything on GPUs; 0 where the weights alone do not fit there."""
+    @cached_property
+    def knees(self) -> dict[str, int]:
+        """By type, tokens with everything on GPUs; 0 where the weights alone do not fit there."""
+        return {kind: self._knee(kind) for kind in self._request.kinds} if self._resources.devices else {}
+
+    @cached_property
+    def carried(self) -> dict[str, int]:
+        """By type, tokens that the aim pays for. Where no type has all that were requested, the one with the most may
+        have them for little more: only one, since exactness is no reason to pay that."""
+        found = {kind: max(self._paid(kind), self.knees.get(kind, 0)) for kind in self._request.kinds}
+        most = max(found, key=lambda kind: found[kind])
+        if found[most] and self._is_native_for_little(most, found[most]):
+            found[most] = padded(self._request.tokens)
+        return found
+
+    def _knee(self, kind: str) -> int:
         if kind not in self.fast or not self.fast[kind].placement.is_whole:
             return 0
         return self._most(lambda tokens: self._is_paid(kind, tokens) and self._is_whole(kind, tokens))
 
-    def carried(self, kind: str) -> int:
-        """Tokens that the aim pays for. Of experts attention stays on the GPUs where that leaves a usable context."""
+    def _paid(self, kind: str) -> int:
+        """Of experts attention stays on the GPUs where that leaves a usable context."""
         if kind not in self.fast:
             return 0
         least = min(self._request.tokens, SMALLEST_CONTEXT)
@@ -192,6 +205,20 @@ class _Asked:
             if tokens >= least:
                 return tokens
         return self._most(lambda tokens: self._is_paid(kind, tokens))
+
+    def _is_native_for_little(self, kind: str, tokens: int) -> bool:
+        """Whether all that were requested cost little more than `tokens` of them, by decode with half of all in the
+        cache and attention on the GPUs: a model's own length is worth more than as many tokens of a longer one."""
+        native = self._request.tokens
+        if self._request.aim != "balanced" or tokens >= native or not self._attends_on_gpus(kind, native):
+            return False
+        now, then = (self._decode_ms(kind, context, native / 2) for context in (tokens, native))
+        return now >= (1 - NATIVE_FOR) * then
+
+    def _decode_ms(self, kind: str, tokens: int, depth: float) -> float:
+        """With room for so many, which fit."""
+        placed = self(kind, tokens)
+        return self._costs(kind, placed).decode_ms(depth) if placed else inf
 
     def _is_whole(self, kind: str, tokens: int) -> bool:
         placed = self(kind, tokens)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from appliance.engines.llama.planning.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.job_time import job_ms
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.plan import Plan
 from appliance.settings import resolve_settings
 from tests.builders import facts, model
 from tests.fakes.machines import hardware_of
+from tests.golden.matrix import Cell
 from tests.unit.engines.llama.planning.test_plan_context import reason, sized
 
 
@@ -35,6 +37,40 @@ def test_a_long_prompt_is_read_many_times_as_fast_as_with_the_engines_defaults(m
     assert found.speed
     assert usual.speed
     assert found.speed.decode_tokens_per_s > 0.8 * usual.speed.decode_tokens_per_s
+
+
+# A larger ubatch would take 22 to 28 % of the context for 10 % of a long job, or 12 to 18 % of a chat for 12 to 31.
+TIGHT = [
+    ("4090", "gpt-oss-20b", "MXFP4", "15000", "speed"),
+    ("3090d", "gpt-oss-20b", "MXFP4", "18000", "balanced"),
+    ("2x2080Ti", "gpt-oss-20b", "MXFP4", "18000", "speed"),
+    ("4090", "qwen3-next-80b-a3b", "Q4_K_M", "21000", "speed"),
+]
+
+
+@pytest.mark.parametrize(("machine", "name", "quantization", "reserved_mib", "mode"), TIGHT)
+def test_a_larger_ubatch_takes_no_more_than_it_saves(
+    machine: str, name: str, quantization: str, reserved_mib: str, mode: str
+) -> None:
+    """Of the context twice the share of a long job's time that it saves; of a short chat half of it, in mode speed."""
+    cell = Cell(
+        machine=machine, model=name, quantization=quantization, flags={"reserve_mib": reserved_mib, "mode": mode}
+    )
+    here, usual = cell.space(), cell.space(ubatch="512")
+    found, before = here.best, usual.best
+    assert launch_of(found).ubatch > 512 or (found.context, found.kv_type) == (before.context, before.kv_type)
+    now, then = usual.costs(before), here.costs(found)
+    saved = 1 - job_ms(then, 2048, tokens_in=4096) / job_ms(now, 2048, tokens_in=4096)
+    assert 1 - found.context / before.context <= 2 * saved + 0.001
+    if mode == "speed":
+        assert job_ms(then, 640) / job_ms(now, 640) - 1 <= saved / 2 + 0.001
+
+
+def test_speed_takes_a_larger_ubatch_where_a_long_prompt_gains_much() -> None:
+    found = (
+        Cell(machine="4090", model="qwen3-next-80b-a3b", quantization="Q4_K_M", flags={"mode": "speed"}).space().best
+    )
+    assert launch_of(found).ubatch == 4096
 
 
 def test_the_words_say_what_each_of_both_brings() -> None:

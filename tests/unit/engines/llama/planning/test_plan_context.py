@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from appliance.engines.llama.planning.batch import CONTEXT_KEPT
-from appliance.engines.llama.planning.context import HOST_KV_MIB, MORE_THAN_A_SLIVER
+from appliance.engines.llama.planning.context import HOST_KV_MIB, MORE_THAN_A_SLIVER, NATIVE_FOR
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.space import Space
 from appliance.model import Model, read_model
@@ -21,6 +21,7 @@ from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, S
 from appliance.settings import resolve_settings
 from tests.builders import facts
 from tests.fakes.machines import hardware_of
+from tests.golden.matrix import Cell
 from tests.shapes import PUBLISHED, Shape, write_gguf
 
 SHAPES: dict[str, tuple[Shape, str]] = {
@@ -32,6 +33,7 @@ SHAPES: dict[str, tuple[Shape, str]] = {
         "Q4_K_M",
     ),
     "30b-a3b-2507": (PUBLISHED["qwen3-30b-a3b"].changed(context_length=262144), "Q4_K_M"),
+    "80b-a3b": (PUBLISHED["qwen3-next-80b-a3b"], "Q4_K_M"),
     "27b": (
         PUBLISHED["gemma-3-12b"].changed(
             block_count=62,
@@ -256,6 +258,33 @@ def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
     words = reason(found, "context")
     assert f"{knee:,} at q8_0 with everything on the GPUs would decode" in words
     assert f"this {decode(found):.0f}" in words
+
+
+@pytest.mark.parametrize("ubatch", ["512", "auto"])
+def test_the_native_length_is_not_cut_off_for_a_few_percent(ubatch: str) -> None:
+    flags = {} if ubatch == "auto" else {"ubatch": ubatch}
+    here = space("2x4090", "80b-a3b", **flags)
+    best, half = here.best, here.native / 2
+    assert (best.context, best.kv_type) == (here.native, "q8_0")
+    assert best.placement.cpu_layers == 0
+    fastest = max(decode(space("2x4090", "80b-a3b", ctx_size="4096", kv_type=kind).best) for kind in ("f16", "q8_0"))
+    assert 0.95 * 0.7 <= decode(best) / fastest <= 0.75
+    before = space("2x4090", "80b-a3b", ubatch="512", kv_type="q8_0", ctx_size="209408")  # keeps seven tenths
+    assert here.costs(best).decode_ms(half) * (1 - NATIVE_FOR) <= before.costs(before.best).decode_ms(half)
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "mode"), [("24+8", "30b-a3b-2507", "balanced"), ("2x4090", "80b-a3b", "speed")]
+)
+def test_the_native_length_is_not_bought_with_more(machine: str, name: str, mode: str) -> None:
+    assert space(machine, name, mode=mode).best.context < 262144
+
+
+def test_the_native_length_at_little_cost_is_no_reason_for_an_exact_cache() -> None:
+    """q8_0 has it within the share of speed that the mode keeps, f16 for a few percent more."""
+    here = Cell(machine="4x3060", model="qwen3-next-80b-a3b", quantization="Q4_K_M").space()
+    assert (here.best.context, here.best.kv_type) == (here.native, "q8_0")
+    assert here.context_plan.carried["f16"] < here.native
 
 
 def test_the_tuner_may_measure_each_type_at_its_knee_and_beyond_the_prediction() -> None:
