@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +28,7 @@ from images import (
     cublas_jit,
     debian,
     docker,
+    environment,
     gate,
     integrity,
     licenses,
@@ -91,6 +92,7 @@ class ImageSnapshot:
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
+    environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -143,6 +145,8 @@ def gather(
         tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
+    dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
+    base, toolkit = _stood_on(cell, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -155,8 +159,13 @@ def gather(
         jit=_compile(cell, engine, image),
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
-        asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
-        build_id=build.build_id_of(root, cell, *_stood_on(cell, found.labels), lock=lock),
+        asked=debian.asked(dockerfile).get("runtime", ""),
+        build_id=build.build_id_of(root, cell, base, toolkit, lock=lock),
+        environment=environment.given(
+            dockerfile,
+            _environment_of(engine, base),
+            {"APPLIANCE_BUILD_ID": found.labels.get(BUILD_ID_LABEL, "")},
+        ),
     )
 
 
@@ -170,6 +179,12 @@ def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
     is_other = labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE
     base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
     return base or render.NONE, labels.get(TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
+
+
+def _environment_of(engine: docker.Engine, base: str) -> Sequence[str]:
+    """What a base brings, by its digest; nothing of one that is not here, as when BuildKit alone fetched it."""
+    found = engine.image(base)
+    return (found.config.get("Env") or ()) if found else ()
 
 
 def _execute_variants(
@@ -336,6 +351,13 @@ def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
     if "NVIDIA_VISIBLE_DEVICES" in environment:
         wrong.append(f"NVIDIA_VISIBLE_DEVICES={environment['NVIDIA_VISIBLE_DEVICES']}")
     return Check(name="GPU environment", ok=not wrong, detail="; ".join(wrong) or f"capabilities: {said}")
+
+
+def check_environment(snapshot: ImageSnapshot) -> Check:
+    """Exactly the variables of base and Dockerfile: PATH decides what the entry point starts."""
+    found = environment.differing(snapshot.config.get("Env") or (), snapshot.environment)
+    detail = "; ".join(found[:5]) + _more(found) if found else f"{len(snapshot.environment)} of base and Dockerfile"
+    return Check(name="environment", ok=not found, detail=detail)
 
 
 def check_no_leftovers(snapshot: ImageSnapshot) -> Check:
@@ -538,6 +560,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_tools,
     check_licenses,
     check_gpu_environment,
+    check_environment,
     check_no_leftovers,
     check_setuid,
     check_no_secret_files,

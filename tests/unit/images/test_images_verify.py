@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
-from images import cpu_kernels, debian, docker, gate, integrity, matrix, render, verify
+from images import cpu_kernels, debian, docker, environment, gate, integrity, matrix, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
 from images.verify import Check, ImageSnapshot
 
+PROJECT = Path(__file__).parents[3]
 BUILD_ID = "b" * 32
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
 TIMED_CODE = b"\xa7\r\r\n\x00\x00\x00\x00" + b"t" * 8
@@ -36,8 +37,14 @@ def sound(cell: Cell) -> ImageSnapshot:
         debian=LOCK,
         asked="tini",
         build_id=BUILD_ID,
+        environment=_environment(cell),
         cpu_kernels=_executed("ok"),
     )
+
+
+def _environment(cell: Cell) -> dict[str, str]:
+    dockerfile = render.render(cell, render.load_template(PROJECT, cell))[cell.folder / "Dockerfile"]
+    return environment.given(dockerfile, (), {"APPLIANCE_BUILD_ID": BUILD_ID})
 
 
 def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
@@ -154,6 +161,12 @@ Fault = Callable[[ImageSnapshot], ImageSnapshot]
 
 def _config_with(snapshot: ImageSnapshot, **values: object) -> ImageSnapshot:
     return replace(snapshot, config={**snapshot.config, **values})
+
+
+def _variable(snapshot: ImageSnapshot, name: str, value: str | None) -> ImageSnapshot:
+    """The image with this variable as it says, or without it."""
+    others = [line for line in snapshot.config["Env"] if line.partition("=")[0] != name]
+    return _config_with(snapshot, Env=others if value is None else [*others, f"{name}={value}"])
 
 
 def _label(name: str, value: str) -> Fault:
@@ -382,6 +395,19 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_gpu_environment, lambda e: _config_with(_cuda(e), Env=[]), "NVIDIA_DRIVER_CAPABILITIES=None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_DRIVER_CAPABILITIES=all"]), "expected None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_VISIBLE_DEVICES=all"]), "DEVICES=all"),
+    (
+        verify.check_environment,
+        lambda e: _variable(e, "PATH", "/data/bin:/usr/bin"),
+        "PATH=/data/bin:/usr/bin, expected /",
+    ),
+    (
+        verify.check_environment,
+        lambda e: _variable(e, "PYTHONPATH", "/data/lib"),
+        "PYTHONPATH=/data/lib, expected /opt",
+    ),
+    (verify.check_environment, lambda e: _variable(e, "GGML_BACKEND_PATH", "/data/x.so"), "x.so, expected None"),
+    (verify.check_environment, lambda e: _variable(e, "PYTHONSAFEPATH", None), "gone: PYTHONSAFEPATH"),
+    (verify.check_environment, lambda e: _config_with(e, Env=[*e.config["Env"], "PATH=/x"]), "PATH is there twice"),
     (verify.check_no_leftovers, _file("var/lib/apt/lists/deb_dists_InRelease"), "InRelease"),
     (verify.check_no_leftovers, _file("var/log/dpkg.log"), "dpkg.log"),
     (verify.check_no_leftovers, _file("var/cache/ldconfig/aux-cache"), "aux-cache"),
@@ -541,7 +567,7 @@ def _config(cell: Cell) -> dict[str, Any]:
     }
     return {
         "Labels": {**render.static_labels(cell), **moment},
-        "Env": ["PATH=/usr/bin"],
+        "Env": [f"{name}={value}" for name, value in _environment(cell).items()],
         "User": "appliance",
         "Volumes": {"/data": {}},
         "Entrypoint": ["/usr/bin/tini", "--", "appliance"],
