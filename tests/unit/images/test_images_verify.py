@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
-from images import cpu_kernels, debian, docker, environment, gate, integrity, matrix, render, verify
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, dump_recipe, parse_image_facts
+from images import cpu_kernels, debian, docker, environment, gate, integrity, matrix, model, recipe, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
@@ -63,6 +63,11 @@ def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
 
 def test_a_sound_image_passes_every_check(sound: ImageSnapshot) -> None:
     assert [check for check in (check(sound) for check in verify.CHECKS) if not check.ok] == []
+
+
+def test_a_model_image_of_this_tree_passes_every_check(sound: ImageSnapshot) -> None:
+    snapshot = _model(sound)
+    assert [check for check in (check(snapshot) for check in verify.CHECKS) if not check.ok] == []
 
 
 def test_every_check_has_a_planted_fault() -> None:
@@ -288,6 +293,17 @@ def _foreign_form(snapshot: ImageSnapshot) -> ImageSnapshot:
     return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(snapshot)
 
 
+def _model(snapshot: ImageSnapshot, text: str | None = None) -> ImageSnapshot:
+    """The image with the recipe of the demo."""
+    row = recipe.load(PROJECT, "demo")
+    carried = dump_recipe(recipe.carried(row, row.default_rung, is_baked=False)) if text is None else text
+    facts = parse_image_facts(snapshot.tree.files[IMAGE_PATH].content.decode())
+    named = _file(IMAGE_PATH, content=dump_facts(replace(facts, recipe="demo")).encode())(snapshot)
+    labelled = _label(model.TITLE_LABEL, "appliance/demo:llama-cpu")(_label("io.appliance.recipe", "demo")(named))
+    return replace(_file(RECIPE, content=carried.encode())(labelled), recipe=row)
+
+
+RECIPE = "opt/appliance/recipe.json"
 VARIANTS = ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids")
 ENGINE_FACTS = EngineFacts(
     version="0.5.0-dev",
@@ -462,6 +478,13 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     ),
     (verify.check_files, _file("usr/bin/curl"), "added: usr/bin/curl"),
     (verify.check_files, _label("io.appliance.files-sha256", "1" * 64), "the manifest is not the one of the image's"),
+    (verify.check_recipe, _file(RECIPE, content=b"{}"), f"of no recipe that a label names: {RECIPE}"),
+    (verify.check_recipe, _file("opt/models/x.gguf"), "of no recipe that a label names: opt/models/x.gguf"),
+    (verify.check_recipe, lambda e: _model(e, text="{}"), f"not a recipe of images/models/demo.yaml: {RECIPE}"),
+    (verify.check_recipe, lambda e: replace(_model(e), recipe=None), "has no recipe of the label's name: demo"),
+    (verify.check_recipe, lambda e: _without(RECIPE)(_model(e)), "missing: /opt/appliance/recipe.json"),
+    (verify.check_recipe, lambda e: _file("opt/models/x.gguf")(_model(e)), "foreign weights: opt/models/x.gguf"),
+    (verify.check_image_facts, _label("io.appliance.recipe", "demo"), "recipe is not the label's"),
     (verify.check_preload, lambda e: _config_with(e, Env=["PATH=/x", "LD_PRELOAD=/x.so"]), "LD_PRELOAD in the env"),
     (verify.check_preload, _file("etc/ld.so.preload"), "etc/ld.so.preload"),
     (verify.check_accounts, _file(integrity.ACCOUNTS, content=PASSWD + b"toor:x:0:0::/:/bin/sh\n"), "toor"),
