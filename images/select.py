@@ -1,8 +1,9 @@
 """Which cell a machine should run, why every other one lost, and which GPUs are left out of it. Pure.
 
 A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
-cells that serve the most memory times bandwidth, one that was proven wins, then one whose toolkit is not newer than the
-driver's own CUDA, then the nearest chip, then the newest CUDA.
+cells that serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins; of its
+toolkits one that was proven, then one not newer than the driver's own CUDA, then the newest. So a proof moves no
+GPU to another chip's code.
 """
 
 from __future__ import annotations
@@ -190,11 +191,11 @@ def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
     return compat.required_driver(cell, known, sm=sm) or "0"
 
 
-Rank = tuple[bool, float, float, int, bool, bool, int, int, tuple[int, ...]]
+Rank = tuple[bool, float, float, int, int, int, bool, bool, tuple[int, ...]]
 
 
 def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> Rank:
-    """What can be built, then what serves most, then what was proven, then what fits the driver and the chips best."""
+    """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
     cell = fit.cell
     memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
     # One GPU without figures makes the product of all meaningless; memory is what a machine says of each.
@@ -205,10 +206,10 @@ def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, 
         worth,
         memory_gib,
         chips,
-        (cell.id, machine.platform) in proofs,
-        _is_of_the_driver(fit, machine, known),
         -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
         -len(cell.sms) if cell.engine.is_compiled else 0,
+        (cell.id, machine.platform) in proofs,
+        _is_of_the_driver(fit, machine, known),
         compat.numbers(cell.target.cuda or "0"),
     )
 
@@ -236,12 +237,12 @@ def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Mappi
     missing = [gpu for gpu in best.served if gpu not in fit.served]
     if missing:
         return f"does not serve {gpus.describe(missing)}: {_unserved(cell, missing[0], machine, known)}"
+    if cell.forms != winner.forms:
+        return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
     if (cell.id, machine.platform) not in proofs and (winner.id, machine.platform) in proofs:
         return "runs too, and was never proven"
     if not _is_of_the_driver(fit, machine, known) and _is_of_the_driver(best, machine, known):
         return f"runs too, with a CUDA newer than the driver's own: {cell.target.cuda}"
-    if cell.forms != winner.forms:
-        return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
     return f"runs too, with an older CUDA: {cell.target.cuda}"
 
 

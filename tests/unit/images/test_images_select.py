@@ -190,11 +190,12 @@ def test_runners_up_say_why_they_lost() -> None:
     assert why["llama-cu130-sm120"] == "does not serve RTX 3090 (SM 86): its code for sm_120a does not run on it"
 
 
-def test_one_chip_takes_no_cell_of_two_unless_that_one_was_proven() -> None:
-    two = "llama-cu130-sm86-sm120"
-    assert select.choose(LOADED, _machine("RTX 5090", driver="580.65.06")).cell == "llama-cu130-sm120"
-    proofs = {(two, "linux/amd64"): PROVEN}
-    assert select.choose(LOADED, _machine("RTX 5090", driver="580.65.06"), proofs=proofs).cell == two
+def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:
+    proofs = {(cell, "linux/amd64"): PROVEN for cell in ("llama-cu130-sm86-sm120", "llama-cu130-sm80")}
+    for name, cell in (("RTX 5090", "llama-cu130-sm120"), ("RTX 3090", "llama-cu130-sm86"), ("L4", "llama-cu130-sm89")):
+        assert select.choose(LOADED, _machine(name, driver="580.65.06"), proofs=proofs).cell == cell
+    cards = _machine("RTX 3090", "RTX 5090", driver="580.65.06")
+    assert select.choose(LOADED, cards, proofs=proofs).cell == "llama-cu130-sm86-sm120"
 
 
 MACHINES = st.builds(
@@ -205,6 +206,21 @@ MACHINES = st.builds(
     ).map(tuple),
     driver=st.none() | st.tuples(st.integers(500, 640), st.integers(0, 130)).map(lambda two: f"{two[0]}.{two[1]:02}"),
 )
+
+
+@given(machine=MACHINES, proven=st.sets(st.sampled_from(sorted(CELLS))))
+def test_a_proof_chooses_between_toolkits_of_one_chip(machine: Machine, proven: set[str]) -> None:
+    """It moves no GPU to another chip's code, and none to an image of two chips."""
+    plain, refused = _tried(machine)
+    if plain is None:
+        assert refused
+        return
+    proofs: Proofs = {(cell, machine.platform): PROVEN for cell in proven}
+    chosen = select.choose(LOADED, machine, proofs=proofs)
+    assert CELLS[chosen.cell].sms == CELLS[plain.cell].sms
+    assert chosen.left_out == plain.left_out
+    if plain.cell in proven:
+        assert chosen.cell in proven
 
 
 @given(machine=MACHINES)
