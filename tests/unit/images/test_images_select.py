@@ -355,9 +355,43 @@ def test_gpus_by_the_names_that_people_and_drivers_use(name: str, sm: str) -> No
     assert gpus.parse_gpu(name).sm == sm
 
 
+@pytest.mark.parametrize(
+    ("name", "sm"),
+    [
+        *(("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "80"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "90")),
+        *(("GRID T4-16Q", "75"), ("GRID A100X-40C", "80"), ("NVIDIA A40-48Q", "86"), ("NVIDIA L40S-24C", "89")),
+        *(("NVIDIA RTX6000-Ada-48Q", "89"), ("NVIDIA A800 40GB Active", "80"), ("NVIDIA HGX GB200", "100")),
+        *(("NVIDIA GeForce RTX 3050 A Laptop GPU", "89"), ("NVIDIA GeForce RTX 3050 Laptop GPU", "86")),
+        *(("NVIDIA RTX PRO 500 Blackwell Generation Laptop GPU", "120"), ("NVIDIA L2", "89"), ("4060ti 16g", "89")),
+        *(("Quadro T1000 with Max-Q Design", "75"), ("NVIDIA PG506-232", "80"), ("Matrox D-Series D2450", "75")),
+        *(("NVIDIA Jetson Orin Nano Developer Kit Super", "87"), ("Jetson AGX Orin Developer Kit", "87")),
+        *(("IGX Orin", "87"), ("DRIVE AGX Orin", "87"), ("IGX Thor", "110"), ("Jetson AGX Thor Developer Kit", "110")),
+        *(("Tegra Xavier", "72"), ("Jetson Xavier NX Developer Kit", "72"), ("Jetson TX2", "62")),
+    ],
+)
+def test_variants_of_laptops_servers_shares_and_boards(name: str, sm: str) -> None:
+    assert gpus.parse_gpu(name).sm == sm
+
+
+@pytest.mark.parametrize(("plain", "sm"), sorted(gpus.driver_names().items()))
+def test_what_the_driver_calls_a_gpu_is_of_its_chip(plain: str, sm: str) -> None:
+    """And no other file says otherwise, whether it has the name or one that this one begins with."""
+    assert gpus.parse_gpu(f"NVIDIA {plain}").sm == sm
+    known = {compat.plain_name(name): row.sm for row in compat.facts().gpus for name in row.names}
+    known |= {key: gpu.sm for key, gpu in gpus.products().items()}
+    assert known.get(plain, sm) == sm
+
+
+def test_a_share_of_a_gpu_has_its_own_memory() -> None:
+    whole, share = gpus.parse_gpu("A100-SXM4-40GB"), gpus.parse_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    assert (whole.memory_gib, share.memory_gib, share.bandwidth_gb_s) == (40, 20, 780)
+    assert gpus.parse_gpu("B200 MIG 1g.23gb").memory_gib == 23
+
+
 def test_a_laptop_has_less_than_the_card_of_its_name() -> None:
     assert gpus.parse_gpu("RTX 4090").memory_gib == 24
     assert gpus.parse_gpu("NVIDIA GeForce RTX 4090 Laptop GPU").memory_gib == 16
+    assert gpus.parse_gpu("rtx 5090 laptop").memory_gib == 24
     assert gpus.parse_gpu("RTX 3060").memory_gib == 8  # of several boards the least
 
 
