@@ -55,6 +55,7 @@ from images import (
     router,
     sbom,
     select,
+    smi,
     snapshot,
     space,
     substitute,
@@ -78,7 +79,7 @@ OF_REPRODUCE = (
     *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked"),
     *("--source", "--url", "--vendor"),
 )
-BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell says of a program that SIGINT or SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FatalError as error:
         return _fail(error, is_json=is_json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `images list | head -1`: nobody is left to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -138,7 +142,9 @@ def _state(cell: Cell, proven: proofs.Proofs, here: frozenset[str]) -> dict[str,
 def _built_here() -> frozenset[str]:
     """Tags of cells in this machine's engine; none where there is no engine, which is no fault of who lists cells."""
     words = ("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
-    asked = docker.capture(words, cwd=ROOT)
+    asked = docker.capture(words, cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
+    if asked.code == docker.TIMED_OUT:
+        print(f"which images are here is not known: {asked.lines[0]}", file=sys.stderr)
     return frozenset(asked.lines) if asked.code == 0 else frozenset()
 
 
@@ -897,8 +903,10 @@ def _machine(arguments: argparse.Namespace) -> select.Machine:
 
 
 def _machine_here(here: matrix.Platform) -> select.Machine:
-    asked = docker.capture(select.SMI_QUERY, cwd=ROOT)
-    return select.parse_smi(asked.code, asked.lines, here)
+    def run(words: tuple[str, ...]) -> docker.Finished:
+        return docker.capture(words, cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
+
+    return smi.query_machine(run, here)
 
 
 def _platform_of(engine: docker.Engine) -> matrix.Platform:

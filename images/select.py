@@ -8,7 +8,7 @@ GPU to another chip's code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -19,11 +19,15 @@ from images.gpus import Gpu
 from images.matrix import Cell, Matrix, Platform, Scope
 from images.proofs import Proof
 
-SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
-NO_DEVICES = "no devices were found"
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 FIRST_SM = 75  # of the matrix; said to those who have an older GPU
 MIB_PER_GIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    gpu: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +37,12 @@ class Machine:
     platform: Platform
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
+    unknown: tuple[LeftOut, ...] = ()  # GPUs of which nobody says what they are
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loser:
     cell: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    gpu: str
     why: str
 
 
@@ -77,6 +76,10 @@ def choose(
     """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
     known, proofs = known or compat.facts(), proofs or {}
     matrix = of_engine(matrix, engine)
+    if machine.unknown and not machine.gpus:
+        said = "; ".join(f"{each.gpu}: {each.why}" for each in machine.unknown)
+        message = f"no GPU of this machine says what it is: {said}"
+        raise MatrixError(message, hint=f"repair the driver, or {gpus.ASK_SM}")
     fits = [fit for fit in (_fit(cell, machine, known) for cell in matrix.cells) if fit]
     if not fits:
         raise _nothing_fits(matrix, machine, known)
@@ -115,37 +118,6 @@ def parse_driver(text: str) -> str:
         message = f"not a driver version: {text!r}"
         raise UsageError(message, hint="such as 570.124.06; nvidia-smi --query-gpu=driver_version --format=csv says it")
     return text
-
-
-def parse_smi(code: int, lines: Sequence[str], platform: Platform, known: Facts | None = None) -> Machine:
-    """What nvidia-smi said to SMI_QUERY. Not there at all (127) or no device: a machine without a GPU.
-
-    MatrixError when it failed: a GPU that cannot be asked is not the same as none, and the CPU is no silent substitute.
-    """
-    said = " ".join(lines).strip()
-    if code == 127 or NO_DEVICES in said.casefold():
-        return Machine(platform=platform)
-    rows = [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
-    if code != 0 or any(len(row) != 4 for row in rows) or not rows:
-        message = f"nvidia-smi failed with exit {code}: {said or 'it said nothing'}"
-        raise MatrixError(message, hint="repair the driver, or say what there is: --driver 580.95.05 --gpu 'RTX 5090'")
-    found = (_asked(name, capability, memory_mib, known) for name, _, capability, memory_mib in rows)
-    return Machine(platform=platform, gpus=tuple(found), driver=parse_driver(rows[0][1]))
-
-
-def _asked(name: str, capability: str, memory_mib: str, known: Facts | None) -> Gpu:
-    """By its number, which an unlisted GPU has too; by its name where an old driver does not tell the number. Memory as
-    the machine says it, bandwidth as the facts say of the name.
-    """
-    sm = capability.replace(".", "") if capability.replace(".", "").isdecimal() else None
-    try:
-        listed = gpus.parse_gpu(name, known)
-    except UsageError:
-        if sm is None:
-            raise
-        listed = Gpu(name=name, sm=sm)
-    memory_gib = int(memory_mib) / MIB_PER_GIB if memory_mib.isdecimal() else listed.memory_gib
-    return replace(listed, sm=sm or listed.sm, memory_gib=memory_gib)
 
 
 def _fit(cell: Cell, machine: Machine, known: Facts) -> _Fit | None:
@@ -263,7 +235,8 @@ def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
 
 def _left_out(best: _Fit, machine: Machine, known: Facts) -> list[LeftOut]:
     left = dict.fromkeys(gpu for gpu in machine.gpus if gpu not in best.served)
-    return [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+    served_not = [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+    return [*served_not, *machine.unknown]
 
 
 def _why_left_out(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str:

@@ -105,10 +105,22 @@ def test_proven_built_or_rendered(cell: Cell) -> None:
     assert proofs.describe(cell, known, {"appliance:llama-cpu"}).endswith("; appliance:llama-cpu is here")
 
 
-def test_the_list_says_it_of_every_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(
-        docker, "capture", lambda argv, cwd: docker.Finished(code=0, lines=("appliance:llama-cu124-sm75",))
-    )
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder on the PATH, and empty: a machine without docker and nvidia-smi."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def _has_image(programs: Path, tag: str) -> None:
+    (programs / "docker").write_text(f"#!/bin/sh\necho {tag}\n")
+    (programs / "docker").chmod(0o755)
+
+
+def test_the_list_says_it_of_every_cell(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _has_image(programs, "appliance:llama-cu124-sm75")
     assert command.main(["list"]) == 0
     rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
     assert rows["llama-cpu"] == rows["llama-cu130-sm90"] == "proven"
@@ -116,10 +128,8 @@ def test_the_list_says_it_of_every_cell(monkeypatch: pytest.MonkeyPatch, capsys:
     assert rows["llama-cu134-sm120"] == "rendered"
 
 
-def test_without_an_engine_nothing_is_built_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("docker: not found",)))
+@pytest.mark.usefixtures("programs")
+def test_without_an_engine_nothing_is_built_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["list", "--only", "llama-cu124-*"]) == 0
     assert " built " not in capsys.readouterr().out
 
@@ -132,6 +142,7 @@ class Engine(docker.Engine):
         return docker.Image(id=DIGEST, tags=(name,), digests=(), platform=self.platform, config=config)
 
 
+@pytest.mark.usefixtures("programs")
 def test_what_was_verified_is_recorded(
     project: Path, tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +150,6 @@ def test_what_was_verified_is_recorded(
     for name in ("build_matrix.yaml", str(proofs.PROOFS_FILE)):
         shutil.copyfile(project / name, tmp_path / name)
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("not found",)))
     checks = [verify.Check(name=name, ok=True, detail=detail) for name, detail in SAID.items()]
     command._record(cell, checks, Engine(), image="x:1")
     proof = proofs.load(tmp_path, [*matrix.load(project).cells])["llama-cpu", "linux/amd64"]

@@ -452,47 +452,6 @@ def test_an_sm_may_have_a_point() -> None:
     assert "perhaps" not in (caught.value.hint or "")
 
 
-def test_what_nvidia_smi_says() -> None:
-    lines = ["NVIDIA H200, 580.95.05, 9.0, 143771", "NVIDIA H200, 580.95.05, 9.0, 143771"]
-    machine = select.parse_smi(0, lines, "linux/amd64")
-    assert (machine.platform, machine.driver) == ("linux/amd64", "580.95.05")
-    assert [(gpu.name, gpu.sm, gpu.memory_gib) for gpu in machine.gpus] == [("NVIDIA H200", "90", 143771 / 1024)] * 2
-    assert machine.gpus[0].bandwidth_gb_s == 4890
-    (by_name,) = select.parse_smi(0, ["Tesla T4, 450.1, [N/A], [N/A]"], "linux/amd64").gpus
-    assert (by_name.sm, by_name.memory_gib) == ("75", 16)
-
-
-def test_the_number_counts_where_the_name_is_not_known() -> None:
-    """A card that no file lists, a chip that no file lists, and a display card from before CUDA's last releases."""
-    lines = [
-        "NVIDIA RTX 9999, 580.65.06, 8.6, 24576",
-        "NVIDIA X1, 580.65.06, 14.0, 99999",
-        "GeForce GT 710, 580.65.06, 3.5, 2001",
-    ]
-    choice = select.choose(LOADED, select.parse_smi(0, lines, "linux/amd64"))
-    assert choice.cell == "llama-cu130-sm86"
-    assert [each.gpu for each in choice.left_out] == ["NVIDIA X1 (SM 140)", "GeForce GT 710 (SM 35)"]
-
-
-@pytest.mark.parametrize(
-    ("code", "lines"), [(127, ["nvidia-smi: No such file or directory"]), (6, ["No devices were found"])]
-)
-def test_no_gpu_means_the_cpu(code: int, lines: list[str]) -> None:
-    machine = select.parse_smi(code, lines, "linux/amd64")
-    assert select.choose(LOADED, machine).cell == "llama-cpu"
-
-
-@pytest.mark.parametrize(
-    ("code", "lines"),
-    [(9, ["NVIDIA-SMI has failed because it couldn't communicate"]), (0, []), (0, ["Unable to determine the handle"])],
-)
-def test_a_failing_nvidia_smi_is_said_and_not_taken_for_no_gpu(code: int, lines: list[str]) -> None:
-    with pytest.raises(MatrixError) as caught:
-        select.parse_smi(code, lines, "linux/amd64")
-    assert f"nvidia-smi failed with exit {code}: {' '.join(lines) or 'it said nothing'}" == caught.value.message
-    assert "--driver" in (caught.value.hint or "")
-
-
 def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["select", "--driver", "570.124", "--gpu", "RTX 5090", "--platform", "linux/amd64"]) == 0
     out, err = capsys.readouterr()
