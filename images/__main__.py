@@ -117,10 +117,10 @@ def _fail(error: FatalError, *, is_json: bool) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    rows = [_row(cell) | _state(cell, proven, here) for cell in cells]
+    record = _record_of(loaded)
+    rows = [_row(cell) | _state(cell, record) for cell in cells]
     lines = [
-        f"{row['id']:<22} {row['state']:<9} {row['base']:<20} {row['platforms']:<24} base {row['status']}"
+        f"{row['id']:<22} {row['state']:<28} {row['base']:<20} {row['platforms']:<24} base {row['status']}"
         f"{'; ' + str(row['needs']) if row['needs'] else ''}"
         for row in rows
     ]
@@ -128,15 +128,31 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _state(cell: Cell, proven: proofs.Proofs, here: frozenset[str]) -> dict[str, object]:
-    own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
-    foreign = [each for each in cell.platforms if each != own and (cell.id, each) not in proven]
+def _state(cell: Cell, record: proofs.Record) -> dict[str, object]:
+    states = {each: record.state(cell, each) for each in cell.platforms}
+    foreign = [each for each in cell.platforms if each != record.own and states[each] != "proven"]
     unlocked = " and a Debian lock" if any(not _is_locked(cell, each) for each in foreign) else ""
     return {
-        "state": proofs.state(cell, proven, here),
-        "proofs": [proof.model_dump(mode="json") for each in cell.platforms if (proof := proven.get((cell.id, each)))],
+        "state": _in_one_line(states),
+        "states": states,
+        "proofs": [
+            proof.model_dump(mode="json") for each in cell.platforms if (proof := record.proofs.get((cell.id, each)))
+        ],
         "needs": f"{', '.join(foreign)}: needs a machine of that kind{unlocked}" if foreign else None,
     }
+
+
+def _in_one_line(states: Mapping[matrix.Platform, proofs.State]) -> str:
+    """One word where all platforms agree."""
+    words = dict.fromkeys(states.values())
+    if len(words) == 1:
+        return next(iter(words))
+    return ", ".join(f"{each.partition('/')[2]} {state}" for each, state in states.items())
+
+
+def _record_of(loaded: Matrix) -> proofs.Record:
+    own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
+    return proofs.Record(proofs=proofs.load(ROOT, loaded.cells), here=_built_here(), own=own)
 
 
 def _built_here() -> frozenset[str]:
@@ -157,7 +173,7 @@ def _render(arguments: argparse.Namespace) -> int:
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
-    files[cards.PAGE] = cards.page(loaded, proofs.load(ROOT, loaded.cells))
+    files[cards.PAGE] = cards.page(loaded, proofs.Record(proofs=proofs.load(ROOT, loaded.cells)))
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
@@ -851,8 +867,7 @@ def _fate(each: prune.Leftover, arguments: argparse.Namespace) -> str:
 
 def _explain(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    found = explain.explain(arguments.cell, loaded, platform=arguments.platform, proven=proven, here=here)
+    found = explain.explain(arguments.cell, loaded, platform=arguments.platform, record=_record_of(loaded))
     _say(arguments, {**asdict(found), "message": found.message, "hint": found.hint}, explain.lines(found))
     if found.verdict != "exists":
         raise MatrixError(found.message, hint=found.hint)
@@ -861,11 +876,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _select(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, proofs=proven)
+    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=_record_of(loaded))
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
-    tag, is_here = choice.tag, choice.tag in here
-    get = f"{tag} is here" if is_here else f"get it: {choice.command}"
+    tag = choice.tag
+    get = f"{tag} is here" if choice.is_here else f"get it: {choice.command}"
     left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
         prefix = model.check_prefix(arguments.image_prefix)
@@ -874,9 +888,9 @@ def _select(arguments: argparse.Namespace) -> int:
         name = model.alias_of(arguments.alias, prefix)
         if not arguments.dry_run:
             model.set_alias(arguments.alias, choice.cell, docker.Engine(), prefix)
-        _say(arguments, {**asdict(choice), "tag": tag, "alias": name, "is_here": is_here}, [name])
+        _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
     else:
-        _say(arguments, {**asdict(choice), "is_here": is_here}, [tag])
+        _say(arguments, asdict(choice), [tag])
     if not arguments.json:
         said = f"{tag}: {choice.why}\n{left}{choice.proof}\n{get}"
         print(f"{said}\nnot chosen:\n{rest}", file=sys.stderr)

@@ -8,7 +8,6 @@ GPU to another chip's code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -17,7 +16,7 @@ from images.compat import Facts
 from images.errors import MatrixError, UsageError, near_miss
 from images.gpus import Gpu
 from images.matrix import Cell, Matrix, Platform, Scope
-from images.proofs import Proof
+from images.proofs import Proofs, Record, State
 
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 FIRST_SM = 75  # of the matrix; said to those who have an older GPU
@@ -51,7 +50,9 @@ class Choice:
     cell: str
     tag: str
     why: str
-    proof: str  # proven or only rendered, in words
+    state: State
+    proof: str  # the same in words
+    is_here: bool
     command: str  # what makes the tag exist on this machine
     left_out: tuple[LeftOut, ...]
     runners_up: tuple[Loser, ...]
@@ -71,10 +72,11 @@ def choose(
     known: Facts | None = None,
     *,
     engine: str = DEFAULT_ENGINE,
-    proofs: Mapping[tuple[str, str], Proof] | None = None,
+    record: Record | None = None,
 ) -> Choice:
     """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
-    known, proofs = known or compat.facts(), proofs or {}
+    known, record = known or compat.facts(), record or Record()
+    proofs = record.proofs
     matrix = of_engine(matrix, engine)
     if machine.unknown and not machine.gpus:
         said = "; ".join(f"{each.gpu}: {each.why}" for each in machine.unknown)
@@ -88,12 +90,13 @@ def choose(
     unfit = [cell for cell in matrix.cells if cell.id not in {fit.cell.id for fit in fits}]
     losers = [Loser(cell=fit.cell.id, why=_beaten(fit, best, machine, known, proofs)) for fit in others]
     losers += [Loser(cell=cell.id, why=_unfit(cell, machine, known)) for cell in unfit]
-    proof = proofs.get((best.cell.id, machine.platform))
     return Choice(
         cell=best.cell.id,
         tag=best.cell.tag,
         why=_praise(best, machine, known),
-        proof=str(proof) if proof else "only rendered: no record says that it was built and verified",
+        state=record.state(best.cell, machine.platform),
+        proof=record.describe(best.cell, machine.platform),
+        is_here=record.has(best.cell, machine.platform),
         command=build_command(best.cell),
         left_out=tuple(_left_out(best, machine, known)),
         runners_up=tuple(losers),
@@ -166,7 +169,7 @@ def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
 Rank = tuple[bool, float, float, int, int, int, bool, bool, tuple[int, ...]]
 
 
-def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> Rank:
+def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
     """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
     cell = fit.cell
     memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
@@ -201,7 +204,7 @@ def _distance(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> int:
     return int(gpu.sm) - max(int(form.rstrip("af")) for form in forms)
 
 
-def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> str:
+def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> str:
     """The first thing in which it is behind the best."""
     cell, winner = fit.cell, best.cell
     if cell.unresolved and not winner.unresolved:

@@ -16,7 +16,7 @@ from images import compat, gpus, matrix, select
 from images.errors import MatrixError, UsageError
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
-from images.proofs import Proof, Proofs
+from images.proofs import Proof, Proofs, Record
 from images.select import Machine
 
 LOADED = matrix.load(Path(__file__).parents[3])
@@ -96,7 +96,7 @@ AMD, ARM = get_args(Platform)
     ],
 )
 def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Platform, cell: str) -> None:
-    choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform), proofs=PROOFS)
+    choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform), record=Record(proofs=PROOFS))
     assert choice.cell == cell
     assert choice.tag == f"appliance:{cell}"
     assert choice.command == f"python3 -m images build --only {cell} --base auto"
@@ -121,7 +121,7 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
 def test_the_cell_that_serves_most_is_taken_and_the_rest_left_out(
     names: tuple[str, ...], driver: str, cell: str, left: str, why: str
 ) -> None:
-    choice = select.choose(LOADED, _machine(*names, driver=driver), proofs=PROOFS)
+    choice = select.choose(LOADED, _machine(*names, driver=driver), record=Record(proofs=PROOFS))
     assert choice.cell == cell
     (out,) = choice.left_out
     assert out.gpu == left
@@ -139,8 +139,13 @@ def test_memory_counts_where_bandwidth_is_not_known() -> None:
 
 
 def test_it_says_what_was_proven() -> None:
-    assert select.choose(LOADED, _machine("H100", driver="580.65.06"), proofs=PROOFS).proof == str(PROVEN)
-    assert select.choose(LOADED, _machine("L4", driver="580.65.06"), proofs=PROOFS).proof.startswith("only rendered")
+    assert select.choose(LOADED, _machine("H100", driver="580.65.06"), record=Record(proofs=PROOFS)).proof == str(
+        PROVEN
+    )
+    assert (
+        select.choose(LOADED, _machine("L4", driver="580.65.06"), record=Record(proofs=PROOFS)).proof
+        == "rendered, never built"
+    )
 
 
 @pytest.mark.parametrize(("name", "platform"), [("T4", AMD), ("H200", AMD), ("GB10", ARM), ("Thor", ARM)])
@@ -183,7 +188,9 @@ def test_runners_up_say_why_they_lost() -> None:
     assert why["llama-cu134-sm89"] == "runs too, with a CUDA newer than the driver's own: 13.4"
     assert why["llama-cu130-sm86"] == "runs too, but is compiled for SM 86"
     assert why["llama-cu130-sm86-sm120"] == "runs too, but is compiled for SM 86, 120"
-    why = {each.cell: each.why for each in select.choose(LOADED, _machine("H100"), proofs=PROOFS).runners_up}
+    why = {
+        each.cell: each.why for each in select.choose(LOADED, _machine("H100"), record=Record(proofs=PROOFS)).runners_up
+    }
     assert why["llama-cu134-sm90"] == "runs too, and was never proven"
     mixed = select.choose(LOADED, _machine("RTX 3090", "RTX 5090", driver="580.65.06")).runners_up
     why = {loser.cell: loser.why for loser in mixed}
@@ -193,9 +200,9 @@ def test_runners_up_say_why_they_lost() -> None:
 def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:
     proofs = {(cell, "linux/amd64"): PROVEN for cell in ("llama-cu130-sm86-sm120", "llama-cu130-sm80")}
     for name, cell in (("RTX 5090", "llama-cu130-sm120"), ("RTX 3090", "llama-cu130-sm86"), ("L4", "llama-cu130-sm89")):
-        assert select.choose(LOADED, _machine(name, driver="580.65.06"), proofs=proofs).cell == cell
+        assert select.choose(LOADED, _machine(name, driver="580.65.06"), record=Record(proofs=proofs)).cell == cell
     cards = _machine("RTX 3090", "RTX 5090", driver="580.65.06")
-    assert select.choose(LOADED, cards, proofs=proofs).cell == "llama-cu130-sm86-sm120"
+    assert select.choose(LOADED, cards, record=Record(proofs=proofs)).cell == "llama-cu130-sm86-sm120"
 
 
 MACHINES = st.builds(
@@ -216,7 +223,7 @@ def test_a_proof_chooses_between_toolkits_of_one_chip(machine: Machine, proven: 
         assert refused
         return
     proofs: Proofs = {(cell, machine.platform): PROVEN for cell in proven}
-    chosen = select.choose(LOADED, machine, proofs=proofs)
+    chosen = select.choose(LOADED, machine, record=Record(proofs=proofs))
     assert CELLS[chosen.cell].sms == CELLS[plain.cell].sms
     assert chosen.left_out == plain.left_out
     if plain.cell in proven:
@@ -458,7 +465,7 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
     assert out == "appliance:llama-cu128-sm120\n"
     assert err.startswith("appliance:llama-cu128-sm120: its code for sm_120a runs on RTX 5090 (SM 120); driver 570.124")
     assert "llama-cu134-sm120    needs driver 580" in err
-    assert "only rendered: no record says that it was built and verified" in err
+    assert "rendered, never built" in err
     assert "get it: python3 -m images build --only llama-cu128-sm120 --base auto" in err
 
 
