@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
@@ -994,8 +994,34 @@ def _progress(cell: Cell, line: str) -> None:
     print(f"{cell.id}: {line}", file=sys.stderr)
 
 
+class _Once(argparse.Action):
+    """Stores a flag's one value; of two, argparse would drop the first without a word."""
+
+    is_given = False
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string and self.is_given:
+            # The address of an index may hold a password.
+            said = "" if option_string == "--index-url" else f": {getattr(namespace, self.dest)} and {values}"
+            message = f"{option_string} is given twice{said}"
+            raise UsageError(message, hint=f"it takes one value; {parser.prog} --help")
+        self.is_given = True
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what was probably meant, and raises where argparse would end the program."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
