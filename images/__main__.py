@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
@@ -55,6 +55,7 @@ from images import (
     router,
     sbom,
     select,
+    smi,
     snapshot,
     space,
     substitute,
@@ -78,7 +79,7 @@ OF_REPRODUCE = (
     *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked"),
     *("--source", "--url", "--vendor"),
 )
-BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
+INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell says of a program that SIGINT or SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FatalError as error:
         return _fail(error, is_json=is_json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `images list | head -1`: nobody is left to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -113,10 +117,10 @@ def _fail(error: FatalError, *, is_json: bool) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     loaded, cells = _load(arguments)
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    rows = [_row(cell) | _state(cell, proven, here) for cell in cells]
+    record = _record_of(loaded)
+    rows = [_row(cell) | _state(cell, record) for cell in cells]
     lines = [
-        f"{row['id']:<22} {row['state']:<9} {row['base']:<20} {row['platforms']:<24} base {row['status']}"
+        f"{row['id']:<22} {row['state']:<28} {row['base']:<20} {row['platforms']:<24} base {row['status']}"
         f"{'; ' + str(row['needs']) if row['needs'] else ''}"
         for row in rows
     ]
@@ -124,21 +128,39 @@ def _list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _state(cell: Cell, proven: proofs.Proofs, here: frozenset[str]) -> dict[str, object]:
-    own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
-    foreign = [each for each in cell.platforms if each != own and (cell.id, each) not in proven]
+def _state(cell: Cell, record: proofs.Record) -> dict[str, object]:
+    states = {each: record.state(cell, each) for each in cell.platforms}
+    foreign = [each for each in cell.platforms if each != record.own and states[each] != "proven"]
     unlocked = " and a Debian lock" if any(not _is_locked(cell, each) for each in foreign) else ""
     return {
-        "state": proofs.state(cell, proven, here),
-        "proofs": [proof.model_dump(mode="json") for each in cell.platforms if (proof := proven.get((cell.id, each)))],
+        "state": _in_one_line(states),
+        "states": states,
+        "proofs": [
+            proof.model_dump(mode="json") for each in cell.platforms if (proof := record.proofs.get((cell.id, each)))
+        ],
         "needs": f"{', '.join(foreign)}: needs a machine of that kind{unlocked}" if foreign else None,
     }
+
+
+def _in_one_line(states: Mapping[matrix.Platform, proofs.State]) -> str:
+    """One word where all platforms agree."""
+    words = dict.fromkeys(states.values())
+    if len(words) == 1:
+        return next(iter(words))
+    return ", ".join(f"{each.partition('/')[2]} {state}" for each, state in states.items())
+
+
+def _record_of(loaded: Matrix) -> proofs.Record:
+    own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
+    return proofs.Record(proofs=proofs.load(ROOT, loaded.cells), here=_built_here(), own=own)
 
 
 def _built_here() -> frozenset[str]:
     """Tags of cells in this machine's engine; none where there is no engine, which is no fault of who lists cells."""
     words = ("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
-    asked = docker.capture(words, cwd=ROOT)
+    asked = docker.capture(words, cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
+    if asked.code == docker.TIMED_OUT:
+        print(f"which images are here is not known: {asked.lines[0]}", file=sys.stderr)
     return frozenset(asked.lines) if asked.code == 0 else frozenset()
 
 
@@ -151,7 +173,7 @@ def _render(arguments: argparse.Namespace) -> int:
     }
     for name, cell in loaded.devcontainers.items():
         files |= devcontainer.files(ROOT, name, cell)
-    files[cards.PAGE] = cards.page(loaded, proofs.load(ROOT, loaded.cells))
+    files[cards.PAGE] = cards.page(loaded, proofs.Record(proofs=proofs.load(ROOT, loaded.cells)))
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
@@ -845,8 +867,7 @@ def _fate(each: prune.Leftover, arguments: argparse.Namespace) -> str:
 
 def _explain(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    found = explain.explain(arguments.cell, loaded, platform=arguments.platform, proven=proven, here=here)
+    found = explain.explain(arguments.cell, loaded, platform=arguments.platform, record=_record_of(loaded))
     _say(arguments, {**asdict(found), "message": found.message, "hint": found.hint}, explain.lines(found))
     if found.verdict != "exists":
         raise MatrixError(found.message, hint=found.hint)
@@ -855,11 +876,10 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _select(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    proven, here = proofs.load(ROOT, loaded.cells), _built_here()
-    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, proofs=proven)
+    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=_record_of(loaded))
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
-    tag, is_here = choice.tag, choice.tag in here
-    get = f"{tag} is here" if is_here else f"get it: {choice.command}"
+    tag = choice.tag
+    get = f"{tag} is here" if choice.is_here else f"get it: {choice.command}"
     left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
         prefix = model.check_prefix(arguments.image_prefix)
@@ -868,9 +888,9 @@ def _select(arguments: argparse.Namespace) -> int:
         name = model.alias_of(arguments.alias, prefix)
         if not arguments.dry_run:
             model.set_alias(arguments.alias, choice.cell, docker.Engine(), prefix)
-        _say(arguments, {**asdict(choice), "tag": tag, "alias": name, "is_here": is_here}, [name])
+        _say(arguments, {**asdict(choice), "tag": tag, "alias": name}, [name])
     else:
-        _say(arguments, {**asdict(choice), "is_here": is_here}, [tag])
+        _say(arguments, asdict(choice), [tag])
     if not arguments.json:
         said = f"{tag}: {choice.why}\n{left}{choice.proof}\n{get}"
         print(f"{said}\nnot chosen:\n{rest}", file=sys.stderr)
@@ -897,8 +917,10 @@ def _machine(arguments: argparse.Namespace) -> select.Machine:
 
 
 def _machine_here(here: matrix.Platform) -> select.Machine:
-    asked = docker.capture(select.SMI_QUERY, cwd=ROOT)
-    return select.parse_smi(asked.code, asked.lines, here)
+    def run(words: tuple[str, ...]) -> docker.Finished:
+        return docker.capture(words, cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
+
+    return smi.query_machine(run, here)
 
 
 def _platform_of(engine: docker.Engine) -> matrix.Platform:
@@ -972,8 +994,34 @@ def _progress(cell: Cell, line: str) -> None:
     print(f"{cell.id}: {line}", file=sys.stderr)
 
 
+class _Once(argparse.Action):
+    """Stores a flag's one value; of two, argparse would drop the first without a word."""
+
+    is_given = False
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string and self.is_given:
+            # The address of an index may hold a password.
+            said = "" if option_string == "--index-url" else f": {getattr(namespace, self.dest)} and {values}"
+            message = f"{option_string} is given twice{said}"
+            raise UsageError(message, hint=f"it takes one value; {parser.prog} --help")
+        self.is_given = True
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what was probably meant, and raises where argparse would end the program."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)

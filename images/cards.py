@@ -6,13 +6,13 @@ A row for each number of a chip and platform: as drivers get newer, the cell tha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from images import compat, gpus, render, select
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
-from images.proofs import Proof
+from images.proofs import Record
 
 PAGE = Path("docs/cards.md")
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
@@ -53,8 +53,8 @@ Laptop and special editions of a name have the chip of the name, but for a few t
 """
 
 
-def page(matrix: Matrix, proofs: Mapping[tuple[str, str], Proof]) -> str:
-    rows = (row for sm in _numbers(matrix) for platform in PLATFORMS for row in _rows(matrix, sm, platform, proofs))
+def page(matrix: Matrix, record: Record) -> str:
+    rows = (row for sm in _numbers(matrix) for platform in PLATFORMS for row in _rows(matrix, sm, platform, record))
     names = (f"| {sm} | {', '.join(_names(sm))} |" for sm in _numbers(matrix) if _names(sm))
     return "".join((HEAD.format(command=render.RENDER_COMMAND), _lines(rows), NOTES, _lines(names)))
 
@@ -67,7 +67,7 @@ def _numbers(matrix: Matrix) -> list[str]:
     return sorted({sm for cell in select.of_engine(matrix, select.DEFAULT_ENGINE).cells for sm in cell.sms}, key=int)
 
 
-def _rows(matrix: Matrix, sm: str, platform: Platform, proofs: Mapping[tuple[str, str], Proof]) -> Iterator[str]:
+def _rows(matrix: Matrix, sm: str, platform: Platform, record: Record) -> Iterator[str]:
     """One for each driver from which on another cell is taken."""
     cells = [
         cell
@@ -79,11 +79,11 @@ def _rows(matrix: Matrix, sm: str, platform: Platform, proofs: Mapping[tuple[str
     drivers = {driver for floor in floors if floor for driver in (floor.sass, floor.ptx)}
     for driver in sorted(drivers, key=_version):
         machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),), driver=driver)
-        taken = select.choose(matrix, machine, proofs=proofs).cell
-        if taken != last:
-            proven = "yes" if (taken, platform) in proofs else "no"
-            yield f"| {sm} | {platform.partition('/')[2]} | {driver} or newer | `{taken}` | {proven} |"
-        last = taken
+        choice = select.choose(matrix, machine, record=record)
+        if choice.cell != last:
+            proven = "yes" if choice.state == "proven" else "no"
+            yield f"| {sm} | {platform.partition('/')[2]} | {driver} or newer | `{choice.cell}` | {proven} |"
+        last = choice.cell
 
 
 def _version(text: str) -> tuple[int, ...]:

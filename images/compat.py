@@ -168,14 +168,33 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
+# Of makers, and of what a chip is sold in: `Quadro T2000 with Max-Q Design` is the T2000 Max-Q, `IGX Orin` an Orin.
+UNTOLD_WORDS = frozenset(
+    (
+        "nvidia",
+        "geforce",
+        "tesla",
+        "nvgpu",
+        "grid",
+        "tegra",
+        "igx",
+        "drive",
+        "gpu",
+        "with",
+        "design",
+        "developer",
+        "kit",
+    )
+)
+
+
 def plain_name(name: str) -> str:
     """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`.
 
-    Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`.
+    Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`; `80G` is the same.
     """
-    words = re.findall(r"[^\W\d_]+|\d+", name.casefold())
-    plain = [word for word in words if word not in ("nvidia", "geforce", "tesla", "nvgpu")]
-    return " ".join(plain).replace("laptop gpu", "mobile")
+    words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<!\w)(\d+)g\b", r"\1gb", name.casefold()))
+    return " ".join("mobile" if word == "laptop" else word for word in words if word not in UNTOLD_WORDS)
 
 
 def floors(release: Release, sm: Sm, *, is_compressed: bool) -> Floors:

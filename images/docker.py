@@ -6,16 +6,19 @@ are started here too, so that there is one place to look for what runs on the us
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import docker
 import docker.errors
@@ -27,8 +30,10 @@ from images.errors import BuildError
 T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
+QUICK_TIMEOUT_S = 20.0  # what does not answer by then hangs: docker and nvidia-smi need seconds at most
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
-NOT_STARTED, NOT_FOUND = 126, 127
+TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -73,79 +78,141 @@ class Hardening:
     memory_bytes: int = 1 << 30
 
 
+class _NotStartedError(BuildError):
+    """`code`, as a shell says it: not there, or there and not to be started."""
+
+    def __init__(self, program: str, error: OSError) -> None:
+        hint = "install Docker with its buildx plugin" if program == "docker" else "is it installed, and on the PATH?"
+        super().__init__(f"program cannot be started: {program}: {error.strerror}", hint=hint)
+        self.code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
+        self.said = f"{program}: {error.strerror}"
+
+
 def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
     """Runs a program and copies what it says to stderr as it comes: stdout stays data."""
     kept: deque[str] = deque(maxlen=KEPT_LINES)
-    with _started(argv, cwd) as process:
+    with _started(argv, cwd, stderr=subprocess.STDOUT) as process:
         for line in process.stdout or ():
             sys.stderr.write(line)
             kept.append(line.rstrip("\n"))
         return Finished(code=process.wait(), lines=tuple(kept))
 
 
-def capture(argv: tuple[str, ...], *, cwd: Path) -> Finished:
-    """Runs a short program in silence."""
+def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None) -> Finished:
+    """Runs a short program in silence. One that does not answer in time is ended, and its code is TIMED_OUT."""
     try:
-        done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        # As a shell says it: not there, or there and not to be started.
-        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
-        return Finished(code=code, lines=(f"{argv[0]}: {error.strerror}",))
-    return Finished(code=done.returncode, lines=tuple((done.stdout + done.stderr).splitlines()))
+        with _started(argv, cwd, stderr=subprocess.PIPE) as process:
+            out, err = process.communicate(timeout=timeout_s)
+            return Finished(code=process.returncode, lines=tuple((out + err).splitlines()))
+    except subprocess.TimeoutExpired:
+        return Finished(code=TIMED_OUT, lines=(f"{argv[0]}: no answer in {timeout_s:g} s",))
+    except _NotStartedError as error:
+        return Finished(code=error.code, lines=(error.said,))
 
 
 def feed(argv: tuple[str, ...], parse: Callable[[Iterable[str]], T], *, cwd: Path) -> tuple[T, Finished]:
     """Runs a program and hands its stdout to `parse` as it comes; `lines` of the result are those of its stderr."""
     with tempfile.TemporaryFile("w+") as errors:  # a pipe of its own could fill up while nobody reads it
-        try:
-            process = subprocess.Popen(argv, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True)
-        except OSError as error:
-            raise _not_started(argv[0], error) from error
-        with process:
+        # In our own group: several run at once in threads, where only the terminal's interrupt reaches them.
+        with _started(argv, cwd, stderr=errors, has_group=False) as process:
             parsed = parse(line.rstrip("\n") for line in process.stdout or ())
             code = process.wait()
         errors.seek(0)
         return parsed, Finished(code=code, lines=tuple(errors.read().splitlines()))
 
 
-def _not_started(program: str, error: OSError) -> BuildError:
-    hint = "install Docker with its buildx plugin" if program == "docker" else "is it installed, and on the PATH?"
-    return BuildError(f"program cannot be started: {program}: {error.strerror}", hint=hint)
+@contextmanager
+def _started(
+    argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group: bool = True
+) -> Iterator[subprocess.Popen[str]]:
+    """A running program that is gone when the block is left, also by an interrupt. `has_group`: of its own, with what
+    it starts in turn: docker runs buildx as a child."""
+    process = None
+    try:
+        with _undisturbed():
+            process = _popen(argv, cwd, stderr=stderr, has_group=has_group)
+        yield process
+        process.wait()
+    except BaseException:
+        if process is not None:
+            _end(process, has_group=has_group)
+        raise
+    finally:
+        for pipe in (process.stdout, process.stderr) if process is not None else ():
+            if pipe:
+                pipe.close()
+
+
+def _popen(argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group: bool) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            argv,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,  # reading the terminal would stop a group that is not the terminal's
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",  # a compiler's line may be cut in the middle of a character
+            process_group=0 if has_group else None,
+        )
+    except OSError as error:
+        raise _NotStartedError(argv[0], error) from error
 
 
 @contextmanager
-def _started(argv: tuple[str, ...], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running program that is gone when the block is left, also by an interrupt."""
+def _undisturbed() -> Iterator[None]:
+    """Holds an interrupt back to the end of the block: a program that is there and that nobody knows would be left."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # no interrupt comes here
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     try:
-        # A compiler's line may be cut in the middle of a character.
-        process = subprocess.Popen(
-            argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError as error:
-        raise _not_started(argv[0], error) from error
-    with process:
-        try:
-            yield process
-        except BaseException:
-            process.terminate()
-            raise
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
+
+
+def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:
+    """SIGTERM, and SIGKILL for what is there after that. Gives up on a program that the kernel does not let go."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            if has_group:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
 
 
 class Engine:
     """The Docker engine, connected to when it is first needed; BuildError in words when there is none."""
 
+    def __init__(self, *, quick_timeout_s: float = QUICK_TIMEOUT_S) -> None:
+        self._quick_timeout_s = quick_timeout_s
+
     @cached_property
-    def _client(self) -> docker.DockerClient:
+    def _quick(self) -> docker.DockerClient:
+        """For what an engine says at once; one that hangs is given up."""
         with _in_words("the Docker engine does not answer"):
-            client = docker.from_env(timeout=int(ENGINE_TIMEOUT_S))
+            client = docker.from_env(timeout=int(self._quick_timeout_s))
             client.ping()
             return client
+
+    @cached_property
+    def _client(self) -> docker.DockerClient:
+        _ = self._quick
+        with _in_words("the Docker engine does not answer"):
+            return docker.from_env(timeout=int(ENGINE_TIMEOUT_S))
 
     @property
     def platform(self) -> str:
         """As the matrix writes it: linux/amd64."""
         with _in_words("the engine does not say what it is"):
-            version = self._client.version()
+            version = self._quick.version()
         architecture = str(version["Arch"])
         return f"{version['Os']}/{ARCHITECTURES.get(architecture, architecture)}"
 
@@ -153,7 +220,7 @@ class Engine:
     def image_store(self) -> str:
         """What keeps its images: `io.containerd.snapshotter.v1`, or the name of a storage driver such as overlay2."""
         with _in_words("the engine does not say how it keeps images"):
-            info = self._client.info()
+            info = self._quick.info()
         status = dict(info.get("DriverStatus") or [])
         return str(status.get("driver-type") or info.get("Driver"))
 
@@ -212,7 +279,7 @@ class Engine:
     def data_folder(self) -> Path | None:
         """Where the engine keeps images and cache; None where that is not on this machine's own disk."""
         with _in_words("the engine does not say where its data is"):
-            folder = Path(str(self._client.info()["DockerRootDir"]))
+            folder = Path(str(self._quick.info()["DockerRootDir"]))
             is_local = self._client.api.base_url.startswith(LOCAL_ENGINE)
         return folder if is_local and folder.is_dir() else None
 

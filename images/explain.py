@@ -8,14 +8,15 @@ nearest cells that are there.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from images import compat, proofs, wheel_facts
+from images import compat, wheel_facts
 from images.compat import Facts, Release, Sm
 from images.errors import UsageError, near_miss
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit
+from images.proofs import PROOFS_FILE, Record
 
 CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})(?P<sms>(?:-sm[1-9]\d{1,2})*))$")
 NEAREST = 2
@@ -96,18 +97,14 @@ def explain(
     *,
     platform: Platform | None = None,
     known: Facts | None = None,
-    proven: proofs.Proofs | None = None,
-    here: Collection[str] = (),
+    record: Record | None = None,
 ) -> Explanation:
-    """UsageError when `cell_id` has not the form of an id. `here`: tags of this machine's engine."""
+    """UsageError when `cell_id` has not the form of an id."""
     known = known or compat.facts()
     question = _parse(cell_id, matrix, platform)
     cell = next((cell for cell in matrix.cells if cell.id == cell_id), None)
     if cell and (platform is None or platform in cell.platforms):
-        state = Consequence(
-            name="state", value=proofs.describe(cell, proven or {}, here), sources=(str(proofs.PROOFS_FILE),)
-        )
-        follows = (state, *_consequences(cell, matrix, known))
+        follows = (*_states(cell, platform, record or Record()), *_consequences(cell, matrix, known))
         return Explanation(cell=cell_id, platform=platform, verdict="exists", follows=follows)
     verdict, reasons = _against(question, matrix, known)
     return Explanation(
@@ -117,6 +114,12 @@ def explain(
         reasons=reasons,
         nearest=nearest(question, matrix, known),
     )
+
+
+def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[Consequence]:
+    """Proven, built or rendered, for each platform that was asked for."""
+    for each in (platform,) if platform else cell.platforms:
+        yield Consequence(name=f"state on {each}", value=record.describe(cell, each), sources=(str(PROOFS_FILE),))
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:

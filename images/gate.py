@@ -43,6 +43,9 @@ TOOLKIT = re.compile(
     r"nvJitLink|nvfatbin|nvjpeg|nvrtc[\w-]*|nvshmem\w*|nvToolsExt|torch_cuda\w*)(?:-[0-9a-f]+)?\.so(?:\.|$)"
 )
 
+SHARED = re.compile(r"\.so(?:\.\d+)*$")
+DYNAMIC_TAG_BYTES = 8  # ELF, 64 bit
+
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_START = struct.pack("<I", FATBIN_MAGIC)
 FATBIN_HEADER = struct.Struct("<IHHQ")  # magic, version, header size, size of what follows
@@ -318,10 +321,28 @@ def describe(library: Library, sm: int) -> str:
 def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library:
     """Asks cuobjdump about one file. VerificationError when it cannot be read, or is only the beginning of one."""
     path = name or file.as_posix()
+    if SHARED.search(path):
+        _refuse_no_library(file, path)
     if TOOLKIT.match(Path(path).name):
         return Library(path=path, targets=_dump(tool, ("--list-elf",), file, parse_listing) or {})
     elements = _dump(tool, ("-symbols", "-ptx"), file, parse_elements) or []
     return join(path, elements, read_units(file, path))
+
+
+def _refuse_no_library(file: Path, path: str) -> None:
+    """VerificationError for what only has the name of a library. Of zeros cuobjdump says that they have no device code,
+    which is what it says of a sound library for the CPU."""
+    with file.open("rb") as stream:
+        try:
+            tables = [each["p_offset"] for each in ELFFile(stream).iter_segments() if each["p_type"] == "PT_DYNAMIC"]
+        except ELFError:
+            tables = []
+        for offset in tables:  # zero is the tag that ends the table of what the linker must know
+            stream.seek(offset)
+            if any(stream.read(DYNAMIC_TAG_BYTES)):
+                return
+    message = f"{path} is no shared library"
+    raise VerificationError(message, hint="zeros, or text? make it anew; was the disk full?")
 
 
 def read_units(file: Path, path: str) -> list[list[tuple[Kind, int]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -22,6 +23,7 @@ FACTS_NAME = "images/facts/gpus.yaml"  # as a person sees it
 ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm NN"
 SHORTEST_PART = 3  # of a name that stands for the whole: `3090` and `Orin` do, and `40` does not
 LONGEST_LIST = 8  # names in a hint
+MIG_PROFILE = re.compile(r"^\d+g\.(\d+)gb")
 
 Figure = Annotated[float, Field(gt=0, strict=True)]
 Number = Annotated[str, Field(pattern=r"^\d{2,3}$")]
@@ -29,6 +31,8 @@ Number = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 
 class _File(Row):
     source: Source
+    names_source: Source
+    names: dict[Number, tuple[str, ...]]
     products: dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
     older: dict[Number, tuple[str, ...]]
 
@@ -54,9 +58,20 @@ class Gpu:
 
 
 @functools.cache
+def _file() -> _File:
+    return rows.check(rows.load(FACTS_NAME), _File, name=FACTS_NAME)
+
+
+@functools.cache
+def driver_names() -> Mapping[str, str]:
+    """Plain name of what NVIDIA's driver says of a GPU -> number of its chip. MatrixError when they cannot be."""
+    return {compat.plain_name(name): sm for sm, names in _file().names.items() for name in names}
+
+
+@functools.cache
 def products() -> Mapping[str, Gpu]:
     """Every product of the committed facts by its plain name. MatrixError when they cannot be."""
-    file = rows.check(rows.load(FACTS_NAME), _File, name=FACTS_NAME)
+    file = _file()
     older = [Gpu(name=name, sm=sm) for sm, names in file.older.items() for name in names]
     newer = [_product(name, sm, figures) for sm, listed in file.products.items() for name, figures in listed.items()]
     return {compat.plain_name(each.name): each for each in (*older, *newer)}
@@ -64,12 +79,18 @@ def products() -> Mapping[str, Gpu]:
 
 def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
     """UsageError, with near misses, for a name that is not one chip's. Of several boards the least figures count."""
+    whole, _, part = name.partition(" MIG ")
     rows = _rows(known or compat.facts())
-    wanted = compat.plain_name(name)
+    wanted = compat.plain_name(whole)
+    own = driver_names().get(wanted)
+    if own:
+        rows = {key: row for key, row in rows.items() if row.sm == own}
     found = _matching(wanted, rows)
     sms = {rows[key].sm for key in found}
+    if own and not found:
+        return Gpu(name=name, sm=own)
     if len(sms) == 1:
-        return replace(_least(_boards(found, rows)), name=name)
+        return _part(replace(_least(_boards(found, rows)), name=name), part)
     if sms:
         which = [str(rows[key]) for key in found]
         more = f" and {len(which) - LONGEST_LIST} more" if len(which) > LONGEST_LIST else ""
@@ -105,6 +126,17 @@ def _rows(known: Facts) -> Mapping[str, Gpu]:
     listed = {compat.plain_name(name): Gpu(name=name, sm=row.sm) for row in known.gpus for name in row.names}
     found = products()
     return {**listed, **found}
+
+
+def _part(gpu: Gpu, profile: str) -> Gpu:
+    """`1g.5gb` of a GPU that is shared: its memory, and of the bandwidth the same share."""
+    size = MIG_PROFILE.search(profile)
+    if size is None:
+        return gpu
+    memory_gib = float(size[1])
+    share = memory_gib / gpu.memory_gib if gpu.memory_gib else None
+    bandwidth = share and gpu.bandwidth_gb_s and share * gpu.bandwidth_gb_s
+    return replace(gpu, memory_gib=memory_gib, bandwidth_gb_s=bandwidth)
 
 
 def _matching(wanted: str, rows: Mapping[str, Gpu]) -> list[str]:

@@ -8,15 +8,24 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from appliance.image_facts import Recipe, Rung, dump_facts, dump_recipe, parse_image_facts
+from appliance.image_facts import (
+    RECIPE_PATH,
+    Recipe,
+    Rung,
+    dump_facts,
+    dump_recipe,
+    parse_image_facts,
+)
 from images import docker, render
 from images.build import ARCHIVES, BUILD_ID_LABEL, RECIPE_LABEL, explain_failure, manifest_digest, refuse_store
 from images.errors import BuildError, UsageError
+from images.integrity import WEIGHTS
 from images.matrix import Cell
 from images.push import NAME
-from images.recipe import MODELS
+from images.recipe import MODELS, RecipeRow, carried
+from images.tree import Entry, Tree
 
 DOCKERFILE = MODELS / "Dockerfile"
 IDENTITY_LABEL = f"{RECIPE_LABEL}.id"  # of all that is in the layer, and of the cell's image below it
@@ -149,6 +158,47 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # another file system
         shutil.copyfile(source, target)
+
+
+def foreign(tree: Tree, labels: Mapping[str, str], row: RecipeRow | None) -> list[str]:
+    """A line for what of recipe and weights is not what `build --model` puts into an image. Pure. `row`: the recipe of
+    this tree that the image's label names.
+    """
+    name, baked = labels.get(RECIPE_LABEL), labels.get(WEIGHTS_LABEL)
+    found = {path: each for path, each in tree.files.items() if path.startswith(WEIGHTS)}
+    there = {path: _said(each) for path, each in found.items() if each.kind != "folder"}
+    text = tree.files.get(RECIPE_PATH.lstrip("/"))
+    if name is None:
+        return [f"of no recipe that a label names: {path}" for path in (*([text.path] if text else ()), *there)]
+    if row is None or text is None:
+        return [f"missing: {RECIPE_PATH}" if row else f"{MODELS} has no recipe of the label's name: {name}"]
+    rungs = [carried(row, rung, is_baked=baked is not None) for rung in row.rungs if baked in (None, rung.name)]
+    own = next((each for each in rungs if dump_recipe(each).encode() == text.content), None)
+    if own is None:
+        return [f"not a recipe of {MODELS}/{name}.yaml: {text.path}"]
+    expected = _laid_out(own.default_rung) if baked else {}
+    other = sorted(path for path in {*there, *expected} if there.get(path) != expected.get(path))
+    return [f"{'gone' if path not in there else 'foreign weights'}: {path}" for path in other]
+
+
+def _laid_out(rung: Rung) -> dict[str, str]:
+    """Path in an image -> what `_said` says of it: the layout of `_lay_out_cache`."""
+    folder, places = PurePosixPath(WEIGHTS), {}
+    for file in rung.files:
+        target = folder / rung.place(file)
+        if rung.repo is None:
+            places[str(target)] = file.sha256
+            continue
+        cache = folder / target.relative_to(folder).parts[0]
+        blob = cache / "blobs" / file.sha256
+        places[str(blob)] = file.sha256
+        places[str(target)] = f"-> {os.path.relpath(blob, target.parent)}"
+        places[str(cache / "refs/main")] = hashlib.sha256(str(rung.revision).encode()).hexdigest()
+    return places
+
+
+def _said(entry: Entry) -> str:
+    return f"-> {entry.target}" if entry.kind == "link" else entry.sha256
 
 
 def model_argv(

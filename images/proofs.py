@@ -7,7 +7,8 @@ is only rendered.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
@@ -127,22 +128,30 @@ def platform_of(cell: Cell, name: str) -> Platform:
     raise MatrixError(message, hint=f"it is for {', '.join(cell.platforms)}")
 
 
-def state(cell: Cell, proofs: Proofs, here: Collection[str]) -> State:
-    """`here`: tags of this machine's engine."""
-    if any((cell.id, platform) in proofs for platform in cell.platforms):
-        return "proven"
-    return "built" if cell.tag in here else "rendered"
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is known of images. `here`: tags of this machine's engine, which are of its own platform."""
 
+    proofs: Proofs = field(default_factory=dict)
+    here: frozenset[str] = frozenset()
+    own: str = ""
 
-def describe(cell: Cell, proofs: Proofs, here: Collection[str]) -> str:
-    """In a sentence, by platform where there are two."""
-    found = [proof for platform in cell.platforms if (proof := proofs.get((cell.id, platform)))]
-    here_too = f"{cell.tag} is here" if cell.tag in here else ""
-    if not found:
-        return f"built, and no record says that it was verified: {here_too}" if here_too else "rendered, never built"
-    several = len(cell.platforms) > 1
-    said = [f"{proof.platform} {proof}" if several else str(proof) for proof in found]
-    return "; ".join([*said, *filter(None, [here_too])])
+    def state(self, cell: Cell, platform: Platform) -> State:
+        if (cell.id, platform) in self.proofs:
+            return "proven"
+        return "built" if self.has(cell, platform) else "rendered"
+
+    def has(self, cell: Cell, platform: Platform) -> bool:
+        """Whether its tag is in this machine's engine."""
+        return platform == self.own and cell.tag in self.here
+
+    def describe(self, cell: Cell, platform: Platform) -> str:
+        """The state in a sentence, which begins with it."""
+        proof, tag = self.proofs.get((cell.id, platform)), f"{cell.tag} is here"
+        is_here = self.has(cell, platform)
+        if proof:
+            return f"{proof}; {tag}" if is_here else str(proof)
+        return f"built, and no record says that it was verified: {tag}" if is_here else "rendered, never built"
 
 
 def _short(detail: str) -> str:

@@ -1,13 +1,13 @@
 """Which cell a machine should run, why every other one lost, and which GPUs are left out of it. Pure.
 
 A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
-cells that serve the most memory times bandwidth, one that was proven wins, then one whose toolkit is not newer than the
-driver's own CUDA, then the nearest chip, then the newest CUDA.
+cells that serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins; of its
+toolkits one that was proven, then one not newer than the driver's own CUDA, then the newest. So a proof moves no
+GPU to another chip's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -16,28 +16,11 @@ from images.compat import Facts
 from images.errors import MatrixError, UsageError, near_miss
 from images.gpus import Gpu
 from images.matrix import Cell, Matrix, Platform, Scope
-from images.proofs import Proof
+from images.proofs import Proofs, Record, State
 
-SMI_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader,nounits")
-NO_DEVICES = "no devices were found"
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 FIRST_SM = 75  # of the matrix; said to those who have an older GPU
 MIB_PER_GIB = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What an image would run on. No GPU at all means the CPU; a driver of None was not told and is not checked."""
-
-    platform: Platform
-    gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loser:
-    cell: str
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +30,29 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What an image would run on. No GPU at all means the CPU; a driver of None was not told and is not checked."""
+
+    platform: Platform
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    unknown: tuple[LeftOut, ...] = ()  # GPUs of which nobody says what they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loser:
+    cell: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     cell: str
     tag: str
     why: str
-    proof: str  # proven or only rendered, in words
+    state: State
+    proof: str  # the same in words
+    is_here: bool
     command: str  # what makes the tag exist on this machine
     left_out: tuple[LeftOut, ...]
     runners_up: tuple[Loser, ...]
@@ -71,11 +72,16 @@ def choose(
     known: Facts | None = None,
     *,
     engine: str = DEFAULT_ENGINE,
-    proofs: Mapping[tuple[str, str], Proof] | None = None,
+    record: Record | None = None,
 ) -> Choice:
     """Among the cells of one engine. MatrixError, saying what would help, when none fits."""
-    known, proofs = known or compat.facts(), proofs or {}
+    known, record = known or compat.facts(), record or Record()
+    proofs = record.proofs
     matrix = of_engine(matrix, engine)
+    if machine.unknown and not machine.gpus:
+        said = "; ".join(f"{each.gpu}: {each.why}" for each in machine.unknown)
+        message = f"no GPU of this machine says what it is: {said}"
+        raise MatrixError(message, hint=f"repair the driver, or {gpus.ASK_SM}")
     fits = [fit for fit in (_fit(cell, machine, known) for cell in matrix.cells) if fit]
     if not fits:
         raise _nothing_fits(matrix, machine, known)
@@ -84,12 +90,13 @@ def choose(
     unfit = [cell for cell in matrix.cells if cell.id not in {fit.cell.id for fit in fits}]
     losers = [Loser(cell=fit.cell.id, why=_beaten(fit, best, machine, known, proofs)) for fit in others]
     losers += [Loser(cell=cell.id, why=_unfit(cell, machine, known)) for cell in unfit]
-    proof = proofs.get((best.cell.id, machine.platform))
     return Choice(
         cell=best.cell.id,
         tag=best.cell.tag,
         why=_praise(best, machine, known),
-        proof=str(proof) if proof else "only rendered: no record says that it was built and verified",
+        state=record.state(best.cell, machine.platform),
+        proof=record.describe(best.cell, machine.platform),
+        is_here=record.has(best.cell, machine.platform),
         command=build_command(best.cell),
         left_out=tuple(_left_out(best, machine, known)),
         runners_up=tuple(losers),
@@ -114,37 +121,6 @@ def parse_driver(text: str) -> str:
         message = f"not a driver version: {text!r}"
         raise UsageError(message, hint="such as 570.124.06; nvidia-smi --query-gpu=driver_version --format=csv says it")
     return text
-
-
-def parse_smi(code: int, lines: Sequence[str], platform: Platform, known: Facts | None = None) -> Machine:
-    """What nvidia-smi said to SMI_QUERY. Not there at all (127) or no device: a machine without a GPU.
-
-    MatrixError when it failed: a GPU that cannot be asked is not the same as none, and the CPU is no silent substitute.
-    """
-    said = " ".join(lines).strip()
-    if code == 127 or NO_DEVICES in said.casefold():
-        return Machine(platform=platform)
-    rows = [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
-    if code != 0 or any(len(row) != 4 for row in rows) or not rows:
-        message = f"nvidia-smi failed with exit {code}: {said or 'it said nothing'}"
-        raise MatrixError(message, hint="repair the driver, or say what there is: --driver 580.95.05 --gpu 'RTX 5090'")
-    found = (_asked(name, capability, memory_mib, known) for name, _, capability, memory_mib in rows)
-    return Machine(platform=platform, gpus=tuple(found), driver=parse_driver(rows[0][1]))
-
-
-def _asked(name: str, capability: str, memory_mib: str, known: Facts | None) -> Gpu:
-    """By its number, which an unlisted GPU has too; by its name where an old driver does not tell the number. Memory as
-    the machine says it, bandwidth as the facts say of the name.
-    """
-    sm = capability.replace(".", "") if capability.replace(".", "").isdecimal() else None
-    try:
-        listed = gpus.parse_gpu(name, known)
-    except UsageError:
-        if sm is None:
-            raise
-        listed = Gpu(name=name, sm=sm)
-    memory_gib = int(memory_mib) / MIB_PER_GIB if memory_mib.isdecimal() else listed.memory_gib
-    return replace(listed, sm=sm or listed.sm, memory_gib=memory_gib)
 
 
 def _fit(cell: Cell, machine: Machine, known: Facts) -> _Fit | None:
@@ -190,11 +166,11 @@ def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
     return compat.required_driver(cell, known, sm=sm) or "0"
 
 
-Rank = tuple[bool, float, float, int, bool, bool, int, int, tuple[int, ...]]
+Rank = tuple[bool, float, float, int, int, int, bool, bool, tuple[int, ...]]
 
 
-def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> Rank:
-    """What can be built, then what serves most, then what was proven, then what fits the driver and the chips best."""
+def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
+    """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
     cell = fit.cell
     memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
     # One GPU without figures makes the product of all meaningless; memory is what a machine says of each.
@@ -205,10 +181,10 @@ def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, 
         worth,
         memory_gib,
         chips,
-        (cell.id, machine.platform) in proofs,
-        _is_of_the_driver(fit, machine, known),
         -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
         -len(cell.sms) if cell.engine.is_compiled else 0,
+        (cell.id, machine.platform) in proofs,
+        _is_of_the_driver(fit, machine, known),
         compat.numbers(cell.target.cuda or "0"),
     )
 
@@ -228,7 +204,7 @@ def _distance(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> int:
     return int(gpu.sm) - max(int(form.rstrip("af")) for form in forms)
 
 
-def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Mapping[tuple[str, str], Proof]) -> str:
+def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> str:
     """The first thing in which it is behind the best."""
     cell, winner = fit.cell, best.cell
     if cell.unresolved and not winner.unresolved:
@@ -236,12 +212,12 @@ def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Mappi
     missing = [gpu for gpu in best.served if gpu not in fit.served]
     if missing:
         return f"does not serve {gpus.describe(missing)}: {_unserved(cell, missing[0], machine, known)}"
+    if cell.forms != winner.forms:
+        return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
     if (cell.id, machine.platform) not in proofs and (winner.id, machine.platform) in proofs:
         return "runs too, and was never proven"
     if not _is_of_the_driver(fit, machine, known) and _is_of_the_driver(best, machine, known):
         return f"runs too, with a CUDA newer than the driver's own: {cell.target.cuda}"
-    if cell.forms != winner.forms:
-        return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
     return f"runs too, with an older CUDA: {cell.target.cuda}"
 
 
@@ -262,7 +238,8 @@ def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
 
 def _left_out(best: _Fit, machine: Machine, known: Facts) -> list[LeftOut]:
     left = dict.fromkeys(gpu for gpu in machine.gpus if gpu not in best.served)
-    return [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+    served_not = [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+    return [*served_not, *machine.unknown]
 
 
 def _why_left_out(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str:

@@ -42,6 +42,7 @@ class Entry:
     content: bytes = b""  # whole for what is kept, the header for byte code, else empty
     machine: int | None = None  # of an ELF file: whose instructions these are
     sha256: str = ""  # of a file's bytes; of a hard link those of the name that it links to
+    target: str = ""  # of a symbolic link, as it is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,7 @@ def _entry(member: tarfile.TarInfo, layer: int, data: bytes, kept: re.Pattern[st
         content=data[:HEADER_BYTES] if is_code else data if kept.match(path) else b"",
         machine=_machine(data),
         sha256=hashlib.sha256(data).hexdigest() if member.isreg() else "",
+        target=member.linkname if member.issym() else "",
     )
 
 

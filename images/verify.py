@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,14 +28,24 @@ from images import (
     cublas_jit,
     debian,
     docker,
+    environment,
     gate,
     integrity,
     licenses,
+    model,
     packages,
+    recipe,
     render,
     wheel_gaps,
 )
-from images.build import ARCHIVES, BASE_OVERRIDE_LABEL, BUILD_ID_LABEL, REPRODUCIBLE_LABEL, TOOLKIT_OVERRIDE_LABEL
+from images.build import (
+    ARCHIVES,
+    BASE_OVERRIDE_LABEL,
+    BUILD_ID_LABEL,
+    RECIPE_LABEL,
+    REPRODUCIBLE_LABEL,
+    TOOLKIT_OVERRIDE_LABEL,
+)
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell, Platform
@@ -91,6 +101,8 @@ class ImageSnapshot:
     debian: debian.Lock | None = None  # of its base, or the temporary one that it was built of
     asked: str = ""  # of apt by the runtime stage: which part of that lock is meant
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
+    recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
+    environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -143,6 +155,8 @@ def gather(
         tree = _saved_tree(Path(folder), engine, image, gpu_files=gpu_files)
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
+    dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
+    base, toolkit = _stood_on(cell, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -155,8 +169,14 @@ def gather(
         jit=_compile(cell, engine, image),
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
-        asked=debian.asked((root / cell.folder / "Dockerfile").read_text("utf-8")).get("runtime", ""),
-        build_id=build.build_id_of(root, cell, *_stood_on(cell, found.labels), lock=lock),
+        asked=debian.asked(dockerfile).get("runtime", ""),
+        build_id=build.build_id_of(root, cell, base, toolkit, lock=lock),
+        recipe=_recipe_of(root, found.labels),
+        environment=environment.given(
+            dockerfile,
+            _environment_of(engine, base),
+            {"APPLIANCE_BUILD_ID": found.labels.get(BUILD_ID_LABEL, "")},
+        ),
     )
 
 
@@ -170,6 +190,17 @@ def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
     is_other = labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE
     base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
     return base or render.NONE, labels.get(TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
+
+
+def _recipe_of(root: Path, labels: Mapping[str, str]) -> recipe.RecipeRow | None:
+    name = labels.get(RECIPE_LABEL)
+    return recipe.load(root, name) if name in recipe.names(root) else None
+
+
+def _environment_of(engine: docker.Engine, base: str) -> Sequence[str]:
+    """What a base brings, by its digest; nothing of one that is not here, as when BuildKit alone fetched it."""
+    found = engine.image(base)
+    return (found.config.get("Env") or ()) if found else ()
 
 
 def _execute_variants(
@@ -338,6 +369,13 @@ def check_gpu_environment(snapshot: ImageSnapshot) -> Check:
     return Check(name="GPU environment", ok=not wrong, detail="; ".join(wrong) or f"capabilities: {said}")
 
 
+def check_environment(snapshot: ImageSnapshot) -> Check:
+    """Exactly the variables of base and Dockerfile: PATH decides what the entry point starts."""
+    found = environment.differing(snapshot.config.get("Env") or (), snapshot.environment)
+    detail = "; ".join(found[:5]) + _more(found) if found else f"{len(snapshot.environment)} of base and Dockerfile"
+    return Check(name="environment", ok=not found, detail=detail)
+
+
 def check_no_leftovers(snapshot: ImageSnapshot) -> Check:
     """Package lists, logs and caches cost space and carry times that no rebuild repeats."""
     files = [entry for entry in snapshot.tree.files.values() if entry.kind == "file"]
@@ -369,6 +407,8 @@ def check_no_secret_config(snapshot: ImageSnapshot) -> Check:
 def check_labels(snapshot: ImageSnapshot) -> Check:
     labels = snapshot.labels
     expected = render.static_labels(snapshot.cell)
+    if RECIPE_LABEL in labels:  # a model image has the name of its own tag
+        expected = {name: value for name, value in expected.items() if name != model.TITLE_LABEL}
     if labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE:
         # The build names the base that it really used.
         expected = {name: value for name, value in expected.items() if ".base." not in name}
@@ -412,6 +452,7 @@ def check_image_facts(snapshot: ImageSnapshot) -> Check:
         return Check(name=name, ok=False, detail=str(error))
     label = snapshot.labels.get(BUILD_ID_LABEL)
     wrong = _difference("build id is not the label's", {facts.build_id} - {label or ""})
+    wrong += _difference("recipe is not the label's", {facts.recipe or ""} - {snapshot.labels.get(RECIPE_LABEL, "")})
     wrong += _floors(snapshot, facts)
     wrong += _difference("its machine code is not of this form", set(cell.forms) ^ set(facts.sm))
     wrong += _difference("cell", {facts.cell} - {cell.id}) + _difference(
@@ -444,6 +485,12 @@ def check_files(snapshot: ImageSnapshot) -> Check:
     """Each file against the hash that the build wrote down, and that list against the image's label."""
     found = integrity.changed(snapshot.tree, snapshot.labels.get(build.FILES_LABEL))
     return _none_of("files as the build left them", found)
+
+
+def check_recipe(snapshot: ImageSnapshot) -> Check:
+    """Those that no manifest lists, since a model image adds them to its cell."""
+    found = model.foreign(snapshot.tree, snapshot.labels, snapshot.recipe)
+    return _none_of("no foreign recipe, no foreign weights", found)
 
 
 def check_preload(snapshot: ImageSnapshot) -> Check:
@@ -521,7 +568,9 @@ def _is_unlocked(labels: Mapping[str, str]) -> bool:
 
 
 def check_size(snapshot: ImageSnapshot) -> Check:
-    size_mib = snapshot.tree.size_bytes / 2**20
+    """Of the cell: weights that a model image has in it are no part of its budget."""
+    weights = sum(each.size_bytes for path, each in snapshot.tree.files.items() if path.startswith(integrity.WEIGHTS))
+    size_mib = (snapshot.tree.size_bytes - weights) / 2**20
     budget_mib = snapshot.cell.size_budget_mib
     return Check(name="size", ok=size_mib <= budget_mib, detail=f"{size_mib:.0f} MiB of {budget_mib} MiB")
 
@@ -538,6 +587,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_tools,
     check_licenses,
     check_gpu_environment,
+    check_environment,
     check_no_leftovers,
     check_setuid,
     check_no_secret_files,
@@ -547,6 +597,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_image_facts,
     check_tree,
     check_files,
+    check_recipe,
     check_preload,
     check_accounts,
     check_writable,

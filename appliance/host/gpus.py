@@ -12,7 +12,11 @@ from appliance.host.launch import GpuRequest
 from appliance.run import Finished, RunTimeout, run
 from appliance.values import dataclass
 
-QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
+FIELDS = ("name", "driver_version", "compute_cap")
+OLD_FIELDS = FIELDS[:2]  # driver 470 does not know the last one
+UNKNOWN_FIELD = 'Field "compute_cap" is not a valid field to query'
+# Of a GPU that is off the bus, between the rows of the others; and what stands below a sound answer.
+NO_ROW = re.compile(r"^(?:Unable to determine the device handle for GPU|WARNING: )")
 QUERY_S = 20.0  # a driver that is not loaded yet takes seconds
 NO_DEVICES = "no devices were found"
 CDI_KIND = "nvidia.com/gpu"
@@ -39,7 +43,10 @@ class Ways:
 def query_gpus() -> tuple[HostGpu, ...]:
     """None without a driver. GpuUnusableError for a driver that fails: that is not the same as no GPU."""
     try:
-        return parse_smi(run(QUERY, timeout_s=QUERY_S))
+        finished = run(_query(FIELDS), timeout_s=QUERY_S)
+        if UNKNOWN_FIELD in f"{finished.stdout}{finished.stderr}":
+            return parse_smi(run(_query(OLD_FIELDS), timeout_s=QUERY_S))
+        return parse_smi(finished)
     except FileNotFoundError:
         return ()
     except (OSError, RunTimeout) as error:
@@ -47,17 +54,25 @@ def query_gpus() -> tuple[HostGpu, ...]:
         raise GpuUnusableError(message, hint="repair the driver, or run on the CPU: --cpu") from error
 
 
+def _query(fields: Sequence[str]) -> tuple[str, ...]:
+    return ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+
+
 def parse_smi(finished: Finished) -> tuple[HostGpu, ...]:
+    """Those that answer. GpuUnusableError where none does, or nvidia-smi says something else."""
     said = f"{finished.stdout}\n{finished.stderr}".strip()
     if NO_DEVICES in said.casefold():
         return ()
-    rows = [[field.strip() for field in line.split(",")] for line in finished.stdout.splitlines() if line.strip()]
-    if finished.returncode != 0 or not rows or any(len(row) != 3 for row in rows):
+    lines = [line for line in finished.stdout.splitlines() if line.strip()]
+    rows = [[field.strip() for field in line.split(",")] for line in lines if not NO_ROW.match(line)]
+    is_whole = bool(rows) and all(len(row) in (len(FIELDS), len(OLD_FIELDS)) for row in rows)
+    # With a GPU that is lost it ends with that error's code, though it tells of the others.
+    if not is_whole or (finished.returncode != 0 and len(rows) == len(lines)):
         message = (
             f"nvidia-smi failed with exit {finished.returncode}: {' '.join(said.split())[:300] or 'it said nothing'}"
         )
         raise GpuUnusableError(message, hint="repair the driver, or run on the CPU: --cpu")
-    return tuple(HostGpu(name=name, driver=driver, sm=_sm(capability)) for name, driver, capability in rows)
+    return tuple(HostGpu(name=row[0], driver=row[1], sm=_sm("".join(row[2:]))) for row in rows)
 
 
 def _sm(capability: str) -> str | None:
@@ -135,8 +150,8 @@ def check_image(image: str, labels: Mapping[str, str], gpus: Sequence[HostGpu], 
         message = f"the image is for another GPU: {image} has kernels for sm_{', sm_'.join(made_for)}, here is {ours}"
         raise NoKernelError(message, hint="leave --image away: the right one is chosen, or built")
     floor = labels.get("io.appliance.driver.floor.sass", "none")
-    if floor != "none" and known and all(_numbers(gpu.driver) < _numbers(floor) for gpu in known):
-        message = f"the driver is too old for {image}: {known[0].driver}, it needs {floor}"
+    if floor != "none" and gpus and all(_numbers(gpu.driver) < _numbers(floor) for gpu in gpus):
+        message = f"the driver is too old for {image}: {gpus[0].driver}, it needs {floor}"
         raise DriverTooOldError(message, hint="install a newer driver, or leave --image away")
 
 

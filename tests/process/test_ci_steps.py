@@ -180,6 +180,19 @@ def test_fresh_locks_are_proposed_once(place: Place) -> None:
     ]
 
 
+def test_wheels_are_held_to_their_index_before_newer_ones_are_proposed(place: Place) -> None:
+    calls = ran(place, "lock/wheels")
+    assert asked(calls) == [["lock", "--check"], ["lock", "--upgrade", "appliance", "dev", "router"], ["render"]]
+    for words in asked(calls):
+        assert command.main([*words, "--dry-run"]) == 0
+    pushed = next(line for line in calls if line.startswith("git push"))
+    assert pushed.endswith("HEAD:refs/heads/wheel-locks")
+    (proposed,) = [line for line in calls if line.startswith("gh pr create")]
+    assert "--head wheel-locks --title Wheels, refreshed" in proposed
+    (place.folder / ".venv/bin/python").write_text("#!/bin/sh\necho stranger; exit 61\n", "utf-8")
+    assert place.run(job("lock/wheels")["Hold"]).returncode == 61
+
+
 def test_a_step_that_fails_ends_its_job(place: Place) -> None:
     """A gate that does not hold must not be pushed."""
     (place.folder / ".venv/bin/python").write_text("#!/bin/sh\nexit 61\n", "utf-8")

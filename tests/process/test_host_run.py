@@ -392,6 +392,16 @@ def test_a_gpu_that_cannot_be_used_is_never_replaced_by_the_cpu(
     assert "hint: " in done.err
 
 
+def test_a_driver_that_tells_no_compute_capability_is_asked_without_it() -> None:
+    """As 470 is: the image's floor refuses it, and not an nvidia-smi that "failed"."""
+    labels = ("--label", "io.appliance.sm=75", "--label", "io.appliance.driver.floor.sass=525")
+    with on_host("--image", CUDA, *labels, "--nvidia-runtime") as host:
+        host.gpu("Tesla T4, 470.256.02", lacking="compute_cap")
+        done = host.run("run", host.model(), "-d", "--image", CUDA)
+    assert done.code == 21, done.err
+    assert "470.256.02, it needs 525" in done.err
+
+
 def test_an_nvidia_smi_that_fails_is_not_a_machine_without_a_gpu() -> None:
     with on_host() as host:
         host.gpu("NVIDIA-SMI has failed because it could not communicate with the driver", code=9)

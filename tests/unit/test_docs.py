@@ -124,7 +124,8 @@ class readme:  # noqa: N801 - it reads like a function
 
 def test_the_page_of_cards_is_what_the_matrix_says() -> None:
     loaded = matrix.load(ROOT)
-    assert drift.drift(ROOT, {cards.PAGE: cards.page(loaded, proofs.load(ROOT, loaded.cells))}) == []
+    record = proofs.Record(proofs=proofs.load(ROOT, loaded.cells))
+    assert drift.drift(ROOT, {cards.PAGE: cards.page(loaded, record)}) == []
 
 
 def test_the_page_of_cards_says_what_select_says() -> None:

@@ -53,14 +53,16 @@ class Host:
         path.write_bytes(b"GGUF")
         return str(path)
 
-    def gpu(self, *rows: str, code: int = 0) -> None:
-        """An nvidia-smi that answers as the real one does to each query of its fields."""
-        names = "name driver_version compute_cap memory.total"
+    def gpu(self, *rows: str, code: int = 0, lacking: str = "") -> None:
+        """An nvidia-smi that answers each query of its fields as the real one does, but refuses the one `lacking`."""
+        names = [name for name in ("name", "driver_version", "compute_cap", "memory.total") if name != lacking]
         script = f"""#!{sys.executable}
 import sys
 query = next(word for word in sys.argv if word.startswith("--query-gpu=")).partition("=")[2].split(",")
+if {lacking!r} in query:
+    sys.exit('Field "{lacking}" is not a valid field to query.')
 for row in {list(rows)!r}:
-    fields = dict(zip({names!r}.split(), row.split(", ")))
+    fields = dict(zip({names!r}, row.split(", ")))
     print(", ".join(fields.get(name, row) for name in query) if len(fields) > 1 else row)
 sys.exit({code})
 """

@@ -31,13 +31,26 @@ def test_rows_of_nvidia_smi() -> None:
     ]
 
 
+def test_an_old_driver_tells_no_number() -> None:
+    assert parse_smi(smi("Tesla T4, 470.256.02\n")) == (HostGpu(name="Tesla T4", driver="470.256.02", sm=None),)
+
+
+@pytest.mark.parametrize("code", [0, 15])
+def test_a_gpu_that_fell_silent_hides_no_other(code: int) -> None:
+    lost = "Unable to determine the device handle for GPU 0000:41:00.0: GPU is lost."
+    assert parse_smi(smi(f"RTX 4090, 580.95.05, 8.9\n{lost}\n", code)) == (RTX,)
+    assert parse_smi(smi("RTX 4090, 580.95.05, 8.9\nWARNING: infoROM is corrupted at gpu 0000:01:00.0\n")) == (RTX,)
+    with pytest.raises(GpuUnusableError, match="GPU is lost"):
+        parse_smi(smi(f"{lost}\n", code))
+
+
 @pytest.mark.parametrize("finished", [smi("No devices were found\n"), smi("", 6, "No devices were found")])
 def test_no_device_is_no_gpu(finished: Finished) -> None:
     assert parse_smi(finished) == ()
 
 
 @pytest.mark.parametrize(
-    "finished", [smi("", 9, "NVIDIA-SMI has failed"), smi(""), smi("one, two\n"), smi("a, b, c", 1)]
+    "finished", [smi("", 9, "NVIDIA-SMI has failed"), smi(""), smi("one two\n"), smi("a, b, c", 1)]
 )
 def test_a_failure_is_not_the_same_as_none(finished: Finished) -> None:
     with pytest.raises(GpuUnusableError, match="nvidia-smi failed with exit"):
@@ -103,7 +116,8 @@ def labels(sm: str, floor: str = "580") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("given", "gpus", "asked"),
     [(labels("none", "none"), (), None), (labels("89"), (RTX,), ALL), (labels("86, 120"), (RTX,), ALL),
-     (labels("90"), (RTX, H100), ALL), (labels("75"), (HostGpu(name="x", driver="1", sm=None),), ALL), ({}, (), None)],
+     (labels("90"), (RTX, H100), ALL), (labels("75"), (HostGpu(name="x", driver="600", sm=None),), ALL),
+     ({}, (), None)],
 )  # fmt: skip
 def test_an_image_that_is_for_this_machine(
     given: dict[str, str], gpus: tuple[HostGpu, ...], asked: GpuRequest | None

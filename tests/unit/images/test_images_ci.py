@@ -124,20 +124,36 @@ def test_images_are_built_again_every_week_and_actions_are_kept_up(project: Path
     assert (update["package-ecosystem"], update["schedule"]) == ("github-actions", {"interval": "weekly"})
 
 
-def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "verbs"),
+    [("propose", ["list", "lock", "lock", "lock", "render"]), ("wheels", ["lock", "lock", "render"])],
+)
+def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path, job: str, verbs: list[str]) -> None:
     """And what it may write is asked for."""
     workflow = yaml.safe_load((project / ".github/workflows/lock.yml").read_text("utf-8"))
-    steps = workflow["jobs"]["propose"]["steps"]
-    script = "\n".join(step.get("run", "") for step in steps)
+    script = "\n".join(step.get("run", "") for step in workflow["jobs"][job]["steps"])
     commands = re.findall(r"-m images ((?:[\w/-]+ ?)+)", script)
-    assert [words.split()[0] for words in commands] == ["list", "lock", "lock", "lock", "render"]
+    assert [words.split()[0] for words in commands] == verbs
     for words in commands:  # an unknown one ends here, with argparse's own words
         assert command._parser().parse_args(words.split()).verb
-    assert workflow["jobs"]["propose"]["permissions"] == {"contents": "write", "pull-requests": "write"}
+    assert workflow["jobs"][job]["permissions"] == {"contents": "write", "pull-requests": "write"}
     assert workflow[True] == {
         "schedule": [{"cron": "17 4 * * 1"}],
         "workflow_dispatch": None,
     }  # `on`, as YAML 1.1 has it
+
+
+def test_what_a_proposal_adds_is_what_its_commands_write(project: Path) -> None:
+    """A generated file that no proposal takes along fails `render --check` in the pull request."""
+    (line,) = re.findall(r"^git add (.+)$", (project / ".github/propose").read_text("utf-8"), re.MULTILINE)
+    added = [Path(word) for word in line.split()]
+    assert all((project / path).exists() for path in added)
+    done = subprocess.run(
+        [sys.executable, "-m", "images", "render", "--dry-run", "--json"], cwd=project, capture_output=True, check=True
+    )
+    written = [Path(name) for name in json.loads(done.stdout)]
+    assert written
+    assert [path for path in written if not any(path.is_relative_to(each) for each in added)] == []
 
 
 def test_workflows_name_no_address(project: Path) -> None:

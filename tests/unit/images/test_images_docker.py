@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
-from images import docker
-from images.errors import BuildError
+from images import docker, smi
+from images.errors import BuildError, MatrixError
 
 
 def test_what_a_program_says_is_copied_to_stderr_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +36,28 @@ def test_a_program_that_cannot_be_started_is_not_one_that_is_missing(tmp_path: P
     (tmp_path / "tool").touch(mode=0o644)
     assert docker.capture((str(tmp_path / "tool"),), cwd=tmp_path).code == 126
     assert docker.capture((str(tmp_path / "none"),), cwd=tmp_path).code == 127
+
+
+def test_a_program_that_hangs_is_given_up_and_gone_with_its_children(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nsleep 1000 & echo $$ $! > pids; wait\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = docker.capture((str(tmp_path / "nvidia-smi"),), cwd=tmp_path, timeout_s=0.5)
+    assert done == docker.Finished(code=docker.TIMED_OUT, lines=(f"{tmp_path}/nvidia-smi: no answer in 0.5 s",))
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+    with pytest.raises(MatrixError, match=r"nvidia-smi failed with exit 124: .*nvidia-smi: no answer in 0\.5 s"):
+        smi.parse(done, "linux/amd64")
+
+
+def test_an_engine_that_hangs_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "docker.sock"))
+        silent.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+        with pytest.raises(BuildError, match=r"the Docker engine does not answer: .*timed out") as caught:
+            docker.Engine(quick_timeout_s=1).image("x")
+    assert caught.value.exit_code == 60
 
 
 def test_a_line_that_is_no_text_ends_no_build(tmp_path: Path) -> None:

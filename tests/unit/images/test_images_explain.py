@@ -10,6 +10,7 @@ from images import __main__ as command
 from images import compat, explain, matrix
 from images.errors import UsageError
 from images.matrix import Matrix, Platform
+from images.proofs import Record
 
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
 
@@ -96,11 +97,17 @@ def test_two_chips_are_asked_for_together(loaded: Matrix) -> None:
 
 
 def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
-    def state(cell_id: str, *here: str) -> str:
-        return explain.explain(cell_id, loaded, here=here).follows[0].value
+    def states(*here: str, platform: Platform | None = None) -> dict[str, str]:
+        record = Record(here=frozenset(here), own="linux/amd64")
+        found = explain.explain("llama-cpu", loaded, record=record, platform=platform).follows
+        return {each.name: each.value for each in found if each.name.startswith("state on ")}
 
-    assert state("llama-cpu") == "rendered, never built"
-    assert state("llama-cpu", "appliance:llama-cpu").startswith("built, and no record says that it was verified")
+    never = "rendered, never built"
+    assert states() == {"state on linux/amd64": never, "state on linux/arm64": never}
+    built = states("appliance:llama-cpu")
+    assert built["state on linux/amd64"].startswith("built, and no record says that it was verified")
+    assert built["state on linux/arm64"] == never
+    assert states(platform="linux/arm64") == {"state on linux/arm64": never}
 
 
 @pytest.mark.parametrize(
@@ -172,5 +179,5 @@ def test_the_command_prints_data_and_exits_10(capsys: pytest.CaptureFixture[str]
 def test_the_command_is_content_with_a_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["explain", "llama-cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("llama-cpu: exists\nstate: linux/amd64 proven on 2026-")
+    assert out.startswith("llama-cpu: exists\nstate on linux/amd64: proven on 2026-")
     assert "\n    images/proven.yaml\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out

@@ -314,8 +314,8 @@ def test_the_verb_says_what_a_fake_tool_lists(tmp_path: Path, capsys: pytest.Cap
 def test_a_file_without_kernels_is_not_told_to_be_compiled_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, tool = tmp_path / "notes.so", tmp_path / "cuobjdump"
-    file.write_text("of a library")
+    file, tool = tmp_path / "cpu.so", tmp_path / "cuobjdump"
+    file.write_bytes(_elf({".text": b"x" * 64}))
     _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
     assert command.main(["gate", str(file), "--sm", "90", "--cuobjdump", str(tool)]) == 61
     assert "hint: is it a library with code for a GPU?" in capsys.readouterr().err
@@ -324,6 +324,7 @@ def test_a_file_without_kernels_is_not_told_to_be_compiled_anew(
 def test_a_tool_that_fails_is_quoted(tmp_path: Path) -> None:
     tool = tmp_path / "cuobjdump"
     _write_tool(tool, "echo 'cuobjdump fatal   : Invalid ELF in x' >&2; exit 1")
+    (tmp_path / "x.so").write_bytes(_elf({}))
     with pytest.raises(VerificationError, match=r"cuobjdump cannot read .*: cuobjdump fatal   : Invalid ELF"):
         gate.query_library(tool, tmp_path / "x.so")
 
@@ -333,7 +334,28 @@ def test_a_file_without_gpu_code_is_no_failure(tmp_path: Path) -> None:
     _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
     (tmp_path / "x.so").write_bytes(_elf({".text": b"x" * 64}))
     assert gate.query_library(tool, tmp_path / "x.so", name="x.so") == Library(path="x.so")
-    assert gate.query_library(tool, tmp_path / "x", name="libcudart.so.13").targets == {}
+    assert gate.query_library(tool, tmp_path / "x.so", name="libcudart.so.13").targets == {}
+
+
+@pytest.mark.parametrize("name", ["libggml-cuda.so", "libcublas.so.13", "libcudart.so.13.0.96"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 4096, b"INPUT(libx.so)\n", b"\x7fELF", b"\x7fELF\x02\x01\x01".ljust(4096, b"\0")]
+)
+def test_a_library_of_zeros_or_text_is_none(tmp_path: Path, name: str, data: bytes) -> None:
+    """cuobjdump finds no device code in them, as in a library for the CPU."""
+    tool = tmp_path / "cuobjdump"
+    _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(VerificationError, match=rf"^opt/llama/{name} is no shared library$"):
+        gate.query_library(tool, tmp_path / name, name=f"opt/llama/{name}")
+
+
+def test_a_library_of_zeros_behind_a_sound_header_is_none(tmp_path: Path) -> None:
+    whole = _elf({".text": b"x" * 64})
+    file = tmp_path / "libx.so"
+    file.write_bytes(whole[: 64 + 56].ljust(len(whole), b"\0"))
+    with pytest.raises(VerificationError, match="is no shared library"):
+        gate.query_library(tmp_path / "unused", file)
 
 
 def test_a_missing_tool_is_named(tmp_path: Path) -> None:
@@ -359,15 +381,16 @@ def _fatbin(*entries: tuple[int, int]) -> bytes:
     return struct.pack("<IHHQ", gate.FATBIN_MAGIC, 1, 16, len(body)) + body
 
 
-def _elf(sections: dict[str, bytes]) -> bytes:
-    """A 64-bit ELF with these sections and nothing else."""
+def _elf(sections: dict[str, bytes], *, dynamic: bytes = b"\1".ljust(16, b"\0")) -> bytes:
+    """A 64-bit shared library with these sections and this table for the linker, and nothing else."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name in (*sections, ".shstrtab"))
-    offset, bodies, rows = 64, b"", [struct.pack("<IIQQQQ24x", 0, 0, 0, 0, 0, 0)]
+    segment = struct.pack("<IIQQQQQQ", 2, 4, 64 + 56, 0, 0, len(dynamic), len(dynamic), 8)
+    offset, bodies, rows = 64 + len(segment + dynamic), segment + dynamic, [struct.pack("<IIQQQQ24x", 0, 0, 0, 0, 0, 0)]
     for name, body in [*sections.items(), (".shstrtab", names)]:
         rows.append(struct.pack("<IIQQQQ24x", names.index(name.encode() + b"\0"), 1, 0, 0, offset, len(body)))
         bodies, offset = bodies + body, offset + len(body)
     header = struct.pack(
-        "<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 62, 1, 0, 0, offset, 0, 64, 0, 0, 64, len(rows), len(rows) - 1
+        "<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, 62, 1, 0, 64, offset, 0, 64, 56, 1, 64, len(rows), len(rows) - 1
     )
     return header + bodies + b"".join(rows)
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,29 @@ def test_every_cell_is_built_only_when_that_was_said(
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def _single_valued() -> Iterator[tuple[str, str]]:
+    """Every verb, and each flag of it that takes one value, with a value that it takes."""
+    values = {"--epoch": "1", "--memory-mib": "1", "--platform": "linux/amd64", "--debian-mirror": "http://a"}
+    addresses = ("--source", "--url", "--index-url")
+    for verb, parser in next(iter(command._parser()._subparsers._group_actions)).choices.items():  # type: ignore[union-attr]
+        for action in parser._actions:
+            for flag in action.option_strings if isinstance(action, command._Once) else ():
+                value = "https://a.example/" if flag in addresses else values.get(flag, "x")
+                yield verb, f"{flag}={value}"
+
+
+@pytest.mark.parametrize(("verb", "word"), list(_single_valued()))
+def test_a_flag_of_one_value_is_not_given_twice(verb: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([verb, word, word]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {word.partition('=')[0]} is given twice")
+    assert ("https://a.example/" in said) is ("a.example" in word and "index" not in word)
+    assert f"hint: it takes one value; python3 -m images {verb} --help" in said
+
+
+def test_flags_of_several_values_are_given_again() -> None:
+    words = ["--gpu", "RTX 3090", "--gpu", "RTX 5090", "--driver", "580.65.06", "--platform", "linux/amd64"]
+    assert command.main(["select", *words]) == 0
+    assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--cache-from", "a", "--cache-from", "b"]) == 0

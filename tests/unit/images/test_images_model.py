@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from images import __main__ as command
 from images import model, recipe, space
 from images.errors import UsageError
 from images.model import Weights
+from images.tree import Tree, read_tree
 
 EPOCH_S = 1_700_000_000
 TEXTS = {"image_facts.json": "{}", "recipe.json": "[]"}
@@ -146,6 +148,32 @@ def test_a_context_is_the_same_wherever_it_is_made(tmp_path: Path, weights: Weig
     assert {(mode, mtime) for _, mode, mtime in once} == {(0o755, EPOCH_S), (0o644, EPOCH_S), (0o777, EPOCH_S)}
 
 
+@pytest.mark.parametrize("is_of_a_repository", [True, False])
+def test_what_is_laid_out_is_what_verify_expects(tmp_path: Path, weights: Weights, is_of_a_repository: bool) -> None:
+    """Every file of the layer is held to the rung, and a change of any one of them is named."""
+    if not is_of_a_repository:
+        file = replace(weights.rung.files[0], path="x.gguf")
+        rung = replace(weights.rung, repo=None, revision=None, files=(file,))
+        weights = Weights(rung=rung, files=weights.files[:1])
+    row, labels, tree = _baked(tmp_path, weights)
+    assert model.foreign(tree, labels, row) == []
+    layer = [path for path, entry in tree.files.items() if path.startswith("opt/models/") and entry.kind != "folder"]
+    assert len(layer) == (7 if is_of_a_repository else 1)  # files, blobs, and the branch's revision
+    for path in layer:
+        changed = replace(tree.files[path], sha256="0" * 64, target="/data/models/other.gguf")
+        assert model.foreign(Tree(files={**tree.files, path: changed}), labels, row) == [f"foreign weights: {path}"]
+        without = {each: entry for each, entry in tree.files.items() if each != path}
+        assert model.foreign(Tree(files=without), labels, row) == [f"gone: {path}"]
+    more = {**tree.files, "opt/models/more.gguf": replace(tree.files[layer[0]], path="opt/models/more.gguf")}
+    assert model.foreign(Tree(files=more), labels, row) == ["foreign weights: opt/models/more.gguf"]
+
+
+def test_weights_of_another_rung_than_the_label_says_are_foreign(tmp_path: Path, weights: Weights) -> None:
+    row, labels, tree = _baked(tmp_path, weights)
+    renamed = labels | {model.WEIGHTS_LABEL: "1b-q8_0"}
+    assert model.foreign(tree, renamed, row) == ["not a recipe of images/models/x.yaml: opt/appliance/recipe.json"]
+
+
 def test_without_weights_there_are_two_files(tmp_path: Path) -> None:
     context = _laid_out(tmp_path / "context", None)
     assert {path.name: path.read_text() for path in context.iterdir()} == TEXTS
@@ -185,6 +213,39 @@ def _laid_out(context: Path, weights: Weights | None) -> Path:
     context.mkdir()
     model.lay_out(context, TEXTS, weights, epoch_s=EPOCH_S)
     return context
+
+
+def _baked(tmp_path: Path, weights: Weights) -> tuple[recipe.RecipeRow, dict[str, str], Tree]:
+    """The recipe's row, an image's labels, and the files of its one layer as `docker save` writes them."""
+    rung = weights.rung
+    row = recipe.RecipeRow.model_validate(
+        {
+            "name": "x", "license": "MIT", "default": rung.name, "sources": {"here": _CITATION},
+            "models": {"1b": {"parameters_b": 1, "active_b": 1}},
+            "rungs": [{
+                "name": rung.name, "model": "1b", "tier": "balanced", "format": "gguf", "quantization": "Q4_0",
+                "repo": rung.repo, "revision": rung.revision, "source": ["here"],
+                "wheel": None if rung.repo else {"lock": "demo-model", "member": "x"},
+                "files": [{"path": each.path, "bytes": each.bytes, "sha256": each.sha256} for each in rung.files],
+            }],
+        }
+    )  # fmt: skip
+    carried = recipe.carried(row, row.default_rung, is_baked=True)
+    context = tmp_path / "context"
+    context.mkdir()
+    model.lay_out(context, {"recipe.json": dump_recipe(carried)}, weights, epoch_s=EPOCH_S)
+    with tarfile.open(tmp_path / "layer.tar", "w") as layer:
+        layer.add(context / "models", "opt/models")
+        layer.add(context / "recipe.json", "opt/appliance/recipe.json")
+    (tmp_path / "manifest.json").write_text('[{"Layers": ["layer.tar"]}]')
+    with tarfile.open(tmp_path / "saved.tar", "w") as saved:
+        saved.add(tmp_path / "manifest.json", "manifest.json")
+        saved.add(tmp_path / "layer.tar", "layer.tar")
+    labels = model.labels_of(carried, "appliance/x:llama-cpu", "id", TEXTS, weights)
+    return row, labels, read_tree(tmp_path / "saved.tar")
+
+
+_CITATION = {"repo": "org/x", "path": "x", "commit": REVISION, "read": "2026-11-23"}
 
 
 def _recipe(weights: Weights) -> Recipe:

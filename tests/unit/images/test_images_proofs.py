@@ -5,16 +5,21 @@ from __future__ import annotations
 import shutil
 from datetime import date
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import docker, matrix, proofs, render, verify
+from images import docker, explain, matrix, proofs, render, select, verify
 from images.errors import MatrixError
+from images.gpus import Gpu
 from images.matrix import Cell, Platform
-from images.proofs import Proof
+from images.proofs import Proof, Record
 
+LOADED = matrix.load(Path(__file__).parents[3])
 PLATFORMS: dict[str, tuple[Platform, ...]] = {
     "llama-cpu": ("linux/amd64",),
     "llama-cu130-sm90": ("linux/amd64", "linux/arm64"),
@@ -96,30 +101,64 @@ def test_no_file_at_all_is_said(tmp_path: Path, cell: Cell) -> None:
         proofs.load(tmp_path, [cell])
 
 
-def test_proven_built_or_rendered(cell: Cell) -> None:
-    known = {("llama-cpu", "linux/amd64"): _proof(cell)}
-    assert proofs.state(cell, known, ()) == "proven"
-    assert proofs.state(cell, {}, {"appliance:llama-cpu"}) == "built"
-    assert proofs.state(cell, {}, {"appliance:llama-cu130-sm90"}) == "rendered"
-    assert proofs.describe(cell, {}, ()) == "rendered, never built"
-    assert proofs.describe(cell, known, {"appliance:llama-cpu"}).endswith("; appliance:llama-cpu is here")
+def test_proven_built_or_rendered_is_of_a_platform(cell: Cell) -> None:
+    amd, arm = cell.platforms
+    here = Record(here=frozenset({"appliance:llama-cpu"}), own=amd)
+    proven = Record(proofs={("llama-cpu", amd): _proof(cell)}, here=here.here, own=amd)
+    assert [proven.state(cell, each) for each in (amd, arm)] == ["proven", "rendered"]
+    assert [here.state(cell, each) for each in (amd, arm)] == ["built", "rendered"]
+    assert Record(here=frozenset({"appliance:llama-cu130-sm90"}), own=amd).state(cell, amd) == "rendered"
+    assert Record().describe(cell, amd) == "rendered, never built"
+    assert proven.describe(cell, amd).endswith("; appliance:llama-cpu is here")
+    assert not proven.has(cell, arm)
 
 
-def test_the_list_says_it_of_every_cell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(
-        docker, "capture", lambda argv, cwd: docker.Finished(code=0, lines=("appliance:llama-cu124-sm75",))
-    )
+@given(data=st.data())
+def test_list_explain_and_select_agree(data: st.DataObject) -> None:
+    """Of whatever was proven or is here: the word of `list` begins what the others say of that platform."""
+    pairs = sorted((cell.id, platform) for cell in LOADED.cells for platform in cell.platforms)
+    proven = data.draw(st.sets(st.sampled_from(pairs)))
+    here = data.draw(st.sets(st.sampled_from([cell.tag for cell in LOADED.cells])))
+    own = data.draw(st.sampled_from(get_args(Platform)))
+    record = Record(proofs={pair: _proof(LOADED.cells[0]) for pair in proven}, here=frozenset(here), own=own)
+    sm, platform = data.draw(st.sampled_from([("90", own), ("103", own), (None, own)]))
+    machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),) if sm else ())
+    choice = select.choose(LOADED, machine, record=record)
+    cell = next(each for each in LOADED.cells if each.id == choice.cell)
+    states = command._state(cell, record)["states"]
+    told = {each.name: each.value for each in explain.explain(cell.id, LOADED, record=record).follows}
+    assert isinstance(states, dict)
+    assert choice.state == states[platform]
+    assert all(told[f"state on {each}"].startswith(state) for each, state in states.items())
+    assert choice.proof == told[f"state on {platform}"]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder on the PATH, and empty: a machine without docker and nvidia-smi."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def _has_image(programs: Path, tag: str) -> None:
+    (programs / "docker").write_text(f"#!/bin/sh\necho {tag}\n")
+    (programs / "docker").chmod(0o755)
+
+
+def test_the_list_says_it_of_every_cell(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _has_image(programs, "appliance:llama-cu124-sm75")
     assert command.main(["list"]) == 0
     rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
-    assert rows["llama-cpu"] == rows["llama-cu130-sm90"] == "proven"
+    assert rows["llama-cu130-sm75"] == "proven"
+    assert rows["llama-cpu"] == rows["llama-cu130-sm90"] == "amd64"  # proven; arm64 rendered
     assert rows["llama-cu124-sm75"] == "built"
     assert rows["llama-cu134-sm120"] == "rendered"
 
 
-def test_without_an_engine_nothing_is_built_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("docker: not found",)))
+@pytest.mark.usefixtures("programs")
+def test_without_an_engine_nothing_is_built_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["list", "--only", "llama-cu124-*"]) == 0
     assert " built " not in capsys.readouterr().out
 
@@ -132,6 +171,7 @@ class Engine(docker.Engine):
         return docker.Image(id=DIGEST, tags=(name,), digests=(), platform=self.platform, config=config)
 
 
+@pytest.mark.usefixtures("programs")
 def test_what_was_verified_is_recorded(
     project: Path, tmp_path: Path, cell: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +179,6 @@ def test_what_was_verified_is_recorded(
     for name in ("build_matrix.yaml", str(proofs.PROOFS_FILE)):
         shutil.copyfile(project / name, tmp_path / name)
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(docker, "capture", lambda argv, cwd: docker.Finished(code=127, lines=("not found",)))
     checks = [verify.Check(name=name, ok=True, detail=detail) for name, detail in SAID.items()]
     command._record(cell, checks, Engine(), image="x:1")
     proof = proofs.load(tmp_path, [*matrix.load(project).cells])["llama-cpu", "linux/amd64"]

@@ -16,7 +16,7 @@ from images import compat, gpus, matrix, select
 from images.errors import MatrixError, UsageError
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
-from images.proofs import Proof, Proofs
+from images.proofs import Proof, Proofs, Record
 from images.select import Machine
 
 LOADED = matrix.load(Path(__file__).parents[3])
@@ -96,7 +96,7 @@ AMD, ARM = get_args(Platform)
     ],
 )
 def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Platform, cell: str) -> None:
-    choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform), proofs=PROOFS)
+    choice = select.choose(LOADED, _machine(*names, driver=driver, platform=platform), record=Record(proofs=PROOFS))
     assert choice.cell == cell
     assert choice.tag == f"appliance:{cell}"
     assert choice.command == f"python3 -m images build --only {cell} --base auto"
@@ -121,7 +121,7 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
 def test_the_cell_that_serves_most_is_taken_and_the_rest_left_out(
     names: tuple[str, ...], driver: str, cell: str, left: str, why: str
 ) -> None:
-    choice = select.choose(LOADED, _machine(*names, driver=driver), proofs=PROOFS)
+    choice = select.choose(LOADED, _machine(*names, driver=driver), record=Record(proofs=PROOFS))
     assert choice.cell == cell
     (out,) = choice.left_out
     assert out.gpu == left
@@ -139,8 +139,13 @@ def test_memory_counts_where_bandwidth_is_not_known() -> None:
 
 
 def test_it_says_what_was_proven() -> None:
-    assert select.choose(LOADED, _machine("H100", driver="580.65.06"), proofs=PROOFS).proof == str(PROVEN)
-    assert select.choose(LOADED, _machine("L4", driver="580.65.06"), proofs=PROOFS).proof.startswith("only rendered")
+    assert select.choose(LOADED, _machine("H100", driver="580.65.06"), record=Record(proofs=PROOFS)).proof == str(
+        PROVEN
+    )
+    assert (
+        select.choose(LOADED, _machine("L4", driver="580.65.06"), record=Record(proofs=PROOFS)).proof
+        == "rendered, never built"
+    )
 
 
 @pytest.mark.parametrize(("name", "platform"), [("T4", AMD), ("H200", AMD), ("GB10", ARM), ("Thor", ARM)])
@@ -183,18 +188,21 @@ def test_runners_up_say_why_they_lost() -> None:
     assert why["llama-cu134-sm89"] == "runs too, with a CUDA newer than the driver's own: 13.4"
     assert why["llama-cu130-sm86"] == "runs too, but is compiled for SM 86"
     assert why["llama-cu130-sm86-sm120"] == "runs too, but is compiled for SM 86, 120"
-    why = {each.cell: each.why for each in select.choose(LOADED, _machine("H100"), proofs=PROOFS).runners_up}
+    why = {
+        each.cell: each.why for each in select.choose(LOADED, _machine("H100"), record=Record(proofs=PROOFS)).runners_up
+    }
     assert why["llama-cu134-sm90"] == "runs too, and was never proven"
     mixed = select.choose(LOADED, _machine("RTX 3090", "RTX 5090", driver="580.65.06")).runners_up
     why = {loser.cell: loser.why for loser in mixed}
     assert why["llama-cu130-sm120"] == "does not serve RTX 3090 (SM 86): its code for sm_120a does not run on it"
 
 
-def test_one_chip_takes_no_cell_of_two_unless_that_one_was_proven() -> None:
-    two = "llama-cu130-sm86-sm120"
-    assert select.choose(LOADED, _machine("RTX 5090", driver="580.65.06")).cell == "llama-cu130-sm120"
-    proofs = {(two, "linux/amd64"): PROVEN}
-    assert select.choose(LOADED, _machine("RTX 5090", driver="580.65.06"), proofs=proofs).cell == two
+def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:
+    proofs = {(cell, "linux/amd64"): PROVEN for cell in ("llama-cu130-sm86-sm120", "llama-cu130-sm80")}
+    for name, cell in (("RTX 5090", "llama-cu130-sm120"), ("RTX 3090", "llama-cu130-sm86"), ("L4", "llama-cu130-sm89")):
+        assert select.choose(LOADED, _machine(name, driver="580.65.06"), record=Record(proofs=proofs)).cell == cell
+    cards = _machine("RTX 3090", "RTX 5090", driver="580.65.06")
+    assert select.choose(LOADED, cards, record=Record(proofs=proofs)).cell == "llama-cu130-sm86-sm120"
 
 
 MACHINES = st.builds(
@@ -205,6 +213,21 @@ MACHINES = st.builds(
     ).map(tuple),
     driver=st.none() | st.tuples(st.integers(500, 640), st.integers(0, 130)).map(lambda two: f"{two[0]}.{two[1]:02}"),
 )
+
+
+@given(machine=MACHINES, proven=st.sets(st.sampled_from(sorted(CELLS))))
+def test_a_proof_chooses_between_toolkits_of_one_chip(machine: Machine, proven: set[str]) -> None:
+    """It moves no GPU to another chip's code, and none to an image of two chips."""
+    plain, refused = _tried(machine)
+    if plain is None:
+        assert refused
+        return
+    proofs: Proofs = {(cell, machine.platform): PROVEN for cell in proven}
+    chosen = select.choose(LOADED, machine, record=Record(proofs=proofs))
+    assert CELLS[chosen.cell].sms == CELLS[plain.cell].sms
+    assert chosen.left_out == plain.left_out
+    if plain.cell in proven:
+        assert chosen.cell in proven
 
 
 @given(machine=MACHINES)
@@ -339,9 +362,43 @@ def test_gpus_by_the_names_that_people_and_drivers_use(name: str, sm: str) -> No
     assert gpus.parse_gpu(name).sm == sm
 
 
+@pytest.mark.parametrize(
+    ("name", "sm"),
+    [
+        *(("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "80"), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "90")),
+        *(("GRID T4-16Q", "75"), ("GRID A100X-40C", "80"), ("NVIDIA A40-48Q", "86"), ("NVIDIA L40S-24C", "89")),
+        *(("NVIDIA RTX6000-Ada-48Q", "89"), ("NVIDIA A800 40GB Active", "80"), ("NVIDIA HGX GB200", "100")),
+        *(("NVIDIA GeForce RTX 3050 A Laptop GPU", "89"), ("NVIDIA GeForce RTX 3050 Laptop GPU", "86")),
+        *(("NVIDIA RTX PRO 500 Blackwell Generation Laptop GPU", "120"), ("NVIDIA L2", "89"), ("4060ti 16g", "89")),
+        *(("Quadro T1000 with Max-Q Design", "75"), ("NVIDIA PG506-232", "80"), ("Matrox D-Series D2450", "75")),
+        *(("NVIDIA Jetson Orin Nano Developer Kit Super", "87"), ("Jetson AGX Orin Developer Kit", "87")),
+        *(("IGX Orin", "87"), ("DRIVE AGX Orin", "87"), ("IGX Thor", "110"), ("Jetson AGX Thor Developer Kit", "110")),
+        *(("Tegra Xavier", "72"), ("Jetson Xavier NX Developer Kit", "72"), ("Jetson TX2", "62")),
+    ],
+)
+def test_variants_of_laptops_servers_shares_and_boards(name: str, sm: str) -> None:
+    assert gpus.parse_gpu(name).sm == sm
+
+
+@pytest.mark.parametrize(("plain", "sm"), sorted(gpus.driver_names().items()))
+def test_what_the_driver_calls_a_gpu_is_of_its_chip(plain: str, sm: str) -> None:
+    """And no other file says otherwise, whether it has the name or one that this one begins with."""
+    assert gpus.parse_gpu(f"NVIDIA {plain}").sm == sm
+    known = {compat.plain_name(name): row.sm for row in compat.facts().gpus for name in row.names}
+    known |= {key: gpu.sm for key, gpu in gpus.products().items()}
+    assert known.get(plain, sm) == sm
+
+
+def test_a_share_of_a_gpu_has_its_own_memory() -> None:
+    whole, share = gpus.parse_gpu("A100-SXM4-40GB"), gpus.parse_gpu("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    assert (whole.memory_gib, share.memory_gib, share.bandwidth_gb_s) == (40, 20, 780)
+    assert gpus.parse_gpu("B200 MIG 1g.23gb").memory_gib == 23
+
+
 def test_a_laptop_has_less_than_the_card_of_its_name() -> None:
     assert gpus.parse_gpu("RTX 4090").memory_gib == 24
     assert gpus.parse_gpu("NVIDIA GeForce RTX 4090 Laptop GPU").memory_gib == 16
+    assert gpus.parse_gpu("rtx 5090 laptop").memory_gib == 24
     assert gpus.parse_gpu("RTX 3060").memory_gib == 8  # of several boards the least
 
 
@@ -402,54 +459,13 @@ def test_an_sm_may_have_a_point() -> None:
     assert "perhaps" not in (caught.value.hint or "")
 
 
-def test_what_nvidia_smi_says() -> None:
-    lines = ["NVIDIA H200, 580.95.05, 9.0, 143771", "NVIDIA H200, 580.95.05, 9.0, 143771"]
-    machine = select.parse_smi(0, lines, "linux/amd64")
-    assert (machine.platform, machine.driver) == ("linux/amd64", "580.95.05")
-    assert [(gpu.name, gpu.sm, gpu.memory_gib) for gpu in machine.gpus] == [("NVIDIA H200", "90", 143771 / 1024)] * 2
-    assert machine.gpus[0].bandwidth_gb_s == 4890
-    (by_name,) = select.parse_smi(0, ["Tesla T4, 450.1, [N/A], [N/A]"], "linux/amd64").gpus
-    assert (by_name.sm, by_name.memory_gib) == ("75", 16)
-
-
-def test_the_number_counts_where_the_name_is_not_known() -> None:
-    """A card that no file lists, a chip that no file lists, and a display card from before CUDA's last releases."""
-    lines = [
-        "NVIDIA RTX 9999, 580.65.06, 8.6, 24576",
-        "NVIDIA X1, 580.65.06, 14.0, 99999",
-        "GeForce GT 710, 580.65.06, 3.5, 2001",
-    ]
-    choice = select.choose(LOADED, select.parse_smi(0, lines, "linux/amd64"))
-    assert choice.cell == "llama-cu130-sm86"
-    assert [each.gpu for each in choice.left_out] == ["NVIDIA X1 (SM 140)", "GeForce GT 710 (SM 35)"]
-
-
-@pytest.mark.parametrize(
-    ("code", "lines"), [(127, ["nvidia-smi: No such file or directory"]), (6, ["No devices were found"])]
-)
-def test_no_gpu_means_the_cpu(code: int, lines: list[str]) -> None:
-    machine = select.parse_smi(code, lines, "linux/amd64")
-    assert select.choose(LOADED, machine).cell == "llama-cpu"
-
-
-@pytest.mark.parametrize(
-    ("code", "lines"),
-    [(9, ["NVIDIA-SMI has failed because it couldn't communicate"]), (0, []), (0, ["Unable to determine the handle"])],
-)
-def test_a_failing_nvidia_smi_is_said_and_not_taken_for_no_gpu(code: int, lines: list[str]) -> None:
-    with pytest.raises(MatrixError) as caught:
-        select.parse_smi(code, lines, "linux/amd64")
-    assert f"nvidia-smi failed with exit {code}: {' '.join(lines) or 'it said nothing'}" == caught.value.message
-    assert "--driver" in (caught.value.hint or "")
-
-
 def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["select", "--driver", "570.124", "--gpu", "RTX 5090", "--platform", "linux/amd64"]) == 0
     out, err = capsys.readouterr()
     assert out == "appliance:llama-cu128-sm120\n"
     assert err.startswith("appliance:llama-cu128-sm120: its code for sm_120a runs on RTX 5090 (SM 120); driver 570.124")
     assert "llama-cu134-sm120    needs driver 580" in err
-    assert "only rendered: no record says that it was built and verified" in err
+    assert "rendered, never built" in err
     assert "get it: python3 -m images build --only llama-cu128-sm120 --base auto" in err
 
 

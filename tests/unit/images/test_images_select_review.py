@@ -19,7 +19,7 @@ from images.select import Machine
 
 PROJECT = Path(__file__).parents[3]
 LOADED = matrix.load(PROJECT)
-PROVEN = proofs.load(PROJECT, LOADED.cells)
+RECORD = proofs.Record(proofs=proofs.load(PROJECT, LOADED.cells))
 AMD, ARM = get_args(Platform)
 ROWS_OF_THE_REVIEW = 33
 
@@ -208,10 +208,10 @@ def test_a_row_of_the_review_is_right_or_gives_the_reason(row: Row, machine: str
     answer = row.answers[driver]
     if not answer.startswith("llama-"):
         with pytest.raises(MatrixError) as caught:
-            select.choose(LOADED, asked, proofs=PROVEN)
+            select.choose(LOADED, asked, record=RECORD)
         assert answer in caught.value.message
         assert (caught.value.exit_code, bool(caught.value.hint)) == (10, True)
         return
-    choice = select.choose(LOADED, asked, proofs=PROVEN)
+    choice = select.choose(LOADED, asked, record=RECORD)
     assert choice.cell == answer
     assert [each.gpu for each in choice.left_out] == ([row.left_out] if row.left_out else [])

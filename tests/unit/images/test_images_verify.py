@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, parse_image_facts
-from images import cpu_kernels, debian, docker, gate, integrity, matrix, render, verify
+from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, dump_recipe, parse_image_facts
+from images import cpu_kernels, debian, docker, environment, gate, integrity, matrix, model, recipe, render, verify
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
 from images.verify import Check, ImageSnapshot
 
+PROJECT = Path(__file__).parents[3]
 BUILD_ID = "b" * 32
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
 TIMED_CODE = b"\xa7\r\r\n\x00\x00\x00\x00" + b"t" * 8
@@ -36,8 +37,14 @@ def sound(cell: Cell) -> ImageSnapshot:
         debian=LOCK,
         asked="tini",
         build_id=BUILD_ID,
+        environment=_environment(cell),
         cpu_kernels=_executed("ok"),
     )
+
+
+def _environment(cell: Cell) -> dict[str, str]:
+    dockerfile = render.render(cell, render.load_template(PROJECT, cell))[cell.folder / "Dockerfile"]
+    return environment.given(dockerfile, (), {"APPLIANCE_BUILD_ID": BUILD_ID})
 
 
 def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
@@ -56,6 +63,11 @@ def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
 
 def test_a_sound_image_passes_every_check(sound: ImageSnapshot) -> None:
     assert [check for check in (check(sound) for check in verify.CHECKS) if not check.ok] == []
+
+
+def test_a_model_image_of_this_tree_passes_every_check(sound: ImageSnapshot) -> None:
+    snapshot = _model(sound)
+    assert [check for check in (check(snapshot) for check in verify.CHECKS) if not check.ok] == []
 
 
 def test_every_check_has_a_planted_fault() -> None:
@@ -154,6 +166,12 @@ Fault = Callable[[ImageSnapshot], ImageSnapshot]
 
 def _config_with(snapshot: ImageSnapshot, **values: object) -> ImageSnapshot:
     return replace(snapshot, config={**snapshot.config, **values})
+
+
+def _variable(snapshot: ImageSnapshot, name: str, value: str | None) -> ImageSnapshot:
+    """The image with this variable as it says, or without it."""
+    others = [line for line in snapshot.config["Env"] if line.partition("=")[0] != name]
+    return _config_with(snapshot, Env=others if value is None else [*others, f"{name}={value}"])
 
 
 def _label(name: str, value: str) -> Fault:
@@ -275,6 +293,17 @@ def _foreign_form(snapshot: ImageSnapshot) -> ImageSnapshot:
     return _file(IMAGE_PATH, content=dump_facts(replace(facts, sm=("120a",))).encode())(snapshot)
 
 
+def _model(snapshot: ImageSnapshot, text: str | None = None) -> ImageSnapshot:
+    """The image with the recipe of the demo."""
+    row = recipe.load(PROJECT, "demo")
+    carried = dump_recipe(recipe.carried(row, row.default_rung, is_baked=False)) if text is None else text
+    facts = parse_image_facts(snapshot.tree.files[IMAGE_PATH].content.decode())
+    named = _file(IMAGE_PATH, content=dump_facts(replace(facts, recipe="demo")).encode())(snapshot)
+    labelled = _label(model.TITLE_LABEL, "appliance/demo:llama-cpu")(_label("io.appliance.recipe", "demo")(named))
+    return replace(_file(RECIPE, content=carried.encode())(labelled), recipe=row)
+
+
+RECIPE = "opt/appliance/recipe.json"
 VARIANTS = ("x64", "haswell", "alderlake", "skylakex", "cascadelake", "icelake", "zen4", "sapphirerapids")
 ENGINE_FACTS = EngineFacts(
     version="0.5.0-dev",
@@ -382,6 +411,19 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_gpu_environment, lambda e: _config_with(_cuda(e), Env=[]), "NVIDIA_DRIVER_CAPABILITIES=None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_DRIVER_CAPABILITIES=all"]), "expected None"),
     (verify.check_gpu_environment, lambda e: _config_with(e, Env=["NVIDIA_VISIBLE_DEVICES=all"]), "DEVICES=all"),
+    (
+        verify.check_environment,
+        lambda e: _variable(e, "PATH", "/data/bin:/usr/bin"),
+        "PATH=/data/bin:/usr/bin, expected /",
+    ),
+    (
+        verify.check_environment,
+        lambda e: _variable(e, "PYTHONPATH", "/data/lib"),
+        "PYTHONPATH=/data/lib, expected /opt",
+    ),
+    (verify.check_environment, lambda e: _variable(e, "GGML_BACKEND_PATH", "/data/x.so"), "x.so, expected None"),
+    (verify.check_environment, lambda e: _variable(e, "PYTHONSAFEPATH", None), "gone: PYTHONSAFEPATH"),
+    (verify.check_environment, lambda e: _config_with(e, Env=[*e.config["Env"], "PATH=/x"]), "PATH is there twice"),
     (verify.check_no_leftovers, _file("var/lib/apt/lists/deb_dists_InRelease"), "InRelease"),
     (verify.check_no_leftovers, _file("var/log/dpkg.log"), "dpkg.log"),
     (verify.check_no_leftovers, _file("var/cache/ldconfig/aux-cache"), "aux-cache"),
@@ -436,6 +478,13 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     ),
     (verify.check_files, _file("usr/bin/curl"), "added: usr/bin/curl"),
     (verify.check_files, _label("io.appliance.files-sha256", "1" * 64), "the manifest is not the one of the image's"),
+    (verify.check_recipe, _file(RECIPE, content=b"{}"), f"of no recipe that a label names: {RECIPE}"),
+    (verify.check_recipe, _file("opt/models/x.gguf"), "of no recipe that a label names: opt/models/x.gguf"),
+    (verify.check_recipe, lambda e: _model(e, text="{}"), f"not a recipe of images/models/demo.yaml: {RECIPE}"),
+    (verify.check_recipe, lambda e: replace(_model(e), recipe=None), "has no recipe of the label's name: demo"),
+    (verify.check_recipe, lambda e: _without(RECIPE)(_model(e)), "missing: /opt/appliance/recipe.json"),
+    (verify.check_recipe, lambda e: _file("opt/models/x.gguf")(_model(e)), "foreign weights: opt/models/x.gguf"),
+    (verify.check_image_facts, _label("io.appliance.recipe", "demo"), "recipe is not the label's"),
     (verify.check_preload, lambda e: _config_with(e, Env=["PATH=/x", "LD_PRELOAD=/x.so"]), "LD_PRELOAD in the env"),
     (verify.check_preload, _file("etc/ld.so.preload"), "etc/ld.so.preload"),
     (verify.check_accounts, _file(integrity.ACCOUNTS, content=PASSWD + b"toor:x:0:0::/:/bin/sh\n"), "toor"),
@@ -541,7 +590,7 @@ def _config(cell: Cell) -> dict[str, Any]:
     }
     return {
         "Labels": {**render.static_labels(cell), **moment},
-        "Env": ["PATH=/usr/bin"],
+        "Env": [f"{name}={value}" for name, value in _environment(cell).items()],
         "User": "appliance",
         "Volumes": {"/data": {}},
         "Entrypoint": ["/usr/bin/tini", "--", "appliance"],

@@ -174,9 +174,9 @@ def test_a_file_is_known_by_its_hash(tmp_path: Path, hopper: Cell) -> None:
 def test_libraries_are_read_out_of_a_wheel(tmp_path: Path) -> None:
     file, tool = tmp_path / "x.whl", tmp_path / "cuobjdump"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("vllm/_C.abi3.so", _fatbin(90))
+        archive.writestr("vllm/_C.abi3.so", _library(90))
         archive.writestr("vllm/_C.py", "")
-        archive.writestr("../escape.so", _fatbin(90))
+        archive.writestr("../escape.so", _library(90))
     symbol = "FUNC          GLOBAL  DEFAULT    ENTRY                                sum"
     _write_tool(tool, f"printf 'Fatbin elf code:\\narch = sm_90\\n{symbol}\\n'")
     identity = wheel_gaps.Identity(sha256="0" * 64, platform="linux/amd64", is_engine=True)
@@ -212,6 +212,33 @@ def _fatbin(chip: int) -> bytes:
     header = struct.pack("<HHIQ12x", 2, 0x101, 64, 16) + struct.pack("<I", chip)
     body = header.ljust(64, b"\0") + b"\xff" * 16
     return struct.pack("<IHHQ", gate.FATBIN_MAGIC, 1, 16, len(body)) + body
+
+
+def _library(chip: int) -> bytes:
+    """A 64-bit shared library: a table for the linker, and a section with a fat binary."""
+    names, body = b"\0.nv_fatbin\0", _fatbin(chip)
+    at = 64 + 56 + 16
+    header = struct.pack(
+        "<16sHHIQQQIHHHHHH",
+        b"\x7fELF\x02\x01\x01",
+        3,
+        62,
+        1,
+        0,
+        64,
+        at + len(body) + len(names),
+        0,
+        64,
+        56,
+        1,
+        64,
+        3,
+        2,
+    )
+    segment = struct.pack("<IIQQQQQQ", 2, 4, 64 + 56, 0, 0, 16, 16, 8) + b"\1".ljust(16, b"\0")
+    rows = [(0, 0, 0, 0), (1, 1, at, len(body)), (0, 3, at + len(body), len(names))]
+    sections = b"".join(struct.pack("<IIQQQQ24x", name, kind, 0, 0, start, size) for name, kind, start, size in rows)
+    return header + segment + body + names + sections
 
 
 def _write_tool(path: Path, script: str) -> None:

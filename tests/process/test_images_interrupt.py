@@ -1,0 +1,82 @@
+"""`python -m images` interrupted while another program runs: it says so, ends with 130 and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+# Writes who it is and what it started, says that it runs, and never ends by itself. $IGNORED: a signal that it ignores.
+HANGING = """#!/bin/sh
+trap "" $IGNORED
+sleep 1000 &
+echo $$ $! > "$PIDS"
+echo running > "$FIFO"
+wait
+sleep 1000
+"""
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    """Opening it for reading waits until the program runs."""
+    os.mkfifo(tmp_path / "fifo")
+    return tmp_path / "fifo"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, fifo: Path) -> Iterator[dict[str, str]]:
+    yield {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIDS": f"{tmp_path}/pids", "FIFO": str(fifo)}
+    for pid in _left(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("docker", ["list"]), ("nvidia-smi", ["select"]), ("git", ["build", "--only", "llama-cpu", "--dry-run"])],
+)
+def test_an_interrupt_ends_it_and_what_it_runs(
+    tmp_path: Path, fifo: Path, environment: dict[str, str], program: str, words: list[str]
+) -> None:
+    """The signal goes to `images` alone, as `kill -INT` sends it: what a terminal does reaches the others as well."""
+    done = _interrupted(tmp_path, fifo, {**environment, "IGNORED": "INT"}, program, words)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in done.stderr
+    assert _left(tmp_path) == []
+
+
+def test_what_ignores_the_request_to_end_is_killed(tmp_path: Path, fifo: Path, environment: dict[str, str]) -> None:
+    done = _interrupted(tmp_path, fifo, {**environment, "IGNORED": "INT TERM"}, "docker", ["list"])
+    assert done.returncode == 130
+    assert _left(tmp_path) == []
+
+
+def _interrupted(
+    folder: Path, fifo: Path, environment: dict[str, str], program: str, words: list[str]
+) -> subprocess.CompletedProcess[str]:
+    """With a program of that name that hangs; interrupted as soon as that one runs."""
+    (folder / program).write_text(HANGING)
+    (folder / program).chmod(0o755)
+    argv = [sys.executable, "-m", "images", *words]
+    with subprocess.Popen(
+        argv, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert fifo.read_text() == "running\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def _left(folder: Path) -> list[int]:
+    """Of those that the program wrote down; one that ended and that nobody has waited for yet is gone."""
+    file = folder / "pids"
+    pids = [int(word) for word in file.read_text().split()] if file.exists() else []
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
