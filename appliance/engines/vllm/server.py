@@ -78,6 +78,11 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
         flags.need("--language-model-only")
     if launch.chat_template is not None:
         flags.need("--chat-template", launch.chat_template)
+    if launch.tool_parser is not None:
+        flags.need("--enable-auto-tool-choice")
+        flags.need("--tool-call-parser", launch.tool_parser)
+    if launch.reasoning_parser is not None:
+        flags.need("--reasoning-parser", launch.reasoning_parser)
     _add_serving(flags, launch.max_num_seqs)
     return ("serve", plan.model_path, *flags.argv, *launch.engine_args)
 

@@ -39,6 +39,8 @@ class VllmHome(Home):
             commit=facts["commit"],
             flags=tuple(facts["flags"]),
             kv_types=tuple(facts["kv_types"]),
+            tool_parsers=tuple(facts["tool_parsers"]),
+            reasoning_parsers=tuple(facts["reasoning_parsers"]),
         )
         (folder / "facts/engine_facts.json").write_text(dump_facts(engine))
         home.set_engine()
