@@ -75,7 +75,7 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
     ("template", "promised", "unknown"),
     [
         (r"{% if tools %}<tool_call>\n{\"name\": <function-name>", ["tool_use"], []),
-        (r"{% if tools %}<tool_call>\n{\"name\": </think> enable_thinking", ["tool_use"], ["reasoning"]),
+        (r"{% if tools %}<tool_call>\n{\"name\": </think> enable_thinking", ["tool_use"], []),
         ("{{ tools }}", [], ["tool_calls"]),
         ("{{ messages }}", [], []),
     ],

@@ -52,36 +52,43 @@ def parsers_of(model: Model, engine: EngineFacts, passed: Sequence[str]) -> Pars
     """`passed` are the user's own arguments for the engine."""
     if model.is_embedding_model or model.chat_template is None:
         return Parsers()
-    tools = _chosen("tools", model, engine) if model.calls_tools and not set(OF_TOOLS) & set(passed) else None
-    reasoning = _chosen("reasoning", model, engine) if model.reasons and not set(OF_REASONING) & set(passed) else None
+    tools = _chosen("tools", model, engine) if model.calls_tools and not {*OF_TOOLS} & {*passed} else None
+    reasoning = _chosen("reasoning", model, engine) if model.reasons and not {*OF_REASONING} & {*passed} else None
     return Parsers(
-        tools=str(tools.value) if tools and not tools.is_refusal else None,
-        reasoning=str(reasoning.value) if reasoning and not reasoning.is_refusal else None,
-        choices=tuple(each for each in (tools, reasoning) if each),
+        tools=_name(tools), reasoning=_name(reasoning), choices=tuple(each for each in (tools, reasoning) if each)
     )
 
 
 def rows(kind: Kind) -> tuple[Row, ...]:
-    return tuple(_row(each) for each in _load()[kind])
+    return _table()[kind]
 
 
+_NONE = "none"
 _NAMES: Mapping[Kind, str] = {"tools": "tool_calls", "reasoning": "reasoning"}
 _WITHOUT: Mapping[Kind, str] = {
     "tools": "chats with tools are refused (400)",
-    "reasoning": "it stays in the answer",
+    "reasoning": "what there is of it stays in the answer",
 }
-_FLAGS: Mapping[Kind, str] = {"tools": "--enable-auto-tool-choice --tool-call-parser NAME",
-                              "reasoning": "--reasoning-parser NAME"}  # fmt: skip
+_FLAGS: Mapping[Kind, str] = {
+    "tools": "--enable-auto-tool-choice --tool-call-parser NAME",
+    "reasoning": "--reasoning-parser NAME",
+}
+
+
+def _name(choice: Choice | None) -> str | None:
+    return None if choice is None or choice.value == _NONE else choice.value
 
 
 def _chosen(kind: Kind, model: Model, engine: EngineFacts) -> Choice:
-    """Of the first row that knows the template."""
+    """Of the first row that knows the template. Many templates name reasoning for models that do none, or not by
+    themselves: that nobody parses it is no refusal."""
     row = next((each for each in rows(kind) if each.matches(model.chat_template or "")), None)
-    if row is not None and not (why := next(_trouble(row, kind, model, engine), None)):
+    why = "no parser is known for its chat template" if row is None else next(_trouble(row, kind, model, engine), None)
+    if row is not None and why is None:
         return Choice(name=_NAMES[kind], value=row.parser, reason=f"by its chat template: {row.format}", source="model")
-    why = why if row is not None else "no parser is known for its chat template"
     why = f'{why}: {_WITHOUT[kind]}; --engine-arg "{_FLAGS[kind]}" names one'
-    return Choice(name=_NAMES[kind], value="none", reason=why, source="model", is_refusal=True)
+    is_refusal = kind == "tools" or row is not None
+    return Choice(name=_NAMES[kind], value=_NONE, reason=why, source="model", is_refusal=is_refusal)
 
 
 def _trouble(row: Row, kind: Kind, model: Model, engine: EngineFacts) -> Iterator[str]:
@@ -90,6 +97,14 @@ def _trouble(row: Row, kind: Kind, model: Model, engine: EngineFacts) -> Iterato
         yield f"vLLM {engine.version} lists no parser {row.parser}, which its chat template ({row.format}) asks for"
     if missing := sorted(row.tokens - model.added_tokens):
         yield f"its tokenizer has no token {', '.join(missing)}, which parser {row.parser} looks up"
+
+
+@cache
+def _table() -> Mapping[Kind, tuple[Row, ...]]:
+    import yaml  # here: a start of another engine must not pay for it
+
+    found: Mapping[Kind, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    return {kind: tuple(map(_row, each)) for kind, each in found.items()}
 
 
 def _row(found: Mapping[str, Any]) -> Row:
@@ -101,11 +116,3 @@ def _row(found: Mapping[str, Any]) -> Row:
         without=tuple(map(re.compile, found.get("without", ()))),
         tokens=frozenset(found.get("tokens", ())),
     )
-
-
-@cache
-def _load() -> Mapping[str, Any]:
-    import yaml  # here: a start of another engine must not pay for it
-
-    found: Mapping[str, Any] = yaml.load(_DATA.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    return found
