@@ -186,6 +186,7 @@ class EngineFacts:
     attention: tuple[AttentionBackend, ...] = ()
     tool_parsers: tuple[str, ...] = ()
     reasoning_parsers: tuple[str, ...] = ()
+    libraries: tuple[tuple[str, str], ...] = ()  # name and version of what it is installed with and loads by itself
 
     def choices_of(self, flag: str) -> tuple[str, ...]:
         """Empty for a flag that takes any value, and for one that is not there."""

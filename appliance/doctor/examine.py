@@ -11,8 +11,8 @@ from pathlib import Path
 from appliance.doctor.check import Check, failed, judged, passed, warned
 from appliance.doctor.gpu import gpu_checks
 from appliance.doctor.host import host_checks
-from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, volume_check
-from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult, Space
+from appliance.doctor.parts import engine_check, key_check, model_checks, port_check, settings_checks, volume_check
+from appliance.engines.engine import Devices, Engine, Inputs, Install, KernelResult
 from appliance.errors import FatalError, VolumeError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model
@@ -20,16 +20,19 @@ from appliance.plan import Kernels, Plan, RuledOut
 from appliance.probe import SPEEDS_FOLDER, Hardware, probe
 from appliance.probe.smi import cross_check
 from appliance.probe.speeds import why_unreadable
-from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
     Contents,
+    Machine,
+    StartInputs,
+    inputs_of,
     install_of,
+    key_of,
     load_engine,
     load_facts,
     load_model,
     load_recipe,
-    read_draft_model,
 )
+from appliance.serve.preview import preview_of
 from appliance.settings import Settings
 from appliance.volume import open_volume
 
@@ -45,6 +48,11 @@ class Findings:
     image: ImageFacts | None
     engine: EngineFacts | None
     plan: Plan | None
+
+    @property
+    def will_start(self) -> bool | None:
+        """None: there is no model here to tell by, and nothing else is wrong."""
+        return False if self.exit_code else True if self.plan else None
 
     @property
     def exit_code(self) -> int:
@@ -72,27 +80,25 @@ class Subject:
 
     def load_model(self) -> Model:
         """That a start would serve. Raises ModelAwayError where it would be fetched first."""
-        recipe = load_recipe(self.settings, self.image)
-        contents = Contents(
-            settings=self.settings, image=self.image, facts=self.facts, engine=self.engine, recipe=recipe
-        )
+        contents = replace(self._contents, recipe=load_recipe(self.settings, self.image))
         return load_model(contents, self.environment)
 
-    def inputs(self, model: Model, draft: Model | None = None) -> Inputs:
-        """Where no kernels are left, those that the engine would take by itself: what else is wrong is told as well."""
-        usable = self.kernels if isinstance(self.kernels, Kernels) else None
-        return Inputs(
-            settings=self.settings,
-            image=self.image,
-            facts=self.facts,
-            hardware=self.hardware,
-            model=model,
-            kernels=usable or Kernels(variant=None, isa=self.hardware.cpu.isa),
-            draft=draft,
-        )
+    @property
+    def _contents(self) -> Contents:
+        return Contents(settings=self.settings, image=self.image, facts=self.facts, engine=self.engine)
 
-    def space(self, model: Model) -> Space:
-        return without_profile(self.engine, self.install, self.inputs(model)).space()
+    def inputs(self, model: Model) -> Inputs:
+        """A start's. Where no kernels are left, with those that the engine would take by itself: what else is wrong is
+        told as well. Raises ConfigError (10) or ModelUnreadableError (30) for a draft model."""
+        usable = self.kernels if isinstance(self.kernels, Kernels) else None
+        kernels = usable or Kernels(variant=None, isa=self.hardware.cpu.isa)
+        machine = Machine(hardware=self.hardware, install=self.install, kernels=kernels, warnings=())
+        return inputs_of(self._contents, machine, model)
+
+    def plan(self, model: Model) -> Plan:
+        """That a start would serve, from a profile or predicted."""
+        inputs = self.inputs(model)
+        return preview_of(StartInputs(engine=self.engine, install=self.install, inputs=inputs, key=key_of(inputs))).plan
 
 
 def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels: bool = False) -> Findings:
@@ -113,8 +119,9 @@ def examine(settings: Settings, environment: Mapping[str, str], *, with_kernels:
         checks += [*_machine_checks(settings, hardware, image, None), failed("engine", error)]
     else:
         checks += _machine_checks(settings, hardware, image, subject)
+        checks += settings_checks(settings, subject.engine)
         checks.append(engine_check(subject.engine, subject.install, image, subject.variant))
-        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.space):
+        for check, found in model_checks(settings, image, subject.engine, subject.load_model, subject.plan):
             checks.append(check)
             best = found or best
         checks += _engine_notes(subject, best)
@@ -181,8 +188,7 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
     """For the types of the model that a start would serve."""
     settings, image = subject.settings, subject.image
     try:
-        model = subject.load_model()
-        draft = read_draft_model(settings, model)
+        inputs = subject.inputs(subject.load_model())
     except FatalError as error:
         yield warned(
             "kernels", f"not checked, since there is no model: {error.message}", "name one with APPLIANCE_MODEL"
@@ -190,7 +196,6 @@ def _kernel_checks(subject: Subject) -> Iterator[Check]:
         return
     with suppress(VolumeError):  # which is a check of its own; here it is said that nothing is kept
         open_volume(settings.data_dir, image.build_id)
-    inputs = subject.inputs(model, draft)
     yield from map(_as_check, subject.engine.check_kernels(subject.install, inputs))
 
 

@@ -11,12 +11,14 @@ from contextlib import closing, suppress
 
 from appliance.address import read_address
 from appliance.doctor.check import Check, failed, judged, passed, warned
-from appliance.engines.engine import Engine, Install, Space
+from appliance.engines.engine import Engine, Install
 from appliance.errors import ConfigError, EngineLibraryError, FatalError, ModelAwayError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, list_models
 from appliance.plan import Plan, explain_memory
 from appliance.probe import Hardware
+from appliance.serve.beside import check_named
+from appliance.serve.inputs import check_settings
 from appliance.settings import Settings
 from appliance.volume import open_volume, read_key
 
@@ -68,6 +70,15 @@ def port_check(settings: Settings) -> Check:
     return passed("port", f"{seen} is free")
 
 
+def settings_checks(settings: Settings, engine: Engine) -> Iterator[Check]:
+    """Nothing, unless one means nothing to the engine or names a file that is not there."""
+    try:
+        check_settings(settings, engine)
+        check_named(settings)
+    except FatalError as error:
+        yield failed("settings", error)
+
+
 def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_variant: str | None = None) -> Check:
     """Starts it for its version: what was written at build must be what is there."""
     binary, facts = install.engine_dir / engine.binary, install.facts
@@ -78,14 +89,24 @@ def engine_check(engine: Engine, install: Install, image: ImageFacts, cpu_varian
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
     except FatalError as error:
         return failed("engine", error)
-    if (found.build, found.commit) != (facts.build, facts.commit):
-        message = f"the engine is build {found.build} ({found.commit}), the image's facts say {facts.build}"
-        return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
-    missing = sorted(set(facts.backends) - set(found.backends))
-    if missing:
-        message = f"backends of the engine are missing: {', '.join(missing)}"
+    for message in _differences(facts, found):
         return failed("engine", EngineLibraryError(message, hint="the image is damaged: pull or build it again"))
     return passed("engine", _shown_engine(image, found))
+
+
+def _differences(facts: EngineFacts, found: EngineFacts) -> Iterator[str]:
+    """Of what was written at build from what is there, in words."""
+    if (found.build, found.commit) != (facts.build, facts.commit):
+        yield f"the engine is build {found.build} ({found.commit}), the image's facts say {facts.build}"
+    if found.version != facts.version:
+        yield f"the engine is version {found.version}, the image's facts say {facts.version}"
+    there = dict(found.libraries)
+    for name, version in facts.libraries:
+        if there.get(name) != version:
+            yield f"the engine has {name} {there.get(name, 'not at all')}, the image's facts say {version}"
+    for what in ("backends", "flags"):
+        if missing := sorted(set(getattr(facts, what)) - set(getattr(found, what))):
+            yield f"{what} of the engine are missing: {', '.join(missing)}"
 
 
 def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
@@ -93,13 +114,14 @@ def _shown_engine(image: ImageFacts, found: EngineFacts) -> str:
     parts = [f"{image.engine} {found.version}", f"build {found.build}" if found.build else ""]
     parts += [f"{len(found.backends)} backends"] if found.backends else []
     parts += [f"{len(found.attention)} attention backends"] if found.attention else []
+    parts += [f"{name} {version}" for name, version in found.libraries]
     return ", ".join(part for part in parts if part)
 
 
 def model_checks(
-    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], space: Callable[[Model], Space]
+    settings: Settings, image: ImageFacts, engine: Engine, load: Callable[[], Model], plan: Callable[[Model], Plan]
 ) -> Iterator[tuple[Check, Plan | None]]:
-    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `space` are a
+    """Whether there is one, can be read and fits; the plan for it where there is one. `load` and `plan` are a
     start's."""
     try:
         if not settings.model and not image.recipe and not _has_models(settings, engine):
@@ -116,11 +138,11 @@ def model_checks(
         return
     yield passed("model", _shown(model)), None
     try:
-        best = space(model).best
+        first = plan(model)
     except FatalError as error:
         yield failed("model fits", error), None
         return
-    yield passed("model fits", f"{best.context:,} tokens; {explain_memory(best)}"), best
+    yield passed("model fits", f"{first.context:,} tokens; {explain_memory(first)}"), first
 
 
 def _has_models(settings: Settings, engine: Engine) -> bool:

@@ -13,7 +13,8 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 def as_json(findings: Findings) -> str:
     rows = [asdict(check) for check in findings.checks]
-    return json.dumps({"exit_code": findings.exit_code, "checks": rows}, indent=1)
+    document = {"will_start": findings.will_start, "exit_code": findings.exit_code, "checks": rows}
+    return json.dumps(document, indent=1)
 
 
 def show(findings: Findings, stream: TextIO) -> None:
@@ -33,7 +34,9 @@ def summary(findings: Findings) -> str:
     count = {status: sum(check.status == status for check in findings.checks) for status in _STYLES}
     warnings = "1 warning" if count["warn"] == 1 else f"{count['warn']} warnings"
     words = f"{count['pass']} passed, {warnings}, {count['fail']} failed"
-    return words if not findings.exit_code else f"{words}: a start would end with {findings.exit_code}"
+    if findings.exit_code:
+        return f"{words}: a start would end with {findings.exit_code}"
+    return f"{words}: this will start" if findings.will_start else f"{words}: no model to start with"
 
 
 def _show_table(findings: Findings, stream: TextIO) -> None:

@@ -126,6 +126,9 @@ class Model:
     file_type: str | None = None  # quantization of the whole file by its header: Q4_K_M
     calls_tools: bool = False  # by its chat template
     reasons: bool = False  # before it answers, by its chat template
+    # Of a folder, for an engine that has to be told what the model writes: all named ones together; None: it has none.
+    chat_template: str | None = field(default=None, compare=False, repr=False)
+    added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # of a folder's tokenizer
     draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
     # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)

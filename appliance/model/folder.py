@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from appliance.errors import ModelUnreadableError
@@ -21,6 +22,8 @@ _LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
+_ADDED = re.compile(r'"added_tokens"\s*:\s*')
+_ADDED_BYTES = 2**20  # 256 of them take 60 KiB
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of which an element is a parameter; packed ones hold several
 
@@ -74,6 +77,8 @@ def read_folder(folder: Path) -> Model:
         parameters=_parameters(tensors),
         calls_tools=bool(template and CALLS_TOOLS.search(template)),
         reasons=bool(template and REASONS.search(template)),
+        chat_template=template,
+        added_tokens=_added_tokens(folder),
         draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
         config=config.values,
     )
@@ -179,13 +184,40 @@ def _quantization_beside(folder: Path) -> str | None:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """Its text, or of several all as JSON. A model without a readable one is still a model, and has none."""
+    """Its text, or those of several one after the other. A model without a readable one is still a model, and has
+    none."""
     try:
         found = next((folder / name for name in _TEMPLATES if (folder / name).is_file()), None)
-        if found is not None:
-            with found.open("rb") as file:
-                return file.read(TEMPLATE_KEPT_BYTES).decode("utf-8", "replace")
-        template = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if found is not None and found.suffix != ".json":
+            return _head(found, TEMPLATE_KEPT_BYTES)
+        template = read_json(found or folder / "tokenizer_config.json").get("chat_template")
     except (ModelUnreadableError, OSError):
         return None
-    return template if isinstance(template, str | None) else json.dumps(template)
+    if isinstance(template, str | None):
+        return template
+    named = template if isinstance(template, list) else [template]
+    texts = [each.get("template") for each in named if isinstance(each, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str)) or None
+
+
+def _added_tokens(folder: Path) -> frozenset[str]:
+    """Single tokens beside the tokenizer's own vocabulary, as `<think>`. Empty where neither file tells: tokenizer.json
+    has them before its vocabulary of megabytes, and tokenizer_config.json once had them, too."""
+    found: object = None
+    with suppress(OSError, RecursionError, ValueError):
+        head = _head(folder / "tokenizer.json", _ADDED_BYTES)
+        if begin := _ADDED.search(head):
+            found, _ = json.JSONDecoder().raw_decode(head, begin.end())
+    if not found:
+        with suppress(ModelUnreadableError, OSError):
+            found = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    each = found.values() if isinstance(found, Mapping) else found if isinstance(found, list) else ()
+    texts = (token.get("content") for token in each if isinstance(token, Mapping))
+    return frozenset(text for text in texts if isinstance(text, str))
+
+
+def _head(path: Path, most_bytes: int) -> str:
+    if not path.is_file():  # a pipe would stop the start for ever
+        raise FileNotFoundError(path)
+    with path.open("rb") as file:
+        return file.read(most_bytes).decode("utf-8", "replace")

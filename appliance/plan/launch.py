@@ -26,6 +26,16 @@ class Launch:
         return ()
 
     @property
+    def calls_tools(self) -> bool:
+        """Whether the engine takes tools, and gives calls as such, where the model writes any."""
+        return True
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether the engine gives reasoning apart from the answer, where the model reasons."""
+        return True
+
+    @property
     def tie_break(self) -> int:
         """Of two plans as fast as each other, the one with more is taken."""
         return 0

@@ -36,7 +36,8 @@ def with_beside(model: Model, settings: Settings) -> Model:
         model = replace(model, pooling=settings.pooling, is_embedding_model=True)
     if settings.chat_template_file is not None:
         text = _read_template(settings.chat_template_file, settings.sources["chat_template_file"])
-        model = replace(model, calls_tools=bool(CALLS_TOOLS.search(text)), reasons=bool(REASONS.search(text)))
+        calls_tools, reasons = bool(CALLS_TOOLS.search(text)), bool(REASONS.search(text))
+        model = replace(model, chat_template=text, calls_tools=calls_tools, reasons=reasons)
     return model
 
 

@@ -129,7 +129,7 @@ def with_model(contents: Contents, located: Located, look: Callable[[], Machine]
         engine=contents.engine,
         install=machine.install,
         inputs=inputs,
-        key=_key_of(inputs),
+        key=key_of(inputs),
         warnings=machine.warnings,
         names=located.names,
     )
@@ -165,7 +165,8 @@ def locate(contents: Contents, environment: Mapping[str, str], look: Callable[[]
     return locate_chosen(contents, found, environment, look)[0]
 
 
-def _key_of(inputs: Inputs) -> Key:
+def key_of(inputs: Inputs) -> Key:
+    """Of the profile that a start with these would want."""
     model, draft = inputs.model, inputs.draft
     return make_key(
         inputs.settings,

@@ -53,12 +53,12 @@ def preview(settings: Settings, environment: Mapping[str, str], hardware: Hardwa
     if isinstance(found, PublishedShape):
         return _of_shape(contents, found, look())
     if isinstance(found, Located):
-        return _of_start(with_model(contents, found, look))
+        return preview_of(with_model(contents, found, look))
     made = _made(contents, found, environment, look(), is_here=hardware is None)
     if isinstance(made, Kept):
-        return _of_start(with_model(contents, made.located, look))
+        return preview_of(with_model(contents, made.located, look))
     if made.pick.located:
-        return _of_start(with_model(contents, made.pick.located, look))
+        return preview_of(with_model(contents, made.pick.located, look))
     return _of_away(contents, made.pick, look())
 
 
@@ -117,7 +117,8 @@ def _chosen(
     return asyncio.run(choose_from_hub(contents, found, environment, machine, on_wait=lambda _: None))
 
 
-def _of_start(start: StartInputs) -> Preview:
+def preview_of(start: StartInputs) -> Preview:
+    """Of a model that is here, on a machine that was looked at."""
     store = ProfileStore(start.settings.profiles_dir, lambda _: None)
     profile = store.peek(start.key)
     kv_checks = profile.kv_checks if profile else ()

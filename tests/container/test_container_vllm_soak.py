@@ -99,7 +99,7 @@ def kill_in_mid_stream(stage: Stage, member: str, number: int) -> None:
     stage.wait_ready(START_S)
     ready_s = round(time.monotonic() - began, 2)
     left = sorted(segments & shared(stage))
-    note(what="kill", member=member, round=number, told_s=told_s, gone_s=gone_s, ready_s=ready_s, left=left)
+    note(stage, what="kill", member=member, round=number, told_s=told_s, gone_s=gone_s, ready_s=ready_s, left=left)
     assert any(b'"error"' in line for line in rest[-4:])
     assert b"data: [DONE]" not in rest
     assert not left
@@ -117,12 +117,11 @@ def stop_in_mid_stream(stage: Stage, number: int) -> None:
         rest = [line for line in lines if line]
     told_s = round(time.monotonic() - began, 2)
     code = stage.wait_exit()
-    stopped_s = round(time.monotonic() - began, 2)
-    note(what="stop", round=number, told_s=told_s, stopped_s=stopped_s, code=code)
+    stopped_s = seconds_until_gone(old, began)
+    note(stage, what="stop", round=number, told_s=told_s, stopped_s=stopped_s, code=code)
     assert code == 0
     assert json.loads(rest[-1].removeprefix(b"data: "))["error"]["code"] == "shutting_down"
-    assert seconds_until_gone(old, began)
-    assert stopped_s < 60  # 9 on a machine that has nothing else to do
+    assert stopped_s < 60  # benchmarks/soaked.py judges by what is promised, 9 s: other tests may load this machine
 
 
 @cache
@@ -137,7 +136,7 @@ def whole_start_s(kind: str, model: Path) -> float:
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, model: Path) -> None:
     """Eager and compiled in turn, each on a volume that has nothing yet; the engine alone, or all at once."""
-    kind, draw = ("eager", "compiled")[number % 2], random.Random(number)
+    kind, draw = ("eager", "compiled")[number % 2], random.Random()  # other moments each day; each is kept
     after_s, victim = draw.uniform(0.05, 0.95) * whole_start_s(kind, model), draw.choice(("container", *MEMBERS[:3]))
     with volume(model=False) as name:
         with started(name, **options(model, KINDS[kind])) as stage:
@@ -151,7 +150,9 @@ def test_a_start_that_is_killed_at_any_moment_breaks_no_later_one(number: int, m
             with stream(stage) as reply:
                 assert next(reply.iter_lines()).startswith(b"data: ")
             assert "engine_died" not in stage.names()
-    note(what="start", kind=kind, round=number, victim=killed, after_s=round(after_s, 1), ready_s=ready_s, said=removed)
+            note(
+                stage, what="start", kind=kind, victim=killed, after_s=round(after_s, 1), ready_s=ready_s, said=removed
+            )
 
 
 def kill_now(stage: Stage, victim: str) -> str:

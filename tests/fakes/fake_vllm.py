@@ -567,6 +567,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(
                 404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}}
             )
+        if request.get("tools") and not (options.enable_auto_tool_choice and options.tool_call_parser):
+            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            return self.reply(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
         if self.server.is_dead.is_set():
             return self.reply(500, error_document())
         tokens = request.get("max_tokens") or request.get("max_output_tokens") or 16
@@ -751,6 +754,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--enforce-eager", action="store_true")
     add("--speculative-config", default="")
     add("--enable-prompt-tokens-details", action="store_true")
+    add("--enable-auto-tool-choice", action="store_true")
+    add("--tool-call-parser")
     add("--fake-load-s", type=float, default=0.0, help="of the whole ladder")
     add("--fake-interval", type=float, default=0.005, help="seconds a token")
     add("--fake-decode-ms", type=float, default=10.0, help="a token, by the engine's clock: nothing is waited for")

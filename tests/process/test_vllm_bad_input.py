@@ -116,7 +116,10 @@ def test_a_variable_that_contradicts_the_plan_is_10(name: str, home: VllmHome) -
 
 
 def test_variables_are_passed_on_or_named(home: VllmHome) -> None:
-    home.variables = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_CACHE_ROOT": "/elsewhere", "VLLM_API_KEY": "of-nobody"}
+    home.variables = {
+        "VLLM_USE_DEEP_GEMM": "0", "VLLM_CACHE_ROOT": "/elsewhere", "VLLM_API_KEY": "of-nobody",
+        "NCCL_P2P_DISABLE": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native",
+    }  # fmt: skip
     program = home.folder / "engine/bin/vllm"
     seen = home.folder / "seen"
     program.write_text(program.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\nenv >{seen}\n", 1))
@@ -126,11 +129,16 @@ def test_variables_are_passed_on_or_named(home: VllmHome) -> None:
         assert "of-nobody" not in serving.text
         serving.terminate()
     given = dict(line.split("=", 1) for line in seen.read_text().splitlines() if "=" in line)
-    assert given["VLLM_USE_DEEP_GEMM"] == "0"
+    assert (given["VLLM_USE_DEEP_GEMM"], given["NCCL_P2P_DISABLE"]) == ("0", "1")
     assert given["VLLM_CACHE_ROOT"].startswith(str(home.data))
     assert "VLLM_API_KEY" not in given
     assert "vllm_cache_root" in said
     assert "vllm_api_key" in said
+    assert "pytorch_cuda_alloc_conf" in said
+    checks = json.loads(home.command("doctor", "--json").stdout)["checks"]
+    warned = " ".join(check["value"] for check in checks if check["status"] == "warn")
+    for name in ("VLLM_CACHE_ROOT", "VLLM_API_KEY", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert f"variable {name} is not passed on: " in warned
 
 
 def test_two_appliances_on_one_volume_keep_what_the_other_uses(home: VllmHome) -> None:

@@ -72,6 +72,31 @@ def test_it_serves_every_dialect_and_says_how_its_start_goes(home: VllmHome) -> 
 
 
 @pytest.mark.parametrize(
+    ("template", "promised", "unknown"),
+    [
+        (r"{% if tools %}<tool_call>\n{\"name\": <function-name>", ["tool_use"], []),
+        (r"{% if tools %}<tool_call>\n{\"name\": </think> enable_thinking", ["tool_use"], []),
+        ("{{ tools }}", [], ["tool_calls"]),
+        ("{{ messages }}", [], []),
+    ],
+)
+def test_the_list_of_models_promises_what_the_engine_takes(
+    template: str, promised: list[str], unknown: list[str], home: VllmHome
+) -> None:
+    (home.data / "models/small/chat_template.jinja").write_text(template)
+    with home.serving() as serving:
+        serving.wait_ready()
+        (model,) = serving.ask("GET", "/v1/models", key=home.key)[1]["data"]
+        assert model["capabilities"] == promised
+        assert ("tools" in model["supported_parameters"]) == bool(promised)
+        body = {"model": "small", "messages": [{"role": "user", "content": "a"}], "tools": [{}], "max_tokens": 2}
+        assert serving.ask("POST", "/v1/chat/completions", body, key=home.key)[0] == (200 if promised else 400)
+        said = [event["message"] for event in serving.events if event["event"] == "not_as_asked"]
+        assert [words.split()[0] for words in said if "no parser is known for its chat template" in words] == unknown
+        serving.terminate()
+
+
+@pytest.mark.parametrize(
     ("knobs", "words", "less"),
     [
         (("--fake-tokens-less", "128"), "tokens, its metrics ", 128),

@@ -227,6 +227,7 @@ WORDS = {"llama": r"(?<!o)llama|ggml|CUDA[0-9]|perplexity\.cpp", "vllm": r"vllm"
 # Proper names that have such a word in them, each in the one file that needs it.
 PROPER_NAMES = {
     "appliance/engines/vllm/chips.yaml": "ExLlama",  # a kernel
+    "appliance/engines/vllm/parsers.yaml": "Llama 3|Llama 4|llama3|llama4|llama_tool",  # models and parsers
     # What a balancer looks for unless it is told otherwise, whatever engine serves.
     "appliance/engines/routes.py": "vllm:num_requests_waiting|vllm:num_requests_running|vllm:kv_cache_usage_perc",
     "appliance/model/__init__.py": "images whose name begins vllm-",  # what serves the other format

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 LIMIT_BYTES = 20 * 2**30  # of all builds
 FOLDERS = ("vllm", "inductor", "triton", "flashinfer", "deep_gemm", "xdg")  # below a build's folder
 _KEYS = Path("vllm/torch_compile_cache")
+_WHOLE, _REMOVED = "torch_", "removed-"  # there: folders of whole programs, keys that are being removed
 _STARTING, _IN_USE = "vllm-starting", "vllm-in-use"
 _SLACK_S = 1.0  # of clocks
 
@@ -51,9 +53,10 @@ class Caches:
         self._build_dir.mkdir(parents=True, exist_ok=True)
         for mark in sorted(self._build_dir.glob(f"{_STARTING}-*")):
             self._recover(mark)
+        is_shared = not _is_unused(self._build_dir)
         self._locks.append(_locked(self._build_dir / _IN_USE, fcntl.LOCK_SH))
         os.utime(self._build_dir / _IN_USE)
-        prune(self._build_dir, self._limit_bytes)
+        prune(self._build_dir, self._limit_bytes, is_shared=is_shared)
         self._since_s = time.time() - _SLACK_S
         self._locks.append(_locked(self._mark, fcntl.LOCK_EX))
         os.utime(self._mark)
@@ -104,22 +107,22 @@ def remove_since(build_dir: Path, since_s: float, *, is_shared: bool) -> int:
 
 def on_volume(build_dir: Path) -> tuple[int, float]:
     """Keys of torch.compile that this build has, and the MiB of all that it compiled."""
-    size = sum(_size(build_dir / name) for name in FOLDERS if (build_dir / name).is_dir())
-    return len(_subfolders(build_dir / _KEYS)), size / 2**20
+    return len(_keys(build_dir)), sum(_size(build_dir / name) for name in FOLDERS) / 2**20
 
 
 def has_key(build_dir: Path, key: str) -> bool:
     """Whether the engine's own key, which may be cut short, is there: of compiled graphs or of whole programs."""
-    kept = build_dir / _KEYS.parts[0]
-    return any(True for pattern in ("torch_*/", "torch_*/torch_*/") for _ in kept.glob(f"{pattern}{key}*"))
+    return any(folder.name.startswith(key) for folder in _keys(build_dir))
 
 
-def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:
-    """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build. What was
-    removed."""
+def prune(build_dir: Path, limit_bytes: int, *, is_shared: bool = False) -> tuple[Path, ...]:
+    """Down to the limit: other builds' caches that nobody uses, the oldest first, then keys of this build, unless
+    `is_shared`: another engine may be loading one of them. What was removed."""
+    for rest in _keys(build_dir, is_removed=True):
+        shutil.rmtree(rest, ignore_errors=True)  # of a start that was killed as it removed them
     others = [folder for folder in build_dir.parent.iterdir() if folder != build_dir and (folder / _IN_USE).exists()]
     unused = sorted((folder for folder in others if _is_unused(folder)), key=_age)
-    keys = sorted((folder for folder in _subfolders(build_dir / _KEYS)), key=_age)
+    keys = [] if is_shared else sorted(_keys(build_dir), key=_age)
     left = sum(_size(folder) for folder in (build_dir, *others))
     removed = []
     for folder in (*unused, *keys[:-1]):  # the newest key is likely the next
@@ -132,10 +135,16 @@ def prune(build_dir: Path, limit_bytes: int) -> tuple[Path, ...]:
 
 
 def _remove(folder: Path, *, is_build: bool) -> None:
-    for part in [folder / name for name in FOLDERS] if is_build else [folder]:
-        shutil.rmtree(part, ignore_errors=True)
+    """A key at one stroke, by its name: half of one would be found by the next start that has it."""
     if is_build:
+        for name in FOLDERS:
+            shutil.rmtree(folder / name, ignore_errors=True)
         (folder / _IN_USE).unlink(missing_ok=True)
+        return
+    gone = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
+    with suppress(OSError):  # it is no more, or a volume refuses
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_unused(folder: Path) -> bool:
@@ -163,15 +172,36 @@ def _files(build_dir: Path, folders: Iterable[str]) -> Iterator[Path]:
             yield from (Path(folder) / each for each in names)
 
 
+def _keys(build_dir: Path, *, is_removed: bool = False) -> list[Path]:
+    """A folder each: of compiled graphs, and of whole programs (`torch_aot_compile/KEY`). Or what is left of those that
+    were being removed."""
+    graphs = _subfolders(build_dir / _KEYS)
+    whole = [key for folder in graphs if folder.name.startswith(_WHOLE) for key in _subfolders(folder)]
+    found = [key for key in (*graphs, *whole) if not key.name.startswith(_WHOLE)]
+    return [key for key in found if key.name.startswith(_REMOVED) == is_removed]
+
+
 def _subfolders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """Empty for a folder that is not there, or no more: other processes write and remove below it."""
+    try:
+        with os.scandir(folder) as found:
+            return [Path(each.path) for each in found if each.is_dir()]
+    except OSError:
+        return []
 
 
 def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+    """Of the files that were still there when they were looked at."""
+    size = 0
+    for path in _files(folder, ("",)):
+        with suppress(OSError):
+            size += path.lstat().st_size
+    return size
 
 
 def _age(folder: Path) -> float:
-    """Of a build when it was used last."""
-    mark = folder / _IN_USE
-    return (mark if mark.exists() else folder).stat().st_mtime
+    """When a key was made, or a build used last; later than any for what is no more."""
+    for path in (folder / _IN_USE, folder):
+        with suppress(OSError):
+            return path.stat().st_mtime
+    return math.inf

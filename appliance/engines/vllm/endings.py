@@ -181,6 +181,12 @@ RULES: tuple[Rule, ...] = (
         r"does not recognize this architecture|Model architectures .* (?:are not supported|failed to be inspected)",
     ),
     _rule(
+        "compiled file missing",  # above the model's: of it no file lies there, whatever the ending of its name
+        EngineNotReadyError,
+        "what was compiled before is not whole: remove that folder from the volume, and the next start makes it anew",
+        r"No such file or directory: .*/cache/[^/']+/(?:vllm|inductor|triton|flashinfer|deep_gemm|xdg|cuda)/",
+    ),
+    _rule(
         "model missing or damaged",
         ModelUnreadableError,
         _FETCH,

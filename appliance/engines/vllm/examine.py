@@ -8,6 +8,7 @@ from appliance.engines.engine import Install, KernelResult
 from appliance.engines.vllm import last_start
 from appliance.engines.vllm.caches import on_volume
 from appliance.engines.vllm.planning.launch import EAGER, compile_key, launch_of
+from appliance.engines.vllm.planning.variables import SOURCE as VARIABLES
 from appliance.plan import Plan
 
 # Choices of a plan, in the words of doctor.
@@ -24,13 +25,19 @@ _SHOWN = {
     "reserve": "reserve",
     "speculation": "speculation",
     "remote_code": "remote code",
+    "tool_calls": "tool calls",
+    "reasoning": "reasoning",
+    "variables": "variables",
 }
 
 
 def examine(install: Install, plan: Plan) -> Iterator[KernelResult]:
     """One line for each choice that a machine decides, and one for the compile cache."""
     for choice in plan.choices:
-        if choice.name in _SHOWN:
+        if choice.source == VARIABLES and choice.is_refusal:
+            words = f"variable {choice.name.upper()} is {choice.value}: {choice.reason}"
+            yield KernelResult(name="variables", problem=words, hint="take it out of the container's environment")
+        elif choice.name in _SHOWN:
             yield KernelResult(name=_SHOWN[choice.name], words=f"{choice.value}: {choice.reason}")
     yield KernelResult(name="compile cache", words=_compile_cache(install, plan))
 

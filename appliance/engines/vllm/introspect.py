@@ -9,8 +9,10 @@ standard output. A part that cannot be read without a GPU is null, never a guess
 from __future__ import annotations
 
 import json
+import platform
 import sys
-from importlib import import_module
+from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +20,8 @@ from typing import Any, get_args
 SMS = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120", "121")
 FOREIGN = ("ROCM_", "XPU_")
 ON_CPU = ("CPU_", "AMX_")
+# Of its packages those that compute, compile or read a model.
+LIBRARIES = ("torch", "triton", "flashinfer-python", "transformers", "tokenizers", "safetensors", "xgrammar")
 
 
 def main(out: Path) -> None:
@@ -28,6 +32,7 @@ def main(out: Path) -> None:
         "attention": [attention_backend(member) for member in attention_members()],
         "tool_parsers": registered("vllm.tool_parsers", "ToolParserManager"),
         "reasoning_parsers": registered("vllm.reasoning", "ReasoningParserManager"),
+        "libraries": libraries(),
     }
     out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -97,6 +102,15 @@ def attention_backend(member: Any) -> dict[str, Any]:  # noqa: ANN401
         print(f"attention backend {member.name} cannot be read here: {error!r}", file=sys.stderr)
         return {"name": member.name, "sms": None, "kv_types": None, "dtypes": None, "is_mla": None}
     return {"name": member.name, "sms": sms, "kv_types": kv_types, "dtypes": dtypes, "is_mla": is_mla}
+
+
+def libraries() -> list[tuple[str, str]]:
+    """Python, and of `LIBRARIES` those that are installed."""
+    found = [("python", platform.python_version())]
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append((name, metadata.version(name)))
+    return found
 
 
 def registered(module: str, manager: str) -> list[str]:

@@ -11,13 +11,13 @@ from appliance.engines.engine import Install, Node
 from appliance.engines.vllm.facts import BINARY
 from appliance.engines.vllm.planning.launch import EAGER, launch_of
 from appliance.engines.vllm.planning.precision import ENGINE_TYPES
+from appliance.engines.vllm.planning.variables import NETWORK
 from appliance.errors import EngineArgumentsError
 from appliance.image_facts import EngineFacts
 from appliance.plan import GpuAllocation, Plan
 
 DRAIN_S = 0  # of the engine: the gateway ends streams before it sends SIGTERM, and an engine that waits hangs
 QUEUED_AT_LEAST = 64  # beyond the gateway's own limit: a safety net, answered with 503
-NETWORK = ("NCCL_", "GLOO_", "UCX_")  # variables of the libraries that carry what hosts send each other
 # Of n-grams: vLLM's own example, docs/features/spec_decode.md.
 _NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
@@ -78,6 +78,11 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
         flags.need("--language-model-only")
     if launch.chat_template is not None:
         flags.need("--chat-template", launch.chat_template)
+    if launch.tool_parser is not None:
+        flags.need("--enable-auto-tool-choice")
+        flags.need("--tool-call-parser", launch.tool_parser)
+    if launch.reasoning_parser is not None:
+        flags.need("--reasoning-parser", launch.reasoning_parser)
     _add_serving(flags, launch.max_num_seqs)
     return ("serve", plan.model_path, *flags.argv, *launch.engine_args)
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ def seconds_until_gone(pids: set[int], since: float) -> float:
     return round(time.monotonic() - since, 2)
 
 
-def note(**seen: Any) -> None:
-    """One line of JSON a round, kept when the tests are over."""
+def note(stage: Stage, **seen: Any) -> None:
+    """One line of JSON a round, kept when the tests are over: rounds of several days add up, those of one image."""
+    line = {**seen, "image": stage.container.attrs["Image"], "when": datetime.now(UTC).isoformat(timespec="seconds")}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(seen, sort_keys=True) + "\n")
+        file.write(json.dumps(line, sort_keys=True) + "\n")

@@ -19,6 +19,11 @@ from tests.process.stages.vllm import FAKE_VLLM
 from tests.shapes.folders import write_folder
 
 FACTS = ROOT / "tests/data/vllm/facts-0.32-cpu.json"
+LIBRARIES = (("python", "3.12.11"), ("torch", "2.13.0+cpu"))
+SAYS = (
+    "version", "commit", "flags", "choices", "kv_types", "quantizations", "attention", "tool_parsers",
+    "reasoning_parsers", "libraries",
+)  # fmt: skip
 
 
 class VllmHome(Home):
@@ -39,10 +44,22 @@ class VllmHome(Home):
             commit=facts["commit"],
             flags=tuple(facts["flags"]),
             kv_types=tuple(facts["kv_types"]),
+            tool_parsers=tuple(facts["tool_parsers"]),
+            reasoning_parsers=tuple(facts["reasoning_parsers"]),
+            libraries=LIBRARIES,
         )
         (folder / "facts/engine_facts.json").write_text(dump_facts(engine))
         home.set_engine()
+        home.set_installed(**{**facts, "libraries": LIBRARIES})
         return home
+
+    def set_installed(self, **facts: object) -> None:
+        """What vLLM's own Python says of it when it is asked."""
+        answer = self.folder / "engine/installed.json"
+        answer.write_text(json.dumps({name: facts[name] for name in SAYS}))
+        python = self.folder / "engine/bin/python"
+        python.write_text(f'#!/bin/sh\nexec cp {shlex.quote(str(answer))} "$2"\n')
+        python.chmod(0o755)
 
     @property
     def segments(self) -> list[str]:

@@ -269,3 +269,50 @@ def test_what_its_chat_template_calls(tmp_path: Path, file: str) -> None:
     text = template if file.endswith(".jinja") else json.dumps({"chat_template": [{"name": "x", "template": template}]})
     (folder / file).write_text(text)
     assert (read_folder(folder).calls_tools, read_folder(folder).reasons) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "template"),
+    [
+        ("chat_template.jinja", "{{ a }}", "{{ a }}"),
+        ("chat_template.json", r'{"chat_template": "<\uff5cAssistant\uff5c>"}', "<｜Assistant｜>"),
+        ("tokenizer_config.json", r'{"chat_template": "\"a\"\n"}', '"a"\n'),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default", "template": "a"}, {"template": "b"}, 5]}',
+            "a\nb",
+        ),
+        ("tokenizer_config.json", '{"chat_template": [5]}', None),
+        ("tokenizer_config.json", '{"chat_template": 5}', None),
+        ("chat_template.json", "[1]", None),
+    ],
+)
+def test_a_template_is_read_as_the_model_s_text(tmp_path: Path, file: str, text: str, template: str | None) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / file).write_text(text)
+    assert read_folder(folder).chat_template == template
+
+
+THINKS = [{"content": "<think>", "id": 1}, {"content": "</think>", "id": 2}]
+
+
+def test_tokens_beside_the_vocabulary(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    assert read_folder(folder).added_tokens == frozenset()
+    (folder / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": {"content": "<old>"}}}')
+    assert read_folder(folder).added_tokens == {"<old>"}
+    vocabulary = {f"word {at}": at for at in range(200_000)}
+    tokenizer = {"version": "1.0", "added_tokens": THINKS, "model": {"vocab": vocabulary}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=2))
+    assert read_folder(folder).added_tokens == {"<think>", "</think>"}
+
+
+@given(st.binary(max_size=60))
+@SAME_FOLDER
+def test_any_tokenizer_leaves_a_model(tmp_path: Path, text: bytes) -> None:
+    folder = tmp_path / "m"
+    if not folder.exists():
+        write_folder(folder)
+    (folder / "tokenizer.json").write_bytes(b'{"added_tokens": ' + text)
+    (folder / "tokenizer_config.json").write_bytes(b'{"added_tokens_decoder": ' + text)
+    assert all(isinstance(token, str) for token in read_folder(folder).added_tokens)

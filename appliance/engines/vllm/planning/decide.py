@@ -39,7 +39,7 @@ def plan_of(estimate: Estimate) -> Plan:
 
 def _launch(estimate: Estimate) -> VllmLaunch:
     facts, option = estimate.facts, estimate.option
-    template = facts.settings.chat_template_file
+    template, parsers = facts.settings.chat_template_file, facts.parsers
     return VllmLaunch(
         dtype=facts.dtype,
         max_num_seqs=option.seqs,
@@ -62,6 +62,9 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         is_text_only=facts.is_text_only,
         threads=_threads(estimate),
         chat_template=str(template) if template else None,
+        tool_parser=parsers.tools,
+        reasoning_parser=parsers.reasoning,
+        sees=facts.shape.sees and not facts.is_text_only,
         variables=facts.variables,
         engine_args=facts.pins.passed,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from appliance.engines.engine import Inputs
 from appliance.engines.gpus import asked_for, judged
 from appliance.engines.vllm.chips import Chip, chip_of
+from appliance.engines.vllm.parsers import Parsers, parsers_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
 from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
@@ -39,6 +40,7 @@ class Facts:
     cards: tuple[Gpu, ...]
     chip: Chip
     pins: Pins
+    parsers: Parsers  # of what the model writes
     dtype: str
     kv_type: str
     kv_types: tuple[str, ...]  # that a plan may use, the exact one first
@@ -105,6 +107,7 @@ def read_facts(given: Inputs) -> Facts:
         cards=cards,
         chip=chip,
         pins=pins,
+        parsers=parsers_of(model, engine, pins.passed),
         dtype=dtype,
         kv_type=kv_type,
         kv_types=(kv_type,) if settings.kv_type != "auto" else offered_kv_types(engine, chip, dtype),

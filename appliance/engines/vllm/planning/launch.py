@@ -40,6 +40,9 @@ class VllmLaunch(Launch):
     is_text_only: bool  # a multimodal model without its towers
     threads: int | None  # of the CPU build; None: one on each core, bound
     chat_template: str | None
+    tool_parser: str | None = None  # for what the model writes; None: the user's own, or none
+    reasoning_parser: str | None = None
+    sees: bool = False  # a multimodal model with its towers
     variables: tuple[tuple[str, str], ...]  # of the engine, that the user set
     engine_args: tuple[str, ...]  # that nothing here decides
 
@@ -51,6 +54,20 @@ class VllmLaunch(Launch):
             ("graph_mode", self.graph_mode),
             ("block_size", self.block_size),
         )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("image",) if self.sees else ()
+
+    @property
+    def calls_tools(self) -> bool:
+        return self.tool_parser is not None or {"--enable-auto-tool-choice", "--tool-call-parser"} <= {
+            *self.engine_args
+        }
+
+    @property
+    def splits_reasoning(self) -> bool:
+        return self.reasoning_parser is not None or "--reasoning-parser" in self.engine_args
 
     @property
     def local_ranks(self) -> int:

@@ -34,6 +34,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         *_text_only(facts),
         *_foreign_code(facts),
         *_no_template(facts),
+        *facts.parsers.choices,
         *variable_choices(facts.settings, facts.given.image.build_id),
         *_engine_args(facts),
         Choice(

@@ -82,6 +82,7 @@ class Shape:
     quantization: Quantization
     native_context: int
     has_vision: bool
+    sees: bool  # images, and not sound alone
     is_exact: bool  # whether vLLM's KV cache is computed as it is, and not from above
 
     @property
@@ -141,6 +142,7 @@ def shape_of(model: Model) -> Shape:
         quantization=_quantization(model, inner),
         native_context=model.native_context,
         has_vision=any(key in model.config for key in ("vision_config", "vision_tower", "audio_config")),
+        sees=any(key in model.config for key in ("vision_config", "vision_tower")),
         is_exact=model.cache_kind == "attention" or "linear" in kinds,
     )
 

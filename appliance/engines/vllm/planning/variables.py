@@ -1,11 +1,12 @@
-"""Variables of vLLM that a user set for the container: passed on, named, or refused where they contradict a plan.
+"""Variables of vLLM and its libraries that a user set for the container: passed on, named, or refused where they
+contradict a plan.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from appliance.errors import ConfigError
@@ -13,6 +14,8 @@ from appliance.plan.choice import Choice
 from appliance.settings import Settings
 
 PREFIX = "VLLM_"
+NETWORK = ("NCCL_", "GLOO_", "UCX_")  # of the libraries that carry what ranks send each other
+LIBRARIES = ("FLASHINFER_", "OMP_", "PYTORCH_", "TORCH", "TRITON_")
 SOURCE = "environment of the container"
 # Those that would undo what is promised, with what to do instead.
 REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType({
@@ -37,7 +40,7 @@ KEPT: Mapping[str, str] = MappingProxyType({
     "VLLM_API_KEY": "the gateway asks for the key, the engine listens on a private socket",
     "VLLM_CACHE_ROOT": "caches lie on the volume, one folder for each build",
     "VLLM_RPC_BASE_PATH": "sockets lie in the runtime folder",
-    "VLLM_HOST_IP": "one machine: 127.0.0.1",
+    "VLLM_HOST_IP": "127.0.0.1, and in a group the host's address towards its leader",
     "VLLM_LOGGING_COLOR": "the log is read by the appliance",
     "VLLM_LOGGING_CONFIG_PATH": "the log is read by the appliance",
     "VLLM_LOGGING_LEVEL": "the log is read by the appliance",
@@ -49,8 +52,10 @@ KEPT: Mapping[str, str] = MappingProxyType({
 
 
 def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
-    """Of the engine, as the user set them, to be passed on. Raises ConfigError (10) for one of `REFUSED`."""
-    found = {name: value for name, value in settings.environment.items() if name.startswith(PREFIX) and value}
+    """Of the engine, as the user set them, to be passed on. Raises ConfigError (10) for one of `REFUSED`. In a group
+    those of the network are each host's own, and of no plan."""
+    prefixes = PREFIX if settings.nodes > 1 else (PREFIX, *NETWORK)
+    found = _set(settings, prefixes)
     for name in sorted(REFUSED.keys() & found.keys()):
         why, instead = REFUSED[name]
         if found[name].strip().lower() not in ("0", "false"):
@@ -62,11 +67,26 @@ def own_variables(settings: Settings) -> tuple[tuple[str, str], ...]:
 def variable_choices(settings: Settings, build_id: str) -> tuple[Choice, ...]:
     """One for all that are passed on, one for each that is not."""
     passed = ", ".join(f"{name}={value}" for name, value in own_variables(settings))
-    images_own = {"VLLM_CACHE_ROOT": str(settings.data_dir / "cache" / build_id / "vllm")}  # that users never set
-    named = [name for name in sorted(KEPT) if settings.environment.get(name) not in (None, "", images_own.get(name))]
-    kept = (
-        Choice(name=name.lower(), value="not passed on", reason=KEPT[name], source=SOURCE, is_refusal=True)
-        for name in named
-    )
     own = Choice(name="variables", value=passed, reason="of the engine, passed on as they are", source=SOURCE)
-    return (*((own,) if passed else ()), *kept)
+    return (*((own,) if passed else ()), *_of_the_group(settings), *_not_passed(settings, build_id))
+
+
+def _of_the_group(settings: Settings) -> Iterator[Choice]:
+    if settings.nodes > 1 and (found := _set(settings, NETWORK)):
+        why = "of this host's network: passed on here; every host has its own"
+        yield Choice(name="network", value=", ".join(sorted(found)), reason=why, source=SOURCE)
+
+
+def _not_passed(settings: Settings, build_id: str) -> Iterator[Choice]:
+    """What the image sets itself, for whoever runs the engine by hand, is nothing that a user asked for."""
+    caches = f"{settings.data_dir / 'cache' / build_id}/"
+    for name, value in sorted(_set(settings, (PREFIX, *LIBRARIES)).items()):
+        why = KEPT.get(name) or ("it is off without it" if name in REFUSED else None)
+        if not name.startswith(PREFIX):
+            why = "of a library: the engine gets variables of vLLM and of its network alone"
+        if why and not value.startswith(caches):
+            yield Choice(name=name.lower(), value="not passed on", reason=why, source=SOURCE, is_refusal=True)
+
+
+def _set(settings: Settings, prefixes: str | tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, value in settings.environment.items() if name.startswith(prefixes) and value}

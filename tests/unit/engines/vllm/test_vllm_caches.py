@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from appliance.engines.vllm.caches import Caches, prune, remove_since
+from appliance.engines.vllm.caches import Caches, has_key, on_volume, prune, remove_since
 
 OLD = 1000.0
 
@@ -139,6 +141,71 @@ def test_of_this_build_old_keys_go_but_not_the_newest(tmp_path: Path) -> None:
     os.utime(keys / "k", (OLD - 1, OLD - 1))
     assert prune(own, 250) == (keys / "k", keys / "k0")
     assert prune(own, 1) == (keys / "k1",)
+
+
+def test_whole_programs_go_key_by_key_in_one_order_with_the_others(tmp_path: Path) -> None:
+    own = tmp_path / "b1"
+    keys = own / "vllm/torch_compile_cache"
+    whole = keys / "torch_aot_compile"
+    made = [whole / "a", keys / "b", whole / "c", keys / "d"]
+    for age, key in enumerate(made):
+        put(key / "rank_0_0/model", "x" * 100)
+        os.utime(key, (OLD + age, OLD + age))
+    assert on_volume(own) == (4, 400 / 2**20)
+    assert prune(own, 250) == tuple(made[:2])
+    assert [has_key(own, name) for name in "abcd"] == [False, False, True, True]
+    assert prune(own, 0) == (made[2],)  # the newest is likely the next
+
+
+def test_what_a_killed_start_left_of_a_key_is_no_key_and_goes(tmp_path: Path) -> None:
+    rest = put(tmp_path / "b1/vllm/torch_compile_cache/torch_aot_compile/removed-1a2b/model").parent
+    assert on_volume(tmp_path / "b1")[0] == 0
+    assert not has_key(tmp_path / "b1", "removed")
+    assert prune(tmp_path / "b1", 2**30) == ()
+    assert not rest.exists()
+
+
+def test_no_key_goes_that_another_engine_of_this_build_may_be_loading(tmp_path: Path) -> None:
+    keys = tmp_path / "b1/vllm/torch_compile_cache"
+    for age in range(3):
+        put(keys / f"k{age}/f", "x" * 100)
+        os.utime(keys / f"k{age}", (OLD + age, OLD + age))
+    one, other = (Caches(tmp_path / "b1", name, limit_bytes=limit) for name, limit in (("a", 2**30), ("b", 150)))
+    one.begin()
+    other.begin()
+    assert len(list(keys.iterdir())) == 3
+    for each in (one, other):
+        each.ready()
+        each.end()
+    other.begin()
+    assert [key.name for key in keys.iterdir()] == ["k2"]
+    other.ready()
+    other.end()
+
+
+def test_it_is_counted_while_another_process_writes_and_removes(tmp_path: Path) -> None:
+    keys = tmp_path / "b1/vllm/torch_compile_cache"
+    keys.mkdir(parents=True)
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            for name in ("k", "torch_aot_compile/k"):
+                for number in range(20):
+                    put(keys / f"{name}/rank_{number}/model")
+                shutil.rmtree(keys / name)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(150):
+            count, _ = on_volume(tmp_path / "b1")
+            assert 0 <= count <= 2
+            has_key(tmp_path / "b1", "k")
+            prune(tmp_path / "b1", 2**30)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_volume_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

