@@ -46,12 +46,13 @@ def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
 
 
 def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline: int | None) -> Iterator[Layout]:
-    """Candidates over at most these cards; `tensor` and `pipeline` where they were asked for. Stages come only with
+    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. Stages come only with
     more cards than ranks of one layer may be, or where they were asked for."""
     allowed = tensor_sizes(shape, len(cards))
     for size in (tensor,) if tensor else allowed:
         if pipeline:
-            yield _staged(shape, size, pipeline, cards)
+            if size * pipeline <= len(cards):
+                yield _staged(shape, size, pipeline, cards)
             continue
         yield Layout(tensor=size)
         for stages in range(2, min(len(cards) // size, shape.layers) + 1):

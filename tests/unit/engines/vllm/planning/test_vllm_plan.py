@@ -174,6 +174,31 @@ def test_more_ranks_than_cards_are_10() -> None:
     assert "2 GPUs can be used" in error.message
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_that_were_asked_for_have_a_card_for_each_rank(stages: int) -> None:
+    plan = best("4x2080ti-22g", "llama-3.3-70b-awq", engine_arg=f"--pipeline-parallel-size {stages}")
+    assert launch(plan).pipeline_parallel == stages
+    assert len(plan.placement.shares) == launch(plan).local_ranks <= 4
+
+
+def test_more_stages_than_cards_are_10_with_both_numbers() -> None:
+    error = refused(ConfigError, "2x4090", engine_arg="--pipeline-parallel-size 4")
+    assert error.exit_code == 10
+    assert "4 ranks (flag --engine-arg), and 2 GPUs can be used" in error.message
+
+
+@given(st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)), st.one_of(st.none(), st.integers(1, 8)))
+def test_no_layout_has_more_ranks_than_cards(cards: int, tensor: int | None, pipeline: int | None) -> None:
+    shape = shape_of(folder_model("qwen3-8b"))
+    if (tensor or 1) * (pipeline or 1) > cards:
+        return  # refused before
+    there = hardware("8xh100").gpus.gpus[:cards]
+    found = list(layouts(shape, there, tensor=tensor, pipeline=pipeline))
+    assert found
+    assert all(layout.ranks <= cards for layout in found)
+    assert all(not layout.layers or sum(layout.layers) == shape.layers for layout in found)
+
+
 def test_more_cards_than_kv_heads_say_that_they_buy_no_context() -> None:
     eight = cards("2x4090", *[{} for _ in range(8)])
     plan = best(eight, "qwen3-30b-a3b", engine_arg="--tensor-parallel-size 8")
