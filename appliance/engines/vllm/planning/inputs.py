@@ -21,6 +21,7 @@ from appliance.engines.vllm.planning.precision import (
 from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
 from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
+from appliance.errors import ConfigError, GpuUnusableError
 from appliance.image_facts import ImageFacts
 from appliance.plan import Choice, Speculation
 from appliance.probe import Gpu, Hardware
@@ -88,7 +89,8 @@ class Facts:
 
 
 def read_facts(given: Inputs) -> Facts:
-    """Raises ConfigError (10), NoKernelError (20) or ModelUnreadableError (30) for what no plan can mend."""
+    """Raises ConfigError (10), NoKernelError (20), GpuUnusableError (23) or ModelUnreadableError (30) for what no plan
+    can mend."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
@@ -122,18 +124,30 @@ def read_facts(given: Inputs) -> Facts:
 def usable_cards(
     settings: Settings, image: ImageFacts, hardware: Hardware
 ) -> tuple[tuple[Gpu, ...], tuple[Choice, ...]]:
-    """In PCI order, or as asked for, and why others are left out. Raises ConfigError (10) for one that is not there."""
-    if image.cuda is None or settings.devices == "none":
+    """In PCI order, or as asked for, and why others are left out. An image for GPUs has no kernels for the CPU: raises
+    GpuUnusableError (23) where none is usable, ConfigError (10) where none is wanted or one is not there."""
+    if image.cuda is None:
         return (), ()
-    usable: list[Gpu] = []
-    left_out: list[Choice] = []
-    for gpu, why in judged(hardware, image):
-        if why:
-            name = f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
-            left_out.append(Choice(name="left_out", value=name, reason=why, source="probe", is_refusal=True))
-        else:
-            usable.append(gpu)
-    return asked_for(settings, usable), tuple(left_out)
+    if settings.devices == "none":
+        message = f"setting devices is 'none' ({settings.sources['devices']}), and {image.cell} serves on GPUs alone"
+        raise ConfigError(message, hint=f"leave it out, or use the image {image.engine}-cpu")
+    found = tuple(judged(hardware, image))
+    usable = [gpu for gpu, why in found if why is None]
+    left_out = tuple(
+        Choice(name="left_out", value=_called(gpu), reason=why, source="probe", is_refusal=True)
+        for gpu, why in found
+        if why is not None
+    )
+    if not usable:
+        passed_over = "; ".join(f"{each.value}: {each.reason}" for each in left_out)
+        message = f"no GPU can be used, and {image.cell} serves on GPUs alone: {passed_over or 'none was given to it'}"
+        hint = f"start the container with --gpus all, or use the image {image.engine}-cpu"
+        raise GpuUnusableError(message, hint=hint)
+    return asked_for(settings, usable), left_out
+
+
+def _called(gpu: Gpu) -> str:
+    return f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
 
 
 def total_mib(gpu: Gpu, hardware: Hardware) -> float:

@@ -15,9 +15,18 @@ from appliance.engines.vllm.planning.launch import compile_key
 from appliance.engines.vllm.planning.memory import MIB, graph_sizes
 from appliance.engines.vllm.planning.parallel import layouts, split_layers
 from appliance.engines.vllm.planning.shape import shape_of
-from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError, NoKernelError
+from appliance.engines.vllm.planning.space import Space
+from appliance.errors import (
+    ConfigError,
+    FatalError,
+    GpuUnusableError,
+    ModelDoesNotFitError,
+    ModelUnreadableError,
+    NoKernelError,
+)
 from appliance.model import read_model
 from appliance.plan import Plan
+from appliance.probe import Hardware
 from tests.golden.vllm_plans import arguments, hardware, inputs
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
@@ -44,6 +53,38 @@ def refused(kind: type[FatalError], *args: Any, **flags: Any) -> FatalError:
 def value_of(plan: Plan, flag: str) -> str:
     argv = arguments(plan)
     return argv[argv.index(flag) + 1]
+
+
+def on_cuda_image(machine: Hardware, **flags: str) -> FatalError:
+    """What the CUDA image says of a machine where nothing can be planned."""
+    cuda = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), flags)
+    with pytest.raises(FatalError) as caught:
+        Space(replace(cuda, hardware=machine))
+    assert caught.value.hint
+    return caught.value
+
+
+def test_an_image_for_gpus_without_one_is_23() -> None:
+    error = on_cuda_image(hardware(CPU))
+    assert (type(error), error.exit_code) == (GpuUnusableError, 23)
+    assert "vllm-cu130 serves on GPUs alone: none was given to it" in error.message
+    assert "use the image vllm-cpu" in (error.hint or "")
+
+
+@pytest.mark.parametrize("flags", [{}, {"devices": "0"}])
+def test_an_image_for_gpus_says_which_it_passed_over(flags: dict[str, str]) -> None:
+    two = cards("2x4090", {"vram_free_mib": None}, {"sm": "70", "name": "Tesla V100"})
+    error = on_cuda_image(two, **flags)
+    assert error.exit_code == 23
+    assert "GPU 0 (NVIDIA GeForce RTX 4090): nobody says how much of its memory is free" in error.message
+    assert "GPU 1 (Tesla V100): this image has kernels for SM 75" in error.message
+
+
+def test_an_image_for_gpus_that_may_use_none_is_10() -> None:
+    error = on_cuda_image(hardware(ADA), devices="none")
+    assert (type(error), error.exit_code) == (ConfigError, 10)
+    assert "setting devices is 'none' (flag --devices)" in error.message
+    assert best(CPU, "smollm2-135m", devices="none").placement.shares == ()
 
 
 def test_a_first_start_takes_its_share_from_what_is_free() -> None:
