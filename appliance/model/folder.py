@@ -33,6 +33,8 @@ def read_folder(folder: Path) -> Model:
     trunk = config.number("layers", low=1, high=LAYERS_LIMIT)
     drafts = _drafts(config, tensors, trunk)
     weights = _weights(config, tensors, trunk, drafts)
+    stored = config.quantization()
+    beside = None if stored else _quantization_beside(folder)
     reason = config.why_unsupported()
     kv_heads, key, value = _lengths(config)
     experts = config.number("experts", default=0, high=EXPERTS_LIMIT)
@@ -49,7 +51,7 @@ def read_folder(folder: Path) -> Model:
         header_bytes=shards[0].header_bytes,
         weights_bytes=sum(tensor.size_bytes for tensor in tensors),
         bytes_by_type=by_type,
-        quantization=config.quantization() or _quantization_beside(folder) or by_type[0][0],
+        quantization=stored or (describe_quantization(beside) if beside else by_type[0][0]),
         matrices=(),
         layers=trunk + drafts,
         embedding_length=config.number("width", low=1),
@@ -75,7 +77,7 @@ def read_folder(folder: Path) -> Model:
         calls_tools=bool(template and CALLS_TOOLS.search(template)),
         reasons=bool(template and REASONS.search(template)),
         draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
-        config=config.values,
+        config={**config.values, **({"quantization_config": beside} if beside else {})},
     )
 
 
@@ -172,10 +174,11 @@ def _parameters(tensors: Iterable[Stored]) -> int:
     return sum(math.prod(tensor.shape) for tensor in found)
 
 
-def _quantization_beside(folder: Path) -> str | None:
-    """NVIDIA's ModelOpt writes it into a file of its own."""
+def _quantization_beside(folder: Path) -> dict[str, object] | None:
+    """NVIDIA's ModelOpt wrote it into a file of its own up to 0.29, and vLLM reads it where config.json has none
+    (transformers_utils/config.py)."""
     path = folder / "hf_quant_config.json"
-    return describe_quantization(read_json(path)) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def _chat_template(folder: Path) -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from appliance.engines.vllm.planning.kv import kv_heads_of_rank
 from appliance.engines.vllm.planning.memory import Layout
 from appliance.engines.vllm.planning.shape import Shape
 from appliance.probe import Gpu
+from appliance.values import dataclass
 
 RANKS_MAX = 16
 # Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
@@ -27,17 +29,47 @@ def why_not_tensor(shape: Shape, ranks: int) -> str | None:
     state = shape.linear
     if state and (state.key_heads % ranks or state.value_heads % ranks):
         return f"{state.key_heads} and {state.value_heads} heads of linear attention are not divisible by {ranks}"
-    for name, length in (("intermediate size", shape.feed_forward), ("intermediate size of experts", _experts(shape))):
-        if length % ranks:
-            return f"{name} {length:,} is not divisible by {ranks}"
-        group = shape.quantization.group
-        if group and length and length // ranks % group:
-            return f"{name} {length:,} / {ranks} = {length // ranks:,} is not divisible by the group of {group}"
+    if ranks == 1:
+        return None
+    for part in _divided(shape, ranks):
+        of_rank, rest = divmod(part.length, ranks)
+        if rest:
+            return f"{part.name} {part.length:,} is not divisible by {ranks}"
+        broken = next((words for words, size in part.blocks if of_rank % size), None)
+        if broken is not None:
+            return f"{part.name} {part.length:,} / {ranks} = {of_rank:,} is not divisible by the {broken}"
     return None
 
 
-def _experts(shape: Shape) -> int:
-    return shape.expert_length if shape.experts else 0
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A length that ranks share. `blocks` are of quantization, in words and elements, that have to stay whole."""
+
+    name: str
+    length: int
+    blocks: tuple[tuple[str, int], ...]
+
+
+def _divided(shape: Shape, ranks: int) -> Iterator[_Part]:
+    """What divides a matrix by its inputs keeps groups whole, what divides it by its outputs rows of blocks: vLLM's
+    `validate_fp8_block_shape` (quantization/utils/fp8_utils.py), `verify_marlin_supports_shape` (marlin_utils.py)."""
+    stored = shape.quantization
+    inputs = ((f"group of {stored.group}", stored.group),) if stored.group else ()
+    outputs = ((f"block of {stored.rows} rows", stored.rows),) if stored.rows else ()
+    yield _Part(name="intermediate size", length=shape.feed_forward, blocks=inputs + outputs)
+    if shape.experts:
+        yield _Part(name="intermediate size of experts", length=shape.expert_length, blocks=inputs + outputs)
+    yield _Part(name="intermediate size of the shared expert", length=shape.shared_length, blocks=inputs + outputs)
+    if stored.covers("self_attn", "o_proj", layers=shape.layers - shape.count("linear")):
+        yield _Part(name="output of attention", length=shape.heads * shape.output_length, blocks=inputs)
+        yield _Part(name="queries", length=shape.heads * shape.query_length, blocks=outputs)
+        if shape.value_length:
+            whole = kv_heads_of_rank(shape.kv_heads, ranks) * ranks * shape.key_length
+            yield _Part(name="keys", length=whole, blocks=outputs)
+    if (state := shape.linear) and stored.covers("linear_attn", layers=shape.count("linear")):
+        keys, values = state.key_heads * state.key_length, state.value_heads * state.value_length
+        yield _Part(name="values of linear attention", length=values, blocks=inputs + outputs)
+        yield _Part(name="keys of linear attention", length=keys, blocks=outputs)
 
 
 def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:

@@ -43,17 +43,18 @@ def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
     if method is None or chip.sm is None:
         return None
     found = weights_kernel(method, chip.sm)
-    group = f", groups of {shape.quantization.group}" if shape.quantization.group else ""
+    rows, group = shape.quantization.rows, shape.quantization.group
+    group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
     if found is None:
         why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
-        return Choice(name="quantization", value=method, reason=why + group, source="model")
+        return Choice(name="quantization", value=method, reason=why + group_words, source="model")
     if chip.sm < found.least_sm:
         message = (
             f"model's weights cannot be used on this GPU: {shape.title} is {method}, which needs SM {found.least_sm}, "
             f"and this is {chip.name} ({found.source})"
         )
         raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
-    why = f"kernels: {found.kernel}{group}; it needs SM {found.least_sm} and this is {chip.name}"
+    why = f"kernels: {found.kernel}{group_words}; it needs SM {found.least_sm} and this is {chip.name}"
     return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
 
 
