@@ -104,14 +104,14 @@ def _placement(estimate: Estimate) -> Placement:
 
 def _allocation(estimate: Estimate, at: int) -> GpuAllocation:
     """Of one rank. The output counts as a layer; ranks of a stage hold a part of each of its layers."""
-    layout, found = estimate.option.layout, estimate.memory
-    stage = at // layout.tensor
+    layout, of_stage = estimate.option.layout, estimate.stage_of(at)
+    stage, found = at // layout.tensor, of_stage.memory
     layers = layout.layers[stage] if layout.layers else estimate.facts.shape.layers
     is_last = stage == layout.pipeline - 1
     memory = replace(
         NOTHING,
         weights=found.weights,
-        kv=estimate.kv_bytes / MIB,
+        kv=estimate.kv_mib_of(of_stage),
         compute=found.activation + found.vision,
         output=found.graphs,
     )

@@ -12,6 +12,7 @@ from appliance.probe import Gpu
 from appliance.values import dataclass
 
 RANKS_MAX = 16
+_UNEVEN = 1.1  # chosen: a tenth more memory
 # Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
 # from each of 24 MiB, ten chunks each (shm_broadcast.py line 500, multiproc_executor.py line 165).
 _BROADCAST_MIB, _REPLY_MIB = 160, 240
@@ -77,32 +78,44 @@ def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, min(cards, RANKS_MAX) + 1) if n == 1 or why_not_tensor(shape, n) is None)
 
 
-def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline: int | None) -> Iterator[Layout]:
-    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. Stages come only with
-    more cards than ranks of one layer may be, or where they were asked for."""
-    allowed = tensor_sizes(shape, len(cards))
+def layouts(
+    shape: Shape, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int | None, pipeline: int | None
+) -> Iterator[Layout]:
+    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. `rooms` of the cards and
+    `ends` of the model are as for `stage_layers`.
+
+    Stages come only where they were asked for, or reach memory that ranks of one layer do not: with more cards than
+    those may be, or on uneven cards.
+    """
+    allowed = tensor_sizes(shape, len(rooms))
     for size in (tensor,) if tensor else allowed:
-        if pipeline:
-            if size * pipeline <= len(cards):
-                yield _staged(shape, size, pipeline, cards)
-            continue
-        yield Layout(tensor=size)
-        for stages in range(2, min(len(cards) // size, shape.layers) + 1):
-            if size * stages > max(allowed):
-                yield _staged(shape, size, stages, cards)
+        for stages in range(1, min(len(rooms) // size, shape.layers) + 1):
+            taken = rooms[: size * stages]
+            if pipeline and stages != pipeline:
+                continue
+            if not pipeline and stages > 1 and len(taken) <= max(allowed) and not are_uneven(taken, size):
+                continue
+            yield staged(shape.layers, taken, ends, tensor=size)
 
 
-def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Layout:
-    """Layers by the memory of each stage's smallest card."""
+def are_uneven(rooms: Sequence[float], tensor: int) -> bool:
+    """Whether stages reach so much more memory of these cards than ranks of one layer, each as large as the smallest,
+    that it is worth their hops."""
+    by_stage = sum(min(rooms[at : at + tensor]) * tensor for at in range(0, len(rooms), tensor))
+    return by_stage > _UNEVEN * len(rooms) * max(1.0, min(rooms))
+
+
+def staged(layers: int, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int, nodes: int = 1) -> Layout:
+    """Layers by the room of each stage's smallest card, MiB. `ends` are MiB that the first and the last stage hold
+    beside their layers."""
+    stages = len(rooms) // tensor
     if stages == 1:
-        return Layout(tensor=tensor)
-    rooms = [stage_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
-    return Layout(tensor=tensor, pipeline=stages, layers=split_layers(shape.layers, rooms))
-
-
-def stage_room(cards: Sequence[Gpu]) -> float:
-    """Of its smallest card, MiB."""
-    return min((float(card.vram_free_mib or card.vram_total_mib or 1) for card in cards), default=1.0)
+        return Layout(tensor=tensor, nodes=nodes)
+    least = [min(rooms[at : at + tensor]) for at in range(0, len(rooms), tensor)]
+    least[0] -= ends[0] / tensor
+    least[-1] -= ends[1] / tensor
+    found = split_layers(layers, [max(1.0, room) for room in least])
+    return Layout(tensor=tensor, pipeline=stages, layers=found, nodes=nodes)
 
 
 def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ class Shape:
     draft_bytes: int
     drafts: int
     expert_bytes: int
+    embedding_bytes: int
+    output_bytes: int  # all that is neither layer nor embedding, and a tied embedding once more
     tied_bytes: int  # of an embedding that is the output, too
     quantization: Quantization
     native_context: int
@@ -88,10 +90,14 @@ class Shape:
         return self.kinds.count(kind)
 
     def weights_bytes(self, dtype: str) -> int:
-        """As loaded: what is stored in 32 bits becomes `dtype`."""
+        """As loaded."""
+        return self.loaded(self.stored_bytes, dtype)
+
+    def loaded(self, stored_bytes: int, dtype: str) -> int:
+        """Of weights that are stored in so many bytes: those without a quantization become `dtype`."""
         if self.quantization.name is None and self.dtype == "float32":
-            return self.stored_bytes * dtype_bytes(dtype) // 4
-        return self.stored_bytes
+            return stored_bytes * dtype_bytes(dtype) // 4
+        return stored_bytes
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -131,6 +137,8 @@ def shape_of(model: Model) -> Shape:
         draft_bytes=model.draft_bytes,
         drafts=drafts,
         expert_bytes=model.expert_bytes,
+        embedding_bytes=model.embedding_bytes,
+        output_bytes=model.output_bytes,
         tied_bytes=model.embedding_bytes if model.output_is_tied else 0,
         quantization=quantization_of(model.config, inner),
         native_context=model.native_context,

@@ -27,7 +27,7 @@ from appliance.errors import (
 from appliance.model import read_model
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from tests.golden.vllm_plans import arguments, hardware, inputs
+from tests.golden.vllm_plans import arguments, hardware, inputs, variables
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
     ADA,
@@ -233,8 +233,7 @@ def test_no_layout_has_more_ranks_than_cards(cards: int, tensor: int | None, pip
     shape = shape_of(folder_model("qwen3-8b"))
     if (tensor or 1) * (pipeline or 1) > cards:
         return  # refused before
-    there = hardware("8xh100").gpus.gpus[:cards]
-    found = list(layouts(shape, there, tensor=tensor, pipeline=pipeline))
+    found = list(layouts(shape, [80_000.0] * cards, (0.0, 0.0), tensor=tensor, pipeline=pipeline))
     assert found
     assert all(layout.ranks <= cards for layout in found)
     assert all(not layout.layers or sum(layout.layers) == shape.layers for layout in found)
@@ -254,6 +253,46 @@ def test_stages_come_where_ranks_cannot() -> None:
     assert sum(launch(plan).stage_layers) == 36
     assert value_of(plan, "--pipeline-parallel-size") == "3"
     assert "stages, since 32 attention heads are not divisible by 3" in reason(plan, "placement")
+
+
+UNEVEN = ({"vram_total_mib": 24564, "vram_free_mib": 24564}, {"vram_total_mib": 10240, "vram_free_mib": 10240})
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_uneven_cards_are_filled_by_stages(order: tuple[int, int]) -> None:
+    """24 GiB of weights: 12 on each of two ranks are more than the small card has, and one card is too small alone."""
+    there = cards("2x4090", *[UNEVEN[at] for at in order])
+    plan = best(there, "gemma-3-12b", mmproj="off")
+    assert (launch(plan).tensor_parallel, launch(plan).pipeline_parallel) == (1, 2)
+    large, small = launch(plan).stage_layers
+    assert (large + small, large > 2 * small) == (48, True)
+    first, last = plan.placement.shares
+    assert (first.gpu.index, last.gpu.index) == order
+    assert (first.layers, last.layers) == (large, small + 1)
+    assert first.memory.weights > 2 * last.memory.weights
+    assert first.memory.kv > 2 * last.memory.kv
+    for share in (first, last):
+        assert share.memory.total <= share.gpu.free_mib + 0.1
+        assert share.memory.total > 0.9 * share.gpu.free_mib, "memory is left that a layer more would use"
+    assert "ranks of one layer reach no more than" in reason(plan, "placement")
+    assert "each stage has layers by its card's memory" in reason(plan, "uneven")
+    assert variables(plan)["VLLM_PP_LAYER_PARTITION"] == f"{large},{small}"
+
+
+def test_a_later_start_on_uneven_cards_is_given_what_the_largest_stage_takes() -> None:
+    here = space(cards("2x4090", *UNEVEN), "gemma-3-12b", mmproj="off")
+    first = here.best
+    kv_mib = max(share.memory.kv for share in first.placement.shares)
+    later = here.now(first, replace_allocated(kv_mib - 20))
+    assert isinstance(later, Plan)
+    assert launch(later).kv_bytes == int((kv_mib - 20) * MIB)
+    assert launch(later).stage_layers == launch(first).stage_layers
+    assert later.context == first.context
+
+
+def test_stages_are_no_candidate_on_even_cards() -> None:
+    """Two ranks of one layer are as large in all, and faster."""
+    assert all(launch(plan).pipeline_parallel == 1 for plan in space("2x4090", "gemma-3-12b").all())
 
 
 def test_layers_of_stages_follow_the_memory() -> None:
@@ -400,6 +439,15 @@ def test_graphs_are_captured_for_every_step_of_few_users(seqs: int) -> None:
     assert list(sizes) == sorted(set(sizes))
 
 
+def test_graphs_take_what_the_sizes_that_are_served_take() -> None:
+    def graphs_mib(sizes: list[int] | None) -> float:
+        config = json.dumps({"cudagraph_capture_sizes": sizes} if sizes else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
+        return best(ADA, engine_arg=f"--compilation-config '{config}'").placement.shares[0].memory.output
+
+    assert graphs_mib([1, 2, 4, 8]) == graphs_mib(None)
+    assert graphs_mib([1]) < graphs_mib(None) < graphs_mib(list(range(1, 65)))
+
+
 def test_what_moves_the_compile_key() -> None:
     plans = space(SERVER, "qwen3-30b-a3b").all()
     assert len({compile_key(plan) for plan in plans}) == len({plan.key for plan in plans})
@@ -450,8 +498,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(words: str) -> None:
 
 def test_no_more_stages_than_layers_are_tried() -> None:
     shape = shape_of(folder_model("smollm2-135m"))
-    many = hardware("4x2080ti-22g").gpus.gpus * 8
-    found = list(layouts(replace(shape, kinds=shape.kinds[:2]), many, tensor=None, pipeline=None))
+    two = replace(shape, kinds=shape.kinds[:2])
+    found = list(layouts(two, [22_000.0] * 32, (0.0, 0.0), tensor=None, pipeline=None))
     assert max(layout.pipeline for layout in found) <= 2
 
 
