@@ -128,6 +128,7 @@ class Model:
     calls_tools: bool = False  # by its chat template
     reasons: bool = False  # before it answers, by its chat template
     draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
+    has_kv_scales: bool = False  # for a quantized KV cache, beside the weights of a folder
     # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
     # `quantization_config` is that of the file beside it where it has none.
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)

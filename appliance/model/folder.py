@@ -20,6 +20,7 @@ from appliance.model.stack import Layer, LayerKind, Weights
 _LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?:layers?|h|blocks?)\.(\d+)\.")
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
+_KV_SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})  # of which an element is a parameter; packed ones hold several
@@ -77,6 +78,7 @@ def read_folder(folder: Path) -> Model:
         calls_tools=bool(template and CALLS_TOOLS.search(template)),
         reasons=bool(template and REASONS.search(template)),
         draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
+        has_kv_scales=any(_KV_SCALE.search(tensor.name) for tensor in tensors),
         config={**config.values, **({"quantization_config": beside} if beside else {})},
     )
 

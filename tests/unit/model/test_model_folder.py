@@ -188,6 +188,22 @@ def test_quantization_of_config_json_wins_over_the_file_beside(tmp_path: Path) -
     assert found.config["quantization_config"] == {"quant_method": "fp8"}
 
 
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("model.layers.0.self_attn.k_scale", True),
+        ("model.layers.0.self_attn.k_proj.k_scale", True),
+        ("model.layers.0.self_attn.v_proj.output_scale", True),
+        ("model.layers.0.self_attn.attn.kv_scale", True),
+        ("model.layers.0.self_attn.k_proj.weight_scale", False),
+        ("model.layers.0.self_attn.k_proj.input_scale", False),
+    ],
+)
+def test_scales_of_a_cache(tmp_path: Path, name: str, has: bool) -> None:
+    found = read_folder(write_folder(tmp_path / "m", {**DENSE, name: ("F32", (1,))}))
+    assert found.has_kv_scales is has
+
+
 def test_a_chat_template(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ tools }}"}')

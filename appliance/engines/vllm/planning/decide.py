@@ -56,6 +56,7 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         utilization=estimate.share,
         blocks=estimate.blocks,
         has_prefix_cache=facts.has_prefix_cache,
+        names_kv_type=facts.names_kv_type,
         attention_backend=facts.attention_backend,
         gdn_backend=facts.gdn_backend,
         hf_overrides=facts.hf_overrides,

@@ -9,13 +9,12 @@ from appliance.engines.gpus import asked_for, judged
 from appliance.engines.vllm.chips import Chip, chip_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
 from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
+from appliance.engines.vllm.planning.kv_types import choose_kv_types
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
     choose_dtype,
-    choose_kv_type,
     gdn_choice,
-    offered_kv_types,
     quantization_choice,
 )
 from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
@@ -42,7 +41,8 @@ class Facts:
     pins: Pins
     dtype: str
     kv_type: str
-    kv_types: tuple[str, ...]  # that a plan may use, the exact one first
+    kv_types: tuple[str, ...]  # that a plan may use, the predicted one first
+    names_kv_type: bool  # to the engine, though it is the model's own
     attention_backend: str | None
     gdn_backend: str | None
     hf_overrides: str | None
@@ -89,15 +89,15 @@ class Facts:
 
 
 def read_facts(given: Inputs) -> Facts:
-    """Raises ConfigError (10), NoKernelError (20), GpuUnusableError (23) or ModelUnreadableError (30) for what no plan
-    can mend."""
+    """Raises ConfigError (10), NoKernelError (20), CpuUnsupportedError (22), GpuUnusableError (23) or
+    ModelUnreadableError (30) for what no plan can mend."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
-    chip = _weakest(cards, is_mla="mla" in shape.kinds)
+    chip = _weakest(cards, given.hardware, is_mla="mla" in shape.kinds)
     dtype, by_dtype = choose_dtype(shape, chip, pins)
-    kv_type, by_kv = choose_kv_type(settings, engine, chip, dtype)
-    backend, by_attention = attention_choice(chip, kv_type, pins)
+    kv = choose_kv_types(settings, engine, chip, dtype, shape.quantization)
+    backend, by_attention = attention_choice(chip, kv.chosen, pins)
     gdn, by_gdn = gdn_choice(shape, chip, pins)
     by_weights = quantization_choice(shape, chip)
     wanted = wanted_context(settings, model)
@@ -108,8 +108,9 @@ def read_facts(given: Inputs) -> Facts:
         chip=chip,
         pins=pins,
         dtype=dtype,
-        kv_type=kv_type,
-        kv_types=(kv_type,) if settings.kv_type != "auto" else offered_kv_types(engine, chip, dtype),
+        kv_type=kv.chosen,
+        kv_types=kv.tried,
+        names_kv_type=kv.is_named,
         attention_backend=backend,
         gdn_backend=gdn,
         hf_overrides=overrides_for(settings, model),
@@ -117,7 +118,7 @@ def read_facts(given: Inputs) -> Facts:
         wanted=wanted,
         hosts=hosts_of(given, cards),
         shm_mib=shm_of(given),
-        choices=tuple(each for each in (by_dtype, by_weights, by_kv, by_attention, by_gdn, *left_out) if each),
+        choices=tuple(each for each in (by_dtype, by_weights, kv.choice, by_attention, by_gdn, *left_out) if each),
     )
 
 
@@ -159,8 +160,8 @@ def free_mib(gpu: Gpu, hardware: Hardware) -> float:
     return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
 
 
-def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:
+def _weakest(cards: tuple[Gpu, ...], hardware: Hardware, *, is_mla: bool) -> Chip:
     """What all of them can do."""
     if not cards:
-        return chip_of(None, is_mla=is_mla)
+        return chip_of(None, isa=hardware.cpu.isa, is_mla=is_mla)
     return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int), is_mla=is_mla)

@@ -34,6 +34,7 @@ class VllmLaunch(Launch):
     utilization: float | None
     blocks: int  # predicted
     has_prefix_cache: bool = True
+    names_kv_type: bool = False  # else the engine would take that of the checkpoint
     attention_backend: str | None  # None: the engine's own choice
     gdn_backend: str | None  # of linear attention; None: the engine's own choice, or the model has none
     hf_overrides: str | None  # JSON

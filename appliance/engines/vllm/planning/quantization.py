@@ -27,6 +27,8 @@ class Quantization:
     bits: int | None = None
     group: int | None = None
     rows: int | None = None
+    kv_type: str | None = None  # of a cache that the checkpoint has scales for
+    forces_kv_type: bool = False  # the engine takes it whatever it is told
     left_out: tuple[str, ...] = ()  # modules and patterns of modules that are as they were trained
 
     def covers(self, *modules: str, layers: int) -> bool:
@@ -36,8 +38,10 @@ class Quantization:
         return None not in found and len({match[1] for match in found if match}) < layers
 
 
-def quantization_of(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Quantization:
-    """Of config.json and its language part."""
+def quantization_of(
+    config: Mapping[str, Any], inner: Mapping[str, Any], *, has_kv_scales: bool = False
+) -> Quantization:
+    """Of config.json and its language part. `has_kv_scales`: the files hold some."""
     found = next((each for each in _places(config, inner) if isinstance(each, Mapping)), None)
     if found is None:
         return Quantization()
@@ -46,8 +50,12 @@ def quantization_of(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Quan
         found = {**found, **nested}
     groups = [found, *_weights_of_groups(found.get("config_groups"))]
     blocks = [block for each in groups if (block := _block(each))]
+    name, kv_type = _name(found), _kv_type(found)
+    forces = name == "compressed-tensors" and kv_type is not None
     return Quantization(
-        name=_name(found),
+        name=name,
+        kv_type=kv_type or ("fp8_e4m3" if has_kv_scales and name else None),
+        forces_kv_type=forces,
         bits=next((bits for each in groups if (bits := _first(each, "bits", "w_bit", "num_bits", most=32))), None),
         group=_common([*(_first(each, "group_size", "q_group_size") for each in groups), *(n for _, n in blocks)]),
         rows=_common(rows for rows, _ in blocks),
@@ -64,6 +72,16 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[obj
 def _name(found: Mapping[str, Any]) -> str | None:
     name = found.get("quant_method") or ("modelopt" if found.get("quant_algo") else None)
     return str(name)[:40] if name else None
+
+
+def _kv_type(found: Mapping[str, Any]) -> str | None:
+    """By `kv_cache_scheme` of compressed-tensors and ModelOpt, or ModelOpt's older `kv_cache_quant_algo`
+    (utils/torch_utils.py `get_kv_cache_quant_algo_string`, layers/attention/attention.py)."""
+    scheme = found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo")
+    if isinstance(scheme, Mapping):
+        bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        return {8: "fp8_e4m3", 4: "nvfp4"}.get(bits) if type(bits) is int else None
+    return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(scheme).lower())
 
 
 def _weights_of_groups(groups: object) -> list[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from appliance.values import dataclass
 Kind = Literal["full", "sliding", "mla", "linear"]
 _HINT = "use a model of another architecture, or an image with another engine"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PLAIN_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -67,6 +68,7 @@ class Shape:
     shared_length: int
     dtype: str  # the model's own: float32, bfloat16 or float16
     stored_bytes: int  # all weights as the files hold them, without draft layers
+    stored_types: tuple[tuple[str, int], ...]  # of all, with their bytes
     draft_bytes: int
     drafts: int
     expert_bytes: int
@@ -95,9 +97,12 @@ class Shape:
 
     def loaded(self, stored_bytes: int, dtype: str) -> int:
         """Of weights that are stored in so many bytes: those without a quantization become `dtype`."""
-        if self.quantization.name is None and self.dtype == "float32":
-            return stored_bytes * dtype_bytes(dtype) // 4
-        return stored_bytes
+        if self.quantization.name is not None:
+            return stored_bytes
+        served = sum(
+            size * dtype_bytes(dtype) // _PLAIN_BYTES.get(kind, dtype_bytes(dtype)) for kind, size in self.stored_types
+        )
+        return stored_bytes * served // sum(size for _, size in self.stored_types)
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -134,13 +139,14 @@ def shape_of(model: Model) -> Shape:
         shared_length=_number(model, inner, "shared_expert_intermediate_size", default=0),
         dtype=_dtype(model, inner),
         stored_bytes=model.weights_bytes - model.draft_bytes,
+        stored_types=model.bytes_by_type,
         draft_bytes=model.draft_bytes,
         drafts=drafts,
         expert_bytes=model.expert_bytes,
         embedding_bytes=model.embedding_bytes,
         output_bytes=model.output_bytes,
         tied_bytes=model.embedding_bytes if model.output_is_tied else 0,
-        quantization=quantization_of(model.config, inner),
+        quantization=quantization_of(model.config, inner, has_kv_scales=model.has_kv_scales),
         native_context=model.native_context,
         has_vision=any(key in model.config for key in ("vision_config", "vision_tower", "audio_config")),
         is_exact=model.cache_kind == "attention" or "linear" in kinds,

@@ -36,7 +36,7 @@ def bytes_a_token(shape: Shape, dtype: str) -> float:
     used = shape.experts_used / shape.experts if shape.experts else 1.0
     whole = shape.weights_bytes(dtype)
     looked_up = 0 if shape.tied_bytes else shape.vocabulary * shape.width * dtype_bytes(dtype)
-    return max(1.0, whole - shape.expert_bytes * (1 - used) - min(looked_up, whole // 4))
+    return max(1.0, whole - shape.loaded(shape.expert_bytes, dtype) * (1 - used) - min(looked_up, whole // 4))
 
 
 def flops_a_token(shape: Shape, dtype: str) -> float:
