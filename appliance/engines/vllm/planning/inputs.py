@@ -13,6 +13,7 @@ from appliance.engines.vllm.planning.kv_types import choose_kv_types
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
+    check_method,
     choose_dtype,
     gdn_choice,
     quantization_choice,
@@ -93,6 +94,7 @@ def read_facts(given: Inputs) -> Facts:
     ModelUnreadableError (30) for what no plan can mend."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
+    check_method(model, shape, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
     chip = _weakest(cards, given.hardware, is_mla="mla" in shape.kinds)
     dtype, by_dtype = choose_dtype(shape, chip, pins)

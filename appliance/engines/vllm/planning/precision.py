@@ -6,7 +6,9 @@ from __future__ import annotations
 from appliance.engines.vllm.chips import Chip, methods_for, weights_kernel
 from appliance.engines.vllm.planning.engine_args import Pins
 from appliance.engines.vllm.planning.shape import Shape
-from appliance.errors import ConfigError, NoKernelError
+from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
+from appliance.image_facts import EngineFacts
+from appliance.model import Model
 from appliance.plan.choice import Choice
 
 # Our words for what the engine calls by its type, and back.
@@ -33,6 +35,19 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
     else:
         why += "; 16 bits are half the memory"
     return chip.dtype, Choice(name="dtype", value=chip.dtype, reason=why, source="probe")
+
+
+def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
+    """Raises ModelUnreadableError (30) for weights that are stored in no way that the engine knows."""
+    known = [each.name for each in engine.quantizations]
+    method = shape.quantization.name
+    if method is None or not known or method in known:
+        return
+    message = (
+        f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization"
+    )
+    message += f" method: {method!r}"
+    raise ModelUnreadableError(message, hint=f"take the model as one of {', '.join(sorted(known))}, or in 16 bits")
 
 
 def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:

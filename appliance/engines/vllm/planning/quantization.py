@@ -15,6 +15,12 @@ from appliance.values import dataclass
 LIMIT = 1 << 20  # of any length or count: no published model comes near
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _TOWER = re.compile(r"visual|vision|audio")
+_ALIASES = {"compressed_tensors": "compressed-tensors", "auto-round": "inc"}
+_MODELOPT = {
+    "NVFP4": "modelopt_fp4",
+    "MXFP8": "modelopt_mxfp8",
+    "MIXED": "modelopt_mixed",
+}  # FP8 in its kinds: modelopt
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
 
 
@@ -70,8 +76,12 @@ def _places(config: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[obj
 
 
 def _name(found: Mapping[str, Any]) -> str | None:
-    name = found.get("quant_method") or ("modelopt" if found.get("quant_algo") else None)
-    return str(name)[:40] if name else None
+    """ModelOpt's algorithms are several methods: `override_quantization_method` of modelopt.py."""
+    algorithm = str(found.get("quant_algo") or "").upper()
+    named = str(found.get("quant_method") or ("modelopt" if algorithm else "")).lower()[:40]
+    if named == "modelopt":
+        return next((method for word, method in _MODELOPT.items() if word in algorithm), named)
+    return _ALIASES.get(named, named) or None
 
 
 def _kv_type(found: Mapping[str, Any]) -> str | None:

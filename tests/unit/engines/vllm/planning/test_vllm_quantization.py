@@ -9,13 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.vllm.chips import weights_kernel
 from appliance.engines.vllm.planning.parallel import tensor_sizes, why_not_tensor
 from appliance.engines.vllm.planning.quantization import LIMIT, Quantization, quantization_of
 from appliance.engines.vllm.planning.shape import Shape, shape_of
-from appliance.errors import ConfigError
+from appliance.engines.vllm.planning.space import Space
+from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
+from appliance.image_facts import Quantization as QuantizationFacts
+from appliance.image_facts import parse_engine_facts
 from appliance.model import Model
+from appliance.plan import Plan
+from tests.golden.vllm_plans import DATA, hardware, inputs
 from tests.shapes.folders import folder_model
-from tests.unit.engines.vllm.planning.vllm_spaces import best, cards, launch, reason
+from tests.unit.engines.vllm.planning.vllm_spaces import CPU, TURINGS, best, cards, launch, reason
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 PACKED = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}}}}
@@ -55,7 +61,7 @@ def of(found: object) -> Quantization:
             },
             ("compressed-tensors", None, 128, None),
         ),
-        ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, ("modelopt", None, 16, None)),
+        ({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, ("modelopt_fp4", None, 16, None)),
         ({}, (None, None, None, None)),
         ("fp8", (None, None, None, None)),
     ],
@@ -63,6 +69,65 @@ def of(found: object) -> Quantization:
 def test_what_is_read_of_blocks(found: object, expected: tuple[Any, ...]) -> None:
     stored = of(found)
     assert (stored.name, stored.bits, stored.group, stored.rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "method"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
+        ({"quantization": {"quant_algo": "FP8_PB_WO"}}, "modelopt"),
+        ({"quantization": {"quant_algo": "NVFP4"}}, "modelopt_fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "modelopt_fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "modelopt_mxfp8"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt_mixed"),
+        ({"quant_method": "AWQ"}, "awq"),
+        ({"quant_method": "compressed_tensors"}, "compressed-tensors"),
+        ({"quant_method": "auto-round"}, "inc"),
+    ],
+)
+def test_the_method_is_called_as_the_engine_calls_it(found: object, method: str) -> None:
+    assert of(found).name == method
+    assert method in {each.name for each in known_methods()}
+
+
+def known_methods() -> tuple[QuantizationFacts, ...]:
+    return parse_engine_facts((DATA / "facts-0.33-python.json").read_text()).quantizations
+
+
+def with_methods(machine: str, model: Model) -> Plan:
+    given = inputs(hardware(machine), model, {})
+    return Space(replace(given, facts=replace(given.facts, quantizations=known_methods()))).best
+
+
+def test_a_method_that_the_engine_does_not_know_is_30_with_those_it_knows() -> None:
+    for machine, model in (("1x4090", "qwen3-8b"), (CPU, "smollm2-135m")):
+        with pytest.raises(ModelUnreadableError) as caught:
+            with_methods(machine, stored_as({"quant_method": "ternary"}, model))
+        assert caught.value.exit_code == 30
+        assert "config.json: vLLM 0.33.0 does not know its quantization method: 'ternary'" in caught.value.message
+        assert "compressed-tensors, deepseek_v4_fp8" in (caught.value.hint or "")
+    assert with_methods("1x4090", folder_model("qwen3-8b-fp8")).context
+    assert best("1x4090", stored_as({"quant_method": "ternary"})).context, "facts that list none decide nothing"
+
+
+def test_the_table_of_kernels_has_the_engine_s_own_chips() -> None:
+    looked_up = {each.name: weights_kernel(each.name, 120) for each in known_methods()}
+    own = {each.name: each.lowest_sm for each in known_methods()}
+    assert {name: str(found.least_sm) for name, found in looked_up.items() if found} == {
+        name: own[name] for name, found in looked_up.items() if found
+    }
+    assert sum(found is not None for found in looked_up.values()) > 15
+
+
+@pytest.mark.parametrize(
+    ("machine", "kernel"), [("a100-80g", "Marlin, weights only"), ("1x4090", "fp8 matrix products")]
+)
+def test_fp8_of_modelopt_needs_sm_80_and_is_native_from_89(machine: str, kernel: str) -> None:
+    model = stored_as({"quantization": {"quant_algo": "FP8"}}, "qwen3-8b-fp8")
+    assert f"kernels: {kernel}; it needs SM 80" in reason(best(machine, model), "quantization")
+    with pytest.raises(NoKernelError) as caught:
+        best(TURINGS, model)
+    assert "is modelopt, which needs SM 80, and this is SM 75" in caught.value.message
 
 
 def test_an_older_key_of_compressed_tensors_is_read() -> None:
