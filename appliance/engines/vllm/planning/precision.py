@@ -44,9 +44,9 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
     if method is None or not known or method in known:
         return
     message = (
-        f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization"
+        f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization "
+        f"method: {method!r}"
     )
-    message += f" method: {method!r}"
     raise ModelUnreadableError(message, hint=f"take the model as one of {', '.join(sorted(known))}, or in 16 bits")
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.vllm.planning.engine_args import read_pins
 from appliance.engines.vllm.planning.launch import compile_key
 from appliance.engines.vllm.planning.memory import MIB, graph_sizes
 from appliance.engines.vllm.planning.parallel import layouts, split_layers
@@ -24,10 +25,12 @@ from appliance.errors import (
     ModelUnreadableError,
     NoKernelError,
 )
+from appliance.image_facts import parse_engine_facts
 from appliance.model import read_model
 from appliance.plan import Plan
 from appliance.probe import Hardware
-from tests.golden.vllm_plans import arguments, hardware, inputs, variables
+from appliance.settings import resolve_settings
+from tests.golden.vllm_plans import DATA, arguments, hardware, inputs, variables
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
     ADA,
@@ -373,6 +376,25 @@ def test_values_of_the_users_own_win() -> None:
         ("--compilation-config '{\"level\":3}'", "keys of --compilation-config that no plan takes over: level"),
         ("--compilation-config '{'", "no JSON"),
         ("--dtype", "0 values for --dtype"),
+        ("--block-size 16 --block-size 32", "a flag twice: --block-size"),
+        ("--seed 1 --seed 2", "a flag twice: --seed"),
+        ("-tp 1 --tensor-parallel-size 2", "a flag twice: --tensor-parallel-size"),
+        ("--enable-log-requests --disable-log-requests", "a flag twice: --disable-log-requests"),
+        ("--enable-prefix-caching --no-enable-prefix-caching", "a flag twice: --no-enable-prefix-caching"),
+        (
+            '--enforce-eager --compilation-config \'{"cudagraph_mode":"PIECEWISE"}\'',
+            "another of its flags says already: --compilation-config (graph_mode)",
+        ),
+        ("--generation-config auto", "cannot be given: --generation-config"),
+        ("--enable-fastapi-docs", "cannot be given: --enable-fastapi-docs"),
+        ("--max-num-queued-reqs 4", "cannot be given: --max-num-queued-reqs"),
+        ("--data-parallel-address 10.0.0.2", "cannot be given: --data-parallel-address"),
+        ("-dpn 2", "cannot be given: -dpn"),
+        ("--dp-sync-interval 3", "cannot be given: --dp-sync-interval"),
+        ("--grpc-port 8033", "cannot be given: --grpc-port"),
+        ("--logging-config '{}'", "cannot be given: --logging-config"),
+        ("--log-config-file /tmp/log.json", "cannot be given: --log-config-file"),
+        ("--distributed-executor-backend ray", "cannot be given: --distributed-executor-backend"),
     ],
 )
 def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
@@ -380,6 +402,55 @@ def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
     assert error.exit_code == 10
     assert said in error.message
     assert "flag --engine-arg" in error.message
+
+
+def with_choices(words: str) -> Plan:
+    facts = parse_engine_facts((DATA / "facts-0.33-python.json").read_text())
+    given = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {"engine_arg": words})
+    return Space(replace(given, facts=facts)).best
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        ("--scheduling-policy prioritie", "a value that --scheduling-policy has not: 'prioritie'", "one of priority"),
+        ("--dtype int3", "a value that --dtype has not: 'int3'", "one of auto, bfloat16"),
+        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode has not: 'x'", "one of"),
+    ],
+)
+def test_a_value_that_a_flag_does_not_list_is_10(words: str, said: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_choices(words)
+    assert f"setting engine_arg holds {said} (flag --engine-arg)" in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_value_that_a_flag_lists_is_taken() -> None:
+    assert arguments(with_choices("--scheduling-policy priority"))[-2:] == ("--scheduling-policy", "priority")
+    assert launch(with_choices("--dtype half")).dtype == "float16"
+
+
+def test_overrides_of_the_config_are_the_user_s_unless_the_plan_has_some() -> None:
+    words = """--hf-overrides '{"rope_theta":1}'"""
+    assert arguments(best(ADA, engine_arg=words))[-2] == "--hf-overrides"
+    error = refused(ConfigError, ADA, engine_arg=words, rope_scaling="yarn", ctx_size="81920")
+    assert "the setting rope_scaling gives as well: --hf-overrides" in error.message
+
+
+@pytest.mark.parametrize("machine", [TURINGS, "24+8", SERVER])
+def test_no_flag_of_the_command_may_be_given_again(machine: str) -> None:
+    """Each that a plan passes is taken over by it, stands for a setting, or is refused."""
+    model = "gemma-3-12b" if machine == "24+8" else "qwen3.6-27b-awq"
+    argv = arguments(space(machine, model, mmproj="off").best)
+    facts = inputs(hardware(machine), folder_model("qwen3-8b"), {}).facts
+    taken = {
+        "--tensor-parallel-size", "--pipeline-parallel-size", "--block-size", "--kv-cache-memory-bytes", "--dtype",
+        "--attention-backend", "--gdn-prefill-backend", "--enable-prefix-caching", "--disable-prefix-caching",
+        "--language-model-only", "--gpu-memory-utilization", "--compilation-config",
+    }  # fmt: skip
+    for flag in {word for word in argv if word.startswith("--")} - taken:
+        with pytest.raises(ConfigError):
+            read_pins(resolve_settings({"engine_arg": f"{flag} 1"}, {}), facts)
 
 
 def test_code_of_the_folder_is_never_run_unless_asked() -> None:
