@@ -116,6 +116,8 @@ def shape_of(model: Model) -> Shape:
     heads, kv_heads = model.heads, max(model.kv_heads, default=0)
     if not (heads and kv_heads and model.key_length):
         _fail(model, f"its layers do not attend: {heads} heads, {kv_heads} KV heads of {model.key_length} elements")
+    if heads % kv_heads:
+        _fail(model, f"its {heads} attention heads cannot share {kv_heads} KV heads: no whole number for each")
     drafts = model.layers - len(kinds)
     return Shape(
         title=model.title,

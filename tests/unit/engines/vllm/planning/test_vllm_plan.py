@@ -659,6 +659,8 @@ def test_memory_is_never_planned_above_what_is_free(total: int, free: float, mor
         {"num_hidden_layers": 10**9},
         {"num_key_value_heads": 0},
         {"num_attention_heads": "nine"},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 18},
         {"head_dim": -1},
     ],
 )
@@ -684,6 +686,24 @@ def test_a_hybrid_that_lies_is_30(tmp_path: Path, change: dict[str, Any], said: 
     with pytest.raises(ModelUnreadableError) as caught:
         best(TURINGS, read_model(folder, serves="safetensors"))
     assert said in caught.value.message
+
+
+def test_kv_heads_that_contradict_the_heads_are_30_before_any_ranks_are_tried(tmp_path: Path) -> None:
+    """9 heads and 2 KV heads: vLLM asserts it in each attention layer, after half a minute of imports."""
+    folder = write_folder(tmp_path / "m", "smollm2-135m", num_key_value_heads=2)
+    with pytest.raises(ModelUnreadableError) as caught:
+        best("2x4090", read_model(folder, serves="safetensors"), engine_arg="--tensor-parallel-size 2")
+    assert "its 9 attention heads cannot share 2 KV heads" in caught.value.message
+
+
+def test_kv_heads_that_ranks_cannot_share_leave_those_out() -> None:
+    """24 heads and 6 KV heads on four cards: 6 is neither divisible by 4 nor the other way round."""
+    model = replace(folder_model("qwen3-8b"), heads=24, kv_heads=(6,) * 36)
+    plan = best("4x2080ti-22g", model)
+    assert launch(plan).tensor_parallel != 4
+    error = refused(ConfigError, "4x2080ti-22g", model, engine_arg="--tensor-parallel-size 4")
+    assert "6 KV heads are neither divisible by 4 nor the other way round" in error.message
+    assert error.hint == "this model allows 1, 2, 3, 6, 12"
 
 
 def test_a_folder_that_is_a_file_is_30(tmp_path: Path) -> None:
