@@ -63,7 +63,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
     flags.need("--max-num-batched-tokens", launch.max_num_batched_tokens)
     if launch.kv_bytes is not None:
         flags.need("--kv-cache-memory-bytes", launch.kv_bytes)
-    elif launch.utilization is not None:
+    if launch.utilization is not None:
         flags.need("--gpu-memory-utilization", launch.utilization)
     _add_kv(flags, plan)
     _add_kernels(flags, plan)

@@ -53,7 +53,7 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         nodes=option.layout.nodes,
         stage_layers=option.layout.layers,
         kv_bytes=None if estimate.share is not None else estimate.kv_bytes,
-        utilization=estimate.share,
+        utilization=estimate.share_asked,
         blocks=estimate.blocks,
         has_prefix_cache=facts.has_prefix_cache,
         names_kv_type=facts.names_kv_type,

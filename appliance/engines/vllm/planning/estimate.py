@@ -9,6 +9,7 @@ from appliance.engines.vllm.planning import assumptions as assumed
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.kv import KvLayout
 from appliance.engines.vllm.planning.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
+from appliance.engines.vllm.planning.parallel import are_uneven
 from appliance.engines.vllm.planning.stages import (
     Option,
     Stage,
@@ -65,7 +66,19 @@ class Estimate:
     def share(self) -> float | None:
         """Of each whole card, for a first start; None where bytes are given."""
         is_given = self.kv_asked is not None or math.isfinite(self.facts.limits.kv_mib)
-        return None if is_given or not self.option.cards else self._share_of_cards
+        return None if is_given or not self.option.cards or self.fills_uneven else self._share_of_cards
+
+    @cached_property
+    def fills_uneven(self) -> bool:
+        """Whether stages are on cards with unlike room: one share of each would leave the larger ones unused."""
+        is_asked = self.facts.pins.utilization is not None
+        return self.option.stages > 1 and not is_asked and are_uneven(self.room_mib, self.option.layout.tensor)
+
+    @property
+    def share_asked(self) -> float | None:
+        """What the engine is told beside bytes, too: it refuses to start where less is free, whatever decides of its
+        cache (v1/worker/utils.py `request_memory`, whose default is 0.92)."""
+        return self._share_of_cards if self.option.cards else None
 
     @cached_property
     def _share_of_cards(self) -> float:
@@ -89,16 +102,22 @@ class Estimate:
         most = self.facts.limits.kv_mib * MIB
         if self.kv_asked is not None:
             return int(min(self.kv_asked, most))
-        return int(min(self._kv_found(0.0) if self.option.cards else self._kv_of_host(), most))
+        if not self.option.cards:
+            return int(min(self._kv_of_host(), most))
+        # What nobody measures at the start has to be enough from the beginning.
+        return int(min(self._kv_found(assumed.UNSURE_SHARE.value if self.fills_uneven else 0.0), most))
 
     def _kv_found(self, unsure: float) -> float:
         """Of the stage with fewest blocks, as bytes of the largest, less a share of what vLLM counts as its own."""
-        return min(
+        found = min(
             (self._kv_left(stage) - int(stage.memory.counted * unsure * MIB)) / self._part(stage)
             for stage in self.stages
         )
+        return max(0.0, found)
 
     def _kv_left(self, stage: Stage) -> int:
+        if self.fills_uneven:
+            return int((self._room_of(stage) - stage.memory.counted) * MIB)
         totals = [total_mib(card, self.facts.hardware) for card in stage.cards]
         return min(kv_bytes_at(total, self._share_of_cards, stage.memory) for total in totals)
 

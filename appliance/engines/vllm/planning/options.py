@@ -10,7 +10,7 @@ from appliance.engines.vllm.planning.host_layouts import placed_over_hosts
 from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
 from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import MIB, Layout, ends_mib
+from appliance.engines.vllm.planning.memory import MIB, Batch, Layout, activation_mib, ends_mib
 from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
@@ -123,12 +123,19 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
         return _with_shared_memory(facts, placed_over_hosts(facts))
     if not facts.cards:
         return [(_on_cpu(facts, Layout(tensor=pins.tensor or 1)), ())]
-    rooms = {card: room_on(facts, card, len(facts.cards)) for card in facts.cards}
+    rooms = _rooms(facts)
     by_room = sorted(facts.cards, key=lambda card: -rooms[card])
     ends = ends_mib(shape, facts.dtype)
     sorted_rooms = [rooms[card] for card in by_room]
     found = list(layouts(shape, sorted_rooms, ends, tensor=pins.tensor, pipeline=pins.pipeline))
     return _with_shared_memory(facts, [(layout, _cards_of(layout, by_room)) for layout in found])
+
+
+def _rooms(facts: Facts) -> dict[Gpu, float]:
+    """MiB of each card for layers and their cache."""
+    batch = Batch(tokens=usual_tokens(facts, facts.cards), seqs=facts.settings.parallel)
+    passing = activation_mib(facts.shape, facts.dtype, batch)
+    return {card: room_on(facts, card, len(facts.cards)) - passing for card in facts.cards}
 
 
 def _with_shared_memory(

@@ -119,17 +119,15 @@ def staged(layers: int, rooms: Sequence[float], ends: tuple[float, float], *, te
 
 
 def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:
-    """In proportion to the rooms, at least one each, the largest remainders first. Raises ValueError for more stages
-    than layers."""
+    """In proportion to the rooms, at least one each: the least room of a layer is as large as can be. Raises ValueError
+    for more stages than layers."""
     if layers < len(rooms):
         message = f"{len(rooms)} pipeline stages need as many layers, and the model has {layers}"
         raise ValueError(message)
-    whole = sum(rooms)
-    exact = [1 + (layers - len(rooms)) * room / whole for room in rooms]
-    found = [int(share) for share in exact]
-    order = sorted(range(len(rooms)), key=lambda at: (found[at] - exact[at], at))
-    for at in order[: layers - sum(found)]:
-        found[at] += 1
+    found = [1] * len(rooms)
+    for _ in range(layers - len(rooms)):
+        widest = max(range(len(rooms)), key=lambda at: rooms[at] / (found[at] + 1))
+        found[widest] += 1
     return tuple(found)
 
 

@@ -205,6 +205,8 @@ def memory(estimate: Estimate) -> Choice:
     if estimate.share is None:
         source = facts.pins.source if facts.pins.kv_bytes else "profile"
         why = f"{parts}; what an earlier start was left with" if source == "profile" else f"asked for; {parts}"
+        if estimate.kv_asked is None and estimate.fills_uneven:
+            source, why = "probe", f"{parts}; in bytes, since one share of unlike cards would leave the larger unused"
         return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB a rank", reason=why, source=source)
     held = f"{found.context:,.0f} of CUDA, PyTorch and NCCL"
     why = (

@@ -55,7 +55,7 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
     changed = with_launch(
         plan,
         graph_sizes=found.graph_sizes,
-        utilization=found.share,
+        utilization=found.share_asked,
         kv_bytes=None if found.share is not None else found.kv_bytes,
         blocks=found.blocks,
         block_size=found.kv.block_size,

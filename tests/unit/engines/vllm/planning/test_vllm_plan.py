@@ -108,7 +108,7 @@ def test_what_was_left_is_passed_in_bytes_later(machine: str) -> None:
     from_log = replace_allocated(kv_mib - 20)
     later = here.now(first, from_log)
     assert isinstance(later, Plan)
-    assert "--gpu-memory-utilization" not in arguments(later)
+    assert float(value_of(later, "--gpu-memory-utilization")) == launch(first).utilization, "what has to be free"
     assert int(value_of(later, "--kv-cache-memory-bytes")) == int((kv_mib - 20) * MIB)
     assert (later.key, later.context) == (first.key, first.context)
 
@@ -286,11 +286,27 @@ def test_a_later_start_on_uneven_cards_is_given_what_the_largest_stage_takes() -
     here = space(cards("2x4090", *UNEVEN), "gemma-3-12b", mmproj="off")
     first = here.best
     kv_mib = max(share.memory.kv for share in first.placement.shares)
+    assert launch(first).kv_bytes == pytest.approx(kv_mib * MIB, abs=1)
     later = here.now(first, replace_allocated(kv_mib - 20))
     assert isinstance(later, Plan)
-    assert launch(later).kv_bytes == int((kv_mib - 20) * MIB)
+    needed = space(cards("2x4090", *UNEVEN), "gemma-3-12b", mmproj="off").kv_tokens(later)
+    assert needed is not None
+    assert needed >= later.context
+    assert launch(later).kv_bytes is not None
     assert launch(later).stage_layers == launch(first).stage_layers
     assert later.context == first.context
+
+
+def test_cards_of_one_kind_are_uneven_by_what_is_free() -> None:
+    """One share of both would be the small one's: the cache is given in bytes."""
+    there = cards("2x4090", {"vram_free_mib": 23000}, {"vram_free_mib": 8000})
+    plan = best(there, "gemma-3-12b", mmproj="off")
+    assert launch(plan).pipeline_parallel == 2
+    assert launch(plan).kv_bytes is not None
+    assert (launch(plan).utilization or 1.0) * 24564 < 8000
+    for share in plan.placement.shares:
+        assert share.memory.total <= share.gpu.free_mib + 0.1
+    assert "one share of unlike cards would leave the larger unused" in reason(plan, "kv_cache")
 
 
 def test_stages_are_no_candidate_on_even_cards() -> None:
@@ -583,7 +599,7 @@ def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
     assert less is not None
     smaller = less.space.best
     assert smaller.placement.shares[0].memory.kv == pytest.approx(plan.placement.shares[0].memory.kv - 412)
-    assert launch(smaller).utilization is None, "else the engine would take all of it again"
+    assert launch(smaller).kv_bytes is not None, "else the engine would take all of it again"
     assert (less.missing_mib, less.where) == (412.0, "cuda:1")
 
 
