@@ -130,7 +130,9 @@ class Model:
     chat_template: str | None = field(default=None, compare=False, repr=False)
     added_tokens: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # of a folder's tokenizer
     draft_bytes: int = 0  # of draft layers, also where nothing may be computed of the stack; of a folder alone
+    has_kv_scales: bool = False  # for a quantized KV cache, beside the weights of a folder
     # config.json of a folder, for what only one engine wants to know of it: as read from anybody, nothing is checked.
+    # `quantization_config` is that of the file beside it where it has none.
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     @property

@@ -21,6 +21,7 @@ from appliance.model.stack import Layer, LayerKind, Weights
 _LAYER = re.compile(r"^(?!.*(?:visual|vision|image|audio|projector))(?:.*?\.)?(?:layers?|h|blocks?)\.(\d+)\.")
 _DRAFT_LAYER = re.compile(r"^(?:model\.)?mtp\.(?:layers\.(\d+)\.)?")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|tok_embeddings)\.weight")
+_KV_SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale)$")
 _EXPERTS = re.compile(r"\.experts\.|\.experts_|block_sparse_moe\.experts")
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
 _ADDED_BYTES = 2**20  # 256 of them take 60 KiB
@@ -36,6 +37,8 @@ def read_folder(folder: Path) -> Model:
     trunk = config.number("layers", low=1, high=LAYERS_LIMIT)
     drafts = _drafts(config, tensors, trunk)
     weights = _weights(config, tensors, trunk, drafts)
+    stored = config.quantization()
+    beside = None if stored else _quantization_beside(folder)
     reason = config.why_unsupported()
     kv_heads, key, value = _lengths(config)
     experts = config.number("experts", default=0, high=EXPERTS_LIMIT)
@@ -52,7 +55,7 @@ def read_folder(folder: Path) -> Model:
         header_bytes=shards[0].header_bytes,
         weights_bytes=sum(tensor.size_bytes for tensor in tensors),
         bytes_by_type=by_type,
-        quantization=config.quantization() or _quantization_beside(folder) or by_type[0][0],
+        quantization=stored or (describe_quantization(beside) if beside else by_type[0][0]),
         matrices=(),
         layers=trunk + drafts,
         embedding_length=config.number("width", low=1),
@@ -80,7 +83,8 @@ def read_folder(folder: Path) -> Model:
         chat_template=template,
         added_tokens=_added_tokens(folder),
         draft_bytes=sum(weights.dense_bytes[trunk:]) + sum(weights.expert_bytes[trunk:]),
-        config=config.values,
+        has_kv_scales=any(_KV_SCALE.search(tensor.name) for tensor in tensors),
+        config={**config.values, **({"quantization_config": beside} if beside else {})},
     )
 
 
@@ -177,10 +181,11 @@ def _parameters(tensors: Iterable[Stored]) -> int:
     return sum(math.prod(tensor.shape) for tensor in found)
 
 
-def _quantization_beside(folder: Path) -> str | None:
-    """NVIDIA's ModelOpt writes it into a file of its own."""
+def _quantization_beside(folder: Path) -> dict[str, object] | None:
+    """NVIDIA's ModelOpt wrote it into a file of its own up to 0.29, and vLLM reads it where config.json has none
+    (transformers_utils/config.py)."""
     path = folder / "hf_quant_config.json"
-    return describe_quantization(read_json(path)) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def _chat_template(folder: Path) -> str | None:

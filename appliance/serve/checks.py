@@ -20,7 +20,8 @@ from appliance.settings import Settings
 
 
 def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -> tuple[str, ...]:
-    """What to warn of: GPUs that this image has no kernels for, and serving on the CPU with a CUDA image.
+    """What to warn of: GPUs that this image has no kernels for, and a CUDA image without a GPU. Whether that serves on
+    the CPU its engine says when it plans.
 
     Raises NoKernelError when none is left, DriverTooOldError, and GpuUnusableError when a GPU was given and none can be
     used: never the CPU in silence. With the setting `devices: none` no GPU is looked at.
@@ -33,7 +34,7 @@ def check_supported(settings: Settings, image: ImageFacts, hardware: Hardware) -
     if not hardware.gpus.gpus:
         if hardware.gpu_requested:
             raise _unusable(hardware)
-        return ("no GPU was given to this container: serving on the CPU. Start it with --gpus all",)
+        return ("no GPU was given to this container, and only the CPU is left: start it with --gpus all to use one",)
     check_driver(image, hardware)
     return _without_kernels(image, hardware)
 

@@ -80,6 +80,7 @@ CASES = (
     ),
     Case(machine="2x4090", model="gemma-3-12b"),
     Case(machine="4070+3060", model="qwen3-8b-fp8"),
+    Case(machine="24+8", model="gemma-3-12b", flags={"mmproj": "off"}),
     Case(machine="a100-80g", model="qwen3-30b-a3b"),
     Case(machine="a100-80g", model="deepseek-v2-lite"),
     Case(machine="h200", model="qwen3-30b-a3b"),

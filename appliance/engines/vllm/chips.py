@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Chip:
     gdn: str  # kernels of linear attention that vLLM takes by itself
     block_size: int
     source: str
+    fp8_isa: tuple[str, ...] = ()  # instruction sets of a CPU, one of which an fp8 cache needs
 
     @property
     def has_bfloat16(self) -> bool:
@@ -44,12 +46,12 @@ class WeightsKernel:
     source: str
 
 
-def chip_of(sm: str | None, *, is_mla: bool = False) -> Chip:
-    """Of the CPU for None; `is_mla` for a model with a latent cache. Raises ValueError for a chip below all that vLLM
-    has kernels for."""
+def chip_of(sm: str | None, *, isa: Sequence[str] = (), is_mla: bool = False) -> Chip:
+    """Of the CPU with these instruction sets for None; `is_mla` for a model with a latent cache. Raises ValueError for
+    a chip below all that vLLM has kernels for."""
     data = _load()
     if sm is None:
-        return _chip(None, data["cpu"], is_mla=is_mla)
+        return _on_cpu(_chip(None, data["cpu"], is_mla=is_mla), isa)
     number = int(sm)
     known = [int(each) for each in data["sm"] if int(each) <= number]
     if not known:
@@ -85,7 +87,16 @@ def _chip(sm: int | None, row: Mapping[str, Any], *, is_mla: bool) -> Chip:
         gdn=row["gdn"],
         block_size=attention["block_size"],
         source=row["source"],
+        fp8_isa=tuple(attention.get("fp8_isa", ())),
     )
+
+
+def _on_cpu(chip: Chip, isa: Sequence[str]) -> Chip:
+    """Without the types that its instruction sets do not reach."""
+    if not set(chip.fp8_isa).isdisjoint(isa):
+        return chip
+    left = {name: backend for name, backend in chip.kv_types.items() if not name.startswith("fp8")}
+    return replace(chip, kv_types=left)
 
 
 @cache

@@ -63,7 +63,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
     flags.need("--max-num-batched-tokens", launch.max_num_batched_tokens)
     if launch.kv_bytes is not None:
         flags.need("--kv-cache-memory-bytes", launch.kv_bytes)
-    elif launch.utilization is not None:
+    if launch.utilization is not None:
         flags.need("--gpu-memory-utilization", launch.utilization)
     _add_kv(flags, plan)
     _add_kernels(flags, plan)
@@ -90,7 +90,7 @@ def arguments(plan: Plan, facts: EngineFacts, socket_path: Path, node: Node | No
 def _add_kv(flags: _Flags, plan: Plan) -> None:
     launch = launch_of(plan)
     kv_type = ENGINE_TYPES.get(plan.kv_type, plan.kv_type)
-    if kv_type != launch.dtype:  # else the engine's own "auto", which is the same
+    if kv_type != launch.dtype or launch.names_kv_type:  # else the engine's own "auto", which is the same
         flags.need("--kv-cache-dtype", kv_type)
     if launch.asked_block_size is not None:
         flags.need("--block-size", launch.asked_block_size)

@@ -175,7 +175,33 @@ def test_quantization(tmp_path: Path, quantization: dict[str, Any], words: str) 
 def test_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
-    assert read_folder(folder).quantization == "modelopt NVFP4"
+    found = read_folder(folder)
+    assert found.quantization == "modelopt NVFP4"
+    assert found.config["quantization_config"] == {"quantization": {"quant_algo": "NVFP4"}}
+
+
+def test_quantization_of_config_json_wins_over_the_file_beside(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", quantization_config={"quant_method": "fp8"})
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    found = read_folder(folder)
+    assert found.quantization == "fp8"
+    assert found.config["quantization_config"] == {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("model.layers.0.self_attn.k_scale", True),
+        ("model.layers.0.self_attn.k_proj.k_scale", True),
+        ("model.layers.0.self_attn.v_proj.output_scale", True),
+        ("model.layers.0.self_attn.attn.kv_scale", True),
+        ("model.layers.0.self_attn.k_proj.weight_scale", False),
+        ("model.layers.0.self_attn.k_proj.input_scale", False),
+    ],
+)
+def test_scales_of_a_cache(tmp_path: Path, name: str, has: bool) -> None:
+    found = read_folder(write_folder(tmp_path / "m", {**DENSE, name: ("F32", (1,))}))
+    assert found.has_kv_scales is has
 
 
 def test_a_chat_template(tmp_path: Path) -> None:

@@ -159,9 +159,10 @@ def test_a_gpu_that_was_given_and_cannot_be_used_is_23_with_its_cause(
     assert remedy in (error.hint or "")
 
 
-def test_a_cuda_image_without_a_gpu_serves_on_the_cpu_and_says_so() -> None:
-    warnings = check_supported(AUTO, CUDA_IMAGE, machine())
-    assert "serving on the CPU" in warnings[0]
+def test_a_cuda_image_without_a_gpu_is_warned_of_and_its_engine_decides() -> None:
+    (warning,) = check_supported(AUTO, CUDA_IMAGE, machine())
+    assert "only the CPU is left" in warning
+    assert "serving" not in warning
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ def _launch(estimate: Estimate) -> VllmLaunch:
         nodes=option.layout.nodes,
         stage_layers=option.layout.layers,
         kv_bytes=None if estimate.share is not None else estimate.kv_bytes,
-        utilization=estimate.share,
+        utilization=estimate.share_asked,
         blocks=estimate.blocks,
         has_prefix_cache=facts.has_prefix_cache,
+        names_kv_type=facts.names_kv_type,
         attention_backend=facts.attention_backend,
         gdn_backend=facts.gdn_backend,
         hf_overrides=facts.hf_overrides,
@@ -107,14 +108,14 @@ def _placement(estimate: Estimate) -> Placement:
 
 def _allocation(estimate: Estimate, at: int) -> GpuAllocation:
     """Of one rank. The output counts as a layer; ranks of a stage hold a part of each of its layers."""
-    layout, found = estimate.option.layout, estimate.memory
-    stage = at // layout.tensor
+    layout, of_stage = estimate.option.layout, estimate.stage_of(at)
+    stage, found = at // layout.tensor, of_stage.memory
     layers = layout.layers[stage] if layout.layers else estimate.facts.shape.layers
     is_last = stage == layout.pipeline - 1
     memory = replace(
         NOTHING,
         weights=found.weights,
-        kv=estimate.kv_bytes / MIB,
+        kv=estimate.kv_mib_of(of_stage),
         compute=found.activation + found.vision,
         output=found.graphs,
     )

@@ -6,49 +6,20 @@ import math
 from functools import cached_property
 
 from appliance.engines.vllm.planning import assumptions as assumed
-from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
-from appliance.engines.vllm.planning.kv import KvLayout, KvRequest, layout_of
-from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import (
-    MIB,
-    Batch,
-    Layout,
-    RankMemory,
-    Reserve,
-    kv_bytes_at,
-    rank_memory,
-    reserve_of,
-    utilization,
+from appliance.engines.vllm.planning.inputs import Facts, total_mib
+from appliance.engines.vllm.planning.kv import KvLayout
+from appliance.engines.vllm.planning.memory import MIB, RankMemory, Reserve, kv_bytes_at, utilization
+from appliance.engines.vllm.planning.parallel import are_uneven
+from appliance.engines.vllm.planning.stages import (
+    Option,
+    Stage,
+    reserve_on,
+    room_on,
+    served_graph_sizes,
+    stages_of,
 )
 from appliance.plan import CONTEXT_STEP
-from appliance.probe import Gpu
 from appliance.values import dataclass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """What the tuner varies. `cards` are in the order of ranks, empty for the CPU; `kv_bytes` of one rank, from an
-    earlier start."""
-
-    layout: Layout
-    cards: tuple[Gpu, ...]
-    kv_type: str
-    tokens: int
-    seqs: int
-    graph_mode: str
-    block_size: int | None  # None: the engine's own
-    drafted: int = 0
-    has_draft_layers: bool = False
-    kv_bytes: int | None = None
-
-    @property
-    def own_cards(self) -> tuple[Gpu, ...]:
-        """Of this host."""
-        return self.cards[: self.layout.local_ranks]
-
-    @property
-    def batch(self) -> Batch:
-        return Batch(tokens=self.tokens, seqs=self.seqs, drafted=self.drafted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,63 +30,55 @@ class Estimate:
     option: Option
 
     @cached_property
-    def memory(self) -> RankMemory:
-        """Of the rank on the first card: the others differ in their context only."""
-        return self._memory_on(self.option.cards[0] if self.option.cards else None)
-
-    def _memory_on(self, gpu: Gpu | None) -> RankMemory:
-        facts, option = self.facts, self.option
-        return rank_memory(
-            facts.shape,
-            facts.dtype,
-            option.batch,
-            option.layout,
-            gpu=gpu,
-            graph_mode="NONE" if option.graph_mode == EAGER else option.graph_mode,
-            has_vision=not facts.is_text_only,
-        )
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.facts, self.option, self.graph_sizes)
 
     @cached_property
+    def largest(self) -> Stage:
+        """Which takes most for a block: bytes of a cache are counted by it."""
+        return max(self.stages, key=lambda stage: (stage.kv.bytes_per_block, stage.memory.weights))
+
+    @property
+    def memory(self) -> RankMemory:
+        return self.largest.memory
+
+    @property
     def kv(self) -> KvLayout:
-        facts, option = self.facts, self.option
-        is_gpu = bool(option.cards)
-        return layout_of(
-            KvRequest(
-                shape=facts.shape,
-                dtype=facts.dtype,
-                kv_type=option.kv_type,
-                block_size=option.block_size or facts.chip.block_size,
-                tensor_parallel=option.layout.tensor,
-                layers=facts.shape.kinds[: max(option.layout.layers)] if option.layout.layers else (),
-                # Two steps overlap on GPUs (async scheduling); stages of a pipeline each hold one more.
-                in_flight=option.tokens * (option.layout.pipeline + int(is_gpu)),
-                drafted=option.drafted,
-                has_prefix_cache=facts.has_prefix_cache,
-            )
-        )
+        return self.largest.kv
+
+    def stage_of(self, rank: int) -> Stage:
+        return self.stages[rank // self.option.layout.tensor]
+
+    def kv_mib_of(self, stage: Stage) -> float:
+        """That one of its ranks takes."""
+        return self.kv_bytes / MIB * self._part(stage)
+
+    def _part(self, stage: Stage) -> float:
+        return stage.kv.bytes_per_block / self.kv.bytes_per_block
 
     @cached_property
     def reserves(self) -> tuple[Reserve, ...]:
         """Of each card."""
-        facts = self.facts
-        asked = facts.settings.reserve_mib if facts.settings.is_set("reserve_mib") else None
-        late = facts.chip.sm is not None and facts.chip.sm < 80
-        return tuple(
-            reserve_of(
-                gpu,
-                total_mib(gpu, facts.hardware),
-                asked_mib=asked,
-                compiles_late=late,
-                drafts=self.option.has_draft_layers,
-            )
-            for gpu in self.option.cards
-        )
+        drafts = self.option.has_draft_layers
+        return tuple(reserve_on(self.facts, card, drafts=drafts) for card in self.option.cards)
 
     @cached_property
     def share(self) -> float | None:
         """Of each whole card, for a first start; None where bytes are given."""
         is_given = self.kv_asked is not None or math.isfinite(self.facts.limits.kv_mib)
-        return None if is_given or not self.option.cards else self._share_of_cards
+        return None if is_given or not self.option.cards or self.fills_uneven else self._share_of_cards
+
+    @cached_property
+    def fills_uneven(self) -> bool:
+        """Whether stages are on cards with unlike room: one share of each would leave the larger ones unused."""
+        is_asked = self.facts.pins.utilization is not None
+        return self.option.stages > 1 and not is_asked and are_uneven(self.room_mib, self.option.layout.tensor)
+
+    @property
+    def share_asked(self) -> float | None:
+        """What the engine is told beside bytes, too: it refuses to start where less is free, whatever decides of its
+        cache (v1/worker/utils.py `request_memory`, whose default is 0.92)."""
+        return self._share_of_cards if self.option.cards else None
 
     @cached_property
     def _share_of_cards(self) -> float:
@@ -124,8 +87,8 @@ class Estimate:
             return self.facts.pins.utilization
         hardware = self.facts.hardware
         return min(
-            utilization(total_mib(gpu, hardware), free_mib(gpu, hardware), self._context(gpu), reserve.mib)
-            for gpu, reserve in zip(self.option.cards, self.reserves, strict=True)
+            utilization(total_mib(gpu, hardware), room)
+            for gpu, room in zip(self.option.cards, self.room_mib, strict=True)
         )
 
     @property
@@ -135,15 +98,28 @@ class Estimate:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Of one rank: what it is given, or what vLLM will find left."""
+        """Of a rank of the largest stage: what it is given, or what vLLM will find left."""
         most = self.facts.limits.kv_mib * MIB
         if self.kv_asked is not None:
             return int(min(self.kv_asked, most))
         if not self.option.cards:
             return int(min(self._kv_of_host(), most))
-        totals = [total_mib(gpu, self.facts.hardware) for gpu in self.option.cards]
-        found = min(kv_bytes_at(total, self._share_of_cards, self.memory) for total in totals)
-        return int(min(found, most))
+        # What nobody measures at the start has to be enough from the beginning.
+        return int(min(self._kv_found(assumed.UNSURE_SHARE.value if self.fills_uneven else 0.0), most))
+
+    def _kv_found(self, unsure: float) -> float:
+        """Of the stage with fewest blocks, as bytes of the largest, less a share of what vLLM counts as its own."""
+        found = min(
+            (self._kv_left(stage) - int(stage.memory.counted * unsure * MIB)) / self._part(stage)
+            for stage in self.stages
+        )
+        return max(0.0, found)
+
+    def _kv_left(self, stage: Stage) -> int:
+        if self.fills_uneven:
+            return int((self._room_of(stage) - stage.memory.counted) * MIB)
+        totals = [total_mib(card, self.facts.hardware) for card in stage.cards]
+        return min(kv_bytes_at(total, self._share_of_cards, stage.memory) for total in totals)
 
     def _kv_of_host(self) -> int:
         """No more than all requests fill at the wanted context: the rest stays for files and other programs."""
@@ -180,8 +156,7 @@ class Estimate:
         too few and the engine refuses to start."""
         if self.share is None or self.facts.settings.ctx_size:
             return self.blocks
-        unsure = self.memory.counted * assumed.UNSURE_SHARE.value
-        return self.kv.blocks_in(self.kv_bytes - int(unsure * MIB))
+        return self.kv.blocks_in(int(self._kv_found(assumed.UNSURE_SHARE.value)))
 
     @cached_property
     def context(self) -> int:
@@ -190,14 +165,11 @@ class Estimate:
         found = int(min(found, self.facts.limits.context))
         return found if found == self.facts.wanted else found - found % CONTEXT_STEP if found > CONTEXT_STEP else found
 
-    @property
+    @cached_property
     def room_mib(self) -> tuple[float, ...]:
         """Of each card, what a rank's buffers may take, its context and the reserve taken off."""
-        hardware = self.facts.hardware
-        return tuple(
-            free_mib(gpu, hardware) - self._context(gpu) - reserve.mib
-            for gpu, reserve in zip(self.option.cards, self.reserves, strict=True)
-        )
+        ranks, drafts = self.option.layout.ranks, self.option.has_draft_layers
+        return tuple(room_on(self.facts, card, ranks, drafts=drafts) for card in self.option.cards)
 
     @property
     def fits(self) -> bool:
@@ -207,8 +179,11 @@ class Estimate:
             return False
         if not self.option.cards:
             return self.kv_bytes <= self.host_room_mib * MIB / self.option.layout.local_ranks + 1
-        taken = self.memory.counted + self.kv_bytes / MIB
-        return all(taken <= room + self._rounding for room in self.room_mib) or self.facts.pins.utilization is not None
+        if self.facts.pins.utilization is not None:
+            return True
+        taken = [stage.memory.counted + self.kv_mib_of(stage) for stage in self.stages]
+        ranks = self.option.layout.tensor
+        return all(taken[at // ranks] <= room + self._rounding for at, room in enumerate(self.room_mib))
 
     @property
     def _rounding(self) -> float:
@@ -217,24 +192,33 @@ class Estimate:
     @property
     def missing_mib(self) -> float:
         """That one rank lacks for the smallest context; below 0 where it has room."""
-        least = self.facts.settings.ctx_size or min(self.facts.wanted, CONTEXT_STEP)
-        needed = self.memory.counted + self.kv.bytes_for(least) / MIB
         if not self.option.cards:
-            ranks = self.option.layout.local_ranks
+            needed, ranks = self.needed_mib(self.largest), self.option.layout.local_ranks
             return needed * ranks + self.host_overhead_mib - self.host_usable_mib
-        pinned = self.facts.pins.utilization
-        if pinned is not None:
-            return needed - min(pinned * total_mib(gpu, self.facts.hardware) for gpu in self.option.cards)
-        return needed - min(self.room_mib)
+        return self.needed_mib(self.tightest) - self._room_of(self.tightest)
 
-    def _context(self, gpu: Gpu) -> float:
-        return self._memory_on(gpu).context
+    @cached_property
+    def tightest(self) -> Stage:
+        """Which lacks most."""
+        if not self.option.cards:
+            return self.largest
+        return max(self.stages, key=lambda stage: self.needed_mib(stage) - self._room_of(stage))
+
+    def needed_mib(self, stage: Stage) -> float:
+        """Of a rank, for the smallest context."""
+        least = self.facts.settings.ctx_size or min(self.facts.wanted, CONTEXT_STEP)
+        return stage.memory.counted + stage.kv.bytes_for(least) / MIB
+
+    def _room_of(self, stage: Stage) -> float:
+        pinned, hardware = self.facts.pins.utilization, self.facts.hardware
+        if pinned is not None:
+            return min(pinned * total_mib(card, hardware) for card in stage.cards)
+        rooms = zip(self.option.cards, self.room_mib, strict=True)
+        return min(room for card, room in rooms if card in stage.cards)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        if self.option.graph_mode in ("NONE", EAGER) or not self.option.cards:
-            return ()
-        return self.facts.pins.graph_sizes or self.option.batch.graph_sizes
+        return served_graph_sizes(self.facts, self.option)
 
     @property
     def concurrency(self) -> float:

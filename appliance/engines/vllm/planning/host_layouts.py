@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from appliance.engines.vllm.planning.inputs import Facts, free_mib
-from appliance.engines.vllm.planning.memory import Layout
-from appliance.engines.vllm.planning.parallel import choose_cards, split_layers, stage_room, tensor_sizes
+from appliance.engines.vllm.planning.memory import Layout, ends_mib
+from appliance.engines.vllm.planning.parallel import choose_cards, staged, tensor_sizes
+from appliance.engines.vllm.planning.stages import room_on
 from appliance.errors import ConfigError
 from appliance.probe import Gpu
 
@@ -17,14 +18,14 @@ def placed_over_hosts(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
     nodes, layers = facts.settings.nodes, facts.shape.layers
     _check_asked(facts)
     if not facts.cards:
-        return [(Layout(pipeline=nodes, layers=split_layers(layers, [1.0] * nodes), nodes=nodes), ())]
+        return [(staged(layers, [1.0] * nodes, (0.0, 0.0), tensor=1, nodes=nodes), ())]
     hosts = [sorted(cards, key=lambda card: -free_mib(card, facts.hardware)) for cards in facts.hosts]
     found = []
     for tensor, stages in _local_layouts(facts):
         cards = [choose_cards(host, tensor * stages) for host in hosts]
         ranks = [card for host in cards for card in host]
-        rooms = [stage_room(ranks[at : at + tensor]) for at in range(0, len(ranks), tensor)]
-        layout = Layout(tensor=tensor, pipeline=nodes * stages, layers=split_layers(layers, rooms), nodes=nodes)
+        rooms = [room_on(facts, card, len(ranks)) for card in ranks]
+        layout = staged(layers, rooms, ends_mib(facts.shape, facts.dtype), tensor=tensor, nodes=nodes)
         found.append((layout, tuple(ranks)))
     return found
 

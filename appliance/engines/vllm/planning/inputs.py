@@ -10,18 +10,19 @@ from appliance.engines.vllm.chips import Chip, chip_of
 from appliance.engines.vllm.parsers import Parsers, parsers_of
 from appliance.engines.vllm.planning.engine_args import Pins, read_pins
 from appliance.engines.vllm.planning.hosts import hosts_of, shm_of
+from appliance.engines.vllm.planning.kv_types import choose_kv_types
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.precision import (
     attention_choice,
+    check_method,
     choose_dtype,
-    choose_kv_type,
     gdn_choice,
-    offered_kv_types,
     quantization_choice,
 )
 from appliance.engines.vllm.planning.rope import overrides_for, wanted_context
 from appliance.engines.vllm.planning.shape import Kind, Shape, shape_of
 from appliance.engines.vllm.planning.variables import own_variables
+from appliance.errors import ConfigError, GpuUnusableError
 from appliance.image_facts import ImageFacts
 from appliance.plan import Choice, Speculation
 from appliance.probe import Gpu, Hardware
@@ -43,7 +44,8 @@ class Facts:
     parsers: Parsers  # of what the model writes
     dtype: str
     kv_type: str
-    kv_types: tuple[str, ...]  # that a plan may use, the exact one first
+    kv_types: tuple[str, ...]  # that a plan may use, the predicted one first
+    names_kv_type: bool  # to the engine, though it is the model's own
     attention_backend: str | None
     gdn_backend: str | None
     hf_overrides: str | None
@@ -90,14 +92,16 @@ class Facts:
 
 
 def read_facts(given: Inputs) -> Facts:
-    """Raises ConfigError (10), NoKernelError (20) or ModelUnreadableError (30) for what no plan can mend."""
+    """Raises ConfigError (10), NoKernelError (20), CpuUnsupportedError (22), GpuUnusableError (23) or
+    ModelUnreadableError (30) for what no plan can mend."""
     settings, engine, model = given.settings, given.facts, given.model
     shape, pins = shape_of(model), read_pins(settings, engine)
+    check_method(model, shape, engine)
     cards, left_out = usable_cards(settings, given.image, given.hardware)
-    chip = _weakest(cards, is_mla="mla" in shape.kinds)
+    chip = _weakest(cards, given.hardware, is_mla="mla" in shape.kinds)
     dtype, by_dtype = choose_dtype(shape, chip, pins)
-    kv_type, by_kv = choose_kv_type(settings, engine, chip, dtype)
-    backend, by_attention = attention_choice(chip, kv_type, pins)
+    kv = choose_kv_types(settings, engine, chip, dtype, shape.quantization)
+    backend, by_attention = attention_choice(chip, kv.chosen, pins)
     gdn, by_gdn = gdn_choice(shape, chip, pins)
     by_weights = quantization_choice(shape, chip)
     wanted = wanted_context(settings, model)
@@ -109,8 +113,9 @@ def read_facts(given: Inputs) -> Facts:
         pins=pins,
         parsers=parsers_of(model, engine, pins.passed),
         dtype=dtype,
-        kv_type=kv_type,
-        kv_types=(kv_type,) if settings.kv_type != "auto" else offered_kv_types(engine, chip, dtype),
+        kv_type=kv.chosen,
+        kv_types=kv.tried,
+        names_kv_type=kv.is_named,
         attention_backend=backend,
         gdn_backend=gdn,
         hf_overrides=overrides_for(settings, model),
@@ -118,25 +123,37 @@ def read_facts(given: Inputs) -> Facts:
         wanted=wanted,
         hosts=hosts_of(given, cards),
         shm_mib=shm_of(given),
-        choices=tuple(each for each in (by_dtype, by_weights, by_kv, by_attention, by_gdn, *left_out) if each),
+        choices=tuple(each for each in (by_dtype, by_weights, kv.choice, by_attention, by_gdn, *left_out) if each),
     )
 
 
 def usable_cards(
     settings: Settings, image: ImageFacts, hardware: Hardware
 ) -> tuple[tuple[Gpu, ...], tuple[Choice, ...]]:
-    """In PCI order, or as asked for, and why others are left out. Raises ConfigError (10) for one that is not there."""
-    if image.cuda is None or settings.devices == "none":
+    """In PCI order, or as asked for, and why others are left out. An image for GPUs has no kernels for the CPU: raises
+    GpuUnusableError (23) where none is usable, ConfigError (10) where none is wanted or one is not there."""
+    if image.cuda is None:
         return (), ()
-    usable: list[Gpu] = []
-    left_out: list[Choice] = []
-    for gpu, why in judged(hardware, image):
-        if why:
-            name = f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
-            left_out.append(Choice(name="left_out", value=name, reason=why, source="probe", is_refusal=True))
-        else:
-            usable.append(gpu)
-    return asked_for(settings, usable), tuple(left_out)
+    if settings.devices == "none":
+        message = f"setting devices is 'none' ({settings.sources['devices']}), and {image.cell} serves on GPUs alone"
+        raise ConfigError(message, hint=f"leave it out, or use the image {image.engine}-cpu")
+    found = tuple(judged(hardware, image))
+    usable = [gpu for gpu, why in found if why is None]
+    left_out = tuple(
+        Choice(name="left_out", value=_called(gpu), reason=why, source="probe", is_refusal=True)
+        for gpu, why in found
+        if why is not None
+    )
+    if not usable:
+        passed_over = "; ".join(f"{each.value}: {each.reason}" for each in left_out)
+        message = f"no GPU can be used, and {image.cell} serves on GPUs alone: {passed_over or 'none was given to it'}"
+        hint = f"start the container with --gpus all, or use the image {image.engine}-cpu"
+        raise GpuUnusableError(message, hint=hint)
+    return asked_for(settings, usable), left_out
+
+
+def _called(gpu: Gpu) -> str:
+    return f"GPU {gpu.index} ({gpu.name or 'unnamed'})"
 
 
 def total_mib(gpu: Gpu, hardware: Hardware) -> float:
@@ -148,8 +165,8 @@ def free_mib(gpu: Gpu, hardware: Hardware) -> float:
     return float(hardware.memory.usable_mib if gpu.is_unified else gpu.vram_free_mib or 0)
 
 
-def _weakest(cards: tuple[Gpu, ...], *, is_mla: bool) -> Chip:
+def _weakest(cards: tuple[Gpu, ...], hardware: Hardware, *, is_mla: bool) -> Chip:
     """What all of them can do."""
     if not cards:
-        return chip_of(None, is_mla=is_mla)
+        return chip_of(None, isa=hardware.cpu.isa, is_mla=is_mla)
     return chip_of(min(((gpu.sm or _OLDEST).rstrip("af") for gpu in cards), key=int), is_mla=is_mla)

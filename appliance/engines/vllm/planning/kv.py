@@ -8,7 +8,7 @@ number of layers; a block is one page of every layer of a group, and all groups 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from appliance.engines.vllm.planning.shape import Kind, Shape, dtype_bytes
 from appliance.values import dataclass
@@ -28,7 +28,7 @@ class KvRequest:
     kv_type: str
     block_size: int  # before hybrids raise it
     tensor_parallel: int = 1
-    layers: tuple[Kind, ...] = ()  # of the pipeline stage with the most; empty: all
+    layers: tuple[Kind, ...] = ()  # of the rank's pipeline stage; empty: all
     in_flight: int = 2048
     drafted: int = 0
     has_prefix_cache: bool = True
@@ -36,7 +36,7 @@ class KvRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """`blocks` for a context of one token or more follow from its kind."""
+    """`layers` are those that the rank's stage holds of the group with most of them: the others are padded."""
 
     kind: Kind
     layers: int
@@ -84,20 +84,21 @@ class KvLayout:
 
 
 def layout_of(request: KvRequest) -> KvLayout:
-    """Raises ValueError for a number of ranks that the heads cannot be divided by."""
-    shape, kinds = request.shape, request.layers or request.shape.kinds
+    """Groups are made of the layers of all stages; a rank has what its stage holds of each. Raises ValueError for a
+    number of ranks that the heads cannot be divided by."""
+    shape = request.shape
     token = token_bytes(request)
     block_size, page = request.block_size, request.block_size * token
-    if shape.linear and "linear" in kinds:
+    if shape.linear and shape.is_hybrid:
         state = shape.linear.bytes_of_rank(request.tensor_parallel, dtype_bytes(request.dtype), request.drafted)
         block_size = max(block_size, block_size * -(-state // (block_size * token)))
         page = block_size * token
-    groups = tuple(_groups(kinds))
+    groups = tuple(_groups(shape.kinds, request.layers or shape.kinds))
     return KvLayout(
         block_size=block_size,
         page_bytes=page,
         groups=groups,
-        bytes_per_block=page * max(group.layers for group in groups),
+        bytes_per_block=page * groups[0].layers,
         window=shape.window,
         in_flight=request.in_flight,
         state_blocks=(2 if request.has_prefix_cache else 1) + request.drafted,
@@ -128,11 +129,12 @@ def _type_bytes(kv_type: str, dtype: str) -> float:
     return dtype_bytes({"f16": "float16", "bf16": "bfloat16"}.get(kv_type, dtype))
 
 
-def _groups(kinds: Iterable[Kind]) -> list[Group]:
+def _groups(kinds: Sequence[Kind], of_stage: Sequence[Kind]) -> list[Group]:
     """`_get_kv_cache_groups_uniform_page_size`: as many layers in each as the rarest kind has, unless that pads more
-    than the most frequent one takes."""
-    all_kinds = tuple(kinds)
-    counts = {kind: all_kinds.count(kind) for kind in dict.fromkeys(all_kinds)}
+    than the most frequent one takes. Neighbours are dealt to different groups, so that stages are alike."""
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     least, most = min(counts.values()), max(counts.values())
     size = most if most < least * _PADDED_BELOW else least
-    return [Group(kind=kind, layers=size) for kind, count in counts.items() for _ in range(-(-count // size))]
+    numbers = {kind: -(-count // size) for kind, count in counts.items()}
+    held = max(-(-of_stage.count(kind) // number) for kind, number in numbers.items())
+    return [Group(kind=kind, layers=held) for kind, number in numbers.items() for _ in range(number)]

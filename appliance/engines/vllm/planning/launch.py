@@ -16,8 +16,8 @@ GRAPH_MODES = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL_DECODE_ONLY", "NONE", EA
 
 @dataclass(frozen=True, kw_only=True)
 class VllmLaunch(Launch):
-    """Sizes in tokens unless the name says otherwise. The cache is given in bytes where an earlier start told them,
-    else as a share of the whole card."""
+    """Sizes in tokens unless the name says otherwise. The cache is given in bytes where an earlier start told them or
+    the cards are uneven, else by the share of the whole card."""
 
     dtype: str
     max_num_seqs: int
@@ -31,9 +31,10 @@ class VllmLaunch(Launch):
     stage_layers: tuple[int, ...]  # of each pipeline stage; empty: one
     nodes: int = 1  # hosts, each with as many ranks
     kv_bytes: int | None
-    utilization: float | None
+    utilization: float | None  # that has to be free when the engine looks; None on the CPU
     blocks: int  # predicted
     has_prefix_cache: bool = True
+    names_kv_type: bool = False  # else the engine would take that of the checkpoint
     attention_backend: str | None  # None: the engine's own choice
     gdn_backend: str | None  # of linear attention; None: the engine's own choice, or the model has none
     hf_overrides: str | None  # JSON

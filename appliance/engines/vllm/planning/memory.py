@@ -8,9 +8,10 @@ free then.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from appliance.engines.vllm.planning import assumptions as assumed
-from appliance.engines.vllm.planning.shape import Shape, dtype_bytes
+from appliance.engines.vllm.planning.shape import Kind, Shape, dtype_bytes
 from appliance.probe import Gpu
 from appliance.values import dataclass
 
@@ -29,10 +30,6 @@ class Batch:
     tokens: int  # max_num_batched_tokens
     seqs: int  # max_num_seqs
     drafted: int = 0
-
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        return graph_sizes(self.seqs, self.drafted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,25 +94,52 @@ def graph_sizes(seqs: int, drafted: int = 0) -> tuple[int, ...]:
 
 
 def rank_memory(
-    shape: Shape, dtype: str, batch: Batch, layout: Layout, *, gpu: Gpu | None, graph_mode: str, has_vision: bool
+    shape: Shape,
+    dtype: str,
+    batch: Batch,
+    layout: Layout,
+    *,
+    stage: int,
+    gpu: Gpu | None,
+    graph_mode: str,
+    graph_sizes: Sequence[int],
+    has_vision: bool,
 ) -> RankMemory:
-    """Of the rank with most layers. `gpu` None: the host."""
+    """Of a rank of one stage. `gpu` None: the host."""
+    layers = len(stage_kinds(shape, layout, stage))
     return RankMemory(
-        weights=weights_mib(shape, dtype, layout),
+        weights=weights_mib(shape, dtype, layout, stage),
         activation=activation_mib(shape, dtype, batch, layout.tensor),
-        graphs=0.0 if gpu is None else graphs_mib(shape, batch, graph_mode, layout),
+        graphs=0.0 if gpu is None else graphs_mib(layers, graph_sizes, graph_mode),
         vision=assumed.VISION_MIB.value if has_vision and shape.has_vision else 0.0,
         context=0.0 if gpu is None else context_mib(gpu, layout.ranks),
     )
 
 
-def weights_mib(shape: Shape, dtype: str, layout: Layout) -> float:
-    """Matrices are divided over ranks; a stage has its share of layers, and the first and last an embedding each, which
-    a tied model keeps twice."""
-    whole = shape.weights_bytes(dtype)
-    share = max(layout.layers, default=shape.layers) / shape.layers if layout.pipeline > 1 else 1.0
-    tied = shape.tied_bytes if layout.pipeline > 1 else 0
-    return (whole * share + tied) / layout.tensor / MIB
+def stage_kinds(shape: Shape, layout: Layout, stage: int) -> tuple[Kind, ...]:
+    """Layers of one stage; those that draft are on the last."""
+    if not layout.layers:
+        return shape.kinds
+    first, count = sum(layout.layers[:stage]), layout.layers[stage]
+    return shape.kinds[first:] if stage == layout.pipeline - 1 else shape.kinds[first : first + count]
+
+
+def weights_mib(shape: Shape, dtype: str, layout: Layout, stage: int) -> float:
+    """Matrices are divided over ranks. A stage has its layers, the first the embedding as well and the last the output,
+    which of a tied model is the embedding once more."""
+    whole = shape.weights_bytes(dtype) / MIB
+    if layout.pipeline == 1:
+        return whole / layout.tensor
+    first, last = ends_mib(shape, dtype)
+    tied = shape.loaded(shape.tied_bytes, dtype) / MIB
+    share = len(stage_kinds(shape, layout, stage)) / shape.layers
+    found = (whole - first - last + tied) * share + first * (stage == 0) + last * (stage == layout.pipeline - 1)
+    return found / layout.tensor
+
+
+def ends_mib(shape: Shape, dtype: str) -> tuple[float, float]:
+    """What the first stage of a pipeline has beside its layers, and the last."""
+    return shape.loaded(shape.embedding_bytes, dtype) / MIB, shape.loaded(shape.output_bytes, dtype) / MIB
 
 
 def activation_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> float:
@@ -139,14 +163,13 @@ def activation_mib(shape: Shape, dtype: str, batch: Batch, tensor: int = 1) -> f
     return max(forward, sampler) * assumed.ACTIVATION_SHARE.value / MIB
 
 
-def graphs_mib(shape: Shape, batch: Batch, mode: str, layout: Layout) -> float:
-    """`max(first) + per graph x (sizes - 1)` of each mode that is captured."""
-    if mode == "NONE":
+def graphs_mib(layers: int, sizes: Sequence[int], mode: str) -> float:
+    """`max(first) + per graph x (sizes - 1)` of each mode that is captured; none without sizes."""
+    if not sizes:
         return 0.0
-    layers = max(layout.layers, default=shape.layers)
     each = assumed.GRAPH_MIB_LAYER.value * layers
     modes = 1 + assumed.GRAPH_FULL_SHARE.value * (mode == "FULL_AND_PIECEWISE")
-    return assumed.GRAPH_FIRST_MIB.value + each * modes * len(batch.graph_sizes)
+    return assumed.GRAPH_FIRST_MIB.value + each * modes * len(sizes)
 
 
 def context_mib(gpu: Gpu, ranks: int) -> float:
@@ -169,11 +192,10 @@ def reserve_of(gpu: Gpu, total_mib: float, *, asked_mib: int | None, compiles_la
     return Reserve(parts=tuple(parts))
 
 
-def utilization(total_mib: float, free_mib: float, context: float, reserve_mib: float) -> float:
+def utilization(total_mib: float, room_mib: float) -> float:
     """Of the card's total, rounded down, so that vLLM asks for no more than is free when it looks; 0.0 where nothing
     is."""
-    room = free_mib - context - reserve_mib
-    return max(0, math.floor(room / total_mib * UTILIZATION_STEP)) / UTILIZATION_STEP
+    return max(0, math.floor(room_mib / total_mib * UTILIZATION_STEP)) / UTILIZATION_STEP
 
 
 def kv_bytes_at(total_mib: float, share: float, memory: RankMemory) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from appliance.engines.vllm.planning.estimate import Estimate, Option
+from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.host_layouts import placed_over_hosts
 from appliance.engines.vllm.planning.hosts import shm_needed_of_host_mib
-from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
+from appliance.engines.vllm.planning.inputs import Facts, total_mib
 from appliance.engines.vllm.planning.launch import EAGER
-from appliance.engines.vllm.planning.memory import MIB, Layout
+from appliance.engines.vllm.planning.memory import MIB, Batch, Layout, activation_mib, ends_mib
 from appliance.engines.vllm.planning.parallel import (
     choose_cards,
     layouts,
@@ -19,6 +19,7 @@ from appliance.engines.vllm.planning.parallel import (
     why_not_tensor,
 )
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
+from appliance.engines.vllm.planning.stages import Option, room_on
 from appliance.errors import ConfigError, ModelDoesNotFitError
 from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, SPEED_KEPT
 from appliance.probe import Gpu
@@ -122,9 +123,19 @@ def _placed(facts: Facts) -> list[tuple[Layout, tuple[Gpu, ...]]]:
         return _with_shared_memory(facts, placed_over_hosts(facts))
     if not facts.cards:
         return [(_on_cpu(facts, Layout(tensor=pins.tensor or 1)), ())]
-    by_room = sorted(facts.cards, key=lambda card: -free_mib(card, facts.hardware))
-    found = list(layouts(shape, by_room, tensor=pins.tensor, pipeline=pins.pipeline))
+    rooms = _rooms(facts)
+    by_room = sorted(facts.cards, key=lambda card: -rooms[card])
+    ends = ends_mib(shape, facts.dtype)
+    sorted_rooms = [rooms[card] for card in by_room]
+    found = list(layouts(shape, sorted_rooms, ends, tensor=pins.tensor, pipeline=pins.pipeline))
     return _with_shared_memory(facts, [(layout, _cards_of(layout, by_room)) for layout in found])
+
+
+def _rooms(facts: Facts) -> dict[Gpu, float]:
+    """MiB of each card for layers and their cache."""
+    batch = Batch(tokens=usual_tokens(facts, facts.cards), seqs=facts.settings.parallel)
+    passing = activation_mib(facts.shape, facts.dtype, batch)
+    return {card: room_on(facts, card, len(facts.cards)) - passing for card in facts.cards}
 
 
 def _with_shared_memory(
@@ -198,9 +209,10 @@ def _refuse_shared_memory(facts: Facts, ranks: int) -> None:
 def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
     """Of the option that lacks least."""
     nearest = min(found, key=lambda each: each.missing_mib)
-    memory, option = nearest.memory, nearest.option
+    stage, option = nearest.tightest, nearest.option
+    memory = stage.memory
     least = facts.settings.ctx_size or min(facts.wanted, CONTEXT_STEP)
-    kv_mib = nearest.kv.bytes_for(least) / MIB
+    kv_mib = stage.kv.bytes_for(least) / MIB
     parts = [f"{memory.weights:,.0f} weights", f"{memory.activation + memory.vision:,.0f} activations"]
     parts += [f"{memory.graphs:,.0f} CUDA graphs"] if option.cards else []
     needed, missing = memory.counted + kv_mib, max(1.0, nearest.missing_mib)
@@ -217,6 +229,6 @@ def _refusal(facts: Facts, found: list[Estimate]) -> ModelDoesNotFitError:
 
 
 def _place(facts: Facts, nearest: Estimate) -> str:
-    cards, pins = nearest.option.cards, facts.pins
+    cards, pins = nearest.tightest.cards, facts.pins
     name = (cards[0].name or "the GPU") if cards else "the host"
     return name if pins.utilization is None else f"{name} by a utilization of {pins.utilization:g} ({pins.source})"

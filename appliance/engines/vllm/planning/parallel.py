@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from appliance.engines.vllm.planning.kv import kv_heads_of_rank
 from appliance.engines.vllm.planning.memory import Layout
 from appliance.engines.vllm.planning.shape import Shape
 from appliance.probe import Gpu
+from appliance.values import dataclass
 
 RANKS_MAX = 16
+_UNEVEN = 1.1  # chosen: a tenth more memory
 # Shared memory of a start with several ranks: the queue to all workers of VLLM_MQ_MAX_CHUNK_BYTES_MB (16) and one back
 # from each of 24 MiB, ten chunks each (shm_broadcast.py line 500, multiproc_executor.py line 165).
 _BROADCAST_MIB, _REPLY_MIB = 160, 240
@@ -27,17 +30,47 @@ def why_not_tensor(shape: Shape, ranks: int) -> str | None:
     state = shape.linear
     if state and (state.key_heads % ranks or state.value_heads % ranks):
         return f"{state.key_heads} and {state.value_heads} heads of linear attention are not divisible by {ranks}"
-    for name, length in (("intermediate size", shape.feed_forward), ("intermediate size of experts", _experts(shape))):
-        if length % ranks:
-            return f"{name} {length:,} is not divisible by {ranks}"
-        group = shape.quantization.group
-        if group and length and length // ranks % group:
-            return f"{name} {length:,} / {ranks} = {length // ranks:,} is not divisible by the group of {group}"
+    if ranks == 1:
+        return None
+    for part in _divided(shape, ranks):
+        of_rank, rest = divmod(part.length, ranks)
+        if rest:
+            return f"{part.name} {part.length:,} is not divisible by {ranks}"
+        broken = next((words for words, size in part.blocks if of_rank % size), None)
+        if broken is not None:
+            return f"{part.name} {part.length:,} / {ranks} = {of_rank:,} is not divisible by the {broken}"
     return None
 
 
-def _experts(shape: Shape) -> int:
-    return shape.expert_length if shape.experts else 0
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A length that ranks share. `blocks` are of quantization, in words and elements, that have to stay whole."""
+
+    name: str
+    length: int
+    blocks: tuple[tuple[str, int], ...]
+
+
+def _divided(shape: Shape, ranks: int) -> Iterator[_Part]:
+    """What divides a matrix by its inputs keeps groups whole, what divides it by its outputs rows of blocks: vLLM's
+    `validate_fp8_block_shape` (quantization/utils/fp8_utils.py), `verify_marlin_supports_shape` (marlin_utils.py)."""
+    stored = shape.quantization
+    inputs = ((f"group of {stored.group}", stored.group),) if stored.group else ()
+    outputs = ((f"block of {stored.rows} rows", stored.rows),) if stored.rows else ()
+    yield _Part(name="intermediate size", length=shape.feed_forward, blocks=inputs + outputs)
+    if shape.experts:
+        yield _Part(name="intermediate size of experts", length=shape.expert_length, blocks=inputs + outputs)
+    yield _Part(name="intermediate size of the shared expert", length=shape.shared_length, blocks=inputs + outputs)
+    if stored.covers("self_attn", "o_proj", layers=shape.layers - shape.count("linear")):
+        yield _Part(name="output of attention", length=shape.heads * shape.output_length, blocks=inputs)
+        yield _Part(name="queries", length=shape.heads * shape.query_length, blocks=outputs)
+        if shape.value_length:
+            whole = kv_heads_of_rank(shape.kv_heads, ranks) * ranks * shape.key_length
+            yield _Part(name="keys", length=whole, blocks=outputs)
+    if (state := shape.linear) and stored.covers("linear_attn", layers=shape.count("linear")):
+        keys, values = state.key_heads * state.key_length, state.value_heads * state.value_length
+        yield _Part(name="values of linear attention", length=values, blocks=inputs + outputs)
+        yield _Part(name="keys of linear attention", length=keys, blocks=outputs)
 
 
 def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
@@ -45,45 +78,56 @@ def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, min(cards, RANKS_MAX) + 1) if n == 1 or why_not_tensor(shape, n) is None)
 
 
-def layouts(shape: Shape, cards: Sequence[Gpu], *, tensor: int | None, pipeline: int | None) -> Iterator[Layout]:
-    """Candidates over at most these cards; `tensor` and `pipeline` where they were asked for. Stages come only with
-    more cards than ranks of one layer may be, or where they were asked for."""
-    allowed = tensor_sizes(shape, len(cards))
+def layouts(
+    shape: Shape, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int | None, pipeline: int | None
+) -> Iterator[Layout]:
+    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. `rooms` of the cards and
+    `ends` of the model are as for `stage_layers`.
+
+    Stages come only where they were asked for, or reach memory that ranks of one layer do not: with more cards than
+    those may be, or on uneven cards.
+    """
+    allowed = tensor_sizes(shape, len(rooms))
     for size in (tensor,) if tensor else allowed:
-        if pipeline:
-            yield _staged(shape, size, pipeline, cards)
-            continue
-        yield Layout(tensor=size)
-        for stages in range(2, min(len(cards) // size, shape.layers) + 1):
-            if size * stages > max(allowed):
-                yield _staged(shape, size, stages, cards)
+        for stages in range(1, min(len(rooms) // size, shape.layers) + 1):
+            taken = rooms[: size * stages]
+            if pipeline and stages != pipeline:
+                continue
+            if not pipeline and stages > 1 and len(taken) <= max(allowed) and not are_uneven(taken, size):
+                continue
+            yield staged(shape.layers, taken, ends, tensor=size)
 
 
-def _staged(shape: Shape, tensor: int, stages: int, cards: Sequence[Gpu]) -> Layout:
-    """Layers by the memory of each stage's smallest card."""
+def are_uneven(rooms: Sequence[float], tensor: int) -> bool:
+    """Whether stages reach so much more memory of these cards than ranks of one layer, each as large as the smallest,
+    that it is worth their hops."""
+    by_stage = sum(min(rooms[at : at + tensor]) * tensor for at in range(0, len(rooms), tensor))
+    return by_stage > _UNEVEN * len(rooms) * max(1.0, min(rooms))
+
+
+def staged(layers: int, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int, nodes: int = 1) -> Layout:
+    """Layers by the room of each stage's smallest card, MiB. `ends` are MiB that the first and the last stage hold
+    beside their layers."""
+    stages = len(rooms) // tensor
     if stages == 1:
-        return Layout(tensor=tensor)
-    rooms = [stage_room(cards[at * tensor : (at + 1) * tensor]) for at in range(stages)]
-    return Layout(tensor=tensor, pipeline=stages, layers=split_layers(shape.layers, rooms))
-
-
-def stage_room(cards: Sequence[Gpu]) -> float:
-    """Of its smallest card, MiB."""
-    return min((float(card.vram_free_mib or card.vram_total_mib or 1) for card in cards), default=1.0)
+        return Layout(tensor=tensor, nodes=nodes)
+    least = [min(rooms[at : at + tensor]) for at in range(0, len(rooms), tensor)]
+    least[0] -= ends[0] / tensor
+    least[-1] -= ends[1] / tensor
+    found = split_layers(layers, [max(1.0, room) for room in least])
+    return Layout(tensor=tensor, pipeline=stages, layers=found, nodes=nodes)
 
 
 def split_layers(layers: int, rooms: Sequence[float]) -> tuple[int, ...]:
-    """In proportion to the rooms, at least one each, the largest remainders first. Raises ValueError for more stages
-    than layers."""
+    """In proportion to the rooms, at least one each: the least room of a layer is as large as can be. Raises ValueError
+    for more stages than layers."""
     if layers < len(rooms):
         message = f"{len(rooms)} pipeline stages need as many layers, and the model has {layers}"
         raise ValueError(message)
-    whole = sum(rooms)
-    exact = [1 + (layers - len(rooms)) * room / whole for room in rooms]
-    found = [int(share) for share in exact]
-    order = sorted(range(len(rooms)), key=lambda at: (found[at] - exact[at], at))
-    for at in order[: layers - sum(found)]:
-        found[at] += 1
+    found = [1] * len(rooms)
+    for _ in range(layers - len(rooms)):
+        widest = max(range(len(rooms)), key=lambda at: rooms[at] / (found[at] + 1))
+        found[widest] += 1
     return tuple(found)
 
 

@@ -1,15 +1,15 @@
-"""Types of weights and of the KV cache, kernels and backends, by compute capability: chosen with the reason, or refused
-with what there is instead. Pure."""
+"""Types of weights, kernels and backends, by compute capability: chosen with the reason, or refused with what there is
+instead. Pure."""
 
 from __future__ import annotations
 
 from appliance.engines.vllm.chips import Chip, methods_for, weights_kernel
 from appliance.engines.vllm.planning.engine_args import Pins
 from appliance.engines.vllm.planning.shape import Shape
-from appliance.errors import ConfigError, NoKernelError
+from appliance.errors import ConfigError, ModelUnreadableError, NoKernelError
 from appliance.image_facts import EngineFacts
+from appliance.model import Model
 from appliance.plan.choice import Choice
-from appliance.settings import Settings
 
 # Our words for what the engine calls by its type, and back.
 ENGINE_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -37,56 +37,38 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
     return chip.dtype, Choice(name="dtype", value=chip.dtype, reason=why, source="probe")
 
 
+def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
+    """Raises ModelUnreadableError (30) for weights that are stored in no way that the engine knows."""
+    known = [each.name for each in engine.quantizations]
+    method = shape.quantization.name
+    if method is None or not known or method in known:
+        return
+    message = (
+        f"model cannot be used: {model.path / 'config.json'}: vLLM {engine.version} does not know its quantization "
+        f"method: {method!r}"
+    )
+    raise ModelUnreadableError(message, hint=f"take the model as one of {', '.join(sorted(known))}, or in 16 bits")
+
+
 def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
     """Raises NoKernelError (20) for weights that no kernel of the chip multiplies with."""
     method = shape.quantization.name
     if method is None or chip.sm is None:
         return None
     found = weights_kernel(method, chip.sm)
-    group = f", groups of {shape.quantization.group}" if shape.quantization.group else ""
+    rows, group = shape.quantization.rows, shape.quantization.group
+    group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
     if found is None:
         why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
-        return Choice(name="quantization", value=method, reason=why + group, source="model")
+        return Choice(name="quantization", value=method, reason=why + group_words, source="model")
     if chip.sm < found.least_sm:
         message = (
             f"model's weights cannot be used on this GPU: {shape.title} is {method}, which needs SM {found.least_sm}, "
             f"and this is {chip.name} ({found.source})"
         )
         raise NoKernelError(message, hint=f"take the model as one of {', '.join(methods_for(chip.sm))}, or in 16 bits")
-    why = f"kernels: {found.kernel}{group}; it needs SM {found.least_sm} and this is {chip.name}"
+    why = f"kernels: {found.kernel}{group_words}; it needs SM {found.least_sm} and this is {chip.name}"
     return Choice(name="quantization", value=method, reason=why, source="model", detail=found.source)
-
-
-def choose_kv_type(settings: Settings, engine: EngineFacts, chip: Chip, dtype: str) -> tuple[str, Choice]:
-    """In our words where we have one. Raises ConfigError (10) with the alternatives."""
-    own = OUR_TYPES[dtype]
-    asked = settings.kv_type
-    if asked == "auto":
-        why = f"exact, as wide as the model's {dtype}"
-        return own, Choice(name="kv_type", value=own, reason=why, source="default")
-    source = settings.sources["kv_type"]
-    there = offered_kv_types(engine, chip, dtype)
-    if asked not in there:
-        message = (
-            f"setting kv_type cannot be used on {chip.name}: '{asked}' ({source}){_why_no_kv_type(asked, chip, dtype)}"
-        )
-        raise ConfigError(message, hint=f"use auto, or one of {', '.join(there)}")
-    backend = chip.kv_types.get(ENGINE_TYPES.get(asked, asked), chip.backends[0])
-    return asked, Choice(name="kv_type", value=asked, reason=f"asked for; {backend} reads it", source=source)
-
-
-def offered_kv_types(engine: EngineFacts, chip: Chip, dtype: str) -> tuple[str, ...]:
-    """The exact one first."""
-    narrow = [name for name in chip.kv_types if name not in ("auto", *ENGINE_TYPES.values())]
-    return (OUR_TYPES[dtype], *(name for name in narrow if not engine.kv_types or name in engine.kv_types))
-
-
-def _why_no_kv_type(asked: str, chip: Chip, dtype: str) -> str:
-    if asked in ENGINE_TYPES:
-        return f": the model is computed in {dtype}, and the cache is either that or narrower"
-    if asked.startswith("fp8") and chip.sm is not None and chip.sm < 80:
-        return ": Triton reads fp8 from SM 89 on, and FlashInfer and FlashAttention begin with SM 80"
-    return ""
 
 
 def attention_choice(chip: Chip, kv_type: str, pins: Pins) -> tuple[str | None, Choice]:

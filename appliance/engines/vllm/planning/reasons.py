@@ -11,9 +11,10 @@ from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB
 from appliance.engines.vllm.planning.options import has_shared_memory
-from appliance.engines.vllm.planning.parallel import RANKS_MAX, shm_needed_mib, tensor_sizes, why_not_tensor
+from appliance.engines.vllm.planning.parallel import RANKS_MAX, are_uneven, shm_needed_mib, tensor_sizes, why_not_tensor
 from appliance.engines.vllm.planning.rope import rope_words
 from appliance.engines.vllm.planning.shape import Shape
+from appliance.engines.vllm.planning.stages import reserve_on
 from appliance.engines.vllm.planning.variables import variable_choices
 from appliance.plan.choice import Choice
 
@@ -146,6 +147,9 @@ def _why_layout(estimate: Estimate) -> str:
     why = f"the model allows {allowed} of {cards} cards"
     refused = why_not_tensor(facts.shape, cards)
     if layout.pipeline > 1:
+        rooms = estimate.room_mib
+        if are_uneven(rooms, layout.tensor):
+            refused = f"ranks of one layer reach no more than {min(rooms):,.0f} MiB of each of these cards"
         return f"{why}; stages, since {refused or 'ranks of one layer are not enough'}"
     if layout.tensor < cards and refused:
         return f"{why}: {refused}; best of them by predicted context and speed"
@@ -179,6 +183,8 @@ def _uneven(estimate: Estimate) -> Iterator[Choice]:
     hardware = estimate.facts.hardware
     rooms = ", ".join(f"{card.index}: {free_mib(card, hardware):,.0f} MiB free" for card in cards)
     why = f"every rank goes at the pace and by the memory of the smallest card ({rooms})"
+    if estimate.option.layout.pipeline > 1:
+        why = f"each stage has layers by its card's memory, and goes at its card's pace ({rooms})"
     yield Choice(name="uneven", value=f"{len(cards)} different cards", reason=why, source="probe", is_refusal=True)
 
 
@@ -195,16 +201,18 @@ def memory(estimate: Estimate) -> Choice:
         )
         source = facts.pins.source if facts.pins.kv_bytes else "memory"
         return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB", reason=why, source=source)
-    card = estimate.option.cards[0]
+    card = estimate.largest.cards[0]
     free, total = free_mib(card, facts.hardware), total_mib(card, facts.hardware)
     if estimate.share is None:
         source = facts.pins.source if facts.pins.kv_bytes else "profile"
         why = f"{parts}; what an earlier start was left with" if source == "profile" else f"asked for; {parts}"
+        if estimate.kv_asked is None and estimate.fills_uneven:
+            source, why = "probe", f"{parts}; in bytes, since one share of unlike cards would leave the larger unused"
         return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB a rank", reason=why, source=source)
     held = f"{found.context:,.0f} of CUDA, PyTorch and NCCL"
     why = (
         f"{estimate.share:g} of {total:,.0f} MiB: {free:,.0f} are free, less {held} and "
-        f"{estimate.reserves[0].mib:,.0f} of reserve; less {parts}"
+        f"{reserve_on(facts, card, drafts=estimate.option.has_draft_layers).mib:,.0f} of reserve; less {parts}"
     )
     source = facts.pins.source if facts.pins.utilization else "probe"
     return Choice(name="kv_cache", value=f"{kv_mib:,.0f} MiB a rank, predicted", reason=why, source=source)

@@ -1,7 +1,7 @@
 """What vLLM makes of a folder's config.json: the kinds of its layers, what each keeps, and how its weights are stored.
 
-Names of keys are those of vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py, models/qwen3_next.py,
-models/qwen3_5.py and layers/quantization.
+Names of keys are those of vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py, models/qwen3_next.py and
+models/qwen3_5.py.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
+from appliance.engines.vllm.planning.quantization import LIMIT, Quantization, quantization_of
 from appliance.errors import ModelUnreadableError
 from appliance.model import LayerKind, Model
 from appliance.values import dataclass
 
 Kind = Literal["full", "sliding", "mla", "linear"]
-LIMIT = 1 << 20  # of any length or count: no published model comes near
 _HINT = "use a model of another architecture, or an image with another engine"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PLAIN_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -44,16 +45,6 @@ class LinearState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
-    """`name` as vLLM calls the method; None of a folder without one. `group` is the number of inputs of a weight that
-    share a scale; None: a row, or it is not told."""
-
-    name: str | None = None
-    bits: int | None = None
-    group: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Lengths are elements. `kinds` has one entry a layer of the trunk, draft layers are not among them."""
 
@@ -64,6 +55,8 @@ class Shape:
     kv_heads: int
     key_length: int  # of a head; of MLA the latent row with the rotated part
     value_length: int  # 0 for MLA
+    query_length: int  # of a head's query, before MLA makes it latent
+    output_length: int  # of a head's output
     window: int | None
     linear: LinearState | None
     width: int
@@ -75,9 +68,12 @@ class Shape:
     shared_length: int
     dtype: str  # the model's own: float32, bfloat16 or float16
     stored_bytes: int  # all weights as the files hold them, without draft layers
+    stored_types: tuple[tuple[str, int], ...]  # of all, with their bytes
     draft_bytes: int
     drafts: int
     expert_bytes: int
+    embedding_bytes: int
+    output_bytes: int  # all that is neither layer nor embedding, and a tied embedding once more
     tied_bytes: int  # of an embedding that is the output, too
     quantization: Quantization
     native_context: int
@@ -97,10 +93,17 @@ class Shape:
         return self.kinds.count(kind)
 
     def weights_bytes(self, dtype: str) -> int:
-        """As loaded: what is stored in 32 bits becomes `dtype`."""
-        if self.quantization.name is None and self.dtype == "float32":
-            return self.stored_bytes * dtype_bytes(dtype) // 4
-        return self.stored_bytes
+        """As loaded."""
+        return self.loaded(self.stored_bytes, dtype)
+
+    def loaded(self, stored_bytes: int, dtype: str) -> int:
+        """Of weights that are stored in so many bytes: those without a quantization become `dtype`."""
+        if self.quantization.name is not None:
+            return stored_bytes
+        served = sum(
+            size * dtype_bytes(dtype) // _PLAIN_BYTES.get(kind, dtype_bytes(dtype)) for kind, size in self.stored_types
+        )
+        return stored_bytes * served // sum(size for _, size in self.stored_types)
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -114,6 +117,8 @@ def shape_of(model: Model) -> Shape:
     heads, kv_heads = model.heads, max(model.kv_heads, default=0)
     if not (heads and kv_heads and model.key_length):
         _fail(model, f"its layers do not attend: {heads} heads, {kv_heads} KV heads of {model.key_length} elements")
+    if heads % kv_heads:
+        _fail(model, f"its {heads} attention heads cannot share {kv_heads} KV heads: no whole number for each")
     drafts = model.layers - len(kinds)
     return Shape(
         title=model.title,
@@ -123,6 +128,8 @@ def shape_of(model: Model) -> Shape:
         kv_heads=kv_heads,
         key_length=model.key_length,
         value_length=model.value_length,
+        query_length=model.key_length if model.value_length else _latent_query(model, inner),
+        output_length=model.value_length or _number(model, inner, "v_head_dim", default=0),
         window=_window(model, inner),
         linear=_linear(model, inner) if "linear" in kinds else None,
         width=model.embedding_length,
@@ -135,11 +142,14 @@ def shape_of(model: Model) -> Shape:
         shared_length=_number(model, inner, "shared_expert_intermediate_size", default=0),
         dtype=_dtype(model, inner),
         stored_bytes=model.weights_bytes - model.draft_bytes,
+        stored_types=model.bytes_by_type,
         draft_bytes=model.draft_bytes,
         drafts=drafts,
         expert_bytes=model.expert_bytes,
+        embedding_bytes=model.embedding_bytes,
+        output_bytes=model.output_bytes,
         tied_bytes=model.embedding_bytes if model.output_is_tied else 0,
-        quantization=_quantization(model, inner),
+        quantization=quantization_of(model.config, inner, has_kv_scales=model.has_kv_scales),
         native_context=model.native_context,
         has_vision=any(key in model.config for key in ("vision_config", "vision_tower", "audio_config")),
         sees=any(key in model.config for key in ("vision_config", "vision_tower")),
@@ -203,6 +213,10 @@ def _linear(model: Model, inner: Mapping[str, Any]) -> LinearState:
     )
 
 
+def _latent_query(model: Model, inner: Mapping[str, Any]) -> int:
+    return sum(_number(model, inner, name, default=0) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+
+
 def _window(model: Model, inner: Mapping[str, Any]) -> int | None:
     windows = {layer.window for layer in model.stack if layer.window}
     return max(windows) if windows else None
@@ -214,28 +228,6 @@ def _dtype(model: Model, inner: Mapping[str, Any]) -> str:
     if named in _DTYPE_BYTES:
         return named
     return next((_STORED[kind] for kind, _ in model.bytes_by_type if kind in _STORED), "bfloat16")
-
-
-def _quantization(model: Model, inner: Mapping[str, Any]) -> Quantization:
-    found = model.config.get("quantization_config") or inner.get("quantization_config")
-    if not isinstance(found, Mapping):
-        return Quantization(name="modelopt") if model.quantization.startswith("modelopt") else Quantization()
-    algorithm = found.get("quant_algo")
-    name = found.get("quant_method") or ("modelopt" if algorithm else None)
-    groups = [found, *(group.get("weights") for group in _entries(found.get("config_groups")))]
-    sizes = [each.get(key) for each in groups if isinstance(each, Mapping) for key in ("group_size", "q_group_size")]
-    bits = [each.get(key) for each in groups if isinstance(each, Mapping) for key in ("bits", "w_bit", "num_bits")]
-    return Quantization(
-        name=str(name)[:40] if name else None,
-        bits=next((value for value in bits if type(value) is int and 0 < value <= 32), None),
-        group=next((value for value in sizes if type(value) is int and 0 < value <= LIMIT), None),
-    )
-
-
-def _entries(groups: object) -> list[Mapping[str, Any]]:
-    if not isinstance(groups, Mapping):
-        return []
-    return [group for group in groups.values() if isinstance(group, Mapping)]
 
 
 def _number(

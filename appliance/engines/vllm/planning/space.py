@@ -11,7 +11,7 @@ from appliance.engines import engine as doors
 from appliance.engines.engine import Inputs, Reduced
 from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.decide import plan_of
-from appliance.engines.vllm.planning.estimate import Estimate, Option
+from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts, read_facts
 from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
@@ -19,6 +19,7 @@ from appliance.engines.vllm.planning.memory import MIB, Layout
 from appliance.engines.vllm.planning.options import around, choose
 from appliance.engines.vllm.planning.speculation import UNMEASURED, applied, offers_of, speculation_of, still_applied
 from appliance.engines.vllm.planning.speed import costs_of
+from appliance.engines.vllm.planning.stages import Option
 from appliance.plan import (
     Allocated,
     Choice,
@@ -214,14 +215,15 @@ def _kv_bytes(measured: Plan, allocated: Allocated | None) -> int | None:
 
 
 def _cache_mib(plan: Plan) -> float:
-    """Of one rank."""
+    """Of the rank with most of it."""
     shares = plan.placement.shares
-    return shares[0].memory.kv if shares else plan.memory.kv / launch_of(plan).local_ranks
+    return max(share.memory.kv for share in shares) if shares else plan.memory.kv / launch_of(plan).local_ranks
 
 
 def _lack(estimate: Estimate) -> str:
     if not estimate.option.cards:
         return f"host memory has no room: {estimate.host_usable_mib:,.0f} MiB are usable"
-    needed = estimate.memory.counted + estimate.kv_bytes / MIB
-    free = min(estimate.room_mib)
+    stage = estimate.tightest
+    needed = stage.memory.counted + estimate.kv_mib_of(stage)
+    free = min(room for card, room in zip(estimate.option.cards, estimate.room_mib, strict=True) if card in stage.cards)
     return f"it needs {needed:,.0f} MiB of each of its GPUs, and {free:,.0f} are free"

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import Facts
-from appliance.engines.vllm.planning.memory import MIB
 from appliance.errors import ConfigError, ModelDoesNotFitError
-from appliance.plan import NOTHING, Choice, Kind, Offer, Plan, Speculation, with_choice, with_launch
+from appliance.plan import NOTHING, Choice, GpuAllocation, Kind, Offer, Plan, Speculation, with_choice, with_launch
 
 UNMEASURED = 3  # tokens to draft where one kind was asked for: what people publish
 
@@ -52,25 +51,23 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
             f"{found.kv.blocks_for(plan.context):,} blocks, and {found.blocks:,} are left"
         )
         raise ModelDoesNotFitError(message, hint="use --speculation off, or a smaller --ctx-size")
-    shares = tuple(
-        replace(
-            share,
-            memory=replace(
-                share.memory, weights=found.memory.weights, kv=found.kv_bytes / MIB, output=found.memory.graphs
-            ),
-        )
-        for share in plan.placement.shares
-    )
+    shares = tuple(_with_drafts(share, found, at) for at, share in enumerate(plan.placement.shares))
     changed = with_launch(
         plan,
         graph_sizes=found.graph_sizes,
-        utilization=found.share,
+        utilization=found.share_asked,
         kv_bytes=None if found.share is not None else found.kv_bytes,
         blocks=found.blocks,
         block_size=found.kv.block_size,
     )
     changed = replace(changed, speculation=speculation, placement=replace(plan.placement, shares=shares))
     return with_choice(changed, choice)
+
+
+def _with_drafts(share: GpuAllocation, found: Estimate, rank: int) -> GpuAllocation:
+    stage = found.stage_of(rank)
+    memory = replace(share.memory, weights=stage.memory.weights, kv=found.kv_mib_of(stage), output=stage.memory.graphs)
+    return replace(share, memory=memory)
 
 
 def still_applied(plan: Plan, measured: Plan, estimate: Estimate | None) -> Plan:

@@ -8,6 +8,7 @@ from appliance.engines.vllm.planning.kv import KvRequest, token_bytes
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.parallel import are_linked
 from appliance.engines.vllm.planning.shape import Shape, dtype_bytes
+from appliance.engines.vllm.planning.stages import Option
 from appliance.plan import CHAT_TOKENS_IN, CHAT_TOKENS_OUT, Costs, Speed
 from appliance.probe import Gpu
 
@@ -35,7 +36,7 @@ def bytes_a_token(shape: Shape, dtype: str) -> float:
     used = shape.experts_used / shape.experts if shape.experts else 1.0
     whole = shape.weights_bytes(dtype)
     looked_up = 0 if shape.tied_bytes else shape.vocabulary * shape.width * dtype_bytes(dtype)
-    return max(1.0, whole - shape.expert_bytes * (1 - used) - min(looked_up, whole // 4))
+    return max(1.0, whole - shape.loaded(shape.expert_bytes, dtype) * (1 - used) - min(looked_up, whole // 4))
 
 
 def flops_a_token(shape: Shape, dtype: str) -> float:
@@ -47,18 +48,25 @@ def flops_a_token(shape: Shape, dtype: str) -> float:
 def _on_gpus(estimate: Estimate) -> Costs:
     option, shape, dtype = estimate.option, estimate.facts.shape, estimate.facts.dtype
     layout = option.layout
-    slowest = min(_gb_s(card) for card in option.cards) * assumed.BANDWIDTH_SHARE.value
+    gb_s = _gb_s_of_layers(option) * assumed.BANDWIDTH_SHARE.value
     # Stages of a pipeline work one after the other on one request: only ranks of one layer add up.
-    decode_ms = bytes_a_token(shape, dtype) / layout.tensor / slowest / GB * 1000
-    tflops = slowest * assumed.TFLOPS_A_GB_S.value * layout.tensor
+    decode_ms = bytes_a_token(shape, dtype) / layout.tensor / gb_s / GB * 1000
+    tflops = gb_s * assumed.TFLOPS_A_GB_S.value * layout.tensor
     return Costs(
         gpu_ms=decode_ms,
         fixed_ms=assumed.STEP_MS.value + _layers_ms(estimate) + _exchange_ms(estimate),
-        gpu_depth_us=_depth_bytes(estimate) / slowest / GB * 1e6,
+        gpu_depth_us=_depth_bytes(estimate) / gb_s / GB * 1e6,
         gpu_prefill_ms=flops_a_token(shape, dtype) / (tflops * 1e12) * 1000 + _sent_ms(estimate),
         prefill_depth_us=_attention_flops(shape) / (tflops * 1e12) * 1e6,
         batch=option.tokens,
     )
+
+
+def _gb_s_of_layers(option: Option) -> float:
+    """Each stage goes at the pace of its slowest card, for as long as it has layers."""
+    layers = option.layout.layers or (1,)
+    slowest = [min(map(_gb_s, option.cards_of(stage))) for stage in range(len(layers))]
+    return sum(layers) / sum(count / gb_s for count, gb_s in zip(layers, slowest, strict=True))
 
 
 def _layers_ms(estimate: Estimate) -> float:

@@ -99,6 +99,18 @@ def test_kinds_of_nearly_the_same_number_are_padded() -> None:
     assert [(group.kind, group.layers) for group in layout.groups] == [("full", 13), ("sliding", 13)]
 
 
+def test_a_stage_holds_its_layers_of_each_group() -> None:
+    """Groups are those of the whole model, whatever the stage has: neighbours are in different groups."""
+    shape = shape_of(folder_model("gemma-3-12b"))
+    request = KvRequest(shape=shape, dtype="bfloat16", kv_type="bf16", block_size=16)
+    whole = layout_of(request)
+    for count in (1, 6, 15, 33, 48):
+        stage = layout_of(replace(request, layers=shape.kinds[:count]))
+        assert len(stage.groups) == len(whole.groups)
+        assert stage.blocks_for(131072) == whole.blocks_for(131072)
+        assert stage.groups[0].layers == -(-count // 6)
+
+
 def test_pages_of_a_hybrid_are_as_large_as_its_state() -> None:
     """Qwen3.6-27B on two ranks: 1,603,584 bytes of state, 2,048 bytes of a token in a layer that attends."""
     state = QWEN36.linear

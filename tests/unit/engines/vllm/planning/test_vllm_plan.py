@@ -11,14 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.engines.vllm.planning.engine_args import read_pins
 from appliance.engines.vllm.planning.launch import compile_key
 from appliance.engines.vllm.planning.memory import MIB, graph_sizes
 from appliance.engines.vllm.planning.parallel import layouts, split_layers
 from appliance.engines.vllm.planning.shape import shape_of
-from appliance.errors import ConfigError, FatalError, ModelDoesNotFitError, ModelUnreadableError, NoKernelError
+from appliance.engines.vllm.planning.space import Space
+from appliance.errors import (
+    ConfigError,
+    FatalError,
+    GpuUnusableError,
+    ModelDoesNotFitError,
+    ModelUnreadableError,
+    NoKernelError,
+)
+from appliance.image_facts import parse_engine_facts
 from appliance.model import read_model
 from appliance.plan import Plan
-from tests.golden.vllm_plans import arguments, hardware, inputs
+from appliance.probe import Hardware
+from appliance.settings import resolve_settings
+from tests.golden.vllm_plans import DATA, arguments, hardware, inputs, variables
 from tests.shapes.folders import folder_model, write_folder
 from tests.unit.engines.vllm.planning.vllm_spaces import (
     ADA,
@@ -46,6 +58,38 @@ def value_of(plan: Plan, flag: str) -> str:
     return argv[argv.index(flag) + 1]
 
 
+def on_cuda_image(machine: Hardware, **flags: str) -> FatalError:
+    """What the CUDA image says of a machine where nothing can be planned."""
+    cuda = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), flags)
+    with pytest.raises(FatalError) as caught:
+        Space(replace(cuda, hardware=machine))
+    assert caught.value.hint
+    return caught.value
+
+
+def test_an_image_for_gpus_without_one_is_23() -> None:
+    error = on_cuda_image(hardware(CPU))
+    assert (type(error), error.exit_code) == (GpuUnusableError, 23)
+    assert "vllm-cu130 serves on GPUs alone: none was given to it" in error.message
+    assert "use the image vllm-cpu" in (error.hint or "")
+
+
+@pytest.mark.parametrize("flags", [{}, {"devices": "0"}])
+def test_an_image_for_gpus_says_which_it_passed_over(flags: dict[str, str]) -> None:
+    two = cards("2x4090", {"vram_free_mib": None}, {"sm": "70", "name": "Tesla V100"})
+    error = on_cuda_image(two, **flags)
+    assert error.exit_code == 23
+    assert "GPU 0 (NVIDIA GeForce RTX 4090): nobody says how much of its memory is free" in error.message
+    assert "GPU 1 (Tesla V100): this image has kernels for SM 75" in error.message
+
+
+def test_an_image_for_gpus_that_may_use_none_is_10() -> None:
+    error = on_cuda_image(hardware(ADA), devices="none")
+    assert (type(error), error.exit_code) == (ConfigError, 10)
+    assert "setting devices is 'none' (flag --devices)" in error.message
+    assert best(CPU, "smollm2-135m", devices="none").placement.shares == ()
+
+
 def test_a_first_start_takes_its_share_from_what_is_free() -> None:
     free = best(ADA)
     shared = best(with_cards(ADA, vram_free_mib=16000))
@@ -64,7 +108,7 @@ def test_what_was_left_is_passed_in_bytes_later(machine: str) -> None:
     from_log = replace_allocated(kv_mib - 20)
     later = here.now(first, from_log)
     assert isinstance(later, Plan)
-    assert "--gpu-memory-utilization" not in arguments(later)
+    assert float(value_of(later, "--gpu-memory-utilization")) == launch(first).utilization, "what has to be free"
     assert int(value_of(later, "--kv-cache-memory-bytes")) == int((kv_mib - 20) * MIB)
     assert (later.key, later.context) == (first.key, first.context)
 
@@ -174,6 +218,30 @@ def test_more_ranks_than_cards_are_10() -> None:
     assert "2 GPUs can be used" in error.message
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_that_were_asked_for_have_a_card_for_each_rank(stages: int) -> None:
+    plan = best("4x2080ti-22g", "llama-3.3-70b-awq", engine_arg=f"--pipeline-parallel-size {stages}")
+    assert launch(plan).pipeline_parallel == stages
+    assert len(plan.placement.shares) == launch(plan).local_ranks <= 4
+
+
+def test_more_stages_than_cards_are_10_with_both_numbers() -> None:
+    error = refused(ConfigError, "2x4090", engine_arg="--pipeline-parallel-size 4")
+    assert error.exit_code == 10
+    assert "4 ranks (flag --engine-arg), and 2 GPUs can be used" in error.message
+
+
+@given(st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)), st.one_of(st.none(), st.integers(1, 8)))
+def test_no_layout_has_more_ranks_than_cards(cards: int, tensor: int | None, pipeline: int | None) -> None:
+    shape = shape_of(folder_model("qwen3-8b"))
+    if (tensor or 1) * (pipeline or 1) > cards:
+        return  # refused before
+    found = list(layouts(shape, [80_000.0] * cards, (0.0, 0.0), tensor=tensor, pipeline=pipeline))
+    assert found
+    assert all(layout.ranks <= cards for layout in found)
+    assert all(not layout.layers or sum(layout.layers) == shape.layers for layout in found)
+
+
 def test_more_cards_than_kv_heads_say_that_they_buy_no_context() -> None:
     eight = cards("2x4090", *[{} for _ in range(8)])
     plan = best(eight, "qwen3-30b-a3b", engine_arg="--tensor-parallel-size 8")
@@ -188,6 +256,62 @@ def test_stages_come_where_ranks_cannot() -> None:
     assert sum(launch(plan).stage_layers) == 36
     assert value_of(plan, "--pipeline-parallel-size") == "3"
     assert "stages, since 32 attention heads are not divisible by 3" in reason(plan, "placement")
+
+
+UNEVEN = ({"vram_total_mib": 24564, "vram_free_mib": 24564}, {"vram_total_mib": 10240, "vram_free_mib": 10240})
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_uneven_cards_are_filled_by_stages(order: tuple[int, int]) -> None:
+    """24 GiB of weights: 12 on each of two ranks are more than the small card has, and one card is too small alone."""
+    there = cards("2x4090", *[UNEVEN[at] for at in order])
+    plan = best(there, "gemma-3-12b", mmproj="off")
+    assert (launch(plan).tensor_parallel, launch(plan).pipeline_parallel) == (1, 2)
+    large, small = launch(plan).stage_layers
+    assert (large + small, large > 2 * small) == (48, True)
+    first, last = plan.placement.shares
+    assert (first.gpu.index, last.gpu.index) == order
+    assert (first.layers, last.layers) == (large, small + 1)
+    assert first.memory.weights > 2 * last.memory.weights
+    assert first.memory.kv > 2 * last.memory.kv
+    for share in (first, last):
+        assert share.memory.total <= share.gpu.free_mib + 0.1
+        assert share.memory.total > 0.9 * share.gpu.free_mib, "memory is left that a layer more would use"
+    assert "ranks of one layer reach no more than" in reason(plan, "placement")
+    assert "each stage has layers by its card's memory" in reason(plan, "uneven")
+    assert variables(plan)["VLLM_PP_LAYER_PARTITION"] == f"{large},{small}"
+
+
+def test_a_later_start_on_uneven_cards_is_given_what_the_largest_stage_takes() -> None:
+    here = space(cards("2x4090", *UNEVEN), "gemma-3-12b", mmproj="off")
+    first = here.best
+    kv_mib = max(share.memory.kv for share in first.placement.shares)
+    assert launch(first).kv_bytes == pytest.approx(kv_mib * MIB, abs=1)
+    later = here.now(first, replace_allocated(kv_mib - 20))
+    assert isinstance(later, Plan)
+    needed = space(cards("2x4090", *UNEVEN), "gemma-3-12b", mmproj="off").kv_tokens(later)
+    assert needed is not None
+    assert needed >= later.context
+    assert launch(later).kv_bytes is not None
+    assert launch(later).stage_layers == launch(first).stage_layers
+    assert later.context == first.context
+
+
+def test_cards_of_one_kind_are_uneven_by_what_is_free() -> None:
+    """One share of both would be the small one's: the cache is given in bytes."""
+    there = cards("2x4090", {"vram_free_mib": 23000}, {"vram_free_mib": 8000})
+    plan = best(there, "gemma-3-12b", mmproj="off")
+    assert launch(plan).pipeline_parallel == 2
+    assert launch(plan).kv_bytes is not None
+    assert (launch(plan).utilization or 1.0) * 24564 < 8000
+    for share in plan.placement.shares:
+        assert share.memory.total <= share.gpu.free_mib + 0.1
+    assert "one share of unlike cards would leave the larger unused" in reason(plan, "kv_cache")
+
+
+def test_stages_are_no_candidate_on_even_cards() -> None:
+    """Two ranks of one layer are as large in all, and faster."""
+    assert all(launch(plan).pipeline_parallel == 1 for plan in space("2x4090", "gemma-3-12b").all())
 
 
 def test_layers_of_stages_follow_the_memory() -> None:
@@ -268,6 +392,25 @@ def test_values_of_the_users_own_win() -> None:
         ("--compilation-config '{\"level\":3}'", "keys of --compilation-config that no plan takes over: level"),
         ("--compilation-config '{'", "no JSON"),
         ("--dtype", "0 values for --dtype"),
+        ("--block-size 16 --block-size 32", "a flag twice: --block-size"),
+        ("--seed 1 --seed 2", "a flag twice: --seed"),
+        ("-tp 1 --tensor-parallel-size 2", "a flag twice: --tensor-parallel-size"),
+        ("--enable-log-requests --disable-log-requests", "a flag twice: --disable-log-requests"),
+        ("--enable-prefix-caching --no-enable-prefix-caching", "a flag twice: --no-enable-prefix-caching"),
+        (
+            '--enforce-eager --compilation-config \'{"cudagraph_mode":"PIECEWISE"}\'',
+            "another of its flags says already: --compilation-config (graph_mode)",
+        ),
+        ("--generation-config auto", "cannot be given: --generation-config"),
+        ("--enable-fastapi-docs", "cannot be given: --enable-fastapi-docs"),
+        ("--max-num-queued-reqs 4", "cannot be given: --max-num-queued-reqs"),
+        ("--data-parallel-address 10.0.0.2", "cannot be given: --data-parallel-address"),
+        ("-dpn 2", "cannot be given: -dpn"),
+        ("--dp-sync-interval 3", "cannot be given: --dp-sync-interval"),
+        ("--grpc-port 8033", "cannot be given: --grpc-port"),
+        ("--logging-config '{}'", "cannot be given: --logging-config"),
+        ("--log-config-file /tmp/log.json", "cannot be given: --log-config-file"),
+        ("--distributed-executor-backend ray", "cannot be given: --distributed-executor-backend"),
     ],
 )
 def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
@@ -275,6 +418,55 @@ def test_an_argument_that_cannot_be_taken_is_10(words: str, said: str) -> None:
     assert error.exit_code == 10
     assert said in error.message
     assert "flag --engine-arg" in error.message
+
+
+def with_choices(words: str) -> Plan:
+    facts = parse_engine_facts((DATA / "facts-0.33-python.json").read_text())
+    given = inputs(hardware(ADA), folder_model("qwen3-8b-fp8"), {"engine_arg": words})
+    return Space(replace(given, facts=facts)).best
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        ("--scheduling-policy prioritie", "a value that --scheduling-policy has not: 'prioritie'", "one of priority"),
+        ("--dtype int3", "a value that --dtype has not: 'int3'", "one of auto, bfloat16"),
+        ("--mm-encoder-tp-mode weights x", "a value that --mm-encoder-tp-mode has not: 'x'", "one of"),
+    ],
+)
+def test_a_value_that_a_flag_does_not_list_is_10(words: str, said: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_choices(words)
+    assert f"setting engine_arg holds {said} (flag --engine-arg)" in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_value_that_a_flag_lists_is_taken() -> None:
+    assert arguments(with_choices("--scheduling-policy priority"))[-2:] == ("--scheduling-policy", "priority")
+    assert launch(with_choices("--dtype half")).dtype == "float16"
+
+
+def test_overrides_of_the_config_are_the_user_s_unless_the_plan_has_some() -> None:
+    words = """--hf-overrides '{"rope_theta":1}'"""
+    assert arguments(best(ADA, engine_arg=words))[-2] == "--hf-overrides"
+    error = refused(ConfigError, ADA, engine_arg=words, rope_scaling="yarn", ctx_size="81920")
+    assert "the setting rope_scaling gives as well: --hf-overrides" in error.message
+
+
+@pytest.mark.parametrize("machine", [TURINGS, "24+8", SERVER])
+def test_no_flag_of_the_command_may_be_given_again(machine: str) -> None:
+    """Each that a plan passes is taken over by it, stands for a setting, or is refused."""
+    model = "gemma-3-12b" if machine == "24+8" else "qwen3.6-27b-awq"
+    argv = arguments(space(machine, model, mmproj="off").best)
+    facts = inputs(hardware(machine), folder_model("qwen3-8b"), {}).facts
+    taken = {
+        "--tensor-parallel-size", "--pipeline-parallel-size", "--block-size", "--kv-cache-memory-bytes", "--dtype",
+        "--attention-backend", "--gdn-prefill-backend", "--enable-prefix-caching", "--disable-prefix-caching",
+        "--language-model-only", "--gpu-memory-utilization", "--compilation-config",
+    }  # fmt: skip
+    for flag in {word for word in argv if word.startswith("--")} - taken:
+        with pytest.raises(ConfigError):
+            read_pins(resolve_settings({"engine_arg": f"{flag} 1"}, {}), facts)
 
 
 def test_code_of_the_folder_is_never_run_unless_asked() -> None:
@@ -367,6 +559,15 @@ def test_graphs_are_captured_for_every_step_of_few_users(seqs: int) -> None:
     assert list(sizes) == sorted(set(sizes))
 
 
+def test_graphs_take_what_the_sizes_that_are_served_take() -> None:
+    def graphs_mib(sizes: list[int] | None) -> float:
+        config = json.dumps({"cudagraph_capture_sizes": sizes} if sizes else {"cudagraph_mode": "FULL_AND_PIECEWISE"})
+        return best(ADA, engine_arg=f"--compilation-config '{config}'").placement.shares[0].memory.output
+
+    assert graphs_mib([1, 2, 4, 8]) == graphs_mib(None)
+    assert graphs_mib([1]) < graphs_mib(None) < graphs_mib(list(range(1, 65)))
+
+
 def test_what_moves_the_compile_key() -> None:
     plans = space(SERVER, "qwen3-30b-a3b").all()
     assert len({compile_key(plan) for plan in plans}) == len({plan.key for plan in plans})
@@ -417,8 +618,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(words: str) -> None:
 
 def test_no_more_stages_than_layers_are_tried() -> None:
     shape = shape_of(folder_model("smollm2-135m"))
-    many = hardware("4x2080ti-22g").gpus.gpus * 8
-    found = list(layouts(replace(shape, kinds=shape.kinds[:2]), many, tensor=None, pipeline=None))
+    two = replace(shape, kinds=shape.kinds[:2])
+    found = list(layouts(two, [22_000.0] * 32, (0.0, 0.0), tensor=None, pipeline=None))
     assert max(layout.pipeline for layout in found) <= 2
 
 
@@ -431,7 +632,7 @@ def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
     assert less is not None
     smaller = less.space.best
     assert smaller.placement.shares[0].memory.kv == pytest.approx(plan.placement.shares[0].memory.kv - 412)
-    assert launch(smaller).utilization is None, "else the engine would take all of it again"
+    assert launch(smaller).kv_bytes is not None, "else the engine would take all of it again"
     assert (less.missing_mib, less.where) == (412.0, "cuda:1")
 
 
@@ -507,6 +708,8 @@ def test_memory_is_never_planned_above_what_is_free(total: int, free: float, mor
         {"num_hidden_layers": 10**9},
         {"num_key_value_heads": 0},
         {"num_attention_heads": "nine"},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 18},
         {"head_dim": -1},
     ],
 )
@@ -532,6 +735,24 @@ def test_a_hybrid_that_lies_is_30(tmp_path: Path, change: dict[str, Any], said: 
     with pytest.raises(ModelUnreadableError) as caught:
         best(TURINGS, read_model(folder, serves="safetensors"))
     assert said in caught.value.message
+
+
+def test_kv_heads_that_contradict_the_heads_are_30_before_any_ranks_are_tried(tmp_path: Path) -> None:
+    """9 heads and 2 KV heads: vLLM asserts it in each attention layer, after half a minute of imports."""
+    folder = write_folder(tmp_path / "m", "smollm2-135m", num_key_value_heads=2)
+    with pytest.raises(ModelUnreadableError) as caught:
+        best("2x4090", read_model(folder, serves="safetensors"), engine_arg="--tensor-parallel-size 2")
+    assert "its 9 attention heads cannot share 2 KV heads" in caught.value.message
+
+
+def test_kv_heads_that_ranks_cannot_share_leave_those_out() -> None:
+    """24 heads and 6 KV heads on four cards: 6 is neither divisible by 4 nor the other way round."""
+    model = replace(folder_model("qwen3-8b"), heads=24, kv_heads=(6,) * 36)
+    plan = best("4x2080ti-22g", model)
+    assert launch(plan).tensor_parallel != 4
+    error = refused(ConfigError, "4x2080ti-22g", model, engine_arg="--tensor-parallel-size 4")
+    assert "6 KV heads are neither divisible by 4 nor the other way round" in error.message
+    assert error.hint == "this model allows 1, 2, 3, 6, 12"
 
 
 def test_a_folder_that_is_a_file_is_30(tmp_path: Path) -> None:
