@@ -17,6 +17,7 @@ L = TypeVar("L", bound=Launch)
 SMALLEST_CONTEXT = 8192  # or the model's own: clients of today do not work below it
 READABLE_TOKENS_PER_S = 15.0  # about what one reads along with: what a full context has to decode in mode context
 SPEED_KEPT = 0.7  # of the fastest plan's speed, what a larger context has to keep in mode balanced
+NATIVE_FOR = 0.05  # of that share: what the last step to all that the model has may cost beyond it
 CONTEXT_WORTH = 1.5  # times the context that costs no speed: for less than this no speed is given up
 # The chat job: placements are compared by it, and plans where nothing else is asked for.
 CHAT_TOKENS_IN, CHAT_TOKENS_OUT = 512, 256
@@ -29,6 +30,11 @@ SPECULATION_GOALS: tuple[SpeculationGoal, ...] = get_args(SpeculationGoal)
 # How many tokens to draft: a draft costs a pass of its own for each, n-grams only their share of the check.
 SIZES: dict[Kind, tuple[int, ...]] = {"draft": tuple(range(1, 9)), "mtp": tuple(range(1, 9)), "ngram": (8, 16, 32, 64)}
 UNMEASURED: dict[Kind, int] = {"draft": 3, "mtp": 1, "ngram": 16}  # experts in host memory make 1 the safe one for MTP
+
+
+def speed_kept(context: int, native: int) -> float:
+    """Of the fastest plan's speed, what a context has to keep in mode balanced, predicted or measured."""
+    return SPEED_KEPT * (1 - NATIVE_FOR) if context >= native else SPEED_KEPT
 
 
 @dataclass(frozen=True, kw_only=True)

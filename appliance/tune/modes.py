@@ -6,11 +6,12 @@ Plans are compared at the same depth and by the same job, never one plan at two 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
-from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, SPEED_KEPT
+from appliance.plan import CONTEXT_STEP, CONTEXT_WORTH, READABLE_TOKENS_PER_S, SMALLEST_CONTEXT, speed_kept
 from appliance.tune.curve import NOISE as NOISE_OF_A_LOOK
 from appliance.tune.curve import Curve, Figure
 from appliance.tune.workload import Mix, cost_s, scaled_mix
@@ -56,7 +57,12 @@ def choose(mode: Mode, scored: Sequence[Scored], mix: Mix, *, native: int) -> Ch
     below = "" if usable[0].context >= floor else f"; memory forbids a context of {floor:,}"
     job = scaled_mix(mix, min(plan.context for plan in usable))
     compared = usable if mode == "context" else at_same_depths(usable)
-    chosen = {"speed": _fastest, "balanced": _balanced, "context": _deepest}[mode](compared, job)
+    choosers: dict[Mode, Callable[[Sequence[Scored], Mix], Chosen]] = {
+        "speed": _fastest,
+        "balanced": partial(_balanced, native=native),
+        "context": _deepest,
+    }
+    chosen = choosers[mode](compared, job)
     whole = usable[compared.index(chosen.scored)]
     speed = whole.curve.decode(chosen.at)
     return Chosen(scored=whole, at=chosen.at, speed=speed, why=chosen.why + below)
@@ -88,26 +94,28 @@ def _fastest(usable: Sequence[Scored], job: Mix) -> Chosen:
     )
 
 
-def _balanced(usable: Sequence[Scored], job: Mix) -> Chosen:
-    best = best_ms(usable, job.depth)
-    kept = [plan for plan in usable if _kept(plan, best, job.depth) >= SPEED_KEPT]
-    largest = _worth_its_price(kept, best, job.depth)
+def _balanced(usable: Sequence[Scored], job: Mix, *, native: int) -> Chosen:
+    """By the rule of a planner, `speed_kept`, of a job's time where plans were measured. What a planner asks for half
+    full is left to it: few plans are followed so deep, and they are compared no deeper than all of them were."""
+    best = _best_s(usable, job)
+    kept = [plan for plan in usable if _is_kept(plan, best, job, native)]
+    largest = _worth_its_price(kept, best, job)
     plan = _fastest([plan for plan in kept if plan.context == largest], job).scored
     speed = plan.curve.decode(job.depth)
-    share = _kept(plan, best, job.depth)
-    kept_in_words = f"keeps {SPEED_KEPT:.0%} of the best speed at {job.depth:,} tokens"
-    more = max(kept, key=lambda plan: (plan.context, _kept(plan, best, job.depth)))
-    price = 1 - _kept(more, best, job.depth) / share
+    share = _kept(plan, best, job)
+    kept_in_words = f"keeps {speed_kept(largest, native):.0%} of the best speed in a {job.name} job"
+    more = max(kept, key=lambda plan: (plan.context, _kept(plan, best, job)))
+    price = 1 - _kept(more, best, job) / share
     beyond = f", {more.context:,} would cost {price:.0%} of that" if more.context > largest else ""
     why = f"the largest context that {kept_in_words}: it keeps {share:.0%}{beyond}"
     return Chosen(scored=plan, at=job.depth, speed=speed, why=why)
 
 
-def _worth_its_price(kept: Sequence[Scored], best: float, depth: float) -> int:
+def _worth_its_price(kept: Sequence[Scored], best_s: float, job: Mix) -> int:
     """The largest context; but not for more than a tenth of the speed of one that is two thirds as large."""
     fastest: dict[int, float] = {}
     for plan in kept:
-        fastest[plan.context] = max(_kept(plan, best, depth), fastest.get(plan.context, 0.0))
+        fastest[plan.context] = max(_kept(plan, best_s, job), fastest.get(plan.context, 0.0))
     largest = max(fastest)
     while cheaper := [
         context
@@ -125,14 +133,18 @@ def at_same_depths(plans: Sequence[Scored]) -> list[Scored]:
     return [replace(plan, curve=plan.curve.up_to(common)) for plan in plans]
 
 
-def _kept(plan: Scored, fastest_ms: float, depth: float) -> float:
-    """Of the speed of the fastest at this depth, as a share."""
-    return fastest_ms / plan.cautious(plan.curve.decode_ms(depth))
+def _kept(plan: Scored, best_s: float, job: Mix) -> float:
+    """Of the speed of the fastest in such jobs, as a share."""
+    return best_s / plan.cautious(cost_s(plan.curve, job))
 
 
-def best_ms(scored: Sequence[Scored], depth: float) -> float:
-    """A token of the fastest at this depth."""
-    return min(plan.cautious(plan.curve.decode_ms(depth)) for plan in scored)
+def _is_kept(plan: Scored, best_s: float, job: Mix, native: int) -> bool:
+    return _kept(plan, best_s, job) >= speed_kept(plan.context, native)
+
+
+def _best_s(scored: Sequence[Scored], job: Mix) -> float:
+    """A job of the fastest."""
+    return min(plan.cautious(cost_s(plan.curve, job)) for plan in scored)
 
 
 def is_readable(curve: Curve, context: int, *, spare: float = 0.0) -> bool:
@@ -182,9 +194,9 @@ def wanted_context(
             _part_of_a_context(contexts, deepest, least=_least(native), failed=failed) if context is None else context
         )
     compared = at_same_depths(scored)
-    depth = scaled_mix(mix, min(plan.context for plan in _usable(scored, native))).depth
-    best = best_ms(compared, depth)
-    held = [(plan.context, _kept(plan, best, depth) >= SPEED_KEPT) for plan in compared]
+    job = scaled_mix(mix, min(plan.context for plan in _usable(scored, native)))
+    best = _best_s(compared, job)
+    held = [(plan.context, _is_kept(plan, best, job, native)) for plan in compared]
     return next_context(contexts, [*held, *((size, False) for size in failed)])
 
 

@@ -92,19 +92,19 @@ class Fit:
         by_name = self._by_name
         return sum(size for _, size in _sizes(job, by_name)) / _total(job, by_name)
 
-    def spread(self, job: Job, against: Job | None = None) -> float:
+    def std(self, job: Job, against: Job | None = None) -> float:
         """Standard deviation of ln(time), or of ln(time / that of `against`), from the corrections alone; what was
         never seen has its prior. A correction that scales both alike says nothing of which is faster."""
         return self._along(self._difference(job, against))[0]
 
     def reach(self, job: Job, against: Job) -> float:
         """The same for the luck that makes `job` the shorter: half of what two deviations of it are worth. A part
-        can shrink to nothing and the rest remains, which the slope that `spread` is made of does not know."""
-        spread, slopes = self._along(self._difference(job, against))
-        if not spread:
+        can shrink to nothing and the rest remains, which the slope that `std` is made of does not know."""
+        std, slopes = self._along(self._difference(job, against))
+        if not std:
             return 0.0
         now = self._by_name
-        lucky = {name: now.get(name, 0.0) - 2 * slope / spread for name, slope in slopes.items()}
+        lucky = {name: now.get(name, 0.0) - 2 * slope / std for name, slope in slopes.items()}
         before = math.log(_total(job, now) / _total(against, now))
         return max(0.0, (before - math.log(_total(job, lucky) / _total(against, lucky))) / 2)
 

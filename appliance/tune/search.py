@@ -25,7 +25,7 @@ from appliance.tune.terms import Candidate, Effects, decode_terms, mean_job, pre
 from appliance.tune.workload import Mix, cost_s
 
 POOL = 160  # of thousands, so many with the best prediction are weighed in earnest
-NEED_SPREAD = 0.02  # relative error of a predicted need
+NEED_STD = 0.02  # relative error of a predicted need
 WORTH_ANOTHER = 0.0005  # less of a job's time than this and a measurement is not worth its trouble
 WORTH_A_SECOND = 0.0001  # nor less than this for each second that it takes: a load of 100 s has to promise 1 %
 AS_CHEAP = 1.3  # what a longer look may cost, load included, to be taken at once
@@ -57,11 +57,11 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """`ms` is the mean job's time, `spread` the standard deviation of its logarithm."""
+    """`ms` is the mean job's time, `std` the standard deviation of its logarithm."""
 
     candidate: Candidate
     ms: float
-    spread: float
+    std: float
     is_measured: bool
 
 
@@ -197,7 +197,7 @@ class State:
 
     @cached_property
     def predicted(self) -> list[Estimate]:
-        """Of all that may fit and were not measured, the best first; the spread is left out until it is asked for."""
+        """Of all that may fit and were not measured, the best first. `std` is 0: only the measured are asked for it."""
         done = {self._search.twins(trial.key) for trial in self._trials if trial.points}
         factors: dict[tuple[str, ...], float] = {}
 
@@ -216,7 +216,7 @@ class State:
                 continue
             done.add(twins)
             ms = self._search.job(candidate.key).ms(corrected)
-            found.append(Estimate(candidate=candidate, ms=ms, spread=0.0, is_measured=False))
+            found.append(Estimate(candidate=candidate, ms=ms, std=0.0, is_measured=False))
         return sorted(found, key=lambda estimate: estimate.ms)
 
     @cached_property
@@ -230,10 +230,10 @@ class State:
             model, leverage = math.log(self.fit.job_ms(job)), self.fit.leverage(job)
             # The mean of two normal beliefs, weighted by precision: what was measured, and what the model says of it.
             trust = self.fit.misfit**2 / (self.fit.misfit**2 + variance)
-            spread = leverage * self.fit.misfit * math.sqrt(1 - trust)
+            std = leverage * self.fit.misfit * math.sqrt(1 - trust)
             ms = math.exp(model + trust * (seen - model))
             candidate = self._search.candidate(key)
-            found.append(Estimate(candidate=candidate, ms=ms, spread=spread, is_measured=True))
+            found.append(Estimate(candidate=candidate, ms=ms, std=std, is_measured=True))
         return sorted(found, key=lambda estimate: estimate.ms)
 
     def is_likely(self, candidate: Candidate) -> bool:
@@ -289,7 +289,7 @@ class State:
         variance = self.fit.reach(job, against) ** 2 + (leverage * self.fit.misfit) ** 2
         # How far the belief is expected to move: all of its deviation if the trial had no noise, less with noise.
         told = variance / math.sqrt(variance + (leverage * self._noise(is_long=is_long)) ** 2)
-        return gain(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
+        return expected_improvement(told, math.log(new.ms / best.ms)) * self.chance(new.candidate)
 
     def _again(self, leader: Estimate) -> list[tuple[float, Ask]]:
         """Longer, for those that are near the best; the best itself against the next."""
@@ -301,9 +301,9 @@ class State:
             # The leader's own luck shows only against the next best.
             other = self.measured[1] if estimate is leader else leader
             job, against = (self._search.job(each.candidate.key) for each in (estimate, other))
-            variance = self.fit.spread(job, against) ** 2 + estimate.spread**2
+            variance = self.fit.std(job, against) ** 2 + estimate.std**2
             told = variance / math.sqrt(variance + (self.fit.leverage(job) * noise) ** 2)
-            worth = gain(told, abs(math.log(estimate.ms / other.ms)))
+            worth = expected_improvement(told, abs(math.log(estimate.ms / other.ms)))
             found.append((worth, self._ask(estimate.candidate, is_long=True)))
         return found
 
@@ -345,7 +345,7 @@ class State:
                         return 0.0
                     chance *= SMALLER_BUFFER
             if need.need_mib > self._held.get(need.device, 0.0):
-                chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_SPREAD * max(1.0, need.need_mib)))
+                chance *= normal_cdf((need.room_mib - need.need_mib) / (NEED_STD * max(1.0, need.need_mib)))
         return chance
 
 
@@ -382,12 +382,12 @@ def is_next_to(one: Estimate, other: Estimate) -> bool:
     return sum(a.get(name) != b.get(name) for name in a.keys() | b.keys()) == 1
 
 
-def gain(spread: float, gap: float) -> float:
+def expected_improvement(std: float, gap: float) -> float:
     """E max(0, X) of a normal X with mean -gap and this standard deviation."""
-    if spread <= 0:
+    if std <= 0:
         return max(0.0, -gap)
-    z = -gap / spread
-    return spread * (z * normal_cdf(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+    z = -gap / std
+    return std * (z * normal_cdf(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
 
 
 def normal_cdf(z: float) -> float:

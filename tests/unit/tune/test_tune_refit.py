@@ -25,10 +25,10 @@ times = st.floats(0.01, 1e4)
 SHAPES = [(10.0, 1.0), (1.0, 10.0), (5.0, 5.0), (8.0, 2.0), (2.0, 8.0), (3.0, 9.0)]
 
 
-def test_without_measurements_nothing_is_corrected_and_the_priors_are_the_spread() -> None:
+def test_without_measurements_nothing_is_corrected_and_the_priors_are_the_std() -> None:
     found = fit([], PRIORS)
     assert found.predict_ms(terms(3.0, 4.0)) == 7.0
-    assert found.spread(Job(terms=terms(3.0, 0.0))) == pytest.approx(0.4)
+    assert found.std(Job(terms=terms(3.0, 0.0))) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("truth", [(1.0, 1.0), (2.0, 0.5), (0.5, 2.0), (1.3, 0.9)])
@@ -46,15 +46,15 @@ def test_one_hiccup_of_the_machine_does_not_bend_the_fit() -> None:
 
 def test_what_scales_both_alike_does_not_tell_which_is_faster() -> None:
     found = fit([], PRIORS)
-    assert found.spread(Job(terms=terms(10.0, 0.0)), Job(terms=terms(5.0, 0.0))) == 0.0
-    assert found.spread(Job(terms=terms(10.0, 0.0)), Job(terms=terms(0.0, 5.0))) == pytest.approx(0.4 * math.sqrt(2))
+    assert found.std(Job(terms=terms(10.0, 0.0)), Job(terms=terms(5.0, 0.0))) == 0.0
+    assert found.std(Job(terms=terms(10.0, 0.0)), Job(terms=terms(0.0, 5.0))) == pytest.approx(0.4 * math.sqrt(2))
 
 
 def test_luck_cannot_make_a_part_less_than_nothing() -> None:
     """Of 10 ms only 2 may shrink: twice the deviation of it is worth 1.3, and ln(10 / 8) is all that there ever is."""
     found = fit([], {"gpu": 0.0001, "cpu": 0.5})
     mixed, other = Job(terms=terms(8.0, 2.0)), Job(terms=terms(8.0, 0.0))
-    assert found.spread(mixed, other) == pytest.approx(0.1, rel=0.01)
+    assert found.std(mixed, other) == pytest.approx(0.1, rel=0.01)
     assert found.reach(mixed, other) == pytest.approx(math.log(10 / (8 + 2 * math.exp(-1))) / 2, rel=0.01)
 
 
@@ -66,7 +66,7 @@ def test_luck_is_worth_no_more_than_what_can_vanish_and_no_more_than_the_slope_s
     mixed, fixed = Job(terms=terms(gpu, cpu)), Job(terms=terms(other, 0.0))
     reach = found.reach(mixed, fixed)
     assert 0.0 <= reach <= math.log((gpu + cpu) / gpu) / 2 + 1e-4
-    assert reach <= found.spread(mixed, fixed) + 1e-4
+    assert reach <= found.std(mixed, fixed) + 1e-4
     assert found.reach(mixed, mixed) == 0.0
 
 
@@ -82,7 +82,7 @@ def test_what_is_late_counts_tenfold_and_makes_the_job_as_much_less_certain(
         slope = math.log(found.job_ms(longer) / found.job_ms(job)) / math.log(1.0001)
         assert found.leverage(job) == pytest.approx(slope, rel=0.01)
         gpu_share = (gpu * (10 if gpu > limit else 1)) / found.job_ms(job)
-        assert found.spread(job) == pytest.approx(0.4 * math.hypot(gpu_share, cpu / found.job_ms(job)))
+        assert found.std(job) == pytest.approx(0.4 * math.hypot(gpu_share, cpu / found.job_ms(job)))
 
 
 def test_residuals_larger_than_the_noise_are_believed() -> None:
@@ -105,7 +105,7 @@ def test_any_times_at_all_give_finite_corrections_and_each_measurement_only_narr
     found = fit(observations, PRIORS)
     assert all(math.isfinite(value) for value in found.theta)
     assert found.predict_ms(terms(1.0, 1.0)) > 0
-    assert 0 <= found.spread(Job(terms=terms(1.0, 1.0))) <= 0.4 + 1e-9
+    assert 0 <= found.std(Job(terms=terms(1.0, 1.0))) <= 0.4 + 1e-9
 
 
 @given(st.integers(1, 6), st.integers())

@@ -23,7 +23,17 @@ from appliance.settings import resolve_settings
 from appliance.tune.candidates import candidates
 from appliance.tune.curve import Point
 from appliance.tune.refit import fit
-from appliance.tune.search import Ask, Effort, OutOfMemory, Search, Stop, Trial, gain, is_next_to, normal_cdf
+from appliance.tune.search import (
+    Ask,
+    Effort,
+    OutOfMemory,
+    Search,
+    Stop,
+    Trial,
+    expected_improvement,
+    is_next_to,
+    normal_cdf,
+)
 from appliance.tune.terms import PRIORS, Candidate, Effects, Need, decode_terms, mean_job, prefill_terms
 from appliance.tune.workload import CHAT, EXCESS_WEIGHT, Mix, only
 from tests.builders import ENGINE, IMAGE, LARGE, examples, machine
@@ -340,16 +350,16 @@ def test_threads_scale_what_the_cpu_does_and_nothing_else() -> None:
 
 
 @given(st.floats(1e-6, 2), st.floats(-3, 3))
-def test_the_expected_gain_is_at_least_the_certain_one_and_less_for_a_larger_gap(spread: float, gap: float) -> None:
-    assert gain(spread, gap) >= max(0.0, -gap) - 1e-9
-    assert gain(spread, gap + 0.1) <= gain(spread, gap) + 1e-9
-    assert gain(0.0, gap) == max(0.0, -gap)
+def test_the_expected_improvement_is_at_least_the_certain_one_and_less_for_a_larger_gap(std: float, gap: float) -> None:
+    assert expected_improvement(std, gap) >= max(0.0, -gap) - 1e-9
+    assert expected_improvement(std, gap + 0.1) <= expected_improvement(std, gap) + 1e-9
+    assert expected_improvement(0.0, gap) == max(0.0, -gap)
 
 
-def test_the_expected_gain_is_that_of_a_normal() -> None:
+def test_the_expected_improvement_is_that_of_a_normal() -> None:
     draw = random.Random(0)
     mean = sum(max(0.0, draw.gauss(-0.3, 0.5)) for _ in range(100_000)) / 100_000
-    assert gain(0.5, 0.3) == pytest.approx(mean, rel=0.03)
+    assert expected_improvement(0.5, 0.3) == pytest.approx(mean, rel=0.03)
     assert normal_cdf(0) == 0.5
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from functools import cached_property
-from math import inf
 from typing import Literal
 
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs
@@ -26,6 +25,7 @@ from appliance.plan import (
     SMALLEST_CONTEXT,
     SPEED_KEPT,
     Costs,
+    speed_kept,
 )
 from appliance.values import dataclass
 
@@ -41,7 +41,6 @@ AS_FAST_WITH_LESS = 0.95  # the same where the context is smaller, too
 AS_FAST_HALF_FULL = 0.8  # the same with half of the context in the cache
 MORE_THAN_A_SLIVER = 1.1  # times the context: what a rounder cache has to carry
 HOST_KV_MIB = 4096.0  # of the cache in host memory beside a GPU: each token reads it from there
-NATIVE_FOR = 0.05  # of decode with half of it in the cache: what the step to the whole native length may cost
 NOTICED = 0.97  # a loss of less is not worth a word
 HALF_FULL = "half full"  # of a bound: the rule holds above GOOD_CONTEXT alone
 NO_FIT, AS_WHOLE = "not fit", "go beyond whole layers"  # what ended a context: see `ContextPlan.bound`
@@ -182,11 +181,11 @@ class _Asked:
 
     @cached_property
     def carried(self) -> dict[str, int]:
-        """By type, tokens that the aim pays for. Where no type has all that were requested, the one with the most may
-        have them for little more: only one, since exactness is no reason to pay that."""
+        """By type, tokens that the aim pays for. For the native length `balanced` pays a little more, where no type has
+        it for less, and in the type with the most: exactness is no reason to pay it."""
         found = {kind: max(self._paid(kind), self.knees.get(kind, 0)) for kind in self._request.kinds}
         most = max(found, key=lambda kind: found[kind])
-        if found[most] and self._is_native_for_little(most, found[most]):
+        if found[most] and self._is_native_paid(most):
             found[most] = padded(self._request.tokens)
         return found
 
@@ -206,19 +205,15 @@ class _Asked:
                 return tokens
         return self._most(lambda tokens: self._is_paid(kind, tokens))
 
-    def _is_native_for_little(self, kind: str, tokens: int) -> bool:
-        """Whether all that were requested cost little more than `tokens` of them, by decode with half of all in the
-        cache and attention on the GPUs: a model's own length is worth more than as many tokens of a longer one."""
+    def _is_native_paid(self, kind: str) -> bool:
+        """With attention on the GPUs, near empty and half full."""
         native = self._request.tokens
-        if self._request.aim != "balanced" or tokens >= native or not self._attends_on_gpus(kind, native):
+        placed = self(kind, native)
+        if self._request.aim != "balanced" or placed is None or not self._attends_on_gpus(kind, native):
             return False
-        now, then = (self._decode_ms(kind, context, native / 2) for context in (tokens, native))
-        return now >= (1 - NATIVE_FOR) * then
-
-    def _decode_ms(self, kind: str, tokens: int, depth: float) -> float:
-        """With room for so many, which fit."""
-        placed = self(kind, tokens)
-        return self._costs(kind, placed).decode_ms(depth) if placed else inf
+        share = speed_kept(native, native)
+        is_paid_empty = placed.cost * share <= self.limits[kind] * self._share
+        return is_paid_empty and self._keeps_half_full(kind, native, placed, share)
 
     def _is_whole(self, kind: str, tokens: int) -> bool:
         placed = self(kind, tokens)
@@ -266,9 +261,12 @@ class _Asked:
         costs = self._costs(kind, placed)
         if placed.placement.cpu_layers and costs.decode_ms(tokens / 2) * READABLE_TOKENS_PER_S > 1000:
             return f"decode less than {READABLE_TOKENS_PER_S:g} tok/s {HALF_FULL}, with attention on the CPU"
-        fastest = min(job_ms(ideal, tokens / 2) for ideal in self.ideal)
-        is_paid = job_ms(costs, tokens / 2) * self._share <= fastest
+        is_paid = self._keeps_half_full(kind, tokens, placed, self._share)
         return "" if is_paid else f"keep less than {self._share:.0%} of the best speed {HALF_FULL}"
+
+    def _keeps_half_full(self, kind: str, tokens: int, placed: Placed, share: float) -> bool:
+        fastest = min(job_ms(ideal, tokens / 2) for ideal in self.ideal)
+        return job_ms(self._costs(kind, placed), tokens / 2) * share <= fastest
 
     def bound(self, chosen: Candidate) -> str:
         """What kept it from being larger, as `_objection`."""
