@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -1318,5 +1319,13 @@ def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_fetch)
 
 
+def _leave(number: int, _: object) -> NoReturn:
+    """As an interrupt does: what was started is ended on the way out."""
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is signal.SIG_DFL:  # nohup ignores one of them
+            signal.signal(ending, _leave)
     sys.exit(main())
