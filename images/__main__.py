@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -177,7 +178,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
-            lines += drift.orphans(ROOT, files)
+            lines += drift.orphans(ROOT, files) + _unnamed(loaded)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
             raise VerificationError(message, hint=f"{render.RENDER_COMMAND}, then commit what it wrote")
@@ -186,6 +187,20 @@ def _render(arguments: argparse.Namespace) -> int:
     paths = [path.as_posix() for path in files]
     _say(arguments, paths, paths)
     return 0
+
+
+def _unnamed(loaded: Matrix) -> list[str]:
+    """Left behind by cells, locks and devcontainers that the matrix had once."""
+    debian_locks = {debian.path_for(cell.base, each).name for cell in loaded.cells for each in cell.platforms}
+    wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
+    files: dict[Path, set[str]] = {
+        LOCKS: {f"{name}.{end}" for name in loaded.locks for end in ("in", "txt", "overrides")} | debian_locks,
+        wheel_gaps.FOLDER: {wheel_gaps.path_for(cell, sm).name for cell in wheels for sm in cell.sms},
+    }
+    return [
+        *drift.unnamed(ROOT, files),
+        *drift.unnamed(ROOT, {devcontainer.FOLDER: loaded.devcontainers}, is_folder=True),
+    ]
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -1304,5 +1319,13 @@ def _add_fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(verb=_fetch)
 
 
+def _leave(number: int, _: object) -> NoReturn:
+    """As an interrupt does: what was started is ended on the way out."""
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is signal.SIG_DFL:  # nohup ignores one of them
+            signal.signal(ending, _leave)
     sys.exit(main())

@@ -31,6 +31,7 @@ T = TypeVar("T")
 KEPT_LINES = 400
 ENGINE_TIMEOUT_S = 600.0  # loading or saving a CUDA image takes minutes on a slow disk
 QUICK_TIMEOUT_S = 20.0  # what does not answer by then hangs: docker and nvidia-smi need seconds at most
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
 TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
@@ -161,19 +162,22 @@ def _popen(argv: tuple[str, ...], cwd: Path, *, stderr: int | IO[str], has_group
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Holds an interrupt back to the end of the block: a program that is there and that nobody knows would be left."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # no interrupt comes here
+    """Holds a request to end back to the end of the block: a program that nobody knows yet would be left running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no signal comes here
         return
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    asked = {number: handler for number, handler in handlers.items() if callable(handler)}
     held: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    for number in asked:
+        signal.signal(number, lambda number, _: held.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if held:
-        raise KeyboardInterrupt
+        for number, handler in asked.items():
+            signal.signal(number, handler)
+    for each in held:
+        signal.raise_signal(each)
 
 
 def _end(process: subprocess.Popen[str], *, has_group: bool) -> None:

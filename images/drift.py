@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 RENDERED = Path("images/rendered")  # a cell's folder there holds rendered files and nothing else
@@ -13,6 +13,17 @@ def orphans(root: Path, files: Mapping[Path, str]) -> list[str]:
     folders = {path.parent for path in files if RENDERED in path.parents}
     found = {path.relative_to(root) for path in (root / RENDERED).glob("*")} if (root / RENDERED).is_dir() else set()
     return [f"{path}: no cell of the matrix is called that: git rm -r {path}" for path in sorted(found - folders)]
+
+
+def unnamed(root: Path, named: Mapping[Path, Collection[str]], *, is_folder: bool = False) -> list[str]:
+    """A line for each file, or each folder, that the matrix does not name. `named`: a folder -> what may be in it."""
+    found = sorted(
+        path.relative_to(root)
+        for folder, names in named.items()
+        for path in (root / folder).glob("*")
+        if path.is_dir() is is_folder and path.name not in names
+    )
+    return [f"{path}: nothing of the matrix is called that: git rm -r {path}" for path in found]
 
 
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:

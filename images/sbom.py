@@ -53,6 +53,7 @@ DOCUMENT_ID = "SPDXRef-DOCUMENT"
 STATUS_PATH = "var/lib/dpkg/status"
 STATUS = re.compile(r"^var/lib/dpkg/status(?:\.d/(?!.*\.md5sums$).+)?$")
 METADATA = re.compile(r"^(opt/[^/]+/lib/[^/]+\.dist-info/)METADATA$")  # not what a wheel carries inside itself
+FILE_LIST = re.compile(r"^var/lib/dpkg/info/([^/:]+)(?::[a-z0-9-]+)?\.md5sums$")  # of its files, with their MD5
 COPYRIGHT = re.compile(r"^usr/share/doc/([^/]+)/copyright$")
 OS_RELEASE = "usr/lib/os-release"
 SOURCE_FIELD = re.compile(r"^([a-z0-9][a-z0-9+.-]+)(?: \((\S+)\))?$")  # of dpkg: the version where it is another
@@ -65,6 +66,7 @@ REQUIREMENT = re.compile(r"^[a-z0-9][a-z0-9._-]*==\S+(?: \\\n +--hash=sha256:[0-
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 NVCC = "nvidia-cuda-nvcc"
+DEBIAN_TOOLKIT = "nvidia-cuda-toolkit"
 # Libraries leave their wheel on the way into the image, and with it the folder that would name them.
 WHEEL_OF_LIBRARY = {
     "libcublas": "nvidia-cublas",
@@ -157,11 +159,12 @@ def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Pat
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
     locks = {path.stem: path.read_text("utf-8") for path in sorted((root / LOCKS).glob("*.txt"))}
     lock = packages.lock_of(root, cell, found.platform, found.labels)
+    hashes = Hashes.of(lock, locks.values())
     components = [
-        *contents(tree, Hashes.of(lock, locks.values())),
+        *contents(tree, hashes),
         appliance(tree, found),
-        *cuda_libraries(tree, cell, locks),
-        *made_from(cell, dockerfile, locks),
+        *cuda_libraries(tree, cell, locks, hashes),
+        *made_from(cell, dockerfile, locks, tree, hashes),
     ]
     save(out, dump(document(cell, found, components)))
 
@@ -185,10 +188,11 @@ def contents(tree: Tree, hashes: Hashes | None = None) -> Iterator[Component]:
     known = hashes or Hashes()
     distribution = _distribution(tree)
     said = {match[1]: parse_copyright(_text(entry)) for match, entry in _matching(tree, COPYRIGHT)}
+    listed = {match[1]: entry.sha256 for match, entry in _matching(tree, FILE_LIST)}
     debs = [
         each
         for _, entry in _matching(tree, STATUS)
-        for each in packages_of(_text(entry), distribution, said, known.debs)
+        for each in packages_of(_text(entry), distribution, said, known.debs, listed)
     ]
     if not debs:
         message = "the image holds no list of Debian packages: var/lib/dpkg/status"
@@ -230,9 +234,14 @@ def appliance(tree: Tree, image: docker.Image) -> Component:
 
 
 def packages_of(
-    text: str, distribution: Distribution, said: Mapping[str, str], hashes: Mapping[tuple[str, str], str]
+    text: str,
+    distribution: Distribution,
+    said: Mapping[str, str],
+    hashes: Mapping[tuple[str, str], str],
+    listed: Mapping[str, str],
 ) -> Iterator[Component]:
-    """The installed packages of a dpkg status file. `said`: what each one's copyright file names.
+    """The installed packages of a dpkg status file. `said`: what each one's copyright file names; `listed`: SHA-256 of
+    dpkg's list of each one's files, which is all that a base tells of a package that no lock has.
 
     A scanner needs both qualifiers: advisories are of a release of Debian, and of source packages.
     """
@@ -241,7 +250,8 @@ def packages_of(
         qualifiers = {"arch": package.architecture, "distro": distribution.release, "upstream": _upstream(package)}
         told = {name: value for name, value in qualifiers.items() if value}
         source = f"source package {package.source}" if package.source else ""
-        origin = "" if sha256 else "in no Debian lock: of the base image"
+        own = f"; SHA-256 of dpkg's list of its files: {listed[package.name]}" if package.name in listed else ""
+        origin = "" if sha256 else f"in no Debian lock: of the base image{own}"
         yield Component(
             kind="deb",
             name=package.name,
@@ -287,30 +297,55 @@ def parse_metadata(text: str) -> Component:
     )
 
 
-def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str]) -> list[Component]:
+def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str], hashes: Hashes | None = None) -> list[Component]:
     """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's."""
-    names = {PurePosixPath(path).name.partition(".so")[0] for path in tree.files if path.startswith("opt/")}
-    found = sorted(names & set(WHEEL_OF_LIBRARY)) if cell.engine.is_compiled else []  # a wheel's folder names itself
+    known = hashes or Hashes()
+    # Several names of one library are links to the longest of them.
+    files = {
+        PurePosixPath(path).name.partition(".so")[0]: each
+        for path, each in sorted(tree.files.items())
+        if _is_ours(each)
+    }
+    found = (
+        sorted(set(files) & set(WHEEL_OF_LIBRARY)) if cell.engine.is_compiled else []
+    )  # a wheel's folder names itself
     toolkit = cell.toolkit
     if toolkit is None:
-        return [_library(name, None, "no toolkit of this cell brings it") for name in found]
+        return [_library(name, None, "no toolkit of this cell brings it", files[name]) for name in found]
     pins = pins_of(locks.get(toolkit.lock, "")) if toolkit.lock else {}
-    wheels = {WHEEL_OF_LIBRARY[name] for name in found} & set(pins)
+    wheels = {WHEEL_OF_LIBRARY[name]: files[name] for name in found if WHEEL_OF_LIBRARY[name] in pins}
     rest = [name for name in found if WHEEL_OF_LIBRARY[name] not in pins]
     return [
-        *(
-            Component(kind="pypi", name=name, version=pins[name], purl=_purl("pypi", name, pins[name]))
-            for name in sorted(wheels)
-        ),
-        *(_library(name, toolkit.release, toolkit.source) for name in rest),
+        *(_wheel_of(name, pins[name], wheels[name], known) for name in sorted(wheels)),
+        *(_library(name, toolkit.release, toolkit.source, files[name]) for name in rest),
     ]
 
 
-def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator[Component]:
+def _is_ours(entry: Entry) -> bool:
+    return entry.path.startswith("opt/") and entry.kind == "file"
+
+
+def _wheel_of(name: str, version: str, library: Entry, known: Hashes) -> Component:
+    """A wheel that left its libraries and nothing that names it."""
+    wheel = Component(kind="pypi", name=name, version=version, purl=_purl("pypi", name, version))
+    locked = sorted(known.wheels.get(f"{name}=={version}", ()))
+    if len(locked) == 1:
+        return replace(wheel, sha256=locked[0])
+    return replace(wheel, comment=_digest_of(library))
+
+
+def _digest_of(file: Entry) -> str:
+    return f"SHA-256 of /{file.path}: {file.sha256}"
+
+
+def made_from(
+    cell: Cell, dockerfile: str, locks: Mapping[str, str], tree: Tree | None = None, hashes: Hashes | None = None
+) -> Iterator[Component]:
     """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told."""
     engine = cell.engine
     build = f" b{engine.build}" if engine.build is not None else ""
-    patched = f"; patched by {', '.join(engine.patches)}" if engine.patches else ""
+    patched = f"patched by {', '.join(engine.patches)}" if engine.patches else ""
+    binary = tree.files.get(engine.files.binary.lstrip("/")) if tree else None
     yield Component(
         kind="engine",
         name=engine.title,
@@ -318,11 +353,11 @@ def made_from(cell: Cell, dockerfile: str, locks: Mapping[str, str]) -> Iterator
         purl=f"pkg:github/{engine.files.repository}@{engine.commit or engine.version}",
         license=_expression(engine.license),
         said=engine.license,
-        comment=f"{_commit_of(engine)}{patched}",
+        comment="; ".join(filter(None, (_commit_of(engine), patched, _digest_of(binary) if binary else ""))),
     )
     yield source_of(cell)
     if cell.toolkit:
-        yield compiler(cell.toolkit, dockerfile, locks)
+        yield compiler(cell.toolkit, dockerfile, locks, hashes)
 
 
 def source_of(cell: Cell) -> Component:
@@ -345,7 +380,7 @@ def _commit_of(engine: Engine) -> str:
     return f"git commit {engine.commit}" if engine.commit else f"no commit is named; built by {engine.publisher}"
 
 
-def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Component:
+def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str], hashes: Hashes | None = None) -> Component:
     """nvcc with its version and what it was told. VerificationError when the Dockerfile tells it nothing."""
     targets = CUDA_TARGETS.search(dockerfile)
     if targets is None:
@@ -354,12 +389,17 @@ def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str]) -> Com
     pins = pins_of(locks.get(toolkit.lock, "")) if toolkit.lock else {}
     version = pins.get(NVCC, toolkit.release)
     told = " ".join(gencode(target) for target in targets[1].split(";"))
+    known = hashes or Hashes()
+    deb = known.debs.get((DEBIAN_TOOLKIT, toolkit.release))
+    admitted = sorted(known.wheels.get(f"{NVCC}=={version}", ())) if NVCC in pins else [deb] if deb else []
+    files = f"; SHA-256 of the wheels that the lock admits: {', '.join(admitted)}" if len(admitted) > 1 else ""
     return Component(
         kind="compiler",
         name="nvcc",
         version=version,
         purl=_purl("pypi", NVCC, version) if NVCC in pins else _purl("generic", "nvcc", version),
-        comment=f"{told}; {toolkit.source}",
+        sha256=admitted[0] if len(admitted) == 1 else None,
+        comment=f"{told}; {toolkit.source}{files}",
     )
 
 
@@ -452,8 +492,9 @@ def _distribution(tree: Tree) -> Distribution:
     return Distribution(name=name, release=f"{name}-{fields['VERSION_ID']}" if "VERSION_ID" in fields else None)
 
 
-def _library(name: str, version: str | None, comment: str) -> Component:
-    return Component(kind="cuda", name=name, version=version, purl=_purl("generic", name, version), comment=comment)
+def _library(name: str, version: str | None, comment: str, file: Entry) -> Component:
+    purl = _purl("generic", name, version)
+    return Component(kind="cuda", name=name, version=version, purl=purl, sha256=file.sha256 or None, comment=comment)
 
 
 def _purl(kind: str, name: str, version: str | None) -> str:

@@ -261,7 +261,9 @@ def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError
         return _driver_too_old(where, willing, machine, known)
     whys = list(dict.fromkeys(filter(None, (_why_never(matrix, gpu, machine, known) for gpu in machine.gpus))))
     message = f"{where}: {'; '.join(whys)}" if whys else where
-    return MatrixError(message, hint=_elsewhere(matrix, machine, known) or _built(matrix, machine))
+    # Where the matrix decided against this kind of machine, another kind is no help to who has this one.
+    elsewhere = None if whys else _elsewhere(matrix, machine, known)
+    return MatrixError(message, hint=elsewhere or _built(matrix, machine))
 
 
 def _driver_too_old(where: str, willing: list[_Fit], machine: Machine, known: Facts) -> MatrixError:

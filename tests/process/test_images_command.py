@@ -136,6 +136,25 @@ def test_a_folder_of_a_cell_that_is_gone_fails_the_check(project: Path, tmp_path
     assert "images/rendered/llama-cu130-sm87: no cell of the matrix is called that" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".devcontainer/old/Dockerfile", "images/gaps/vllm-cu130-sm70.yaml", "images/gaps/vllm-cu124-sm90.yaml"),
+        *("images/locks/cuda-11.8.txt", "images/locks/old.in", "images/locks/debian-buster-slim-amd64.json"),
+    ],
+)
+def test_what_the_matrix_names_no_more_fails_the_check(project: Path, tmp_path: Path, path: str) -> None:
+    _copy(project, tmp_path)
+    assert _run(tmp_path, "render").returncode == 0
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text("x", "utf-8")
+    done = _run(tmp_path, "render", "--check")
+    assert done.returncode == 61
+    named = ".devcontainer/old" if "devcontainer" in path else path
+    assert f"{named}: nothing of the matrix is called that: git rm -r {named}" in done.stderr
+    assert _run(tmp_path, "render", "--check", "--only", "llama-cpu").returncode == 0
+
+
 def test_an_engine_that_does_not_run_is_exit_60(project: Path) -> None:
     environment = ("env", "DOCKER_HOST=unix:///nonexistent/docker.sock")
     done = _run(project, "build", "--all", "--base", "auto", before=environment)

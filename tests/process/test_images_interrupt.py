@@ -1,4 +1,4 @@
-"""`python -m images` interrupted while another program runs: it says so, ends with 130 and leaves nothing behind."""
+"""`python -m images` told to end while another program runs: it leaves nothing behind; an interrupt is 130."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_interrupt_ends_it_and_what_it_runs(
     tmp_path: Path, fifo: Path, environment: dict[str, str], program: str, words: list[str]
 ) -> None:
     """The signal goes to `images` alone, as `kill -INT` sends it: what a terminal does reaches the others as well."""
-    done = _interrupted(tmp_path, fifo, {**environment, "IGNORED": "INT"}, program, words)
+    done = _ended(tmp_path, fifo, {**environment, "IGNORED": "INT"}, program, words)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.splitlines()[-1] == "interrupted"
     assert "Traceback" not in done.stderr
@@ -54,15 +54,29 @@ def test_an_interrupt_ends_it_and_what_it_runs(
 
 
 def test_what_ignores_the_request_to_end_is_killed(tmp_path: Path, fifo: Path, environment: dict[str, str]) -> None:
-    done = _interrupted(tmp_path, fifo, {**environment, "IGNORED": "INT TERM"}, "docker", ["list"])
+    done = _ended(tmp_path, fifo, {**environment, "IGNORED": "INT TERM"}, "docker", ["list"])
     assert done.returncode == 130
     assert _left(tmp_path) == []
 
 
-def _interrupted(
-    folder: Path, fifo: Path, environment: dict[str, str], program: str, words: list[str]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_closed_terminal_and_a_request_to_end_leave_nothing(
+    tmp_path: Path, fifo: Path, environment: dict[str, str], number: signal.Signals, code: int
+) -> None:
+    done = _ended(tmp_path, fifo, {**environment, "IGNORED": "INT HUP"}, "docker", ["list"], number)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert _left(tmp_path) == []
+
+
+def _ended(
+    folder: Path,
+    fifo: Path,
+    environment: dict[str, str],
+    program: str,
+    words: list[str],
+    number: signal.Signals = signal.SIGINT,
 ) -> subprocess.CompletedProcess[str]:
-    """With a program of that name that hangs; interrupted as soon as that one runs."""
+    """With a program of that name that hangs; sent the signal as soon as that one runs."""
     (folder / program).write_text(HANGING)
     (folder / program).chmod(0o755)
     argv = [sys.executable, "-m", "images", *words]
@@ -70,7 +84,7 @@ def _interrupted(
         argv, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert fifo.read_text() == "running\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 

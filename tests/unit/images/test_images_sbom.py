@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,36 @@ def test_every_package_has_the_hash_that_its_lock_has(tree: Tree) -> None:
         f"one of the 2 files that the lock admits; SHA-256 of its RECORD: {'f' * 64}"
     )
     assert next(sbom.contents(tree)).comment == "source package gcc-12; in no Debian lock: of the base image"
+
+
+HEX = re.compile(r"\b[0-9a-f]{64}\b")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-cpu", "llama-cu124-sm86", "llama-cu128-sm90", "llama-cu130-sm90", "vllm-cu130"]
+)
+def test_every_package_has_a_hash(tree: Tree, image: docker.Image, project: Path, name: str) -> None:
+    """Its file's, where a lock or the image has that file; else one of what the image has of it, in words."""
+    cell = matrix.select(matrix.load(project).cells, name)[0]
+    paths = [
+        *(f"var/lib/dpkg/info/{each}.md5sums" for each in ("libgomp1:amd64", "tini")),
+        cell.engine.files.binary[1:],
+    ]
+    paths += ["opt/llama/libcudart.so.13", "opt/llama/libcublas.so.13", "opt/llama/libnvrtc.so.13"]
+    paths += [f"{path[: -len('METADATA')]}RECORD" for path in tree.files if path.endswith("METADATA")]
+    tree.files |= _tree(dict.fromkeys(paths, "")).files
+    locks = {path.stem: path.read_text("utf-8") for path in (project / "images/locks").glob("*.txt")}
+    hashes = sbom.Hashes.of(debian.load(project, cell.base, "linux/amd64"), locks.values())
+    dockerfile = (project / cell.folder / "Dockerfile").read_text("utf-8")
+    parts = [
+        *sbom.contents(tree, hashes),
+        sbom.appliance(tree, image),
+        *sbom.cuda_libraries(tree, cell, locks, hashes),
+        *sbom.made_from(cell, f"{dockerfile}\n{DOCKERFILE}", locks, tree, hashes),
+    ]
+    told = {each.name: HEX.findall(f"{each.sha256} {each.comment} ") for each in parts}
+    assert len(told) >= 7
+    assert [name for name, found in told.items() if not found] == []
 
 
 def test_the_committed_locks_have_a_hash_for_what_they_install(project: Path, cell: Cell) -> None:

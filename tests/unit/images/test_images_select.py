@@ -299,7 +299,7 @@ def test_what_leaves_something_to_the_driver_needs_cudas_own(engine: str, *, fit
         (("Orin (nvgpu)",), "540.4.0", ARM, "no code for SM 87", "images for linux/arm64 are for SM 90, 100, 103, 110"),
         (("Jetson Orin Nano",), "580.00", ARM, "no code for SM 87", "images for linux/arm64 are for SM 90, 100, 103"),
         (("Jetson Xavier NX",), None, ARM, "Volta (Jetson Xavier)", "images for linux/arm64 are for SM 90"),
-        (("A100",), "580.95.05", ARM, "cards in Arm servers: no image is built for them", "llama-cu130-sm80 does in a"),
+        (("A100",), "580.95.05", ARM, "cards in Arm servers: no image is built for them", "runs on the CPU alone"),
         (("GB10",), "620", AMD, "no image fits GB10 (SM 121) on linux/amd64", "does in a machine of linux/arm64"),
     ],
 )

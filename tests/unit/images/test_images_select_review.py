@@ -26,13 +26,14 @@ ROWS_OF_THE_REVIEW = 33
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`machines`: each a list of GPUs, and `answers`: by driver a cell, or what the refusal must say."""
+    """`machines`: each a list of GPUs, and `answers`: by driver a cell, or what a refusal must say; `hint` too."""
 
     number: int
     machines: tuple[str, ...]  # GPUs of one machine are joined by ` + `
     answers: dict[str | None, str]
     platform: Platform = AMD
     left_out: str | None = None  # the GPU that is not served, and must be named
+    hint: str = ""
 
 
 OLD = "the driver is too old"
@@ -185,6 +186,7 @@ ROWS = (
         machines=("A100", "L4", "RTX 4090", "RTX A6000"),
         platform=ARM,
         answers={"550.54.15": ARM_SERVER, "580.65.06": ARM_SERVER},
+        hint="appliance:llama-cpu runs on the CPU alone",
     ),
     Row(number=33, machines=("",), answers={None: "llama-cpu"}),
     Row(number=33, machines=("",), platform=ARM, answers={None: "llama-cpu"}),
@@ -211,7 +213,35 @@ def test_a_row_of_the_review_is_right_or_gives_the_reason(row: Row, machine: str
             select.choose(LOADED, asked, record=RECORD)
         assert answer in caught.value.message
         assert (caught.value.exit_code, bool(caught.value.hint)) == (10, True)
+        assert row.hint in str(caught.value.hint)
         return
     choice = select.choose(LOADED, asked, record=RECORD)
     assert choice.cell == answer
     assert [each.gpu for each in choice.left_out] == ([row.left_out] if row.left_out else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "driver", "platform", "answer"),
+    [
+        *((name, "580.65.06", AMD, "vllm-cu130") for name in ("T4", "A100", "RTX 3090", "RTX 4090", "H200", "B200")),
+        ("RTX 5090", "580.65.06", AMD, "vllm-cu130"),
+        *((name, "580.95.05", ARM, "vllm-cu130") for name in ("GH200", "GB200", "GB300", "GB10")),
+        *((name, "615.71.09", AMD, "vllm-cu130") for name in ("L40S", "B300", "RTX PRO 6000 Blackwell Server Edition")),
+        ("Thor", "580.00", ARM, "vllm-cu130"),
+        *((name, "570.124.06", AMD, OLD) for name in ("RTX 4090", "H100", "RTX 5090")),
+        ("RTX 4090", "580.10", AMD, OLD),  # its wheels leave PTX to the driver, which CUDA's own alone compiles
+        ("Orin", "580.00", ARM, "80 does not pass to a Jetson"),
+        ("V100", "580.65.06", AMD, "the matrix begins at SM 75"),
+        ("A100", "580.65.06", ARM, ARM_SERVER),
+    ],
+)  # fmt: skip
+def test_the_cell_of_vllm(name: str, driver: str, platform: Platform, answer: str) -> None:
+    """One for a release of CUDA, whose wheel carries every chip."""
+    asked = Machine(platform=platform, gpus=(gpus.parse_gpu(name),), driver=driver)
+    if answer.startswith("vllm-"):
+        assert select.choose(LOADED, asked, engine="vllm", record=RECORD).cell == answer
+        return
+    with pytest.raises(MatrixError) as caught:
+        select.choose(LOADED, asked, engine="vllm", record=RECORD)
+    assert answer in caught.value.message
+    assert caught.value.hint
