@@ -62,6 +62,8 @@ FAMILIES: tuple[tuple[str, str, frozenset[str], str | None, str | None], ...] = 
     ("Qwen3-Coder", CODER, CALL, "qwen3_xml", None),
     ("Qwen3.6", CODER + QWEN35_END, CALL | THINK, "qwen3_xml", "qwen3"),
     ("Qwen3.5, which thinks on request", CODER + QWEN35_SMALL_END, CALL | THINK, "qwen3_xml", None),
+    ("Qwen3.6, edited not to think", "{%- set enable_thinking = false %}" + CODER + QWEN35_END, CALL | THINK,
+     "qwen3_xml", None),
     ("Llama 3.1", LLAMA, NO_TOKENS, "llama3_json", None),
     ("Llama 4", "{% if tools %}<|header_start|> [func_name1(params_name1=", NO_TOKENS, "llama4_pythonic", None),
     ("Mistral Small", "{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]", frozenset({"[TOOL_CALLS]"}), "mistral", None),
