@@ -81,8 +81,8 @@ def tensor_sizes(shape: Shape, cards: int) -> tuple[int, ...]:
 def layouts(
     shape: Shape, rooms: Sequence[float], ends: tuple[float, float], *, tensor: int | None, pipeline: int | None
 ) -> Iterator[Layout]:
-    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. `rooms` of the cards and
-    `ends` of the model are as for `stage_layers`.
+    """Candidates with a card for each rank; `tensor` and `pipeline` where they were asked for. `rooms` of the cards,
+    the largest first, and `ends` of the model are as for `staged`.
 
     Stages come only where they were asked for, or reach memory that ranks of one layer do not: with more cards than
     those may be, or on uneven cards.

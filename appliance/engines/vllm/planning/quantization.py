@@ -39,9 +39,14 @@ class Quantization:
 
     def covers(self, *modules: str, layers: int) -> bool:
         """Whether a module of these names is quantized in any of so many layers."""
-        named = [each for each in self.left_out if any(word in each for word in modules) and not _TOWER.search(each)]
+        named = [each for each in self.left_out if _names(each, modules) and not _TOWER.search(each)]
         found = [_LAYER.search(each) for each in named]
         return None not in found and len({match[1] for match in found if match}) < layers
+
+
+def _names(left_out: str, modules: Sequence[str]) -> bool:
+    """As a path or a pattern with one of them in it, or as a part of its name: `attn` leaves `self_attn` out."""
+    return any(module in left_out or (left_out and left_out in module) for module in modules)
 
 
 def quantization_of(

@@ -141,6 +141,8 @@ def test_an_older_key_of_compressed_tensors_is_read() -> None:
         ([], True),
         (["lm_head", "re:.*mlp.gate$"], True),
         (["self_attn"], False),
+        (["attn"], False),
+        ([""], True),
         (["re:.*self_attn.*"], False),
         (["model.layers.0.self_attn.o_proj"], True),
         ([f"model.layers.{at}.self_attn.o_proj" for at in range(4)], False),
