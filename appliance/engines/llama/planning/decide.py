@@ -96,29 +96,22 @@ def _from_disk(inputs: PlanInputs, tokens: int) -> int:
 
 def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) -> Plan:
     settings, model, placed = inputs.settings, inputs.model, context_plan.placed
-    placement = placed.placement
-    ubatch = min(context_plan.ubatch, padded(context_plan.context))
-    job = replace(inputs.job, context=padded(context_plan.context), kv_type=context_plan.kv_type, ubatch=ubatch)
+    placement, context, kv_type = placed.placement, context_plan.context, context_plan.kv_type
+    ubatch = min(context_plan.ubatch, padded(context))
+    job = replace(inputs.job, context=padded(context), kv_type=kv_type, ubatch=ubatch)
     mode, by_mode = load_mode_of(inputs, job, placed)
     costs = placement_costs(job, inputs.resources, placement, is_pinned=mode in PINNED)
     speed = predicted_speed(placement, placed.speed, costs, settings)
     threads = threads_of(settings, inputs.engine, inputs.hardware, inputs.resources.cpu, placed, costs)
     host = host_memory(inputs, placed.host, mode, bool(placement.shares))
-    kept = caches(
-        inputs,
-        host,
-        spare_beside(inputs, placement),
-        kv_type=context_plan.kv_type,
-        context=context_plan.context,
-        ubatch=ubatch,
-    )
+    kept = caches(inputs, host, spare_beside(inputs, placement), kv_type=kv_type, context=context, ubatch=ubatch)
     extras = extras_of(settings, model, on_host=inputs.projector_on_host or not placement.shares)
     return Plan(
         engine=image.engine,
         model_path=str(model.path),
         alias=settings.alias or plain_name(model.path),
-        context=context_plan.context,
-        kv_type=context_plan.kv_type,
+        context=context,
+        kv_type=kv_type,
         parallel=slots(settings),
         is_embedding=model.is_embedding_model,
         memory=kept.memory,
@@ -135,7 +128,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             load_mode=mode,
             checkpoints=kept.checkpoints,
             extras=extras,
-            rope=rope_for(settings, model, context_plan.context),
+            rope=rope_for(settings, model, context),
             idle_slots_stay=idle_slots_stay(settings, kept.memory.cache, kept.longest_mib),
         ),
         cpu_variant=inputs.kernels.variant,
@@ -149,9 +142,7 @@ def predicted(inputs: PlanInputs, image: ImageFacts, context_plan: ContextPlan) 
             *threads.choices,
             *((inputs.kernels.choice,) if inputs.kernels.choice else ()),
             _ubatch_choice(inputs, job, context_plan, is_pinned=mode in PINNED),
-            *slot_choices(
-                settings, model, context_plan.context, cache_mib=kept.memory.cache, needed_mib=kept.longest_mib
-            ),
+            *slot_choices(settings, model, context, cache_mib=kept.memory.cache, needed_mib=kept.longest_mib),
             *reasons.fixed(inputs.no_flash),
             by_mode,
             *extra_choices(settings, model, extras, inputs.left_away, inputs.resources.devices),
