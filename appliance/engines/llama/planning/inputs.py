@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -38,7 +40,7 @@ from appliance.engines.llama.planning.threads import (
 from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.image_facts import EngineFacts, ImageFacts
 from appliance.model import Model, Projector
-from appliance.plan import CONTEXT_STEP, Device, Kernels, KvCheck, k_and_v
+from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, Device, Kernels, KvCheck, k_and_v
 from appliance.probe import Hardware
 from appliance.settings import Settings
 from appliance.values import dataclass
@@ -190,12 +192,12 @@ def plan_inputs(
         notes=notes,
         limits=limits,
     )
-    return inputs if _has_room(inputs) else _bared(inputs, bare)
+    return inputs if _has_room(inputs, SMALLEST_CONTEXT) else _bared(inputs, bare)
 
 
-def _has_room(inputs: PlanInputs) -> bool:
-    """For the smallest context that would be served, in any type of the cache, and the least caches beside it."""
-    least = inputs.settings.ctx_size or min(inputs.model.native_context, MIN_CONTEXT)
+def _has_room(inputs: PlanInputs, at_least: int) -> bool:
+    """For so large a context, or the one that was asked for, in any type of the cache, beside what else is held."""
+    least = inputs.settings.ctx_size or min(inputs.model.native_context, at_least)
     return any(
         _is_placed(inputs, replace(inputs.job, context=padded(least), kv_type=kind)) for kind in offered_kinds(inputs)
     )
@@ -210,11 +212,20 @@ def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
 
 
 def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
-    """What is optional goes before a model is refused, slots last; what was asked for stays."""
-    asked = inputs.settings.cache_ram_mib or 0.0
-    found = replace(inputs, resources=replace(inputs.resources, spare_mib=bare_mib - asked), is_bare=True)
+    """What is optional shrinks before the context that clients need does, and goes before a model is refused, slots
+    last; what was asked for stays. So more memory never means less context."""
     settings = inputs.settings
-    if _has_room(found) or settings.is_set("parallel"):
+    most_mib = bare_mib - (settings.cache_ram_mib or 0.0)
+
+    def holding(mib: int) -> PlanInputs:
+        return replace(inputs, resources=replace(inputs.resources, spare_mib=most_mib - mib), is_bare=True)
+
+    if _has_room(holding(0), SMALLEST_CONTEXT):
+        optional_mib = range(math.ceil(most_mib - inputs.resources.spare_mib))
+        too_much = bisect_left(optional_mib, True, lo=1, key=lambda mib: not _has_room(holding(mib), SMALLEST_CONTEXT))
+        return holding(too_much - 1)
+    found = holding(0)
+    if _has_room(found, MIN_CONTEXT) or settings.is_set("parallel"):
         return found
     return replace(found, settings=replace(settings, parallel=1, sources={**settings.sources, "parallel": NO_ROOM}))
 
