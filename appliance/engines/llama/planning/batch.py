@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from appliance.engines.llama.planning import assumptions
 from appliance.engines.llama.planning.context import (
@@ -37,6 +38,7 @@ CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
 # What a larger ubatch may take, by the share of a long job's time that it saves: of the context twice that share; of a
 # short chat's time, which gains nothing, half of it in mode `speed`. Other modes have a bar for that.
 CONTEXT_FOR, CHAT_FOR = 2.0, 0.5
+HALF = 0.5  # of the context at least stays in mode `speed`; elsewhere what stays is still worth its name
 
 
 def long_prompt(settings: Settings) -> int:
@@ -63,9 +65,9 @@ def with_batch(
     is_whole = context_plan.placed.placement.is_whole
     if is_whole and len(shares) > 1:
         return context_plan  # several work at once on the parts of a batch, and a larger part leaves them fewer
-    is_enough = _is_still_whole if is_whole else _is_enough
     # Where weights are copied `speed` goes by the job itself, in which the prompt counts: answers alone are no bar.
     bar = None if request.aim == "speed" and not is_whole else context_plan
+    is_enough = _is_still_whole if is_whole else partial(_is_enough, least=1 / CONTEXT_WORTH if bar else HALF)
     for ubatch in _by_time(context_plan, job, resources, settings):
         if ubatch == job.ubatch:
             break
@@ -97,11 +99,11 @@ def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: boo
     return has_bar or found.placed.cost / before.placed.cost - 1 <= CHAT_FOR * saved
 
 
-def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int]) -> bool:
-    """`at_least` is a plan of its own: asked where the answer matters."""
+def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float) -> bool:
+    """`at_least` is a plan of its own: asked where the answer matters. `least` is a share of the context."""
     if found.context >= before.context:
         return True
-    is_usable = found.context >= SMALLEST_CONTEXT and found.context * CONTEXT_WORTH >= before.context
+    is_usable = found.context >= max(SMALLEST_CONTEXT, least * before.context)
     return is_usable and found.context >= at_least()
 
 

@@ -168,16 +168,42 @@ def _teams(devices: tuple[Device, ...]) -> Iterator[tuple[tuple[Device, ...], bo
     the host are copied to the first, so that each with a faster link than the fastest leads all others once.
 
     Alone there is no pipeline, whose inputs are kept several times. Slices of a GPU work alone: a CUDA process sees one
-    (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    (NVIDIA's MIG user guide, "CUDA Device Enumeration"). A team that begins with a device which is no better than the
+    one before has nothing that the team of that one has not: of eight equal cards one alone and all are looked at.
     """
-    for device in devices:
-        yield (device,), False
+    for at, device in enumerate(devices):
+        if not any(_is_as_good(other, device) for other in devices[:at]):
+            yield (device,), False
     whole = tuple(device for device in devices if not device.is_slice)
     for at in range(len(whole) - 1):
-        yield whole[at:], True
+        if not (at and _is_as_good(whole[at - 1], whole[at])):
+            yield whole[at:], True
     for device in whole[1:]:
         if device.upload_gb_s > whole[0].upload_gb_s:
             yield (device, *(other for other in whole if other is not device)), True
+
+
+def _is_as_good(device: Device, other: Device) -> bool:
+    """In all that a placement is made by. What is unknown of one only may be worse."""
+    if (device.is_unified, device.is_slice) != (other.is_unified, other.is_slice):
+        return False
+    return _figures(device) == _figures(other) or (
+        None not in (device.tflops, device.tflops_16, other.tflops, other.tflops_16)
+        and all(mine >= its for mine, its in zip(_figures(device), _figures(other), strict=True))
+    )
+
+
+def _figures(device: Device) -> tuple[float, ...]:
+    """The more the better."""
+    return (
+        device.free_mib,
+        device.bandwidth_gb_s,
+        device.upload_gb_s,
+        device.pinned_gb_s,
+        -device.layer_us,
+        device.tflops or 0.0,
+        device.tflops_16 or 0.0,
+    )
 
 
 def _expert_choices(

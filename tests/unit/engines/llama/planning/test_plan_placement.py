@@ -85,7 +85,9 @@ def cheapest_by_counting(work: PlacementJob, devices: tuple[Device, ...], dram_g
     return min(found, default=None)
 
 
-cards = st.lists(st.tuples(st.integers(100, 2500), st.sampled_from([300.0, 600.0, 900.0])), min_size=1, max_size=3)
+# Some are equal, and some are of one kind with less that is free.
+free = st.one_of(st.sampled_from([400, 800, 1600]), st.integers(100, 2500))
+cards = st.lists(st.tuples(free, st.sampled_from([300.0, 600.0, 900.0])), min_size=1, max_size=4)
 
 
 @settings(deadline=None)
@@ -105,6 +107,18 @@ def test_no_split_of_the_cards_is_faster_than_the_one_found(
         assert placed.placement.cpu_layers == 0
     else:
         assert placed.placement.cpu_layers > 0 or not placed.placement.shares
+
+
+@pytest.mark.parametrize(("others", "used"), [((2500,), ["1"]), ((1200, 1200), ["1", "2"])])
+def test_the_fastest_card_need_not_be_of_the_team(others: tuple[int, ...], used: list[str]) -> None:
+    """It holds no layer at all here. The cards after it are looked at without it, though it is the faster one."""
+    model = small((300,) * LAYERS)
+    devices = (device(0, 100, 900.0), *(device(at, free, 300.0) for at, free in enumerate(others, 1)))
+    work = PlacementJob(model=model, context=512, kv_type="f16", ubatch=512, parallel=4)
+    placed = place(work, Resources(devices=devices, spare_mib=100000.0, dram_gb_s=32.0))
+    assert placed is not None
+    assert [share.gpu.id for share in placed.placement.shares] == used
+    assert placed.placement.cpu_layers == 0
 
 
 def test_what_does_not_fit_the_host_either_is_no_plan() -> None:
