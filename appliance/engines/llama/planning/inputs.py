@@ -213,7 +213,7 @@ def _is_placed(inputs: PlanInputs, job: PlacementJob) -> bool:
 
 def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
     """What is optional shrinks before the context that clients need does, and goes before a model is refused, slots
-    last; what was asked for stays. So more memory never means less context."""
+    last; what was asked for stays."""
     settings = inputs.settings
     most_mib = bare_mib - (settings.cache_ram_mib or 0.0)
 

@@ -133,6 +133,16 @@ def test_weights_beyond_the_limit_are_refused_with_figures() -> None:
     assert "--allow-disk" in (caught.value.hint or "")
 
 
+def test_the_prompt_cache_shrinks_before_the_context_that_clients_need() -> None:
+    """Where both just fitted, a context of 256 was served beside a prompt cache of 128 MiB, and more with less room."""
+    found = [first(hardware=machine(limit_mib=limit)) for limit in range(300, 740, 20)]
+    contexts = [plan.context for plan in found]
+    assert contexts == sorted(contexts)
+    assert contexts[-1] == SMALL.native_context
+    assert all(launch_of(plan).cache_ram_mib <= 1 for plan in found if plan.context < SMALL.native_context)
+    assert any(1 < launch_of(plan).cache_ram_mib < 128 for plan in found)
+
+
 def test_a_prompt_cache_that_was_asked_for_is_named_where_it_leaves_no_room() -> None:
     with pytest.raises(ModelDoesNotFitError) as caught:
         first(cache_ram_mib="999999")

@@ -256,8 +256,8 @@ def test_on_any_machine_all_plans_fit_and_windows_are_usable(host: str, name: st
 
 def test_a_type_of_the_cache_that_carries_less_than_any_mode_would_serve_is_left_out() -> None:
     here = space(with_host(MACHINES["cpu-16g"], 6000), shape("qwen3-8b"))
-    assert (here.best.kv_type, here.best.context) == ("q8_0", 7936)  # f16 carries 4,352
-    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 7936)}
+    assert (here.best.kv_type, here.best.context) == ("q8_0", 8192)  # f16 carries 5,120
+    assert {(each.kv_type, each.context) for each in here.all()} == {("q8_0", 8192)}
 
 
 def test_what_is_optional_goes_before_a_model_is_refused() -> None:
