@@ -187,8 +187,8 @@ SOAKED := .make/soak-$(CELL).jsonl
 .PHONY: soak
 soak: image ## ROUNDS=20 of each kill on the real vLLM (CELL=vllm-cpu): its processes, the container, starts at any moment
 	@$(PY) -m images fetch demo --rung 135m-bf16 $(CA)
-	APPLIANCE_TEST_VLLM_IMAGE=$(IMAGE) APPLIANCE_TEST_ROUNDS=$(or $(ROUNDS),20) APPLIANCE_TEST_RESULTS=$(SOAKED) $(PYTEST) tests/container/test_container_vllm_soak.py; \
-	code=$$?; $(PY) -m benchmarks.soaked $(SOAKED) && exit $$code
+	code=0; APPLIANCE_TEST_VLLM_IMAGE=$(IMAGE) APPLIANCE_TEST_ROUNDS=$(or $(ROUNDS),20) APPLIANCE_TEST_RESULTS=$(SOAKED) $(PYTEST) tests/container/test_container_vllm_soak.py || code=$$?; \
+	$(PY) -m benchmarks.soaked $(SOAKED) || code=$$?; exit $$code
 
 integration: process container ## both
 
