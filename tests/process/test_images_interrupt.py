@@ -80,13 +80,20 @@ def _ended(
     (folder / program).write_text(HANGING)
     (folder / program).chmod(0o755)
     argv = [sys.executable, "-m", "images", *words]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        argv, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        argv, cwd=PROJECT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hear_all
     ) as process:
         assert fifo.read_text() == "running\n"
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def _hear_all() -> None:
+    """What a shell in the background or nohup starts is deaf to some."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _left(folder: Path) -> list[int]:
