@@ -143,6 +143,7 @@ def test_a_refreshed_lock_is_proposed_by_commands_that_exist(project: Path, job:
     }  # `on`, as YAML 1.1 has it
 
 
+@pytest.mark.thorough
 def test_what_a_proposal_adds_is_what_its_commands_write(project: Path) -> None:
     """A generated file that no proposal takes along fails `render --check` in the pull request."""
     (line,) = re.findall(r"^git add (.+)$", (project / ".github/propose").read_text("utf-8"), re.MULTILINE)

@@ -38,6 +38,7 @@ def test_a_program_that_cannot_be_started_is_not_one_that_is_missing(tmp_path: P
     assert docker.capture((str(tmp_path / "none"),), cwd=tmp_path).code == 127
 
 
+@pytest.mark.thorough
 def test_a_program_that_hangs_is_given_up_and_gone_with_its_children(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nsleep 1000 & echo $$ $! > pids; wait\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -50,6 +51,7 @@ def test_a_program_that_hangs_is_given_up_and_gone_with_its_children(tmp_path: P
         smi.parse(done, "linux/amd64")
 
 
+@pytest.mark.thorough
 def test_an_engine_that_hangs_is_given_up_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "docker.sock"))

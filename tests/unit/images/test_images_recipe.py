@@ -260,6 +260,7 @@ def test_weights_are_fetched_once_and_whole(tmp_path: Path, host: str) -> None:
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["w.gguf"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "message", "kept"), [("other", "weights are not what was announced", 0), ("missing", "404", 0),
                                   ("cut", "weights cannot be fetched", PIECE), ("more", "have another size", 0)]

@@ -176,6 +176,7 @@ slots = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(50))  # two whole plans an example
 @given(st.data(), slots, models)
 def test_cards_in_other_slots_give_an_equal_plan(
