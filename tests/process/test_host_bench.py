@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.signals import hear_ctrl_c
+
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_openai.py"
 SHORT = ("--prompts", "256", "--concurrency", "1", "--tokens", "8", "--requests", "2")
@@ -43,11 +45,6 @@ def begin(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
             yield program
         finally:
             program.kill()
-
-
-def hear_ctrl_c() -> None:
-    """A shell starts what it puts into the background deaf to it, and so would be all that the tests start."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(*words: str, **variables: str) -> tuple[int, str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fake_docker import TOKEN_S
+from tests.signals import hear_ctrl_c
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_docker.py"
@@ -55,11 +56,6 @@ def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
             yield program
         finally:
             program.kill()
-
-
-def hear_ctrl_c() -> None:
-    """A shell starts what it puts into the background deaf to it, and so would be all that the tests start."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended(*knobs: str, words: tuple[str, ...] = ()) -> tuple[int, str, str]:

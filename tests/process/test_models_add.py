@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import hear_ctrl_c
+
 ROOT = Path(__file__).parents[2]
 GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
 
@@ -38,11 +40,6 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     for program in running:
         program.kill()
         program.communicate()
-
-
-def hear_ctrl_c() -> None:
-    """What runs in a shell's background is deaf to it, and so would be its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def part_of(folder: Path, name: str) -> Path:

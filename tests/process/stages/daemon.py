@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from docker.api import APIClient
 
 from tests.ports import free_port
 from tests.process.stages.boot import short_folder
+from tests.signals import hear_ctrl_c
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/fakes/fake_daemon.py"
@@ -97,7 +97,7 @@ sys.exit({code})
             cwd=self.place,
             env=self.environment,
             text=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=hear_ctrl_c,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
@@ -124,10 +124,6 @@ sys.exit({code})
         done = self.run("run", self.model(), "--name", "one", "-d", "--image", IMAGE, "--port", str(port), *words)
         assert done.code == 0, done.err
         return port
-
-
-def _hear_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

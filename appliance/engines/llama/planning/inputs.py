@@ -220,11 +220,11 @@ def _bared(inputs: PlanInputs, bare_mib: float) -> PlanInputs:
     def holding(mib: int) -> PlanInputs:
         return replace(inputs, resources=replace(inputs.resources, spare_mib=most_mib - mib), is_bare=True)
 
-    if _has_room(holding(0), SMALLEST_CONTEXT):
+    found = holding(0)
+    if _has_room(found, SMALLEST_CONTEXT):
         optional_mib = range(math.ceil(most_mib - inputs.resources.spare_mib))
         too_much = bisect_left(optional_mib, True, lo=1, key=lambda mib: not _has_room(holding(mib), SMALLEST_CONTEXT))
         return holding(too_much - 1)
-    found = holding(0)
     if _has_room(found, MIN_CONTEXT) or settings.is_set("parallel"):
         return found
     return replace(found, settings=replace(settings, parallel=1, sources={**settings.sources, "parallel": NO_ROOM}))
