@@ -24,6 +24,8 @@ FOLDERS = (".devcontainer", "appliance", "images")
 FILES = ("build_matrix.yaml", "pyproject.toml")
 # Where the tests run as root: a user of this machine whose number the image lacks; the command line asks for its name.
 OF_THE_IMAGE = (*range(101), 1000, 65534)
+# They name folders that this other user may not write to.
+OF_THE_CALLER = {"DOCKER_CONFIG", "BUILDX_CONFIG", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"}
 # Without cached layers it fetches compilers and some hundred wheels.
 PATIENCE_S = 900
 
@@ -46,7 +48,8 @@ class Workspace:
     def cli(self, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
         at = ("--workspace-folder", str(self.folder), "--config", str(self.configuration))
         argv = (str(self.folder / ".devcontainer/cli"), verb, *at, "--id-label", f"appliance.test={self.name}", *words)
-        environment = {**os.environ, "HOME": str(self.folder), "BASE": BASE, "CA_BUNDLE": certificates()}
+        theirs = {name: value for name, value in os.environ.items() if name not in OF_THE_CALLER}
+        environment = theirs | {"HOME": str(self.folder), "BASE": BASE, "CA_BUNDLE": certificates()}
         return subprocess.run(
             argv, env=environment, **self._identity(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
