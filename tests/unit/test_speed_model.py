@@ -41,6 +41,7 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
         assert result.figure > 0
 
 
+@pytest.mark.thorough
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
     """Of cards and of unequal cores the worst is within half; a model of 135 M on two threads is not (README)."""
     held = [row for row in compared if row.result.held_out]

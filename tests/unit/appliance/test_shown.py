@@ -83,6 +83,7 @@ def test_bash_takes_a_quoted_word_as_it_was(word: str) -> None:
         assert os.fsdecode(said) == word
 
 
+@pytest.mark.thorough
 def test_no_console_of_rich_is_made_elsewhere() -> None:
     for path in (ROOT / "appliance").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

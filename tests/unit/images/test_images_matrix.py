@@ -144,6 +144,7 @@ def test_a_boolean_is_no_number(
     _refused(matrix_data, lock_texts, said)
 
 
+@pytest.mark.thorough
 def test_values_nested_too_deeply_are_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "build_matrix.yaml").write_text("bases: " + "[" * 800 + "]" * 800, "utf-8")
     with pytest.raises(MatrixError, match="nested too deeply"):

@@ -318,6 +318,7 @@ def test_select_names_the_alias(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["alias"], found["tag"]) == ("appliance/demo", f"appliance/demo:{found['cell']}")
 
 
+@pytest.mark.thorough
 def test_an_alias_of_no_recipe_is_exit_10(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["select", "--sm", "90", "--alias", "nothing"]) == 10
     assert "no such recipe: nothing" in capsys.readouterr().err

@@ -175,6 +175,7 @@ def test_a_lie_is_refused_where_it_stands(tmp_path: Path, name: str) -> None:
     assert words in refusal_of(data, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = write_model(tmp_path / "whole.gguf", tokens=5)
     data = whole.read_bytes()

@@ -31,6 +31,7 @@ def model(path: Path) -> Model:
     return read_model(path)
 
 
+@pytest.mark.thorough
 def test_a_projector_tells_what_it_reads_and_takes(tmp_path: Path) -> None:
     path = write_projector(
         tmp_path / "mmproj.gguf", WIDTH, layers=1, width=1152, wide=4304, heads=16, side=896, patch=14

@@ -322,6 +322,7 @@ def test_a_template_is_read_as_the_model_s_text(tmp_path: Path, file: str, text:
 THINKS = [{"content": "<think>", "id": 1}, {"content": "</think>", "id": 2}]
 
 
+@pytest.mark.thorough
 def test_tokens_beside_the_vocabulary(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m")
     assert read_folder(folder).added_tokens == frozenset()

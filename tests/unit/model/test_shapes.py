@@ -12,6 +12,7 @@ from tests.builders import some
 from tests.shapes import PUBLISHED, QUANTIZATIONS, SMALL, write_gguf
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantization", some(tuple(QUANTIZATIONS)))
 def test_random_weights_are_small_numbers(tmp_path: Path, quantization: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", SMALL["sliding-sinks"], quantization=quantization, with_data=True)

@@ -170,6 +170,7 @@ def test_the_envelope_is_convex_and_below(values: list[float], data: st.DataObje
         assert envelope(values, at) <= around + 1e-9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen", "gemma"])
 def test_recorded_hits_are_bounded_as_they_must_be(name: str) -> None:
     """hybrid.md: Belady with bypass 71.9 % at 12 slots and 86.9 % at 24 on qwen; more where prompts are free."""
@@ -188,6 +189,7 @@ def test_ours_gets_faster_with_slots_and_beats_all_cpu_on_a_recorded_trace() -> 
     assert speeds == sorted(speeds)
 
 
+@pytest.mark.thorough
 def test_rates_are_found_again_in_noisy_times_with_outliers() -> None:
     rows = []
     for number, (on_cpu, fetched) in enumerate(itertools.product(range(0, 8, 2), range(4))):

@@ -104,6 +104,7 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["qwen", "gemma"])
 def test_a_recorded_trace_read_by_blocks_is_what_it_is_line_by_line(name: str) -> None:
     with gzip.open(hybrid.TRACES / f"{name}.csv.gz", "rt") as file:

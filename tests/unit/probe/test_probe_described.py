@@ -196,6 +196,7 @@ def test_a_file_that_was_cut_is_refused() -> None:
             parse_machine(text[:end], "m")
 
 
+@pytest.mark.thorough
 def test_whatever_a_value_becomes_it_is_a_machine_or_refused() -> None:
     document: dict[str, Any] = as_document(MACHINES["a100-mig"])
     others: tuple[Any, ...] = (None, -1, 0, "x", [], {}, [{}], True, 1e300)

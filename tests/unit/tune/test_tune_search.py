@@ -168,6 +168,7 @@ def test_the_prior_of_threads_is_of_a_doubling_however_many_steps_it_has() -> No
     assert priors["threads 8-32 down prefill"] == pytest.approx(math.sqrt(2) * EFFECTS["threads"].prior)
 
 
+@pytest.mark.thorough
 def test_it_is_as_near_to_the_best_in_a_dozen_as_is_wanted() -> None:
     """Two boxes are slower with eight threads than with two, and slowest with four: no model expects it, and a load for
     so small a chance is not worth its time. It costs 5.6 and 8.3 % there."""

@@ -57,6 +57,7 @@ def verdicts(choice: Choice) -> list[str]:
     return [row.verdict for row in choice.rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", some(CASES), ids=lambda case: case.name)
 def test_the_choice_on_a_described_machine(case: Case) -> None:
     assert text(case) == (HERE / f"{case.name}.txt").read_text()

@@ -183,6 +183,7 @@ def test_no_key_goes_that_another_engine_of_this_build_may_be_loading(tmp_path: 
     other.end()
 
 
+@pytest.mark.thorough
 def test_it_is_counted_while_another_process_writes_and_removes(tmp_path: Path) -> None:
     keys = tmp_path / "b1/vllm/torch_compile_cache"
     keys.mkdir(parents=True)

@@ -56,6 +56,7 @@ def test_the_table_is_that_of_the_kernels(sizes: Mapping[str, Any], *, has_kerne
     assert (why_no_kernel(with_heads(**sizes)) is None) is has_kernel
 
 
+@pytest.mark.thorough
 def test_every_published_shape_has_a_kernel() -> None:
     assert [name for name in PUBLISHED if why_no_kernel(model(name, "Q4_K_M"))] == []
 

@@ -48,6 +48,7 @@ TIGHT = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name", "quantization", "reserved_mib", "mode"), TIGHT)
 def test_a_larger_ubatch_takes_no_more_than_it_saves(
     machine: str, name: str, quantization: str, reserved_mib: str, mode: str
@@ -66,6 +67,7 @@ def test_a_larger_ubatch_takes_no_more_than_it_saves(
         assert job_ms(then, 640) / job_ms(now, 640) - 1 <= saved / 2 + 0.001
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "name", "quantization"), [("4090", "qwen3-next-80b-a3b", "Q4_K_M"), ("MIG20", "deepseek-v3", "Q2_K")]
 )
@@ -82,6 +84,7 @@ def test_speed_gives_up_to_half_of_the_context_where_a_long_prompt_gains_much(
     assert found.speed.job_s < 0.6 * usual.speed.job_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), [("4090", "gpt-oss-120b"), ("2x2080Ti", "qwen3-next-80b-a3b")])
 def test_speed_leaves_half_of_the_context(machine: str, name: str) -> None:
     """4,096 would take 68 and 85 % of it."""

@@ -104,6 +104,7 @@ ROWS = {  # what the review found possible with q8_0 and everything on GPUs, les
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), ROWS)
 def test_no_layer_leaves_the_gpu_for_an_exact_cache(machine: str, name: str) -> None:
     found = space(machine, name).best
@@ -119,6 +120,7 @@ def test_no_layer_leaves_the_gpu_for_an_exact_cache(machine: str, name: str) -> 
 KNEES = {("4090", "32b"): 34304, ("2x4090", "70b"): 34304, ("2x2080ti-22g", "70b"): 13056}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), KNEES)
 def test_the_last_tokens_are_not_bought_with_speed(machine: str, name: str) -> None:
     here = space(machine, name)
@@ -157,6 +159,7 @@ def test_attention_stays_on_the_gpu_before_experts() -> None:
     assert asked.placement.cpu_expert_layers == 48
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", ["4090", "3090-display", "mig20", "24+8"])
 def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
     found = space(machine, "70b").best
@@ -166,6 +169,7 @@ def test_a_model_beyond_the_gpu_keeps_its_cache_there(machine: str) -> None:
     assert "more would decode less than 15 tok/s half full" in reason(found, "context")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), [("l8", "30b-a3b-2507"), ("3060", "8b"), ("2x4090", "70b"), ("l8", "7b")])
 def test_mode_context_is_read_along_with_when_full(machine: str, name: str) -> None:
     here = space(machine, name, mode="context")
@@ -250,6 +254,7 @@ def test_the_share_of_speed_is_of_the_best_with_any_ubatch() -> None:
     assert decode(found) >= 0.7 * best
 
 
+@pytest.mark.thorough
 def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
     here = space("4070+3060", "30b-a3b-2507")
     found, knee = here.best, here.context_plan.knees["q8_0"]
@@ -306,6 +311,7 @@ def test_exactness_wins_ties() -> None:
     assert "layers on the CPU: decode" in reason(slower, "kv_type")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["speed", "balanced", "context"])
 @pytest.mark.parametrize(("machine", "name"), [("l8", "30b-a3b-2507"), ("4090", "32b"), ("t4", "8b")])
 def test_no_reason_names_more_than_the_model_was_trained_for(machine: str, name: str, mode: str) -> None:
@@ -315,6 +321,7 @@ def test_no_reason_names_more_than_the_model_was_trained_for(machine: str, name:
     assert (here.best.context == here.native) is ("the model's native length" in reason(here.best, "context"))
 
 
+@pytest.mark.thorough
 def test_modes_are_in_order() -> None:
     for machine, name in [("l8", "30b-a3b-2507"), ("4090", "32b"), ("24+8", "70b"), ("mig20", "27b")]:
         plans = [space(machine, name, mode=mode).best for mode in ("speed", "balanced", "context")]

@@ -118,6 +118,7 @@ def window(host: str, having: list[tuple[int, float]], name: str, mode: str = "c
 
 
 # Two whole plans an example; the same in each run, so that one planner is judged alike twice.
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(50), derandomize=True)
 @given(hosts, cards, models, more_memory, st.integers(0, 3))
 def test_in_mode_context_more_memory_never_gives_a_smaller_window(

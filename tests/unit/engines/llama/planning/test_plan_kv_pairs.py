@@ -61,6 +61,7 @@ def test_without_kernels_for_the_pair_it_is_said() -> None:
     assert "converts it for every token" in choice.reason
 
 
+@pytest.mark.thorough
 def test_it_is_behind_the_check_of_quality() -> None:
     assert space().best.kv_type == "q8_0"
     assert space().kinds_to_check()[-1:] == (MIXED,)  # q4_0 carries more
@@ -68,6 +69,7 @@ def test_it_is_behind_the_check_of_quality() -> None:
     assert {plan.kv_type for plan in space().all()} == {"f16", "q8_0"}
 
 
+@pytest.mark.thorough
 def test_a_check_that_accepts_it_makes_it_a_candidate() -> None:
     before, after = space(), space(ACCEPTED)
     assert after.best.kv_type == MIXED

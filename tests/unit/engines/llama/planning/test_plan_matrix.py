@@ -70,6 +70,7 @@ S3: list[tuple[str, str, Mapping[str, str]]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name", "flags"), some(S3))
 def test_d_is_f16_at_the_price_of_layers(machine: str, name: str, flags: Mapping[str, str]) -> None:
     found = judged(machine, name, **flags)
@@ -125,6 +126,7 @@ def test_a_is_a_large_cache_in_host_memory() -> None:
 
 
 # S6: host weights are copied for each batch.
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", ["4090", "5090", "24+8"])
 def test_p_is_a_small_batch_with_experts_in_host_memory(machine: str) -> None:
     found = judged(machine, "gpt-oss-120b", ubatch="512", kv_type="f16", ctx_size="32768")
@@ -134,6 +136,7 @@ def test_p_is_a_small_batch_with_experts_in_host_memory(machine: str) -> None:
     assert letters.slow_prompts(judged(machine, "phi-4", ubatch="512", ctx_size="16384")) is None
 
 
+@pytest.mark.thorough
 def test_p_is_a_small_batch_for_experts_on_one_gpu() -> None:
     found = judged("GB10", "gpt-oss-120b", ubatch="512")
     assert is_on_gpus(found.plan)
@@ -157,6 +160,7 @@ def test_t_is_several_cards_without_the_mode_in_which_all_work() -> None:
 
 
 # S2: f16 copies of a rounded cache, and the CUDA context, beyond a margin that was meant for something else.
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "context"), [("gemma-3-27b", "131072"), ("llama-3.1-8b", "131072")])
 def test_o_is_a_plan_without_the_copies_of_a_rounded_cache(name: str, context: str) -> None:
     found = judged("MIG20", name, kv_type="q8_0", ctx_size=context)

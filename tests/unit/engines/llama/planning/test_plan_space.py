@@ -40,6 +40,7 @@ def laptop_plans() -> tuple[Plan, ...]:
     return tuple(space(LAPTOP, shape("qwen3-30b-a3b")).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", some(FITTING), ids=lambda case: case.name)
 def test_every_plan_fits_each_is_there_once_and_the_prediction_is_the_first(case: Case) -> None:
     hardware = MACHINES[case.machine]
@@ -271,6 +272,7 @@ def test_what_is_optional_goes_before_a_model_is_refused() -> None:
     assert not _is_served(of, 7_000)  # its weights alone are 6,956
 
 
+@pytest.mark.thorough
 def test_slots_go_last_and_only_those_that_nobody_asked_for() -> None:
     of = shape("qwen3.6-27b")  # states of recurrent layers for each slot
     weights = of.weights_bytes / MIB
