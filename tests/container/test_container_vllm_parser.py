@@ -6,8 +6,6 @@ command lines of one call together cost one import of vLLM.
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
+from tests.container.stages.vllm_image import IMAGE, answered, needs_image
 
-IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "appliance:vllm-cpu")
 PARSE = Path(__file__).parent / "stages/vllm_parse.py"
-IMPORT_S = 300  # 12 s of CPU time; a cold disk and a busy machine take minutes
 MINIMAL = [
     *("serve", "/data/models/m", "--uds", "/tmp/v.sock", "--served-model-name", "m", "alias", "--dtype", "bfloat16"),
     *("--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "2048"),
@@ -32,18 +29,12 @@ MINIMAL = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _image() -> None:
-    if subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode:
-        pytest.skip(f"{IMAGE} is not here: python -m images build --only vllm-cpu")
+    needs_image()
 
 
 def complaints(lines: Sequence[Sequence[str]]) -> list[str | None]:
     """What the image's vLLM says of each command line; None where it takes it."""
-    mount = f"{PARSE}:/parse.py:ro"
-    argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
-    argv += ["-v", mount, "--entrypoint", "/opt/vllm/bin/python", IMAGE, "/parse.py"]
-    done = subprocess.run(argv, input=json.dumps(lines), capture_output=True, text=True, check=False, timeout=IMPORT_S)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: list[str | None] = json.loads(done.stdout.splitlines()[-1])
+    found: list[str | None] = answered(PARSE, lines)
     return found
 
 

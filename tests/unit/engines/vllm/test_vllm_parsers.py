@@ -25,7 +25,8 @@ DATA = Path(__file__).parents[3] / "data/vllm"
 FACTS = parse_engine_facts((DATA / "facts-0.33-python.json").read_text())
 THINK = frozenset({"<think>", "</think>"})
 CALL = frozenset({"<tool_call>", "</tool_call>"})
-DEEPSEEK = frozenset({"<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"})
+DEEPSEEK = frozenset({"<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"})
+PYTHON_TAG = frozenset({"<|python_tag|>"})
 NO_TOKENS: frozenset[str] = frozenset()
 
 # What each family's template is known by, cut down to that: as published, but for the text between.
@@ -64,7 +65,8 @@ FAMILIES: tuple[tuple[str, str, frozenset[str], str | None, str | None], ...] = 
     ("Qwen3.5, which thinks on request", CODER + QWEN35_SMALL_END, CALL | THINK, "qwen3_xml", None),
     ("Qwen3.6, edited not to think", "{%- set enable_thinking = false %}" + CODER + QWEN35_END, CALL | THINK,
      "qwen3_xml", None),
-    ("Llama 3.1", LLAMA, NO_TOKENS, "llama3_json", None),
+    ("Llama 3.1", LLAMA, PYTHON_TAG, "llama3_json", None),
+    ("Llama 3.1, another tokenizer", LLAMA, NO_TOKENS, None, None),
     ("Llama 4", "{% if tools %}<|header_start|> [func_name1(params_name1=", NO_TOKENS, "llama4_pythonic", None),
     ("Mistral Small", "{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]", frozenset({"[TOOL_CALLS]"}), "mistral", None),
     ("Magistral", "{% if tools %}[TOOL_CALLS][THINK]thinking", frozenset({"[TOOL_CALLS]"}), "mistral", None),
@@ -82,7 +84,7 @@ FAMILIES: tuple[tuple[str, str, frozenset[str], str | None, str | None], ...] = 
      "granite"),
     ("Granite 4", GRANITE + HERMES, CALL, "granite4", None),
     ("Phi-4-mini by vLLM's template", '{%- if tools %}as functools[{"name": [function name]}]', NO_TOKENS,
-     "phi4_mini_json", None),
+     None, None),
     ("Phi-4-mini's own", "{% if 'tools' in message %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", NO_TOKENS,
      None, None),
     ("Gemma 4", "{% if tools %}<|tool_call>call:{{ enable_thinking }}<|channel>thought",
@@ -151,10 +153,10 @@ def test_a_parser_that_the_image_s_engine_has_not_is_not_given() -> None:
 
 def test_a_parser_whose_tokens_are_not_there_is_not_given() -> None:
     """vLLM ends its start over them: "could not locate think start/end tokens in the tokenizer"."""
-    plan = planned(as_given(HERMES + QWEN3_END, CALL))
+    plan = planned(as_given(HERMES + r"'<|im_start|>assistant\n<think>\n</think>x'", CALL))
     assert given_by(plan) == ("hermes", None)
     (said,) = (choice for choice in plan.choices if choice.name == "reasoning")
-    assert "its tokenizer has no token </think>, <think>, which parser qwen3 looks up" in said.reason
+    assert "its tokenizer has no token </think>, <think>, which parser deepseek_r1 looks up" in said.reason
 
 
 @pytest.mark.parametrize(
