@@ -6,13 +6,14 @@ from __future__ import annotations
 from appliance.engines.vllm.chips import Chip
 from appliance.engines.vllm.planning.precision import ENGINE_TYPES, OUR_TYPES
 from appliance.engines.vllm.planning.quantization import Quantization
-from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
+from appliance.errors import ConfigError
 from appliance.image_facts import EngineFacts
 from appliance.plan.choice import Choice
 from appliance.settings import Settings
 from appliance.values import dataclass
 
 _ALIASES = {"fp8": "fp8_e4m3"}  # the same in the engine
+_E5M2 = "fp8_e5m2"
 _BELOW_8_BITS = ("int4", "nvfp4")
 
 
@@ -27,18 +28,15 @@ class KvTypes:
 
 
 def choose_kv_types(settings: Settings, engine: EngineFacts, chip: Chip, dtype: str, weights: Quantization) -> KvTypes:
-    """Raises ConfigError (10) with the alternatives; NoKernelError (20) or CpuUnsupportedError (22) for a checkpoint
-    whose own type the engine would take here in vain."""
-    own, there = OUR_TYPES[dtype], _offered(engine, chip, dtype)
-    if weights.forces_kv_type:
-        _check_forced(settings, chip, there, weights)
+    """Raises ConfigError (10) with the alternatives. A type that is named wins over the checkpoint's own
+    (layers/attention/attention.py of 0.32 and 0.33)."""
+    own, there = OUR_TYPES[dtype], _offered(engine, chip, dtype, weights)
     if settings.kv_type != "auto":
         return _asked(settings, chip, dtype, there, weights)
     if weights.kv_type in there:
-        tried = (weights.kv_type, *(() if weights.forces_kv_type else (own,)))
         why = f"the checkpoint carries the scales of such a cache; {_backend(weights.kv_type, chip)} reads it"
         choice = Choice(name="kv_type", value=weights.kv_type, reason=why, source="model")
-        return KvTypes(chosen=weights.kv_type, tried=tried, is_named=True, choice=choice)
+        return KvTypes(chosen=weights.kv_type, tried=(weights.kv_type, own), is_named=True, choice=choice)
     why = f"exact, as wide as the model's {dtype}"
     if weights.kv_type:
         why += f"; the checkpoint has scales for {weights.kv_type}, which {chip.name} does not read"
@@ -50,30 +48,18 @@ def choose_kv_types(settings: Settings, engine: EngineFacts, chip: Chip, dtype: 
 def _asked(settings: Settings, chip: Chip, dtype: str, there: tuple[str, ...], weights: Quantization) -> KvTypes:
     asked, source = settings.kv_type, settings.sources["kv_type"]
     if asked not in there:
-        message = f"setting kv_type cannot be used on {chip.name}: '{asked}' ({source}){_why_not(asked, chip, dtype)}"
+        message = f"setting kv_type cannot be used on {chip.name}: '{asked}' ({source})"
+        message += _why_not(asked, chip, dtype, weights)
         raise ConfigError(message, hint=f"use auto, or one of {', '.join(there)}")
     why = f"asked for; {_backend(asked, chip)} reads it"
     choice = Choice(name="kv_type", value=asked, reason=why, source=source)
     return KvTypes(chosen=asked, tried=(asked,), is_named=weights.kv_type is not None, choice=choice)
 
 
-def _check_forced(settings: Settings, chip: Chip, there: tuple[str, ...], weights: Quantization) -> None:
-    """compressed-tensors: the engine takes the type of `kv_cache_scheme` whatever it is told."""
-    own, asked = str(weights.kv_type), settings.kv_type
-    if own not in there:
-        message = f"model's KV cache cannot be used on {chip.name}: its kv_cache_scheme makes vLLM take {own} for it"
-        message += f", and there is {', '.join(there)}"
-        kind = CpuUnsupportedError if chip.sm is None else NoKernelError
-        raise kind(message, hint="take the model without kv_cache_scheme, or another quantization of it")
-    if asked != "auto" and _ALIASES.get(asked, asked) != own:
-        message = f"setting kv_type cannot be taken: '{asked}' ({settings.sources['kv_type']}): the checkpoint's "
-        message += f"kv_cache_scheme makes vLLM take {own}"
-        raise ConfigError(message, hint="leave it out, or take the model without kv_cache_scheme")
-
-
-def _offered(engine: EngineFacts, chip: Chip, dtype: str) -> tuple[str, ...]:
+def _offered(engine: EngineFacts, chip: Chip, dtype: str, weights: Quantization) -> tuple[str, ...]:
     """The exact one first."""
-    narrow = [name for name in chip.kv_types if name not in ("auto", *ENGINE_TYPES.values())]
+    never = ("auto", *ENGINE_TYPES.values(), *((_E5M2,) if weights.loads_kv_scales else ()))
+    narrow = [name for name in chip.kv_types if name not in never]
     return (OUR_TYPES[dtype], *(name for name in narrow if not engine.kv_types or name in engine.kv_types))
 
 
@@ -87,11 +73,13 @@ def _backend(kv_type: str, chip: Chip) -> str:
     return chip.kv_types.get(ENGINE_TYPES.get(kv_type, kv_type), chip.backends[0])
 
 
-def _why_not(asked: str, chip: Chip, dtype: str) -> str:
+def _why_not(asked: str, chip: Chip, dtype: str, weights: Quantization) -> str:
     if asked in ENGINE_TYPES:
         return f": the model is computed in {dtype}, and the cache is either that or narrower"
     if not asked.startswith("fp8"):
         return ""
+    if asked == _E5M2 and asked in chip.kv_types and weights.loads_kv_scales:
+        return f": beside weights in {weights.name} vLLM refuses it"
     if chip.sm is None:
         return f": it needs one of {', '.join(chip.fp8_isa)}, which this CPU has not" if chip.fp8_isa else ""
     return (

@@ -15,7 +15,8 @@ from appliance.values import dataclass
 LIMIT = 1 << 20  # of any length or count: no published model comes near
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _TOWER = re.compile(r"visual|vision|audio")
-_ALIASES = {"compressed_tensors": "compressed-tensors", "auto-round": "inc"}
+_COMPRESSED = "compressed-tensors"
+_ALIASES = {"compressed_tensors": _COMPRESSED, "auto-round": "inc"}
 _MODELOPT = {
     "NVFP4": "modelopt_fp4",
     "MXFP8": "modelopt_mxfp8",
@@ -34,8 +35,14 @@ class Quantization:
     group: int | None = None
     rows: int | None = None
     kv_type: str | None = None  # of a cache that the checkpoint has scales for
-    forces_kv_type: bool = False  # the engine takes it whatever it is told
+    kv_problem: str | None = None  # why the engine would end over what is said of that cache
     left_out: tuple[str, ...] = ()  # modules and patterns of modules that are as they were trained
+
+    @property
+    def loads_kv_scales(self) -> bool:
+        """Methods with a `KVCacheMethod` for attention layers, which fp8_e5m2 is refused beside."""
+        name = self.name or ""
+        return name in ("fp8", "quark") or name.startswith("modelopt") or (name == _COMPRESSED and bool(self.kv_type))
 
     def covers(self, *modules: str, layers: int) -> bool:
         """Whether a module of these names is quantized in any of so many layers."""
@@ -61,12 +68,12 @@ def quantization_of(
         found = {**found, **nested}
     groups = [found, *_weights_of_groups(found.get("config_groups"))]
     blocks = [block for each in groups if (block := _block(each))]
-    name, kv_type = _name(found), _kv_type(found)
-    forces = name == "compressed-tensors" and kv_type is not None
+    name = _name(found)
+    kv_type = _kv_type(found, name)
     return Quantization(
         name=name,
         kv_type=kv_type or ("fp8_e4m3" if has_kv_scales and name else None),
-        forces_kv_type=forces,
+        kv_problem=_kv_problem(found.get("kv_cache_scheme")) if name == _COMPRESSED else None,
         bits=next((bits for each in groups if (bits := _first(each, "bits", "w_bit", "num_bits", most=32))), None),
         group=_common([*(_first(each, "group_size", "q_group_size") for each in groups), *(n for _, n in blocks)]),
         rows=_common(rows for rows, _ in blocks),
@@ -89,14 +96,34 @@ def _name(found: Mapping[str, Any]) -> str | None:
     return _ALIASES.get(named, named) or None
 
 
-def _kv_type(found: Mapping[str, Any]) -> str | None:
+def _kv_type(found: Mapping[str, Any], name: str | None) -> str | None:
     """By `kv_cache_scheme` of compressed-tensors and ModelOpt, or ModelOpt's older `kv_cache_quant_algo`
     (utils/torch_utils.py `get_kv_cache_quant_algo_string`, layers/attention/attention.py)."""
     scheme = found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
         bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
+        if bits == 8 and name != _COMPRESSED and scheme.get("dynamic") is not False:
+            return None
         return {8: "fp8_e4m3", 4: "nvfp4"}.get(bits) if type(bits) is int else None
     return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(scheme).lower())
+
+
+def _kv_problem(scheme: object) -> str | None:
+    """As `validate_kv_cache_scheme` of compressed_tensors.py has it."""
+    if scheme is None:
+        return None
+    if not isinstance(scheme, Mapping):
+        return "it is no object"
+    if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        said = f"type {_short(scheme.get('type'))} with num_bits {_short(scheme.get('num_bits'))}"
+        return f"{said}, and only float with 8 is known"
+    if scheme.get("strategy") not in ("tensor", "attn_head"):
+        return f"strategy {_short(scheme.get('strategy'))}, and only tensor and attn_head are known"
+    return None if scheme.get("symmetric") else "it is not symmetric"
+
+
+def _short(value: object) -> str:
+    return repr(value)[:40]
 
 
 def _weights_of_groups(groups: object) -> list[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.engines.vllm.planning.quantization import quantization_of
-from appliance.errors import ConfigError, CpuUnsupportedError, NoKernelError
+from appliance.errors import ConfigError, ModelUnreadableError
 from appliance.model import Model
 from appliance.probe import Hardware
 from tests.golden.vllm_plans import arguments, hardware
@@ -36,21 +36,39 @@ def kv_flag(*args: Any, **flags: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("found", "kv_type", "forces"),
+    ("found", "kv_type"),
     [
-        (COMPRESSED, "fp8_e4m3", True),
-        (MODELOPT, "fp8_e4m3", False),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4", False),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}, "fp8_e4m3", False),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, None, False),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, None, False),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": [], "type": "float"}}, None, False),
-        ({"quant_method": "fp8"}, None, False),
+        (COMPRESSED, "fp8_e4m3"),
+        (MODELOPT, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}, None),
+        ({"quant_method": "fp8"}, None),
     ],
 )
-def test_what_a_checkpoint_says_of_its_cache(found: object, kv_type: str | None, forces: bool) -> None:
+def test_what_a_checkpoint_says_of_its_cache(found: object, kv_type: str | None) -> None:
     stored = quantization_of({"quantization_config": found}, {})
-    assert (stored.kv_type, stored.forces_kv_type) == (kv_type, forces)
+    assert (stored.kv_type, stored.kv_problem) == (kv_type, None)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        (SCHEME | {"type": "int"}, "type 'int' with num_bits 8, and only float with 8 is known"),
+        (SCHEME | {"num_bits": []}, "type 'float' with num_bits [], and only float with 8 is known"),
+        (SCHEME | {"type": "x" * 9000}, "type '" + "x" * 39 + " with num_bits 8"),
+        (SCHEME | {"strategy": "channel"}, "strategy 'channel', and only tensor and attn_head are known"),
+        (SCHEME | {"symmetric": False}, "it is not symmetric"),
+        ("fp8", "it is no object"),
+    ],
+)
+def test_a_scheme_that_ends_the_engine_is_30_before_it_starts(scheme: object, said: str) -> None:
+    with pytest.raises(ModelUnreadableError) as caught:
+        best(ADA, stored_as(COMPRESSED | {"kv_cache_scheme": scheme}))
+    assert caught.value.exit_code == 30
+    assert "config.json: vLLM ends over its kv_cache_scheme: " + said in caught.value.message
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -83,22 +101,23 @@ def test_what_the_engine_would_take_by_itself_is_named_where_the_chip_lacks_it()
     assert kv_flag(ADA) is None
 
 
-def test_a_type_that_the_engine_takes_whatever_it_is_told_is_20_where_the_chip_lacks_it() -> None:
-    with pytest.raises(NoKernelError) as caught:
-        best(TURINGS, stored_as(COMPRESSED))
-    assert caught.value.exit_code == 20
-    assert "kv_cache_scheme makes vLLM take fp8_e4m3" in caught.value.message
-    with pytest.raises(CpuUnsupportedError) as on_cpu:
-        best(CPU, stored_as(COMPRESSED, "smollm2-135m"))
-    assert on_cpu.value.exit_code == 22
-
-
-def test_a_type_against_the_checkpoint_s_is_10() -> None:
-    with pytest.raises(ConfigError) as caught:
-        best(ADA, stored_as(COMPRESSED), kv_type="bf16")
-    assert "'bf16' (flag --kv-type)" in caught.value.message
-    assert caught.value.hint
+def test_the_checkpoint_s_own_type_gives_way_to_a_named_one() -> None:
+    assert kv_flag(TURINGS, stored_as(COMPRESSED)) == "float16"
+    assert kv_flag(CPU, stored_as(COMPRESSED, "smollm2-135m")) == "bfloat16"
+    assert kv_flag(ADA, stored_as(COMPRESSED), kv_type="bf16") == "bfloat16"
     assert best(ADA, stored_as(COMPRESSED), kv_type="fp8").kv_type == "fp8"
+
+
+@pytest.mark.parametrize("found", [COMPRESSED, MODELOPT, {"quant_method": "fp8"}])
+def test_e5m2_is_not_offered_beside_weights_whose_scales_of_the_cache_are_loaded(found: object) -> None:
+    """ "fp8_e5m2 kv-cache is not supported with fp8 checkpoints", which vLLM says after its imports."""
+    assert "fp8_e5m2" not in {plan.kv_type for plan in space(ADA, stored_as(found)).all()}
+    with pytest.raises(ConfigError) as caught:
+        best(ADA, stored_as(found), kv_type="fp8_e5m2")
+    assert caught.value.exit_code == 10
+    assert "'fp8_e5m2' (flag --kv-type): beside weights in " in caught.value.message
+    assert "fp8_e4m3" in (caught.value.hint or "")
+    assert best(ADA, "qwen3-8b", kv_type="fp8_e5m2").kv_type == "fp8_e5m2"
 
 
 @pytest.mark.parametrize("machine", [ADA, TURINGS, SERVER])
@@ -113,7 +132,7 @@ def test_nothing_below_8_bits_is_measured_unless_asked_for(machine: str) -> None
 
 def test_a_calibrated_checkpoint_is_measured_with_its_type_and_the_exact_one() -> None:
     assert {plan.kv_type for plan in space(ADA, stored_as(MODELOPT)).all()} == {"fp8_e4m3", "bf16"}
-    assert {plan.kv_type for plan in space(ADA, stored_as(COMPRESSED)).all()} == {"fp8_e4m3"}
+    assert {plan.kv_type for plan in space(ADA, stored_as(COMPRESSED)).all()} == {"fp8_e4m3", "bf16"}
 
 
 @pytest.mark.parametrize("isa", ["avx512f", "amx_tile"])
