@@ -128,7 +128,7 @@ class _Download:
         self._meter.begin(file.path, size_of(partial))
         if not is_whole(blob, file):
             words = f"another download of {file.path}"
-            async with locked(self._folder.lock(file.key), lambda: self._meter.waits(words, size_of(partial))):
+            async with locked(self._folder.lock(file.key), lambda: self._meter.waits(words, size_of(partial) or size_of(blob))):
                 if not is_whole(blob, file):
                     blob = await self._download(file, partial)
         self._meter.done(blob.stat().st_size)

@@ -19,6 +19,7 @@ from appliance.settings import HubSettings
 from appliance.weights.cache import RepoFolder, find
 from appliance.weights.fetch import fetch
 from appliance.weights.hub import resolve
+from appliance.weights.locks import locked
 from appliance.weights.meter import FetchProgress
 from appliance.weights.wanted import Wanted
 from tests.fakes.hub.running import MIB, REPO, RunningHub, gguf_bytes, put, running_hub
@@ -148,6 +149,29 @@ async def test_every_wait_can_be_cancelled(models: Path, shelf: Path, knobs: tup
         with pytest.raises(asyncio.CancelledError):
             await task
         assert time.monotonic() - began < 60.0
+
+
+async def test_one_that_waits_tells_of_the_file_also_once_it_is_whole(models: Path, shelf: Path) -> None:
+    """Between the other's last byte and its leave of the lock the file has another name."""
+    folder = RepoFolder(root=models, name=FOLDER)
+    folder.make()
+    folder.partial(SHA256).write_bytes(DATA[:MIB])
+    told: list[int] = []
+    with running_hub(shelf) as hub:
+        wanted = await resolve(REPO, hub.settings())
+        async with locked(folder.lock(SHA256), lambda: None):
+            fetching = asyncio.create_task(
+                fetch(wanted, models, hub.settings(), lambda seen: told.append(seen.bytes_done))
+            )
+            await asyncio.to_thread(until, lambda: MIB in told, "a word of the part")
+            with folder.partial(SHA256).open("ab") as part:
+                part.write(DATA[MIB:])
+            folder.partial(SHA256).rename(folder.blob(SHA256))
+            await asyncio.to_thread(until, lambda: len(DATA) in told, "a word of the whole")
+        (path,) = await fetching
+        assert hub.bytes_sent == 0
+    assert path.read_bytes() == DATA
+    assert told == sorted(told)
 
 
 async def test_two_that_want_the_same_wait_for_one_download(tmp_path: Path, shelf: Path) -> None:
