@@ -127,8 +127,8 @@ class _Download:
         blob, partial = self._folder.blob(file.key), self._folder.partial(file.key)
         self._meter.begin(file.path, size_of(partial))
         if not is_whole(blob, file):
-            words = f"another download of {file.path}"
-            async with locked(self._folder.lock(file.key), lambda: self._meter.waits(words, size_of(partial) or size_of(blob))):
+            words, lock = f"another download of {file.path}", self._folder.lock(file.key)
+            async with locked(lock, lambda: self._meter.waits(words, size_of(partial) or size_of(blob))):
                 if not is_whole(blob, file):
                     blob = await self._download(file, partial)
         self._meter.done(blob.stat().st_size)

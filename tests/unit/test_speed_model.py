@@ -51,6 +51,7 @@ def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) 
     assert max(abs(row.error) for row in beside_a_card) < AIM_WORST
 
 
+@pytest.mark.thorough
 def test_experts_in_host_memory_are_predicted_on_machines_of_several_kinds(compared: list[Compared]) -> None:
     held = [row for row in compared if row.result.held_out and row.result.cpu_expert_layers]
     assert len({row.result.machine for row in held}) >= 7
@@ -150,6 +151,7 @@ def test_memory_saturates_with_cores_and_arithmetic_grows_with_them() -> None:
     assert cpu_rates((), 8, 64.0).tflops(8) < found[8].tflops(8)
 
 
+@pytest.mark.thorough
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "rtx-4080|*"]) == 0
     printed = capsys.readouterr().out

@@ -82,6 +82,7 @@ def image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Image:
     return Image(tmp_path, capsys, "89", "120", "75", "86")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["2x4090", "laptop-5060", "4x2080ti-22g", "24+8"])
 def test_it_is_the_plan_that_the_machine_itself_would_have(image: Image, name: str) -> None:
     said = image.plan("--machine", image.machine(name), "--model", "qwen3-30b-a3b@Q4_K_M", "--json")

@@ -40,6 +40,7 @@ def refuses(cell: str, text: str) -> tuple[str, ...] | ApplianceError:
         return error
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in MACHINES if name != "old-driver"])
 def test_select_and_plan_agree_on_every_cell(name: str) -> None:
     text = document_of(name)

@@ -207,6 +207,7 @@ def test_rates_are_found_again_in_noisy_times_with_outliers() -> None:
     assert found.error < 0.03
 
 
+@pytest.mark.thorough
 def test_a_side_that_was_never_the_last_has_no_upper_end() -> None:
     wide = Cost(replace(DESKTOP, dram_gb_s=1000), 2.9)
     rows = [
@@ -274,6 +275,7 @@ def test_the_benchmark_says_who_took_over_in_a_file_that_it_was_given(tmp_path: 
     assert "17 slots" in refused.refused
 
 
+@pytest.mark.thorough
 def test_layers_shared_out_to_processes_come_to_the_same() -> None:
     """The guard's takeover, which is of all layers, included."""
     made = phases(layers=11)

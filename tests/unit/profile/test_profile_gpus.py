@@ -23,6 +23,7 @@ def plans() -> tuple[Plan, ...]:
     return tuple(space(SPLIT).all())
 
 
+@pytest.mark.thorough
 def test_a_placement_comes_back_as_it_was() -> None:
     first, *others = plans()[:3]
     allocated = Allocated(model=60000.0, kv=4644.0, recurrent=1.0, devices=(("CUDA0", 22877.0), ("CUDA1", 22117.0)))
@@ -42,6 +43,7 @@ def places(found: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
             yield from places(value, (*path, number))
 
 
+@pytest.mark.thorough
 def test_a_document_that_lacks_anything_anywhere_is_no_profile() -> None:
     first, other, *_ = plans()
     text = dump_profile(replace(profile(), plan=first, plans=(first, other)))

@@ -121,6 +121,7 @@ def test_another_mode_takes_another_plan_from_the_same_measurements() -> None:
     assert keys == [small.key, middle.key, middle.key]
 
 
+@pytest.mark.thorough
 def test_a_mode_that_was_not_measured_for_wants_what_may_be_a_larger_context() -> None:
     small, *_, large = contexts()
     found = of((small,), [measured(small, 20.0)], mode="speed")

@@ -176,6 +176,7 @@ def test_how_far_the_prediction_was_off() -> None:
     assert replace(found, allocated=None).prediction_error is None
 
 
+@pytest.mark.thorough
 def test_a_file_that_was_cut_anywhere_is_set_aside_with_a_warning(shelf: Shelf) -> None:
     whole = len(DATA) - 1  # without the final newline
     lengths = some((*range(0, whole - 300, 11), *range(whole - 300, whole)))
@@ -463,6 +464,7 @@ def test_what_was_kept_and_is_torn_is_measured_again_and_written_anew(shelf: She
     assert shelf.store.kept(key()) == PARTIAL
 
 
+@pytest.mark.thorough
 @settings(max_examples=examples(500))
 @given(st.data())
 def test_damage_to_what_was_kept_is_a_value_error_and_nothing_else(data: st.DataObject) -> None:

@@ -26,6 +26,7 @@ def prefill(plan: Plan) -> float:
     return plan.speed.prefill_tokens_per_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", ["4090", "5090", "2x4090", "24+8"])
 def test_a_long_prompt_is_read_many_times_as_fast_as_with_the_engines_defaults(machine: str) -> None:
     found = space(machine).best
@@ -113,6 +114,7 @@ def test_what_is_asked_for_stays() -> None:
     assert (launch_of(found).ubatch, launch_of(found).load_mode) == (1024, "mmap")
 
 
+@pytest.mark.thorough
 def test_the_workload_decides_how_long_a_prompt_is() -> None:
     sizes = [launch_of(space("24+8", workload=jobs).best).ubatch for jobs in LONG_PROMPTS]
     assert sizes == sorted(sizes)
@@ -126,6 +128,7 @@ def test_with_everything_on_gpus_nothing_is_copied() -> None:
     assert "llama.cpp's default" in reason(found, "ubatch")
 
 
+@pytest.mark.thorough
 def test_the_tuner_may_measure_mapped_weights_beside_it_and_no_smaller_batches() -> None:
     """Its prompts are too short to tell what those cost."""
     found = space("4090").all()

@@ -148,6 +148,7 @@ def test_no_plan_is_larger_and_faster(machine: str, name: str) -> None:
     assert not beaten
 
 
+@pytest.mark.thorough
 def test_attention_stays_on_the_gpu_before_experts() -> None:
     here = space("l8", "30b-a3b-2507")
     found = here.best
@@ -197,6 +198,7 @@ def test_mode_context_is_never_below_balanced() -> None:
     assert "not 15, and mode balanced has it all the same" in reason(here.best, "context")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), [("4090", "30b-a3b-2507"), ("gb10", "30b-a3b-2507")])
 def test_experts_on_one_gpu_are_given_more_tokens_at_once(machine: str, name: str) -> None:
     """The gain that is told is no more than was published for as many experts: 1.49 times as fast with 2,048."""
@@ -265,6 +267,7 @@ def test_more_context_at_a_price_is_much_more_and_says_it() -> None:
     assert f"this {decode(found):.0f}" in words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ubatch", ["512", "auto"])
 def test_the_native_length_is_not_cut_off_for_a_few_percent(ubatch: str) -> None:
     flags = {} if ubatch == "auto" else {"ubatch": ubatch}
@@ -291,6 +294,7 @@ def test_the_native_length_at_little_cost_is_no_reason_for_an_exact_cache() -> N
     assert here.context_plan.carried["f16"] < here.native
 
 
+@pytest.mark.thorough
 def test_the_tuner_may_measure_each_type_at_its_knee_and_beyond_the_prediction() -> None:
     here = space("3060", "8b", mode="speed")
     whole = {(plan.kv_type, plan.context) for plan in here.all() if plan.placement.is_whole}

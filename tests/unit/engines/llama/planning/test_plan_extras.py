@@ -393,6 +393,7 @@ def test_what_gives_vectors_or_scores_is_served_as_that(
     assert server.pooling_arguments(space().best, ENGINE) == ()
 
 
+@pytest.mark.thorough
 def test_a_model_that_reads_a_text_as_a_whole_has_a_batch_as_long_as_its_context(tmp_path: Path) -> None:
     found = read_model(write_bert(tmp_path / "m.gguf", MEAN, width=384, wide=1536, context=8192))
     plan = Space(resolve_settings({}, {}), IMAGE, ENGINE, machine(), found).best

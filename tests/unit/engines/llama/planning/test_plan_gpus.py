@@ -64,6 +64,7 @@ def space_of(machine: str, name: str) -> Space | None:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("machine", "name"), some(PAIRS))
 def test_nothing_is_planned_beyond_what_is_free(machine: str, name: str) -> None:
     hardware, here = MACHINES[machine], space_of(machine, name)
@@ -198,6 +199,7 @@ def test_cards_in_other_slots_give_an_equal_plan(
     assert planned(having) == planned(data.draw(st.permutations(having)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("widths", [(16, 1), (1, 16)])
 @pytest.mark.parametrize("order", ["auto", "0,1", "1,0"])
 def test_a_card_on_a_single_lane_is_used_and_never_first_where_experts_are_copied(
@@ -299,6 +301,7 @@ def test_a_larger_ubatch_that_fits_no_more_is_not_taken_from_the_profile() -> No
             assert found.endswith(f"and {room:,.0f} are free")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", ["laptop-5060", "2x2080ti-22g"])
 def test_what_is_measured_beside_the_first_plan_is_explained_by_its_own_values(machine: str) -> None:
     of = shape("qwen3-30b-a3b") if machine == "laptop-5060" else model("llama-3.1-8b", "F16")

@@ -108,6 +108,7 @@ def test_k_is_a_little_more_context_for_much_of_the_speed(machine: str, name: st
 
 
 # S5: attention and a large cache in host memory.
+@pytest.mark.thorough
 def test_a_is_attention_that_leaves_before_the_experts() -> None:
     flags = {"kv_type": "f16", "ctx_size": "98304", "gpu_layers": "17", "n_cpu_moe": "48"}
     found = judged("L8", "qwen3-30b-a3b-2507", **flags)
@@ -117,6 +118,7 @@ def test_a_is_attention_that_leaves_before_the_experts() -> None:
     assert letters.attention_away(on_gpu) is None
 
 
+@pytest.mark.thorough
 def test_a_is_a_large_cache_in_host_memory() -> None:
     found = judged("4090", "llama-3.3-70b", kv_type="f16", ctx_size="108544")
     assert found.plan.placement.cpu_layers > 40
@@ -146,6 +148,7 @@ def test_p_is_a_small_batch_for_experts_on_one_gpu() -> None:
 
 
 # S7: one card works at a time.
+@pytest.mark.thorough
 def test_t_is_several_cards_without_the_mode_in_which_all_work() -> None:
     found = judged("2x4090", "qwen3-32b", ctx_size="40960", kv_type="f16")
     assert len(found.plan.placement.shares) == 2
@@ -184,6 +187,7 @@ def as_planned_before(plan: Plan, *, compute: float) -> Plan:
     return replace(plan, placement=replace(plan.placement, shares=(full,), cpu_layers=0))
 
 
+@pytest.mark.thorough
 def test_a_letter_is_written_with_what_was_seen() -> None:
     cell = Cell(machine="3060", model="llama-3.1-8b", quantization="Q5_K_M", flags=dict(S3[1][2]))
     line = matrix.line(cell)

@@ -53,6 +53,7 @@ def test_without_a_gpu_threads_are_dealt_out_to_all_nodes() -> None:
     assert flags_of(best, WITHOUT_GPU) == {"--numa": "distribute", "--threads": "48"}
 
 
+@pytest.mark.thorough
 def test_every_way_is_among_what_is_measured_and_another_plan() -> None:
     found = {launch_of(plan).numa for plan in space(TWO).all()}
     assert found == {"node", "distribute", "isolate", "off"}

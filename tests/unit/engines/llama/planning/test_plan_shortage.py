@@ -44,6 +44,7 @@ def loaded_mib(plan: Plan) -> float:
     return plan.memory.total - plan.memory.cache - plan.memory.checkpoints
 
 
+@pytest.mark.thorough
 @given(data=st.data(), machine=st.sampled_from(sorted(CASES)))
 @settings(max_examples=examples(40), deadline=None)
 def test_the_next_plan_needs_so_much_less_there_or_none_fits(data: st.DataObject, machine: str) -> None:

@@ -207,6 +207,7 @@ def test_the_same_card_is_taken_also_when_its_number_changed() -> None:
     assert [share.gpu.id for share in found.placement.shares] == [share.gpu.id for share in measured.placement.shares]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("load_mode", ["mmap", "none"])
 @pytest.mark.parametrize("machine", ["cpu-16g", "laptop-5060"])
 def test_with_a_smaller_window_everything_else_stays(machine: str, load_mode: str) -> None:

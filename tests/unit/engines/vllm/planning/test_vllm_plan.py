@@ -577,6 +577,7 @@ def test_what_moves_the_compile_key() -> None:
     assert compile_key(later) == compile_key(first), "bytes of the cache are no part of it"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [ADA, TURINGS, "4x2080ti-22g", SERVER, "4070+3060", "24+8"])
 def test_all_plans_fit_and_are_different(machine: str) -> None:
     here = space(machine)
