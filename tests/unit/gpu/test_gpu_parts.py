@@ -112,6 +112,7 @@ def test_ballast_takes_what_is_free_but_for_what_it_leaves_and_ends_with_the_blo
         assert taken["held_mib"] == 3
 
 
+@pytest.mark.thorough
 def test_ballast_that_cannot_be_had_is_an_error(engine_dir: Path) -> None:
     with pytest.raises(RuntimeError, match="could not be taken: exit 1"), held(engine_dir, 10**7):
         pytest.fail("there is no such memory")

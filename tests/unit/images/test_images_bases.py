@@ -22,6 +22,7 @@ def text(project: Path) -> str:
     return (project / "build_matrix.yaml").read_text("utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["bookworm", "trixie", "cuda-12.8", "cuda-12.9"])
 def test_only_the_lines_of_one_base_change(text: str, name: str) -> None:
     made = bases.rewrite(text, name, DIGEST, TODAY)

@@ -70,6 +70,7 @@ def test_another_toolkit_image_replaces_the_literal_from_and_is_recorded(job: bu
     assert "io.appliance.toolkit-override" not in build.moment_labels(job)
 
 
+@pytest.mark.thorough
 def test_another_toolkit_image_is_another_build(project: Path) -> None:
     cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
     base, toolkit = build.BaseChoice(identity=LOCAL), build.BaseChoice(identity=LOCAL, override="cuda:mine")
@@ -101,6 +102,7 @@ def test_the_build_id_moves_with_every_input_and_with_the_base() -> None:
     assert build.build_id(dict(reversed(files.items())), LOCAL) in ids
 
 
+@pytest.mark.thorough
 def test_a_lock_is_in_the_build_id_and_a_temporary_one_takes_its_place(project: Path, cell: Cell) -> None:
     """With other packages the image is another one; with the same, of another day, it is not."""
     base = build.BaseChoice(identity=LOCAL)
@@ -192,6 +194,7 @@ def test_the_last_commit_of_the_inputs_gives_the_date(tmp_path: Path, cell: Cell
     assert build.query_origin(tmp_path, cell, epoch_s=None).revision == f"{first[0]}+dirty"
 
 
+@pytest.mark.thorough
 def test_a_shallow_clone_gives_the_same_origin_or_none(tmp_path: Path, cell: Cell) -> None:
     """Deep enough for the last commit that touched an input, it is as good as a whole one."""
     source = tmp_path / "source"
@@ -212,6 +215,7 @@ def test_a_shallow_clone_gives_the_same_origin_or_none(tmp_path: Path, cell: Cel
     assert build.query_origin(tmp_path / "depth-1", cell, epoch_s=None) == whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [".x.py.swp", "new.py", ".idea/workspace.xml"])
 def test_a_file_that_is_not_gits_is_refused_also_when_it_is_ignored(tmp_path: Path, cell: Cell, name: str) -> None:
     (tmp_path / "appliance/__pycache__").mkdir(parents=True)

@@ -108,6 +108,7 @@ def test_parameters_are_those_of_the_shape(name: str, model: ModelRow) -> None:
     assert model.active_b == pytest.approx(active / 1e9, rel=0.001)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "model"), SHAPES, ids=[name for name, _ in SHAPES])
 def test_the_product_knows_what_a_file_of_each_shape_takes(name: str, model: ModelRow, tmp_path: Path) -> None:
     """Its layers, their caches and the longest context: a rung is chosen by them before it is fetched."""

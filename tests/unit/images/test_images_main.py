@@ -26,6 +26,7 @@ def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["size_budget_mib"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_render_check_is_quiet_about_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["render", "--check"]) == 0
     assert "images/rendered/llama-cpu/Dockerfile\n" in capsys.readouterr().out
@@ -44,6 +45,7 @@ def test_a_mirror_that_is_none_is_exit_2(capsys: pytest.CaptureFixture[str]) -> 
 MIRROR = "http://127.0.0.1:9@20260718T020000Z"
 
 
+@pytest.mark.thorough
 def test_a_reproduction_is_made_of_what_a_build_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
     """The sources of a mirror, and the refusal of an image that does not exist, which asks no network."""
     given = ["verify", "--reproduce", "llama-cpu", "--dry-run", "--json"]
@@ -99,6 +101,7 @@ def test_a_mirror_of_a_lock_that_asks_no_archive_is_exit_2(capsys: pytest.Captur
     assert "--platform belongs to --debian, which is not there: linux/arm64" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_hint_of_a_mirror_is_one_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["build", "--only", "llama-cpu", "--dry-run", "--debian-mirror", "2026-07-11T10:16:37Z"]) == 2
     named = re.findall(r"--debian-mirror (http\S+)", capsys.readouterr().err)
@@ -246,6 +249,7 @@ def test_a_flag_of_one_value_is_not_given_twice(verb: str, word: str, capsys: py
     assert f"hint: it takes one value; python3 -m images {verb} --help" in said
 
 
+@pytest.mark.thorough
 def test_flags_of_several_values_are_given_again() -> None:
     words = ["--gpu", "RTX 3090", "--gpu", "RTX 5090", "--driver", "580.65.06", "--platform", "linux/amd64"]
     assert command.main(["select", *words]) == 0

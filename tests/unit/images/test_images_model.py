@@ -62,6 +62,7 @@ def test_names_are_of_the_prefix(project: Path) -> None:
     assert f"IMAGE_PREFIX ?= {model.PREFIX.rstrip('/')}\n" in (project / "Makefile").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", ["registry.example/team", "registry.example/team/"])
 def test_select_names_the_alias_with_the_prefix(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["select", "--platform", "linux/amd64", "--sm", "90", "--driver", "580.95.05", "--alias", "qwen"]

@@ -311,6 +311,7 @@ def test_a_model_image_has_its_cells_facts_and_the_recipe(project: Path, cell: C
     assert (facts.build_id, facts.cell, facts.recipe) == ("b" * 32, "llama-cpu", "demo")
 
 
+@pytest.mark.thorough
 def test_select_names_the_alias(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["select", "--platform", "linux/amd64", "--sm", "90", "--driver", "580.95.05", "--alias", "demo"]
     assert command.main([*words, "--dry-run", "--json"]) == 0

@@ -469,6 +469,7 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
     assert "get it: python3 -m images build --only llama-cu128-sm120 --base auto" in err
 
 
+@pytest.mark.thorough
 def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--driver", "580.65.06", "--gpu", "GT 710", "--gpu", "RTX 3090", "--platform", "linux/amd64"]
     assert command.main(["select", *words]) == 0
@@ -486,6 +487,7 @@ def test_the_command_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["tag"] == "appliance:llama-cu134-sm90"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("argv", "code"),
     [

@@ -52,6 +52,7 @@ def test_whatever_the_kernel_says_is_no_crash(text: str) -> None:
     assert times is None or (times[0] > 0 and min(times[1:]) >= 0)
 
 
+@pytest.mark.thorough
 def test_our_own_work_is_that_of_our_tree_and_of_those_that_have_ended() -> None:
     burn = "import time; t = time.process_time()\nwhile time.process_time() - t < 0.1: pass"
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print(flush=True); input()"
@@ -82,6 +83,7 @@ print(sample.own_pids >= {os.getpid(), ours.pid}, sample.own_s is not None, samp
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("hidepid", "seen"), [(1, "False False True"), (2, "True True True")])
 def test_where_proc_is_hidden_nobody_can_say_or_our_own_are_seen(hidepid: int, seen: str) -> None:
     """Processes of other users cannot be read (1), or are not there (2)."""

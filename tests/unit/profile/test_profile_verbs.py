@@ -178,6 +178,7 @@ def test_too_few_and_too_many_ids_are_usage(desk: Desk, words: tuple[str, ...]) 
     assert f"profiles {words[0]} " in said.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["show", "diff", "export", "pin", "unpin", "forget"])
 def test_an_id_of_none_or_of_several_is_said(desk: Desk, verb: str) -> None:
     assert "no profile with this id: abc" in desk.profiles(verb, "abc").err

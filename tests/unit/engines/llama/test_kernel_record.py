@@ -165,6 +165,7 @@ def program(path: Path, body: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("body", "problem"),
     [

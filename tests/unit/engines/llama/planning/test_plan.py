@@ -217,6 +217,7 @@ def test_documents_are_json() -> None:
 memories = st.integers(600, 65536)
 
 
+@pytest.mark.thorough
 @given(memories, st.sampled_from([SMALL, LARGE]), st.integers(1, 64), st.one_of(st.none(), st.floats(0.1, 64)))
 def test_what_is_planned_fits_and_is_the_same_every_time(
     limit_mib: int, model: Model, logical: int, quota: float | None

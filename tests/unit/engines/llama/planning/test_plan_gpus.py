@@ -462,6 +462,7 @@ def test_an_engine_for_the_cpu_plans_no_gpu() -> None:
     assert dict(found.knobs)["placement"] == "CPU"
 
 
+@pytest.mark.thorough
 def test_a_user_fixes_devices_layers_and_experts() -> None:
     hardware = MACHINES["3090+4090+5060"]
     found = best(hardware, shape("qwen3-8b"), devices="0", ctx_size="4096")

@@ -243,6 +243,7 @@ def test_a_context_that_ends_where_memory_does_says_so() -> None:
     assert best.placement.shares[0].gpu.free_mib - best.placement.shares[0].memory.total < 256 * 64 * 4096 / MIB
 
 
+@pytest.mark.thorough
 def test_beside_it_whole_layers_take_over_none_of_its_words() -> None:
     bounded = space(machine(2, free_mib=20000), large(), kv_type="f16")
     asked = space(machine(2, free_mib=20000), large(), kv_type="f16", ctx_size="65536")
