@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def hear_ctrl_c() -> None:
-    """A shell starts what it puts into the background deaf to it, and so would be all that the tests start."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def hear_all() -> None:
+    """What a shell starts in the background, or nohup, is deaf to some, and so would be all that the tests start."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.signals import hear_ctrl_c
+from tests.signals import hear_all
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_openai.py"
@@ -39,7 +39,7 @@ def begin(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     inherited = {name: value for name, value in os.environ.items() if name != "OPENAI_API_KEY"}
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        argv, cwd=ROOT, env=inherited | variables, text=True, stdout=pipe, stderr=pipe, preexec_fn=hear_ctrl_c
+        argv, cwd=ROOT, env=inherited | variables, text=True, stdout=pipe, stderr=pipe, preexec_fn=hear_all
     ) as program:
         try:
             yield program

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fake_docker import TOKEN_S
-from tests.signals import hear_ctrl_c
+from tests.signals import hear_all
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests/fakes/fake_docker.py"
@@ -50,7 +50,7 @@ def begin(address: str, *words: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "DOCKER_HOST": address}
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_ctrl_c, stdout=pipe, stderr=pipe
+        argv, cwd=ROOT, env=environment, text=True, preexec_fn=hear_all, stdout=pipe, stderr=pipe
     ) as program:
         try:
             yield program

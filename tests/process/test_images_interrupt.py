@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.signals import hear_all
+
 PROJECT = Path(__file__).parents[2]
 # Writes who it is and what it started, says that it runs, and never ends by itself. $IGNORED: a signal that it ignores.
 HANGING = """#!/bin/sh
@@ -82,18 +84,12 @@ def _ended(
     argv = [sys.executable, "-m", "images", *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        argv, cwd=PROJECT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hear_all
+        argv, cwd=PROJECT, env=environment, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_all
     ) as process:
         assert fifo.read_text() == "running\n"
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
-
-
-def _hear_all() -> None:
-    """What a shell in the background or nohup starts is deaf to some."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def _left(folder: Path) -> list[int]:

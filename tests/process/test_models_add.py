@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.signals import hear_ctrl_c
+from tests.signals import hear_all
 
 ROOT = Path(__file__).parents[2]
 GGUF = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
@@ -31,7 +31,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                preexec_fn=hear_ctrl_c,
+                preexec_fn=hear_all,
             )
         )
         return running[-1]

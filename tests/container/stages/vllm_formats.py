@@ -3,9 +3,10 @@
     docker run --rm -i -v $PWD/tests/container/stages/vllm_formats.py:/formats.py:ro \\
         --entrypoint /opt/vllm/bin/python appliance:vllm-cpu /formats.py < cases.json
 
-In: a JSON list of {"tools": NAME or null, "reasoning": NAME or null, "tokens": [...], "text": ...}. Out, on the last
-line: for each {"refused": ...}, what the server's start would end with, or {"reasoning", "content", "calls"}. The
-tokenizer has single bytes, and of longer tokens those alone that the case names.
+In: a JSON list of {"tools": NAME or null, "reasoning": NAME or null, "tokens": [...], "text": ..., "template": what a
+request hands to the template}. Out, on the last line: for each {"refused": what the server's start would end with},
+{"failed": what a request would}, or {"whole": ..., "streamed": ...} of {"reasoning", "content", "calls"}. The tokenizer
+has single bytes, and of longer tokens those alone that the case names.
 """
 
 from __future__ import annotations
@@ -43,29 +44,34 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         return {"refused": str(error)}
     coder = Harmony() if is_harmony else tokenizer
+    ids = coder.encode(case["text"], add_special_tokens=False)
     try:
-        return {way.__name__: way(parser_class, tokenizer, case, coder) for way in (whole, streamed)}
-    except Exception as error:  # what a request would end with
+        return {
+            "whole": whole(*parser_and_request(parser_class, tokenizer, case), case["text"], ids),
+            "streamed": streamed(*parser_and_request(parser_class, tokenizer, case), coder, ids),
+        }
+    except Exception as error:
         return {"failed": repr(error)}
 
 
-def whole(parser_class: Any, tokenizer: Any, case: dict[str, Any], coder: Any) -> dict[str, Any]:
-    request = request_of(case)
-    parser = parser_class(tokenizer, request.tools, chat_template_kwargs=request.chat_template_kwargs or {})
+def parser_and_request(parser_class: Any, tokenizer: Any, case: dict[str, Any]) -> tuple[Any, Any]:
+    """As the server makes them for each request."""
+    protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    body |= {"chat_template_kwargs": case["template"]} | ({"tools": [WEATHER]} if case["tools"] else {})
+    request = protocol.ChatCompletionRequest.model_validate(body)
+    return parser_class(tokenizer, request.tools, chat_template_kwargs=case["template"]), request
+
+
+def whole(parser: Any, request: Any, text: str, ids: list[int]) -> dict[str, Any]:
     reasoning, content, calls = parser.parse(
-        case["text"],
-        request,
-        enable_auto_tools=case["tools"] is not None,
-        model_output_token_ids=coder.encode(case["text"], add_special_tokens=False),
+        text, request, enable_auto_tools=bool(request.tools), model_output_token_ids=ids
     )
     return said(reasoning, content, [(call.name, call.arguments) for call in calls or ()])
 
 
-def streamed(parser_class: Any, tokenizer: Any, case: dict[str, Any], coder: Any) -> dict[str, Any]:
+def streamed(parser: Any, request: Any, coder: Any, ids: list[int]) -> dict[str, Any]:
     """The same, token by token, as it reaches a client and is put together there."""
-    request = request_of(case)
-    parser = parser_class(tokenizer, request.tools, chat_template_kwargs=request.chat_template_kwargs or {})
-    ids = coder.encode(case["text"], add_special_tokens=False)
     reasoning, content, calls = "", "", dict[int, list[str]]()
     told = 0
     for at, token in enumerate(ids):
@@ -90,13 +96,6 @@ def said(reasoning: str | None, content: str | None, calls: Sequence[tuple[str, 
         "content": (content or "").strip(),
         "calls": [[name, json.loads(arguments)] for name, arguments in calls],
     }
-
-
-def request_of(case: dict[str, Any]) -> Any:
-    protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
-    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
-    body |= {"tools": [WEATHER]} if case["tools"] else {}
-    return protocol.ChatCompletionRequest.model_validate(body | {"chat_template_kwargs": case.get("template", {})})
 
 
 def tokenizer_with(tokens: Sequence[str]) -> Any:

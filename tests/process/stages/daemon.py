@@ -16,7 +16,7 @@ from docker.api import APIClient
 
 from tests.ports import free_port
 from tests.process.stages.boot import short_folder
-from tests.signals import hear_ctrl_c
+from tests.signals import hear_all
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/fakes/fake_daemon.py"
@@ -97,7 +97,7 @@ sys.exit({code})
             cwd=self.place,
             env=self.environment,
             text=True,
-            preexec_fn=hear_ctrl_c,
+            preexec_fn=hear_all,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,

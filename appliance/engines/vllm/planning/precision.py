@@ -39,12 +39,12 @@ def choose_dtype(shape: Shape, chip: Chip, pins: Pins) -> tuple[str, Choice]:
 
 def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
     """Raises ModelUnreadableError (30) for weights, or scales of a cache, in no way that the engine knows."""
-    known = [each.name for each in engine.quantizations]
-    method = shape.quantization.name
     if shape.quantization.kv_problem:
         message = f"model cannot be used: {model.path / 'config.json'}: vLLM ends over its kv_cache_scheme: "
         message += shape.quantization.kv_problem
         raise ModelUnreadableError(message, hint="take another quantization of it, or one without kv_cache_scheme")
+    known = [each.name for each in engine.quantizations]
+    method = shape.quantization.name
     if method is None or not known or method in known:
         return
     message = (
