@@ -246,6 +246,7 @@ def test_nothing_outlives_an_appliance_that_is_killed(first_start: Stage, tuned_
     assert first_start.key()
     with started(tuned_volume) as stage:
         stage.wait_ready()
-        stage.run("/bin/sh", "-c", "kill -9 $(pgrep -f 'bin/appliance serve' 2>/dev/null || "
-                  "grep -l '^appliance$' /proc/[0-9]*/comm | cut -d/ -f3)")  # fmt: skip
+        # not waited for: with the appliance the container ends, and the shell that killed it, perhaps before its answer
+        kill = "kill -9 $(grep -l '^appliance$' /proc/[0-9]*/comm | cut -d/ -f3)"
+        stage.container.exec_run(["/bin/sh", "-c", kill], detach=True)
         assert stage.wait_exit() == 137
