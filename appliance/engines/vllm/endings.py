@@ -274,7 +274,8 @@ def _lack(line: str) -> Shortage | None:
             context=int(longest[1]) if longest else None,
         )
     if found := _FREE_OF.search(line):
-        return Shortage(refused_mib=float(found[3]) * 1024, device=found[1], free_mib=float(found[2]) * 1024)
+        wanted, free = float(found[3]) * 1024, float(found[2]) * 1024
+        return Shortage(refused_mib=wanted, device=found[1], free_mib=free, is_whole=True)
     if found := _TRIED.search(line):
         refused, free = float(found[1]) * _MIB[found[2]], float(found[4]) * _MIB[found[5]]
         return Shortage(refused_mib=refused, device=f"cuda:{found[3]}", free_mib=free)

@@ -8,7 +8,7 @@ from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.estimate import Estimate
 from appliance.engines.vllm.planning.inputs import free_mib
 from appliance.engines.vllm.planning.launch import VllmLaunch, compile_key
-from appliance.engines.vllm.planning.memory import MIB
+from appliance.engines.vllm.planning.memory import MIB, context_mib
 from appliance.engines.vllm.planning.parallel import are_linked
 from appliance.engines.vllm.planning.reasons import choices_of
 from appliance.engines.vllm.planning.speed import costs_of, speed_of
@@ -133,7 +133,7 @@ def _device(estimate: Estimate, at: int) -> Device:
         index=card.index,
         free_mib=free,
         held_back_mib=held,
-        context_mib=held - estimate.reserves[at].mib,
+        context_mib=context_mib(card, estimate.option.layout.ranks),
         bandwidth_gb_s=card.bandwidth_gb_s or 0.0,
         upload_gb_s=0.0,
         pinned_gb_s=0.0,

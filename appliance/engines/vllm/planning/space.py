@@ -12,7 +12,7 @@ from appliance.engines.engine import Inputs, Reduced
 from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.decide import plan_of
 from appliance.engines.vllm.planning.estimate import Estimate
-from appliance.engines.vllm.planning.inputs import Facts, read_facts
+from appliance.engines.vllm.planning.inputs import Facts, read_facts, total_mib
 from appliance.engines.vllm.planning.launch import KNOB_EFFECTS, launch_of
 from appliance.engines.vllm.planning.limits import NO_LIMITS, Limits
 from appliance.engines.vllm.planning.memory import MIB, Layout
@@ -139,8 +139,11 @@ class Space(doors.Space):
         return still_applied(plan, measured, self._estimate_of(plan))
 
     def after(self, plan: Plan, shortage: Shortage) -> Reduced | None:
-        """With no more context than the engine named, else with less cache by what was missing."""
+        """With no more context than the engine named, with no more of a card than it found free, else with less cache
+        by what was missing."""
         limits, where = self._facts.limits, shortage.device or ("each GPU" if plan.placement.shares else "the host")
+        if shortage.is_whole and shortage.free_mib is not None:
+            return self._with_less_free(plan, where, shortage.refused_mib, shortage.free_mib)
         missing = max(shortage.refused_mib - (shortage.free_mib or 0.0), FRAGMENTS_MIB)
         if shortage.context is None:
             kept = replace(limits, kv_mib=max(0.0, min(limits.kv_mib, _cache_mib(plan)) - missing))
@@ -148,6 +151,21 @@ class Space(doors.Space):
             kept, missing = replace(limits, context=min(limits.context, shortage.context)), shortage.refused_mib
         space = self._with_limits(limits=kept)
         return Reduced(space=space, missing_mib=missing, where=where, taken_mib=self._asked_mib)
+
+    def _with_less_free(self, plan: Plan, where: str, wanted: float, free: float) -> Reduced:
+        """A card that something took memory of since the probe. Of several hosts nobody says whose card it was."""
+        limits, shares = self._facts.limits, plan.placement.shares
+        ids = [share.gpu.id for share in shares if share.device == where and launch_of(plan).nodes == 1]
+        ids = ids or [share.gpu.id for share in shares]
+        found = {**limits.free_mib, **{card: min(limits.free_of(card), free) for card in ids}}
+        space = self._with_limits(limits=replace(limits, free_mib=found))
+
+        def wanted_mib(plan: Plan) -> float:
+            totals = [total_mib(card, self._facts.hardware) for card in self._facts.all_cards if device_id(card) in ids]
+            used = {share.gpu.id for share in plan.placement.shares}
+            return max(totals) * (launch_of(plan).utilization or 0.0) if used & set(ids) else 0.0
+
+        return Reduced(space=space, missing_mib=wanted - free, where=where, taken_mib=wanted_mib)
 
     def _asked_mib(self, plan: Plan) -> float:
         """What its context takes of a rank's cache: that is what the engine compares with what it has left."""

@@ -6,6 +6,7 @@ All workers are given one utilization, or one number of bytes, and have as many 
 
 from __future__ import annotations
 
+from appliance.engines.gpus import device_id
 from appliance.engines.vllm.planning.inputs import Facts, free_mib, total_mib
 from appliance.engines.vllm.planning.kv import KvLayout, KvRequest, layout_of
 from appliance.engines.vllm.planning.launch import EAGER
@@ -115,5 +116,5 @@ def reserve_on(facts: Facts, card: Gpu, *, drafts: bool = False) -> Reserve:
 
 def room_on(facts: Facts, card: Gpu, ranks: int, *, drafts: bool = False) -> float:
     """MiB that a rank's buffers may take of a card, its context and the reserve taken off."""
-    held = context_mib(card, ranks) + reserve_on(facts, card, drafts=drafts).mib
-    return free_mib(card, facts.hardware) - held
+    left = free_mib(card, facts.hardware) - context_mib(card, ranks)
+    return min(left, facts.limits.free_of(device_id(card))) - reserve_on(facts, card, drafts=drafts).mib

@@ -92,6 +92,7 @@ def test_only_real_memory_is_called_memory_with_what_the_log_tells_of_it(name: s
     assert shortage.refused_mib == pytest.approx(row["needed_mib"], abs=0.01)
     assert shortage.free_mib == pytest.approx(row.get("free_mib"))
     assert (shortage.device, shortage.context) == (row.get("device"), row.get("context"))
+    assert shortage.is_whole == (name == "cuda-less-free"), "only vLLM's look at the card comes before any buffer"
 
 
 @pytest.mark.parametrize("name", INDEX)

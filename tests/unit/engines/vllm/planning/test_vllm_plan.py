@@ -591,17 +591,6 @@ def test_all_plans_fit_and_are_different(machine: str) -> None:
         assert plan.context <= here.native
 
 
-def test_memory_that_the_engine_lacked_steps_to_the_number_it_named() -> None:
-    from appliance.plan import Shortage
-
-    here = space(ADA)
-    plan = here.best
-    less = here.after(plan, Shortage(refused_mib=200.0, context=30720))
-    assert less is not None
-    assert less.space.best.context == 30720
-    assert less.is_smaller(less.space.best, plan)
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -622,19 +611,6 @@ def test_no_more_stages_than_layers_are_tried() -> None:
     two = replace(shape, kinds=shape.kinds[:2])
     found = list(layouts(two, [22_000.0] * 32, (0.0, 0.0), tensor=None, pipeline=None))
     assert max(layout.pipeline for layout in found) <= 2
-
-
-def test_memory_that_was_refused_is_taken_from_the_cache() -> None:
-    from appliance.plan import Shortage
-
-    here = space(TURINGS, "qwen3.6-27b-awq")
-    plan = here.best
-    less = here.after(plan, Shortage(refused_mib=512.0, device="cuda:1", free_mib=100.0))
-    assert less is not None
-    smaller = less.space.best
-    assert smaller.placement.shares[0].memory.kv == pytest.approx(plan.placement.shares[0].memory.kv - 412)
-    assert launch(smaller).kv_bytes is not None, "else the engine would take all of it again"
-    assert (less.missing_mib, less.where) == (412.0, "cuda:1")
 
 
 def test_a_model_that_does_not_fit_is_31_with_its_sizes() -> None:
