@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from appliance.errors import ModelUnreadableError
+from appliance.errors import ModelUnreadableError, printable
 from appliance.model.adapter import read_adapter
 from appliance.model.attached import Adapter, Projector
 from appliance.model.digest import ModelDigest, digest
@@ -46,6 +46,8 @@ __all__ = [
 def read_model(path: Path, *, serves: Format = "gguf") -> Model:
     """Raises ModelUnreadableError for whatever is not a whole language model of the format that this image `serves`."""
     if not is_folder_model(path):
+        if serves == "safetensors":
+            raise _no_folder(path)
         return _with_projector(parse_facts(read_whole(path)))
     model = read_folder(path)
     if serves != "safetensors":
@@ -53,6 +55,15 @@ def read_model(path: Path, *, serves: Format = "gguf") -> Model:
         hint = "give the model as a GGUF file; folders of safetensors are served by the images whose name begins vllm-"
         raise ModelUnreadableError(message, hint=hint)
     return model
+
+
+def _no_folder(path: Path) -> ModelUnreadableError:
+    message = f"model is a file, and this image serves folders of safetensors: {printable(str(path))}"
+    if path.suffix.lower() == ".safetensors":
+        hint = f"give the folder that it is in: {printable(str(path.parent))}"
+    else:
+        hint = "give a folder with config.json and safetensors files; GGUF files are served by the images named llama-…"
+    return ModelUnreadableError(message, hint=hint)
 
 
 def _with_projector(model: Model) -> Model:

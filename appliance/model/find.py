@@ -85,8 +85,14 @@ def resolve_model(request: str | None, models_dir: Path, *, serves: Format = "gg
         return _requested(request, models_dir)
     if path := only_model(models_dir, serves=serves):
         return path
-    message = f"no model was named and none is on the volume: {models_dir}"
+    message = f"no model was named and none is on the volume: {models_dir}{_others(models_dir)}"
     raise ConfigError(message, hint=f"put {_WORDS[serves]} into {models_dir}, or name one with APPLIANCE_MODEL")
+
+
+def _others(models_dir: Path) -> str:
+    """What lies there instead: a name without its .gguf, a folder that lacks its config.json, the other format."""
+    found = _entries(models_dir, iter(range(ENTRIES_LIMIT))) if _is_there(models_dir) else []
+    return f"; what is there is no model of this image:{_listing(found)}" if found else ""
 
 
 def find_model(request: str, models_dir: Path) -> Path | None:
@@ -198,7 +204,7 @@ def _folder_hint(folder: Path) -> str:
         return f"name the file itself, for instance {printable(str(inside[0]))}"
     if any(folder.glob("*.safetensors")):
         return "its config.json is missing: fetch the whole folder of the model"
-    return "give the path of a GGUF file, or of a folder with config.json and safetensors files"
+    return "give what this image serves: in llama-… a GGUF file, in vllm-… a folder with config.json and safetensors"
 
 
 def _walk(folder: Path, depth: int, budget: Iterator[int], *, with_repos: bool) -> Iterator[Path]:

@@ -50,7 +50,7 @@ def lacks_a_shard(model: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (is_a_file, "small"),
+        (is_a_file, "serves folders of safetensors"),
         (lies(num_attention_heads=0), "config.json"),
         (lies(num_hidden_layers=10**9), "config.json"),
         (lacks_a_shard, "model-00002-of-00002.safetensors"),

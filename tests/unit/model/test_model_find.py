@@ -67,6 +67,14 @@ def test_nothing_there(models: Path) -> None:
     assert "APPLIANCE_MODEL" in hint
 
 
+def test_what_is_there_and_no_model_is_named(models: Path) -> None:
+    put(models, "forgot-its-ending", "folder/README.md")
+    message, _ = refusal(ConfigError, None, models)
+    assert message.endswith(
+        f"what is there is no model of this image:\n  {models}/folder\n  {models}/forgot-its-ending"
+    )
+
+
 def test_several_there(models: Path) -> None:
     put(models, *(f"{number:02}.gguf" for number in range(23)))
     message, hint = refusal(ConfigError, None, models)

@@ -732,9 +732,15 @@ def test_kv_heads_that_ranks_cannot_share_leave_those_out() -> None:
     assert error.hint == "this model allows 1, 2, 3, 6, 12"
 
 
-def test_a_folder_that_is_a_file_is_30(tmp_path: Path) -> None:
-    file = tmp_path / "model"
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("model", "images named llama-"), ("model.gguf", "images named llama-"), ("model.safetensors", "that it is in: ")],
+)
+def test_a_folder_that_is_a_file_is_30(name: str, hint: str, tmp_path: Path) -> None:
+    file = tmp_path / name
     file.write_text("{}")
     with pytest.raises(ModelUnreadableError) as caught:
         read_model(file, serves="safetensors")
     assert caught.value.exit_code == 30
+    assert "this image serves folders of safetensors" in caught.value.message
+    assert hint in (caught.value.hint or "")
