@@ -22,6 +22,7 @@ PLACE = re.compile(r"^(-?(?:0x[0-9a-f]+)?)(\(%\w+\))$")
 SUFFIX_BYTES = {"b": 1, "w": 2, "l": 4, "q": 8}
 # x86-64 names: a 32-bit write clears the rest, so the full register's state is what counts.
 VECTOR = re.compile(r"^%([xyz])mm(\d+)$")
+READS = ("cmp", "test", "push")  # that write nothing to their last operand
 VECTOR_BYTES = {"x": 16, "y": 32, "z": 64}
 
 
@@ -54,16 +55,24 @@ def _missing(before: list[Instruction], operand: str) -> list[str]:
     target = PLACE.match(operand)
     if target is None:
         return ["rows", "columns"]  # nothing is known of such a place, and a check that cannot see must not pass
-    first, base = int(target[1] or "0", 16), target[2]
+    first, base = _offset(target), target[2]
+    led, root, moved = _last_write(before, base), base, 0
+    if led >= 0 and before[led].name == "lea":  # gcc 14: lea 0xc0(%rsp),%rdi before ldtilecfg (%rdi)
+        source = PLACE.match(before[led].operands[0])
+        if source and source[2] != base:
+            root, moved = source[2], _offset(source)
+    since = _last_write(before, root)
+    if root != base and since > led:
+        return ["rows", "columns"]  # what was stored through it is elsewhere
     is_zero: dict[str, bool] = {}
     is_set = dict.fromkeys(range(64), False)
-    for each in before:
+    for at, each in enumerate(before):
         if not each.operands:
             continue
         *sources, last = each.operands
         stored = PLACE.match(last)
-        if stored and stored[2] == base and sources:
-            offset = int(stored[1] or "0", 16) - first
+        if stored and sources and at > (led if stored[2] == base else since) and stored[2] in (base, root):
+            offset = _offset(stored) + (moved if stored[2] == base else 0) - first - moved
             for byte in range(offset, offset + _width(each, sources[0])):
                 if byte in is_set:
                     is_set[byte] = not _is_zero(sources[0], is_zero)
@@ -71,6 +80,23 @@ def _missing(before: list[Instruction], operand: str) -> list[str]:
             # xor of a register with itself, in any of its forms
             is_zero[_whole(last)] = "xor" in each.name and len(set(sources)) == 1 and _whole(sources[0]) == _whole(last)
     return [name for name, place in (("rows", ROWS), ("columns", COLUMNS)) if not any(is_set[byte] for byte in place)]
+
+
+def _offset(place: re.Match[str]) -> int:
+    return int(place[1] or "0", 16)
+
+
+def _last_write(before: list[Instruction], place: str) -> int:
+    """Of the register in `(%rdi)`: its index, -1 for none."""
+    register = _whole(place.strip("()"))
+    return max(
+        (
+            at
+            for at, each in enumerate(before)
+            if each.operands and not each.name.startswith(READS) and _whole(each.operands[-1]) == register
+        ),
+        default=-1,
+    )
 
 
 def _is_zero(source: str, is_zero: dict[str, bool]) -> bool:
