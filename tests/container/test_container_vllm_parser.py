@@ -1,4 +1,5 @@
-"""Command lines against the argument parser of a vLLM image, and the image's own facts against its parser.
+"""Command lines against the argument parser of a vLLM image and of the newer vLLM that GPU images have, and the image's
+own facts against its parser.
 
 `APPLIANCE_TEST_VLLM_IMAGE` names the image, `appliance:vllm-cpu` without it; skipped where that is not here. All
 command lines of one call together cost one import of vLLM.
@@ -7,14 +8,21 @@ command lines of one call together cost one import of vLLM.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from appliance.engines.vllm import server
+from appliance.errors import FatalError
 from appliance.image_facts import ENGINE_FACTS_PATH, EngineFacts, parse_engine_facts
-from tests.container.stages.vllm_image import IMAGE, answered, needs_image
+from images.matrix import load
+from tests.container.stages.vllm_image import IMAGE, NEWER, answered, needs_image
+from tests.golden.vllm_plans import CASES, SOCKET, engine_facts, known_flags, nodes_of, space
 
+ROOT = Path(__file__).parents[2]
 PARSE = Path(__file__).parent / "stages/vllm_parse.py"
 MINIMAL = [
     *("serve", "/data/models/m", "--uds", "/tmp/v.sock", "--served-model-name", "m", "alias", "--dtype", "bfloat16"),
@@ -32,10 +40,35 @@ def _image() -> None:
     needs_image()
 
 
-def complaints(lines: Sequence[Sequence[str]]) -> list[str | None]:
-    """What the image's vLLM says of each command line; None where it takes it."""
-    found: list[str | None] = answered(PARSE, lines)
+def complaints(lines: Sequence[Sequence[str]], *, newer: bool = False) -> list[str | None]:
+    """What vLLM says of each command line; None where it takes it."""
+    found: list[str | None] = answered(PARSE, lines, newer=newer)
     return found
+
+
+def golden_lines(facts: EngineFacts) -> Iterator[tuple[str, list[str]]]:
+    """Of each golden plan, one for each host, with its name."""
+    for case in CASES:
+        with suppress(FatalError):  # a case that is refused has no command line
+            plan = space(case).predicted
+            for node in nodes_of(plan):
+                yield case.id, list(server.arguments(plan, facts, SOCKET, node))
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["the image's", NEWER])
+def test_the_command_lines_of_all_golden_plans_are_taken(newer: bool) -> None:
+    given = engine_facts()
+    given = given if newer else replace(given, version="0.32.0", flags=known_flags("0.32"))
+    names, lines = zip(*golden_lines(given), strict=True)
+    assert len(set(names)) >= 12
+    assert [(name, said) for name, said in zip(names, complaints(lines, newer=newer), strict=True) if said] == []
+
+
+def test_the_newer_python_is_that_of_the_gpu_images_and_it_answers() -> None:
+    assert {cell.engine.version for cell in load(ROOT).cells if cell.id.startswith("vllm-cu")} == {NEWER}
+    taken, refused = complaints([MINIMAL, ["serve", "/m", "--spec-method", "medusa"]], newer=True)
+    assert taken is None
+    assert "invalid choice: 'medusa'" in (refused or ""), "0.32 takes it"
 
 
 def facts() -> EngineFacts:

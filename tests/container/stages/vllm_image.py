@@ -1,16 +1,30 @@
-"""A program of the tests, run with vLLM's own Python in its image."""
+"""A program of the tests, run with vLLM's own Python in its image; or with the Python files of a newer vLLM over it,
+the one that the GPU images have. Its parsers need nothing of it that is compiled."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 IMAGE = os.environ.get("APPLIANCE_TEST_VLLM_IMAGE", "appliance:vllm-cpu")
+INDEX = "https://pypi.org/simple/vllm/"
+NEWER = "0.33.0"
+SHA256 = "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
+ROOT = Path(__file__).parents[3]
+KEPT = ROOT / ".make"
 IMPORT_S = 300  # 12 s of CPU time; a cold disk and a busy machine take minutes
 
 
@@ -19,12 +33,57 @@ def needs_image() -> None:
         pytest.skip(f"{IMAGE} is not here: python -m images build --only vllm-cpu")
 
 
-def answered(program: Path, question: Any) -> Any:
-    """What it prints on its last line, as it prints logs before. It has no network and may write nothing."""
+def answered(program: Path, question: Any, *, newer: bool = False, model: Path | None = None) -> Any:
+    """What it prints on its last line, as it prints logs before. It has no network and may write nothing. `newer`: with
+    the Python files of `NEWER`; `model` is the folder /model there."""
     argv = ["docker", "run", "--rm", "-i", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--tmpfs", "/data"]
-    argv += ["-v", f"{program}:/program.py:ro", "--entrypoint", "/opt/vllm/bin/python", IMAGE, "/program.py"]
+    argv += ["-v", f"{program}:/program.py:ro", *(["-v", f"{model}:/model:ro"] if model else [])]
+    if newer:  # vLLM's own launcher sets the path
+        argv += ["-v", f"{newer_python()}:/newer:ro", "-e", "PYTHONPATH=/newer:/opt/vllm/lib"]
+    argv += ["--entrypoint", "python3" if newer else "/opt/vllm/bin/python", IMAGE, "/program.py"]
     done = subprocess.run(
         argv, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=IMPORT_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@cache
+def newer_python() -> Path:
+    """The folder with the package, of its source archive, and what it imports beyond the image's; fetched once and
+    kept."""
+    kept = KEPT / f"vllm-{NEWER}-python"
+    if not kept.is_dir():
+        KEPT.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=KEPT) as folder:
+            archive = Path(folder) / "vllm.tar.gz"
+            archive.write_bytes(_archive())
+            with tarfile.open(archive) as opened:
+                opened.extractall(folder, members=_package(opened), filter="data")
+            _install("orjson", Path(folder) / f"vllm-{NEWER}")
+            (Path(folder) / f"vllm-{NEWER}").rename(kept)
+    return kept
+
+
+def _archive() -> bytes:
+    listed = requests.get(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"}, timeout=60)
+    listed.raise_for_status()
+    (url,) = [file["url"] for file in listed.json()["files"] if file["filename"] == f"vllm-{NEWER}.tar.gz"]
+    found = requests.get(url, timeout=600)
+    found.raise_for_status()
+    assert hashlib.sha256(found.content).hexdigest() == SHA256, "not the archive that was read"
+    return found.content
+
+
+def _install(name: str, target: Path) -> None:
+    """As the GPU images lock it, for the image's Python."""
+    locked = re.search(rf"^{name}==(?:.*\\\n)*.*$", (ROOT / "images/locks/vllm-cu130.txt").read_text(), re.MULTILINE)
+    assert locked, name
+    (wanted := target / "wanted.txt").write_text(locked[0])
+    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--target", str(target)]
+    argv += ["--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_17_x86_64"]
+    subprocess.run([*argv, "--requirement", str(wanted)], check=True, timeout=600)
+
+
+def _package(opened: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    return (member for member in opened if member.name.startswith(f"vllm-{NEWER}/vllm/"))
