@@ -62,7 +62,7 @@ def _no_folder(path: Path) -> ModelUnreadableError:
     if path.suffix.lower() == ".safetensors":
         hint = f"give the folder that it is in: {printable(str(path.parent))}"
     else:
-        hint = "give a folder with config.json and safetensors files; GGUF files are served by the images named llama-…"
+        hint = "give a folder with config.json and safetensors files; GGUF files are served by images of other names"
     return ModelUnreadableError(message, hint=hint)
 
 

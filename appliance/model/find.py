@@ -204,7 +204,7 @@ def _folder_hint(folder: Path) -> str:
         return f"name the file itself, for instance {printable(str(inside[0]))}"
     if any(folder.glob("*.safetensors")):
         return "its config.json is missing: fetch the whole folder of the model"
-    return "give what this image serves: in llama-… a GGUF file, in vllm-… a folder with config.json and safetensors"
+    return "give what this image serves: a GGUF file, or a folder with config.json and safetensors files"
 
 
 def _walk(folder: Path, depth: int, budget: Iterator[int], *, with_repos: bool) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from appliance.errors import ModelUnreadableError
 from appliance.model.config import Config, describe_quantization
 from appliance.model.facts import CALLS_TOOLS, EXPERTS_LIMIT, LAYERS_LIMIT, REASONS, Model
 from appliance.model.gguf import TEMPLATE_KEPT_BYTES
-from appliance.model.safetensors import Stored, read_json, read_shards
+from appliance.model.safetensors import Stored, check_end, check_json, read_json, read_shards
 from appliance.model.stack import Layer, LayerKind, Weights
 
 # Layers of the language model alone: a tower for images or sound has its own.
@@ -33,6 +33,8 @@ def read_folder(folder: Path) -> Model:
     """Raises ModelUnreadableError for whatever is not a whole language model."""
     config = Config(folder)
     shards = read_shards(folder)
+    check_json(folder / "tokenizer_config.json")  # else the engine ends over it after a minute, naming no file
+    check_end(folder / "tokenizer.json")
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     trunk = config.number("layers", low=1, high=LAYERS_LIMIT)
     drafts = _drafts(config, tensors, trunk)
@@ -190,7 +192,7 @@ def _quantization_beside(folder: Path) -> dict[str, object] | None:
 
 def _chat_template(folder: Path) -> str | None:
     """Its text, or those of several one after the other. A model without a readable one is still a model, and has
-    none."""
+    none; its tokenizer_config.json was checked before."""
     try:
         found = next((folder / name for name in _TEMPLATES if (folder / name).is_file()), None)
         if found is not None and found.suffix != ".json":

@@ -36,6 +36,7 @@ _BITS = {
     "F4": 4,
 }
 _DAMAGED_HINT = "the file is damaged or was not downloaded whole: fetch it again and compare its size and checksum"
+_END_BYTES = 4096  # a line break or two may follow
 _MIXED_HINT = "fetch the whole folder again, from one place, into an empty one"
 
 
@@ -95,11 +96,28 @@ def read_json(path: Path) -> dict[str, object]:
         return parse_json(file.read(file.size), path, "it")
 
 
-def parse_json(data: bytes, path: Path, what: str) -> dict[str, object]:
+def check_json(path: Path) -> None:
+    """Raises ModelUnreadableError for a file that is there and no JSON object. Names may stand in it twice, as in all
+    that reads such files."""
+    if os.path.lexists(path):
+        with _Opened(path) as file:
+            if file.size <= JSON_LIMIT_BYTES:
+                parse_json(file.read(file.size), path, "it", repeats=True)
+
+
+def check_end(path: Path) -> None:
+    """Raises ModelUnreadableError for a JSON file of megabytes that is there and was cut off."""
+    if os.path.lexists(path):
+        with _Opened(path) as file:
+            if not file.read_end(_END_BYTES).rstrip().endswith(b"}"):
+                _damaged(path, "it was cut off: its last character is no }")
+
+
+def parse_json(data: bytes, path: Path, what: str, *, repeats: bool = False) -> dict[str, object]:
     if sum(map(data.count, (b"[", b"{", b","))) > _MARKS_LIMIT:
         _damaged(path, f"{what} holds more than {_MARKS_LIMIT} entries")
     try:
-        value = json.loads(data, object_pairs_hook=_without_repeats)
+        value = json.loads(data, object_pairs_hook=dict if repeats else _without_repeats)
     except RecursionError:
         _damaged(path, f"{what} is nested too deeply to be read")
     except ValueError as error:  # also for what is not UTF-8, and a number of thousands of digits
@@ -258,6 +276,10 @@ class _Opened:
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
+
+    def read_end(self, most: int) -> bytes:
+        os.lseek(self._descriptor, max(0, self.size - most), os.SEEK_SET)
+        return self.read(min(most, self.size))
 
 
 def _damaged(path: Path, reason: str) -> NoReturn:

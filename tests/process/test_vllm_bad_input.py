@@ -47,15 +47,21 @@ def lacks_a_shard(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
 
 
+def has_half_a_tokenizer(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("{")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (is_a_file, "serves folders of safetensors"),
         (lies(num_attention_heads=0), "config.json"),
         (lies(num_hidden_layers=10**9), "config.json"),
+        (lies(torch_dtype="banana"), "its dtype is none of torch's: 'banana'"),
         (lacks_a_shard, "model-00002-of-00002.safetensors"),
+        (has_half_a_tokenizer, "tokenizer_config.json: it is no JSON"),
     ],
-    ids=["a file", "no heads", "a billion layers", "a shard"],
+    ids=["a file", "no heads", "a billion layers", "a type", "a shard", "a tokenizer"],
 )
 def test_a_folder_that_is_none_is_30_before_anything_is_started(
     spoil: Callable[[Path], None], said: str, home: VllmHome

@@ -209,7 +209,7 @@ def test_a_chat_template(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ tools }}"}')
     assert read_folder(folder).has_chat_template
     assert read_folder(folder).calls_tools
-    (folder / "tokenizer_config.json").write_text("no JSON")
+    (folder / "tokenizer_config.json").write_text("{}")
     assert not read_folder(folder).calls_tools
     (folder / "chat_template.jinja").write_text("{{ tools }}")
     assert read_folder(folder).has_chat_template
@@ -336,10 +336,42 @@ def test_tokens_beside_the_vocabulary(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=60))
 @SAME_FOLDER
-def test_any_tokenizer_leaves_a_model(tmp_path: Path, text: bytes) -> None:
+def test_any_tokenizer_leaves_a_model_or_is_named(tmp_path: Path, text: bytes) -> None:
     folder = tmp_path / "m"
     if not folder.exists():
         write_folder(folder)
     (folder / "tokenizer.json").write_bytes(b'{"added_tokens": ' + text)
     (folder / "tokenizer_config.json").write_bytes(b'{"added_tokens_decoder": ' + text)
-    assert all(isinstance(token, str) for token in read_folder(folder).added_tokens)
+    try:
+        found = read_folder(folder).added_tokens
+    except ModelUnreadableError as error:
+        found, said = frozenset(), error.message
+    else:
+        said = "tokenizer"
+    assert all(isinstance(token, str) for token in found)
+    assert "tokenizer" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer_config.json", "{", "it is no JSON"),
+        ("tokenizer_config.json", "", "it is no JSON"),
+        ("tokenizer_config.json", "[]", "it is no JSON object"),
+        ("tokenizer.json", '{"version": "1.0", "model": {"vocab": {"a": 0', "it was cut off"),
+        ("tokenizer.json", "", "it was cut off"),
+    ],
+)
+def test_a_tokenizer_that_the_engine_would_end_over_is_30(name: str, text: str, words: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / name).write_text(text)
+    with pytest.raises(ModelUnreadableError) as caught:
+        read_folder(folder)
+    assert f"{folder / name}: {words}" in caught.value.message
+
+
+def test_a_tokenizer_may_end_in_line_breaks_and_name_a_thing_twice(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m")
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}\n\n')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "a", "chat_template": "{{ tools }}"}')
+    assert not read_folder(folder).calls_tools, "what is said twice is not read here, and is no error"

@@ -6,6 +6,7 @@ models/qwen3_5.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn
@@ -17,6 +18,8 @@ from appliance.values import dataclass
 
 Kind = Literal["full", "sliding", "mla", "linear"]
 _HINT = "use a model of another architecture, or an image with another engine"
+# Names of torch's types, later ones too: `float4_e2m1fn_x2` has been added since.
+_TORCH_DTYPE = re.compile(r"auto|half|float|double|(?:b?float|complex|q?u?int)\d+(?:_\w+)?")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PLAIN_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -224,9 +227,11 @@ def _window(model: Model, inner: Mapping[str, Any]) -> int | None:
 
 def _dtype(model: Model, inner: Mapping[str, Any]) -> str:
     """What the config names, else what most bytes of the weights are; quantized ones are computed in bfloat16."""
-    named = str(inner.get("dtype") or inner.get("torch_dtype") or "").removeprefix("torch.")
+    named = str(inner.get("dtype") or inner.get("torch_dtype") or "auto").removeprefix("torch.")
     if named in _DTYPE_BYTES:
         return named
+    if not _TORCH_DTYPE.fullmatch(named):
+        _fail(model, f"its dtype is none of torch's: {named[:80]!r}")
     return next((_STORED[kind] for kind, _ in model.bytes_by_type if kind in _STORED), "bfloat16")
 
 
