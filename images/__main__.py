@@ -450,6 +450,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     build.refuse_platform(cells, engine.platform, done="verified")
     verify.refuse_absent(cells, engine, image=arguments.image)
+    if arguments.record:
+        _refuse_dirty(cells, engine, image=arguments.image)
     checks = {
         cell.id: verify.verify(
             ROOT,
@@ -483,6 +485,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
     if found is None:
         message = f"image is gone since it was verified, and was not recorded: {image}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+    proofs.refuse_dirty(cell, found.labels.get(proofs.REVISION_LABEL))
     known = proofs.platform_of(cell, engine.platform)
     proof = proofs.of_checks(
         cell,
@@ -492,10 +495,17 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         commit=found.labels.get(proofs.REVISION_LABEL),
         today=datetime.now(UTC).date(),
         machine=_machine_words(_machine_here(known)),
-        toolkit=found.labels.get(build.TOOLKIT_OVERRIDE_LABEL),
+        toolkit=build.other_toolkit(cell, found.labels),
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
+
+
+def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:
+    """Before minutes of checks, and not after them."""
+    for cell in cells:
+        found = engine.image(image or cell.tag)
+        proofs.refuse_dirty(cell, found.labels.get(proofs.REVISION_LABEL) if found else None)
 
 
 def _machine_words(here: select.Machine) -> str:

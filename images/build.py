@@ -389,6 +389,15 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
     return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=name)
 
 
+def other_toolkit(cell: Cell, labels: Mapping[str, str]) -> str | None:
+    """What an image says of the toolkit that stood for the matrix's: name and digest. None for the same digest under
+    another name, and where nothing stood for it.
+    """
+    said = labels.get(TOOLKIT_OVERRIDE_LABEL)
+    pinned = cell.toolkit.image.digest if cell.toolkit and cell.toolkit.image else None
+    return None if said is None or said.rpartition(" ")[2] == pinned else said
+
+
 def _toolkit_context(job: Job) -> str:
     image = job.cell.toolkit.image if job.cell.toolkit else None
     if image is None or job.toolkit is None:

@@ -1,7 +1,7 @@
 """images/proven.yaml: which images were built and verified, where, when, of which commit. No input of a build id.
 
-`verify --record` writes a row; `list`, `explain` and `select` say of each cell whether it was proven, is built here, or
-is only rendered.
+`verify --record` writes a row; `list`, `explain` and `select` say of each cell whether it was proven, was built with a
+substitute toolkit, is built here, or is only rendered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field
 
 from images import rows
-from images.errors import MatrixError, near_miss
+from images.errors import MatrixError, VerificationError, near_miss
 from images.matrix import Cell, Platform
 from images.rows import Row, Text
 
@@ -26,6 +26,7 @@ REPOSITORY = "appliance"
 HEADER = """\
 # Images that were built and passed `verify`, written by: python -m images verify --only CELL --record
 # commit: what the image was built of; digest: of the image, shortened where it was written down so; null: not known.
+# toolkit: what stood for the matrix's, with its digest, in a row that proves the Dockerfile and not the cell.
 """
 NOT_KNOWN = "not known"
 REVISION_LABEL = "org.opencontainers.image.revision"
@@ -35,25 +36,33 @@ TELLING = (
     "CPU kernels compute",
 )  # checks whose words are worth keeping
 LONGEST_DETAIL = 200
+DIRTY = "+dirty"
 
-State = Literal["proven", "built", "rendered"]
+State = Literal["proven", "substitute toolkit", "built", "rendered"]
 
 
 class Proof(Row):
-    """One image that was built. None: nobody wrote it down."""
+    """One image that was built. None: nobody wrote it down; of `toolkit`, which stood for the matrix's: nothing did."""
 
     cell: Text
     platform: Platform
-    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}(?:\+dirty)?$")] | None
+    commit: Annotated[str, Field(pattern=r"^[0-9a-f]{7,40}$")] | None
     digest: Annotated[str, Field(pattern=r"^sha256:(?:[0-9a-f]{64}|[0-9a-f]{6,}…[0-9a-f]*)$")] | None
     date: date
     machine: Text | None
     size_mib: Annotated[int, Field(gt=0, strict=True)] | None
     ran: Annotated[tuple[Text, ...], Field(min_length=1)]
+    toolkit: Text | None = None
+
+    @property
+    def state(self) -> State:
+        """Another compiler's code proves that the Dockerfile works, and nothing of the cell's own kernels."""
+        return "substitute toolkit" if self.toolkit else "proven"
 
     def __str__(self) -> str:
         commit = self.commit or f"a commit that is {NOT_KNOWN}"
-        return f"proven on {self.date}, built of {commit}: {'; '.join(self.ran)}"
+        toolkit = f" with {self.toolkit} in place of the cell's own toolkit" if self.toolkit else ""
+        return f"{self.state} on {self.date}, built of {commit}{toolkit}: {'; '.join(self.ran)}"
 
 
 class _File(Row):
@@ -82,13 +91,20 @@ def parse(data: object, platforms: Mapping[str, tuple[Platform, ...]]) -> Proofs
 
 def dump(proofs: Iterable[Proof]) -> str:
     """In the order of the cells' names; parse(dump(x)) is x."""
-    data = [proof.model_dump(mode="python") | {"ran": list(proof.ran)} for proof in sorted(proofs, key=_key)]
+    data = [_row(proof) for proof in sorted(proofs, key=_key)]
     return HEADER + yaml.safe_dump({"proofs": data}, sort_keys=False, width=120, allow_unicode=True)
 
 
 def record(root: Path, cells: Iterable[Cell], proof: Proof) -> None:
-    """In the place of an earlier row about the same cell and platform."""
+    """In the place of an earlier row about the same cell and platform. VerificationError where that is a proof and this
+    one is of a substitute toolkit.
+    """
     known = dict(load(root, cells))
+    if proof.toolkit and is_proven(known, cell=proof.cell, platform=proof.platform):
+        message = (
+            f"{PROOFS_FILE} has a proof of {proof.cell} with its own toolkit, and this image is of {proof.toolkit}"
+        )
+        raise VerificationError(message, hint="take that row out first, if it is no longer true")
     known[proof.cell, proof.platform] = proof
     (root / PROOFS_FILE).write_text(dump(known.values()), "utf-8", newline="\n")
 
@@ -115,8 +131,24 @@ def of_checks(
         date=today,
         machine=machine,
         size_mib=int(size[1]) if size else None,
-        ran=(f"verify, {len(said)} checks", *others, *((f"substituted toolkit: {toolkit}",) if toolkit else ())),
+        ran=(f"verify, {len(said)} checks", *others),
+        toolkit=toolkit,
     )
+
+
+def is_proven(proofs: Proofs, *, cell: str, platform: str) -> bool:
+    """Whether its own toolkit built what was verified."""
+    proof = proofs.get((cell, platform))
+    return proof is not None and proof.state == "proven"
+
+
+def refuse_dirty(cell: Cell, commit: str | None) -> None:
+    """VerificationError for an image of a tree that differed from its commit: nobody could build it again."""
+    if commit and commit.endswith(DIRTY):
+        message = (
+            f"cell {cell.id} cannot be recorded: its image was built of a tree that differed from the commit: {commit}"
+        )
+        raise VerificationError(message, hint=f"commit, and: python -m images build --only {cell.id}")
 
 
 def platform_of(cell: Cell, name: str) -> Platform:
@@ -137,8 +169,8 @@ class Record:
     own: str = ""
 
     def state(self, cell: Cell, platform: Platform) -> State:
-        if (cell.id, platform) in self.proofs:
-            return "proven"
+        if proof := self.proofs.get((cell.id, platform)):
+            return proof.state
         return "built" if self.has(cell, platform) else "rendered"
 
     def has(self, cell: Cell, platform: Platform) -> bool:
@@ -152,6 +184,11 @@ class Record:
         if proof:
             return f"{proof}; {tag}" if is_here else str(proof)
         return f"built, and no record says that it was verified: {tag}" if is_here else "rendered, never built"
+
+
+def _row(proof: Proof) -> dict[str, object]:
+    """As the file has it: what was not replaced is not mentioned."""
+    return proof.model_dump(mode="python", exclude_defaults=True) | {"ran": list(proof.ran)}
 
 
 def _short(detail: str) -> str:

@@ -16,7 +16,7 @@ from images.compat import Facts
 from images.errors import MatrixError, UsageError, near_miss
 from images.gpus import Gpu
 from images.matrix import Cell, Matrix, Platform, Scope
-from images.proofs import Proofs, Record, State
+from images.proofs import Proofs, Record, State, is_proven
 
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 FIRST_SM = 75  # of the matrix; said to those who have an older GPU
@@ -183,7 +183,7 @@ def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
         chips,
         -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
         -len(cell.sms) if cell.engine.is_compiled else 0,
-        (cell.id, machine.platform) in proofs,
+        is_proven(proofs, cell=cell.id, platform=machine.platform),
         _is_of_the_driver(fit, machine, known),
         compat.numbers(cell.target.cuda or "0"),
     )
@@ -214,7 +214,8 @@ def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Proof
         return f"does not serve {gpus.describe(missing)}: {_unserved(cell, missing[0], machine, known)}"
     if cell.forms != winner.forms:
         return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
-    if (cell.id, machine.platform) not in proofs and (winner.id, machine.platform) in proofs:
+    proven = [is_proven(proofs, cell=each.id, platform=machine.platform) for each in (cell, winner)]
+    if proven == [False, True]:
         return "runs too, and was never proven"
     if not _is_of_the_driver(fit, machine, known) and _is_of_the_driver(best, machine, known):
         return f"runs too, with a CUDA newer than the driver's own: {cell.target.cuda}"

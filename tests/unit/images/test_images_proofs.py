@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from images import __main__ as command
 from images import docker, explain, matrix, proofs, render, select, verify
-from images.errors import MatrixError
+from images.errors import MatrixError, VerificationError
 from images.gpus import Gpu
 from images.matrix import Cell, Platform
 from images.proofs import Proof, Record
@@ -79,6 +79,7 @@ def test_what_is_not_known_stays_not_known() -> None:
         ("linux/amd64", "linux/arm64", "no cell of the matrix is llama-cpu on linux/arm64"),
         ("date: 2026-11-21", "day: 2026-11-21", "unknown key: proofs.0.day"),
         ("commit: null", "commit: main", "proofs.0.commit: String should match pattern"),
+        ("commit: null", f"commit: {'f' * 40}+dirty", "proofs.0.commit: String should match pattern"),
         ("size_mib: null", "size_mib: true", "proofs.0.size_mib: Input should be a valid integer: True"),
         ("ran: [x]", "ran: []", "proofs.0.ran: Tuple should have at least 1 item"),
     ],
@@ -111,6 +112,28 @@ def test_proven_built_or_rendered_is_of_a_platform(cell: Cell) -> None:
     assert Record().describe(cell, amd) == "rendered, never built"
     assert proven.describe(cell, amd).endswith("; appliance:llama-cpu is here")
     assert not proven.has(cell, arm)
+
+
+def test_a_substitute_toolkit_proves_no_cell(cell: Cell) -> None:
+    amd = cell.platforms[0]
+    row = _proof(cell).model_copy(update={"toolkit": f"Debian's nvcc {DIGEST}"})
+    record = Record(proofs={("llama-cpu", amd): row}, here=frozenset({cell.tag}), own=amd)
+    assert record.state(cell, amd) == "substitute toolkit"
+    assert record.describe(cell, amd).startswith("substitute toolkit on 2026-11-22, built of")
+    assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", amd): row}
+    assert "toolkit:" not in proofs.dump([_proof(cell)]).removeprefix(proofs.HEADER)
+
+
+def test_a_substitute_toolkit_takes_no_proofs_place(project: Path, tmp_path: Path, cell: Cell) -> None:
+    cells = matrix.load(project).cells
+    (tmp_path / "images").mkdir()
+    (tmp_path / proofs.PROOFS_FILE).write_text(proofs.dump([_proof(cell)]), "utf-8")
+    other = _proof(cell).model_copy(update={"toolkit": f"Debian's nvcc {DIGEST}"})
+    with pytest.raises(VerificationError, match="has a proof of llama-cpu with its own toolkit"):
+        proofs.record(tmp_path, cells, other)
+    (tmp_path / proofs.PROOFS_FILE).write_text(proofs.dump([other]), "utf-8")
+    proofs.record(tmp_path, cells, _proof(cell))
+    assert proofs.load(tmp_path, cells)["llama-cpu", "linux/amd64"].state == "proven"
 
 
 @given(data=st.data())
@@ -185,6 +208,18 @@ def test_what_was_verified_is_recorded(
     assert (proof.digest, proof.commit, proof.size_mib) == (DIGEST, "f" * 40, 852)
     assert str(proof.machine).endswith("CPUs, no GPU")
     assert "recorded in images/proven.yaml: proven on " in capsys.readouterr().err
+
+
+def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is said before its checks."""
+    labels = {"Labels": {proofs.REVISION_LABEL: f"{'f' * 40}+dirty"}}
+    image = docker.Image(id=DIGEST, tags=(), digests=(), platform="linux/amd64", config=labels)
+    monkeypatch.setattr(Engine, "image", lambda *_: image)
+    monkeypatch.setattr(docker, "Engine", Engine)
+    monkeypatch.setattr(verify, "verify", lambda *_, **__: pytest.fail("it was checked"))
+    assert command.main(["verify", "--only", cell.id, "--record"]) == 61
+    with pytest.raises(VerificationError, match=r"cannot be recorded: .*\+dirty"):
+        command._record(cell, [], Engine(), image="x:1")
 
 
 def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:

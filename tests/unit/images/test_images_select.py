@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import compat, gpus, matrix, select
+from images import cards, compat, gpus, matrix, select
 from images.errors import MatrixError, UsageError
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
@@ -195,6 +195,19 @@ def test_runners_up_say_why_they_lost() -> None:
     mixed = select.choose(LOADED, _machine("RTX 3090", "RTX 5090", driver="580.65.06")).runners_up
     why = {loser.cell: loser.why for loser in mixed}
     assert why["llama-cu130-sm120"] == "does not serve RTX 3090 (SM 86): its code for sm_120a does not run on it"
+
+
+def test_a_build_with_a_substitute_toolkit_counts_as_rendered() -> None:
+    """It is another compiler's code, and no reason to pass the driver's own CUDA over."""
+    row = PROVEN.model_copy(update={"cell": "llama-cu128-sm90", "toolkit": "Debian's nvcc sha256:0"})
+    record = Record(proofs={(row.cell, row.platform): row})
+    choice = select.choose(LOADED, _machine("H100", driver="580.65.06"), record=record)
+    assert choice.cell == "llama-cu130-sm90"
+    assert "never proven" not in " ".join(loser.why for loser in choice.runners_up)
+    choice = select.choose(LOADED, _machine("H100", driver="570.124.06"), record=record)
+    assert (choice.cell, choice.state) == ("llama-cu128-sm90", "substitute toolkit")
+    page = cards.page(LOADED, record)
+    assert "`llama-cu128-sm90` | no, built with a substitute toolkit |" in page
 
 
 def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:

@@ -73,4 +73,12 @@ def test_label_and_proof_say_what_it_is(project: Path) -> None:
         machine="a machine",
         toolkit=f"{chosen.override} {MADE}",
     )
-    assert proof.ran[-1] == f"substituted toolkit: Debian's nvcc 12.4.131 {MADE}"
+    assert str(proof).startswith(
+        f"substitute toolkit on 2026-11-22, built of {'a' * 40} with Debian's nvcc 12.4.131 {MADE} in place of the"
+    )
+
+    pinned = cell.toolkit and cell.toolkit.image and cell.toolkit.image.digest
+    said = {"io.appliance.toolkit-override": f"cuda:mine {MADE}"}
+    assert build.other_toolkit(cell, said) == f"cuda:mine {MADE}"
+    assert build.other_toolkit(cell, {"io.appliance.toolkit-override": f"mirror/cuda:12.8.1 {pinned}"}) is None
+    assert build.other_toolkit(cell, {}) is None
