@@ -29,11 +29,20 @@ Figure = Annotated[float, Field(gt=0, strict=True)]
 Number = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 
 
+Products = dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
+
+
+class _Published(Row):
+    source: Source
+    products: Products
+
+
 class _File(Row):
     source: Source
     names_source: Source
     names: dict[Number, tuple[str, ...]]
-    products: dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
+    products: Products
+    published: tuple[_Published, ...]
     older: dict[Number, tuple[str, ...]]
 
 
@@ -73,7 +82,13 @@ def products() -> Mapping[str, Gpu]:
     """Every product of the committed facts by its plain name. MatrixError when they cannot be."""
     file = _file()
     older = [Gpu(name=name, sm=sm) for sm, names in file.older.items() for name in names]
-    newer = [_product(name, sm, figures) for sm, listed in file.products.items() for name, figures in listed.items()]
+    tables = (file.products, *(each.products for each in file.published))  # of one name the last counts
+    newer = [
+        _product(name, sm, figures)
+        for table in tables
+        for sm, listed in table.items()
+        for name, figures in listed.items()
+    ]
     return {compat.plain_name(each.name): each for each in (*older, *newer)}
 
 

@@ -3,7 +3,8 @@
 A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
 cells that serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins; of its
 toolkits one that was proven, then one not newer than the driver's own CUDA, then the newest. So a proof moves no
-GPU to another chip's code.
+GPU to another chip's code. Where the memory of a GPU is not known, the newest chip counts most: an unknown card is
+not a weak one.
 """
 
 from __future__ import annotations
@@ -166,27 +167,38 @@ def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
     return compat.required_driver(cell, known, sm=sm) or "0"
 
 
-Rank = tuple[bool, float, float, int, int, int, bool, bool, tuple[int, ...]]
+Rank = tuple[bool, tuple[float, float], int, int, int, bool, bool, tuple[int, ...]]
 
 
 def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
     """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
     cell = fit.cell
-    memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
-    # One GPU without figures makes the product of all meaningless; memory is what a machine says of each.
-    is_told = all(gpu.worth for gpu in machine.gpus if gpu.sm not in known.older)
-    worth = sum(gpu.worth or 0.0 for gpu in fit.served) if is_told else memory_gib
     return (
         not cell.unresolved,
-        worth,
-        memory_gib,
-        chips,
+        _worth(fit, machine, known),
+        sum(int(gpu.sm) for gpu in fit.served),
         -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
         -len(cell.sms) if cell.engine.is_compiled else 0,
         is_proven(proofs, cell=cell.id, platform=machine.platform),
         _is_of_the_driver(fit, machine, known),
         compat.numbers(cell.target.cuda or "0"),
     )
+
+
+def _worth(fit: _Fit, machine: Machine, known: Facts) -> tuple[float, float]:
+    """Memory times bandwidth of what it serves, then memory; memory alone where a bandwidth is not known; where even
+    that is not, the newest chip and then how many GPUs. One GPU without a figure makes sums of the others meaningless.
+    """
+    if _untold(machine, known):
+        return max((float(gpu.sm) for gpu in fit.served), default=0.0), float(len(fit.served))
+    memory_gib = sum(gpu.memory_gib or 0.0 for gpu in fit.served)
+    is_told = all(gpu.worth for gpu in machine.gpus if gpu.sm not in known.older)
+    return sum(gpu.worth or 0.0 for gpu in fit.served) if is_told else memory_gib, memory_gib
+
+
+def _untold(machine: Machine, known: Facts) -> list[Gpu]:
+    """GPUs of which nobody says how much memory they have, and that an image could serve."""
+    return [gpu for gpu in machine.gpus if gpu.memory_gib is None and gpu.sm not in known.older]
 
 
 def _is_of_the_driver(fit: _Fit, machine: Machine, known: Facts) -> bool:
@@ -234,7 +246,19 @@ def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
     )
     used = [form.form for form in cell.sm_forms if any(compat.runs_on(form.form, gpu.sm, known) for gpu in best.served)]
     code = ", sm_".join(dict.fromkeys(used))
-    return f"its code for sm_{code} runs on {gpus.describe(best.served)}; {driver} {required}"
+    runs = f"its code for sm_{code} runs on {gpus.describe(best.served)}"
+    return f"{runs}; {driver} {required}{_guess(best, machine, known)}"
+
+
+def _guess(best: _Fit, machine: Machine, known: Facts) -> str:
+    """What decided between GPUs, where that was not their memory."""
+    untold = _untold(machine, known)
+    if not untold or not any(gpu.sm not in known.older and gpu not in best.served for gpu in machine.gpus):
+        return ""
+    return (
+        f"; the memory of {gpus.describe(untold)} is not known, so the newest chip decides: "
+        "--machine FILE tells it (vram_total_mib)"
+    )
 
 
 def _left_out(best: _Fit, machine: Machine, known: Facts) -> list[LeftOut]:

@@ -138,6 +138,46 @@ def test_memory_counts_where_bandwidth_is_not_known() -> None:
         assert [each.gpu for each in choice.left_out] == ["NVIDIA X (SM 86)"]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("B200", "RTX 3090"),
+        ("H20", "RTX 3090"),
+        ("GH200 480GB", "RTX 4090"),
+        ("B100", "RTX 3090"),  # no figures at all
+        ("RTX PRO 3000 Blackwell Generation Laptop GPU", "RTX 2080"),
+    ],
+)
+def test_a_card_without_figures_is_not_the_weak_one(names: tuple[str, str]) -> None:
+    for order in (names, names[::-1]):
+        choice = select.choose(LOADED, _machine(*order, driver="580.65.06"))
+        assert [each.gpu for each in choice.left_out] == [str(gpus.parse_gpu(names[1]))]
+        is_guess = gpus.parse_gpu(names[0]).memory_gib is None
+        assert ("is not known, so the newest chip decides" in choice.why) is is_guess
+
+
+def test_nothing_is_said_of_memory_that_decides_nothing() -> None:
+    assert "not known" not in select.choose(LOADED, _machine("B100", "B100", driver="580.65.06")).why
+    assert "not known" not in select.choose(LOADED, _machine("B100", "P40", driver="580.65.06")).why
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("NVIDIA H100 80GB HBM3", (80, 3350)),
+        ("Tesla A100", (40, 1555)),
+        ("A100", (40, 1555)),
+        ("NVIDIA B200", (180, 8000)),
+        ("NVIDIA H20", (96, 4000)),
+        ("T1200", (4, 160)),
+        ("NVIDIA A800 40GB Active", (40, 1560)),
+    ],
+)
+def test_figures_of_names_that_one_data_set_lacks(name: str, figures: tuple[float, float]) -> None:
+    gpu = gpus.parse_gpu(name)
+    assert (gpu.memory_gib, gpu.bandwidth_gb_s) == figures
+
+
 def test_it_says_what_was_proven() -> None:
     assert select.choose(LOADED, _machine("H100", driver="580.65.06"), record=Record(proofs=PROOFS)).proof == str(
         PROVEN
@@ -423,7 +463,7 @@ def test_the_two_files_of_names_agree() -> None:
         assert products[key].sm == listed[key]
     known = compat.facts()
     assert {gpu.sm for gpu in products.values()} <= known.sms.keys() | known.older.keys()
-    assert all(gpu.worth is not None for gpu in products.values() if int(gpu.sm) >= 75 and gpu.sm not in ("100", "103"))
+    assert all(gpu.worth is not None for gpu in products.values() if int(gpu.sm) >= 75)
 
 
 @pytest.mark.parametrize("name", NAMES)
