@@ -60,6 +60,7 @@ from images import (
     snapshot,
     space,
     substitute,
+    timing,
     verify,
     wheel_gaps,
 )
@@ -495,6 +496,8 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         commit=found.labels.get(proofs.REVISION_LABEL),
         today=datetime.now(UTC).date(),
         machine=_machine_words(_machine_here(known)),
+        took=timing.load(ROOT / build.ARCHIVES, found.labels.get(build.BUILD_ID_LABEL, ""), found.id),
+        base=build.other_base(found.labels),
         toolkit=build.other_toolkit(cell, found.labels),
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)

@@ -20,13 +20,15 @@ from images import rows
 from images.errors import MatrixError, VerificationError, near_miss
 from images.matrix import Cell, Platform
 from images.rows import Row, Text
+from images.timing import Took
 
 PROOFS_FILE = Path("images/proven.yaml")
 REPOSITORY = "appliance"
 HEADER = """\
 # Images that were built and passed `verify`, written by: python -m images verify --only CELL --record
 # commit: what the image was built of; digest: of the image, shortened where it was written down so; null: not known.
-# toolkit: what stood for the matrix's, with its digest, in a row that proves the Dockerfile and not the cell.
+# build_seconds: of a build by this project's command, without the stages `kept`, which the builder had done before.
+# base, toolkit: what stood for the matrix's, with its digest; a row with a toolkit proves no cell.
 """
 NOT_KNOWN = "not known"
 REVISION_LABEL = "org.opencontainers.image.revision"
@@ -42,7 +44,9 @@ State = Literal["proven", "substitute toolkit", "built", "rendered"]
 
 
 class Proof(Row):
-    """One image that was built. None: nobody wrote it down; of `toolkit`, which stood for the matrix's: nothing did."""
+    """One image that was built. None: nobody wrote it down; of `base` and `toolkit` also that these were the pinned
+    ones.
+    """
 
     cell: Text
     platform: Platform
@@ -52,6 +56,9 @@ class Proof(Row):
     machine: Text | None
     size_mib: Annotated[int, Field(gt=0, strict=True)] | None
     ran: Annotated[tuple[Text, ...], Field(min_length=1)]
+    build_seconds: Annotated[int, Field(ge=0, strict=True)] | None = None
+    kept: tuple[Text, ...] = ()
+    base: Text | None = None
     toolkit: Text | None = None
 
     @property
@@ -61,8 +68,15 @@ class Proof(Row):
 
     def __str__(self) -> str:
         commit = self.commit or f"a commit that is {NOT_KNOWN}"
+        base = f" on {self.base} in place of the pinned base" if self.base else ""
         toolkit = f" with {self.toolkit} in place of the cell's own toolkit" if self.toolkit else ""
-        return f"{self.state} on {self.date}, built of {commit}{toolkit}: {'; '.join(self.ran)}"
+        return f"{self.state} on {self.date}, built of {commit}{base}{toolkit}{self._took()}: {'; '.join(self.ran)}"
+
+    def _took(self) -> str:
+        if self.build_seconds is None:
+            return ""
+        kept = f" ({', '.join(self.kept)} done before)" if self.kept else ""
+        return f" in {self.build_seconds / 60:.0f} min{kept}"
 
 
 class _File(Row):
@@ -118,9 +132,13 @@ def of_checks(
     commit: str | None,
     today: date,
     machine: str,
+    took: Took | None = None,
+    base: str | None = None,
     toolkit: str | None = None,
 ) -> Proof:
-    """What `verify` saw of an image, check by check, all of which passed. `toolkit`: that stood for the matrix's."""
+    """What `verify` saw of an image, check by check, all of which passed. `base`, `toolkit`: that stood for the
+    matrix's.
+    """
     size = re.match(r"(\d+) MiB", said.get("size", ""))
     others = [f"{name}: {_short(said[name])}" for name in TELLING if name in said]
     return Proof(
@@ -132,6 +150,9 @@ def of_checks(
         machine=machine,
         size_mib=int(size[1]) if size else None,
         ran=(f"verify, {len(said)} checks", *others),
+        build_seconds=took.seconds if took else None,
+        kept=took.kept if took else (),
+        base=base,
         toolkit=toolkit,
     )
 
@@ -188,7 +209,8 @@ class Record:
 
 def _row(proof: Proof) -> dict[str, object]:
     """As the file has it: what was not replaced is not mentioned."""
-    return proof.model_dump(mode="python", exclude_defaults=True) | {"ran": list(proof.ran)}
+    row = proof.model_dump(mode="python", exclude_defaults=True)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in row.items()}
 
 
 def _short(detail: str) -> str:

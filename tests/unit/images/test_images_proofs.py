@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import docker, explain, matrix, proofs, render, select, verify
+from images import docker, explain, matrix, proofs, render, select, timing, verify
 from images.errors import MatrixError, VerificationError
 from images.gpus import Gpu
 from images.matrix import Cell, Platform
@@ -112,6 +112,37 @@ def test_proven_built_or_rendered_is_of_a_platform(cell: Cell) -> None:
     assert Record().describe(cell, amd) == "rendered, never built"
     assert proven.describe(cell, amd).endswith("; appliance:llama-cpu is here")
     assert not proven.has(cell, arm)
+
+
+def test_how_long_a_build_took_and_what_stood_for_the_pinned_is_written(cell: Cell, tmp_path: Path) -> None:
+    row = proofs.of_checks(
+        cell,
+        "linux/amd64",
+        SAID,
+        digest=DIGEST,
+        commit="f" * 40,
+        today=date(2026, 11, 22),
+        machine="2 CPUs, no GPU",
+        took=timing.Took(digest=DIGEST, seconds=2214, kept=("base", "compile")),
+        base=f"debian:bookworm-slim {DIGEST}",
+    )
+    assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", "linux/amd64"): row}
+    assert row.state == "proven"
+    assert (
+        f" on debian:bookworm-slim {DIGEST} in place of the pinned base in 37 min (base, compile done before)"
+        in str(row)
+    )
+
+
+def test_the_time_kept_is_of_that_image_and_of_its_fullest_build(tmp_path: Path) -> None:
+    first = timing.Took(digest=DIGEST, seconds=2214, kept=("base",))
+    timing.save(tmp_path, "b1", first)
+    timing.save(tmp_path, "b1", timing.Took(digest=DIGEST, seconds=9, kept=("base", "compile")))
+    assert timing.load(tmp_path, "b1", DIGEST) == first
+    assert timing.load(tmp_path, "b1", "sha256:other") is None
+    assert timing.load(tmp_path, "b2", DIGEST) is None
+    timing.save(tmp_path, "b1", timing.Took(digest="sha256:other", seconds=9, kept=("base", "compile")))
+    assert timing.load(tmp_path, "b1", DIGEST) is None
 
 
 def test_a_substitute_toolkit_proves_no_cell(cell: Cell) -> None:
