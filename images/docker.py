@@ -6,6 +6,7 @@ are started here too, so that there is one place to look for what runs on the us
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -66,6 +67,17 @@ class Image:
     @property
     def labels(self) -> Mapping[str, str]:
         return self.config.get("Labels") or {}
+
+
+def parse_inspected(line: str) -> Image | None:
+    """Of `docker image inspect` in the form `Id RepoTags Labels`, the latter two as JSON; None for another line."""
+    digest, _, rest = line.partition(" ")
+    try:
+        tags, end = json.JSONDecoder().raw_decode(rest)
+        labels = json.loads(rest[end:])
+    except ValueError:
+        return None
+    return Image(id=digest, tags=tuple(tags or ()), digests=(), config={"Labels": labels})
 
 
 @dataclass(frozen=True, kw_only=True)

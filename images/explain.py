@@ -17,6 +17,7 @@ from images.compat import Facts, Release, Sm
 from images.errors import UsageError, near_miss
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit
 from images.proofs import PROOFS_FILE, Record
+from images.select import build_command
 
 CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})(?P<sms>(?:-sm[1-9]\d{1,2})*))$")
 NEAREST = 2
@@ -120,6 +121,8 @@ def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[C
     """Proven, built or rendered, for each platform that was asked for."""
     for each in (platform,) if platform else cell.platforms:
         yield Consequence(name=f"state on {each}", value=record.describe(cell, each), sources=(str(PROOFS_FILE),))
+    if not any(record.has(cell, each) for each in cell.platforms):
+        yield Consequence(name="get it", value=build_command(cell), sources=("images/README.md",))
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:

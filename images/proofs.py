@@ -40,7 +40,7 @@ TELLING = (
 LONGEST_DETAIL = 200
 DIRTY = "+dirty"
 
-State = Literal["proven", "substitute toolkit", "built", "rendered"]
+State = Literal["proven", "substitute toolkit", "built", "built of another tree", "rendered"]
 
 
 class Proof(Row):
@@ -182,35 +182,60 @@ def platform_of(cell: Cell, name: str) -> Platform:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Here:
+    """An image of this machine's engine. `is_current`: it has the build id that this tree gives it on its own base."""
+
+    digest: str
+    is_current: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is known of images. `here`: tags of this machine's engine, which are of its own platform."""
+    """What is known of images. `here`: by tag, of this machine's engine, which are of its own platform."""
 
     proofs: Proofs = field(default_factory=dict)
-    here: frozenset[str] = frozenset()
+    here: Mapping[str, Here] = field(default_factory=dict)
     own: str = ""
 
     def state(self, cell: Cell, platform: Platform) -> State:
         if proof := self.proofs.get((cell.id, platform)):
             return proof.state
-        return "built" if self.has(cell, platform) else "rendered"
+        here = self._here(cell, platform)
+        if here is None:
+            return "rendered"
+        return "built" if here.is_current else "built of another tree"
 
     def has(self, cell: Cell, platform: Platform) -> bool:
-        """Whether its tag is in this machine's engine."""
-        return platform == self.own and cell.tag in self.here
+        """Whether its tag is in this machine's engine and `build` would leave it there."""
+        here = self._here(cell, platform)
+        return here is not None and here.is_current
+
+    def _here(self, cell: Cell, platform: Platform) -> Here | None:
+        return self.here.get(cell.tag) if platform == self.own else None
 
     def describe(self, cell: Cell, platform: Platform) -> str:
         """The state in a sentence, which begins with it."""
-        proof, tag = self.proofs.get((cell.id, platform)), f"{cell.tag} is here"
-        is_here = self.has(cell, platform)
-        if proof:
-            return f"{proof}; {tag}" if is_here else str(proof)
-        return f"built, and no record says that it was verified: {tag}" if is_here else "rendered, never built"
+        proof, here = self.proofs.get((cell.id, platform)), self._here(cell, platform)
+        if here is None:
+            return str(proof) if proof else "rendered, never built"
+        if proof is None:
+            why = ", and no record says that it was verified" if here.is_current else ", and `build` makes a new one"
+            return f"{self.state(cell, platform)}{why}: {cell.tag} is here"
+        which = "the image of that record" if _is_same(proof.digest, here.digest) else f"another image, {here.digest}"
+        tree = "of this tree" if here.is_current else "of another tree, and `build` makes a new one"
+        return f"{proof}; {cell.tag} is here: {which}, {tree}"
 
 
 def _row(proof: Proof) -> dict[str, object]:
     """As the file has it: what was not replaced is not mentioned."""
     row = proof.model_dump(mode="python", exclude_defaults=True)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in row.items()}
+
+
+def _is_same(written: str | None, digest: str) -> bool:
+    """Of a digest that may have been written down shortened, `sha256:cc37f25f…76c1`."""
+    head, _, tail = (written or "?").partition("…")
+    return digest.startswith(head) and digest.endswith(tail)
 
 
 def _short(detail: str) -> str:

@@ -44,7 +44,6 @@ from images.build import (
     BUILD_ID_LABEL,
     RECIPE_LABEL,
     REPRODUCIBLE_LABEL,
-    TOOLKIT_OVERRIDE_LABEL,
 )
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
@@ -156,7 +155,6 @@ def gather(
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
-    base, toolkit = _stood_on(cell, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -170,11 +168,11 @@ def gather(
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
         asked=debian.asked(dockerfile).get("runtime", ""),
-        build_id=build.build_id_of(root, cell, base, toolkit, lock=lock),
+        build_id=packages.build_id_of(root, cell, platform, found.labels),
         recipe=_recipe_of(root, found.labels),
         environment=environment.given(
             dockerfile,
-            _environment_of(engine, base),
+            _environment_of(engine, packages.stood_on(cell, found.labels)[0]),
             {"APPLIANCE_BUILD_ID": found.labels.get(BUILD_ID_LABEL, "")},
         ),
     )
@@ -183,13 +181,6 @@ def gather(
 def _compile(cell: Cell, engine: docker.Engine, image: str) -> docker.Finished | None:
     libraries = compat.jit_libraries(cell)
     return cublas_jit.query(engine, image, libraries[0], cell.forms) if libraries else None
-
-
-def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
-    """Base and toolkit image that a build says it stood on, by their digests; None: the matrix's toolkit."""
-    is_other = labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE
-    base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
-    return base or render.NONE, labels.get(TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
 
 
 def _recipe_of(root: Path, labels: Mapping[str, str]) -> recipe.RecipeRow | None:

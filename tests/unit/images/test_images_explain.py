@@ -10,7 +10,7 @@ from images import __main__ as command
 from images import compat, explain, matrix
 from images.errors import UsageError
 from images.matrix import Matrix, Platform
-from images.proofs import Record
+from images.proofs import Here, Record
 
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
 
@@ -98,7 +98,7 @@ def test_two_chips_are_asked_for_together(loaded: Matrix) -> None:
 
 def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
     def states(*here: str, platform: Platform | None = None) -> dict[str, str]:
-        record = Record(here=frozenset(here), own="linux/amd64")
+        record = Record(here={tag: Here(digest="sha256:1", is_current=True) for tag in here}, own="linux/amd64")
         found = explain.explain("llama-cpu", loaded, record=record, platform=platform).follows
         return {each.name: each.value for each in found if each.name.startswith("state on ")}
 
@@ -180,4 +180,5 @@ def test_the_command_is_content_with_a_cell(capsys: pytest.CaptureFixture[str]) 
     assert command.main(["explain", "llama-cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama-cpu: exists\nstate on linux/amd64: proven on 2026-")
-    assert "\n    images/proven.yaml\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out
+    assert "\n    images/proven.yaml\n" in out
+    assert "\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out
