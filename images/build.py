@@ -256,6 +256,7 @@ def moment_labels(job: Job) -> dict[str, str]:
         labels[REPRODUCIBLE_LABEL] = "no"
     if job.toolkit:
         labels[TOOLKIT_OVERRIDE_LABEL] = f"{job.toolkit.override} {job.toolkit.identity}"
+        labels[render.TOOLKIT_SOURCE_LABEL] = labels[TOOLKIT_OVERRIDE_LABEL]  # not the one that the Dockerfile names
     if job.base.override:
         labels["org.opencontainers.image.base.name"] = job.base.override
         labels["org.opencontainers.image.base.digest"] = job.base.identity

@@ -44,6 +44,7 @@ from images.build import (
     BUILD_ID_LABEL,
     RECIPE_LABEL,
     REPRODUCIBLE_LABEL,
+    TOOLKIT_OVERRIDE_LABEL,
 )
 from images.engines import EngineFiles
 from images.errors import BuildError, VerificationError
@@ -403,6 +404,8 @@ def check_labels(snapshot: ImageSnapshot) -> Check:
     if labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE:
         # The build names the base that it really used.
         expected = {name: value for name, value in expected.items() if ".base." not in name}
+    if TOOLKIT_OVERRIDE_LABEL in labels:  # likewise the toolkit
+        expected = {**expected, render.TOOLKIT_SOURCE_LABEL: labels[TOOLKIT_OVERRIDE_LABEL]}
     wrong = [f"{name}: {labels.get(name)}" for name, value in expected.items() if labels.get(name) != value]
     created = labels.get("org.opencontainers.image.created", "")
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", created):

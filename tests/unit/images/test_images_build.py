@@ -67,7 +67,8 @@ def test_another_toolkit_image_replaces_the_literal_from_and_is_recorded(job: bu
     assert value == "docker-image://cuda:mine"
     assert key in (project / cell.folder / "Dockerfile").read_text("utf-8")
     assert f"io.appliance.toolkit-override=cuda:mine {LOCAL}" in argv
-    assert "io.appliance.toolkit-override" not in build.moment_labels(job)
+    assert f"io.appliance.cuda.toolkit=cuda:mine {LOCAL}" in argv
+    assert not {"io.appliance.toolkit-override", "io.appliance.cuda.toolkit"} & set(build.moment_labels(job))
 
 
 @pytest.mark.thorough

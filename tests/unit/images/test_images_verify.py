@@ -79,6 +79,13 @@ def test_an_overridden_base_may_name_itself(sound: ImageSnapshot) -> None:
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
 
 
+def test_an_overridden_toolkit_is_named_and_not_the_pinned_one(sound: ImageSnapshot) -> None:
+    labels = {**sound.labels, "io.appliance.toolkit-override": "x sha256:1"}
+    assert "io.appliance.cuda.toolkit" in verify.check_labels(_config_with(sound, Labels=labels)).detail
+    labels["io.appliance.cuda.toolkit"] = "x sha256:1"
+    assert verify.check_labels(_config_with(sound, Labels=labels)).ok
+
+
 def test_an_image_of_a_temporary_lock_is_held_to_that_and_says_so(sound: ImageSnapshot) -> None:
     check = verify.check_debian(_label("io.appliance.reproducible", "no")(sound))
     assert (check.ok, check.detail) == (
