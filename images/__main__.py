@@ -257,6 +257,7 @@ def _build(arguments: argparse.Namespace) -> int:
     )
     engine = docker.Engine()
     if arguments.dry_run:
+        options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
         jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
         rows = [
             {"cell": job.cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))} for job in jobs
@@ -266,8 +267,7 @@ def _build(arguments: argparse.Namespace) -> int:
     build.refuse_platform(cells, engine.platform)
     for cell in cells:
         addresses.refuse_narrow(cell, addresses.here())
-    if options.toolkit_image == substitute.WORD:
-        options = replace(options, toolkit_image=substitute.make(ROOT, loaded, cells, options, engine))
+    options = _with_toolkit(options, loaded, cells, engine, is_dry=False)
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
     if models:
         results = [
@@ -276,6 +276,16 @@ def _build(arguments: argparse.Namespace) -> int:
         ]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
+
+
+def _with_toolkit(
+    options: build.Options, loaded: Matrix, cells: Sequence[Cell], engine: docker.Engine, *, is_dry: bool
+) -> build.Options:
+    """With an image's name in the place of `substitute`; it is made unless this is dry."""
+    if options.toolkit_image != substitute.WORD:
+        return options
+    name = substitute.find(cells, engine) if is_dry else substitute.make(ROOT, loaded, cells, options, engine)
+    return replace(options, toolkit_image=name)
 
 
 def _publisher(arguments: argparse.Namespace, loaded: Matrix) -> Publisher:
@@ -589,11 +599,13 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     )
     engine = docker.Engine()
     if arguments.dry_run:
+        options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
         jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
     build.refuse_platform(cells, engine.platform, done="reproduced")
+    options = _with_toolkit(options, loaded, cells, engine, is_dry=False)
     jobs = [_plan(cell, options, engine, _platform_of(engine)) for cell in cells]
     if arguments.against:
         return _reproduce_against(arguments, jobs, engine, archives)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from images import __main__ as command
 from images import build, debian, docker, matrix, proofs, substitute
-from images.errors import UsageError
+from images.errors import BuildError, UsageError
 
 MADE = "sha256:" + "3" * 64
 
@@ -52,6 +53,39 @@ class Having(docker.Engine):
     def image(self, reference: str) -> docker.Image | None:
         labels = {"io.appliance.toolkit": "Debian's nvcc 12.4.131"} if reference == substitute.TAG else {}
         return docker.Image(id=MADE, tags=(reference,), digests=(), config={"Labels": labels})
+
+
+@pytest.mark.parametrize("words", [["build", "--only"], ["verify", "--reproduce"]])
+def test_a_dry_run_takes_what_was_made_earlier(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(docker, "Engine", Having)
+    more = ["--toolkit-image", "substitute", "--base", "auto", "--dry-run"]
+    assert command.main([*words, "llama-cu128-sm86", *more]) == 0
+    assert f"=docker-image://{substitute.TAG}" in capsys.readouterr().out
+    for cell_id, said in (("llama-cu129-sm103", "for CUDA 12.8 alone"), ("llama-cu128-sm120", "no target sm_120a")):
+        assert command.main([*words, cell_id, *more]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(Having, "image", lambda *_: None)
+    assert command.main([*words, "llama-cu128-sm86", *more]) == 60
+    said = capsys.readouterr().err
+    assert f"was not made here yet: {substitute.TAG}" in said
+    assert "without --dry-run makes it first" in said
+
+
+@pytest.mark.parametrize("words", [["build", "--only"], ["verify", "--reproduce"]])
+def test_it_is_made_for_builds_and_reproductions(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docker, "Engine", Having)
+    monkeypatch.setattr(Having, "platform", "linux/amd64")
+    made: list[str] = []
+
+    def make(*given: object) -> str:
+        made.append("enough")
+        raise BuildError(made[0])
+
+    monkeypatch.setattr(substitute, "make", make)
+    argv = [*words, "llama-cu128-sm86", "--toolkit-image", "substitute", "--base", "auto"]
+    assert (command.main(argv), made) == (60, ["enough"])
 
 
 def test_label_and_proof_say_what_it_is(project: Path) -> None:
