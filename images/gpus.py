@@ -23,6 +23,7 @@ FACTS_NAME = "images/facts/gpus.yaml"  # as a person sees it
 ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm NN"
 SHORTEST_PART = 3  # of a name that stands for the whole: `3090` and `Orin` do, and `40` does not
 LONGEST_LIST = 8  # names in a hint
+VGPU = re.compile(r"-(\d+)[ABCQ]$")  # a share of NVIDIA's vGPU, with its GB
 MIG_PROFILE = re.compile(r"^\d+g\.(\d+)gb")
 
 Figure = Annotated[float, Field(gt=0, strict=True)]
@@ -97,6 +98,10 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
     whole, _, part = name.partition(" MIG ")
     rows = _rows(known or compat.facts())
     wanted = compat.plain_name(whole)
+    if wanted not in rows and (share := VGPU.search(whole)):
+        # The brand ended before Ada, so its RTX 6000 and 8000 are Turing's.
+        gpu = parse_gpu(re.sub(r"(?i)\bGRID (?=RTX)", "Quadro ", whole[: share.start()]), known)
+        return replace(gpu, name=name, memory_gib=float(share[1]))
     own = driver_names().get(wanted)
     if own:
         rows = {key: row for key, row in rows.items() if row.sm == own}
@@ -111,9 +116,18 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
         more = f" and {len(which) - LONGEST_LIST} more" if len(which) > LONGEST_LIST else ""
         message = f"several GPUs are called that: {name}"
         raise UsageError(message, hint=f"say which: {', '.join(which[:LONGEST_LIST])}{more}")
+    if of_driver := _driver_sms(wanted):
+        return Gpu(name=name, sm=of_driver)
     message = f"no GPU of {FACTS_NAME} is called that: {name}"
     near = ", ".join(rows[key].name for key in difflib.get_close_matches(wanted, rows))
     raise UsageError(message, hint=f"perhaps you meant {near}; else {ASK_SM}" if near else ASK_SM)
+
+
+def _driver_sms(wanted: str) -> str | None:
+    """The one chip of the driver's names that have its words: `RTX PRO 500` is said of laptops and boards alone."""
+    words = set(wanted.split())
+    sms = {sm for name, sm in driver_names().items() if len(words) > 1 and words <= set(name.split())}
+    return sms.pop() if len(sms) == 1 else None
 
 
 def parse_sm(text: str, known: Facts | None = None) -> Gpu:

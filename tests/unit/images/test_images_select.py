@@ -162,6 +162,30 @@ def test_nothing_is_said_of_memory_that_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "sm", "memory_gib"),
+    [
+        ("RTX PRO 500", "120", None),
+        ("RTX PRO 500 Blackwell", "120", None),
+        ("GeForceRTX3060", "86", 8),
+        ("NVIDIAGeForceRTX3060Ti", "86", 8),
+        ("QuadroRTX6000", "75", 24),
+        ("GRID RTX6000-4Q", "75", 4),
+        ("GRID A100-10C", "80", 10),
+        ("NVIDIA A40-8Q", "86", 8),
+        ("NVIDIA RTX6000-Ada-16Q", "89", 16),
+    ],
+)
+def test_names_run_together_shares_and_names_of_the_driver_alone(name: str, sm: str, memory_gib: float | None) -> None:
+    gpu = gpus.parse_gpu(name)
+    assert (gpu.name, gpu.sm, gpu.memory_gib) == (name, sm, memory_gib)
+
+
+def test_a_share_of_one_of_several_gpus_is_refused_with_these() -> None:
+    with pytest.raises(UsageError, match="several GPUs are called that: RTX6000"):
+        gpus.parse_gpu("RTX6000-4Q")
+
+
+@pytest.mark.parametrize(
     ("name", "figures"),
     [
         ("NVIDIA H100 80GB HBM3", (80, 3350)),
