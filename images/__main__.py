@@ -209,12 +209,19 @@ def _render(arguments: argparse.Namespace) -> int:
             lines += drift.orphans(ROOT, files) + _unnamed(loaded)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
-            raise VerificationError(message, hint=f"{render.RENDER_COMMAND}, then commit what it wrote")
+            raise VerificationError(message, hint=_mend(lines))
     elif not arguments.dry_run:
         drift.write(ROOT, files)
     paths = [path.as_posix() for path in files]
     _say(arguments, paths, paths)
     return 0
+
+
+def _mend(lines: Sequence[str]) -> str:
+    """`render` writes, and takes nothing away."""
+    left = [line.rpartition(drift.TAKE_AWAY)[2] for line in lines if drift.TAKE_AWAY in line]
+    writes = [f"{render.RENDER_COMMAND}, then commit what it wrote"] if len(left) < len(lines) else []
+    return "; ".join([*writes, *([f"{drift.TAKE_AWAY}{' '.join(left)}"] if left else [])])
 
 
 def _unnamed(loaded: Matrix) -> list[str]:
@@ -943,10 +950,12 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _select(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=_record_of(loaded))
+    record = _record_of(loaded)
+    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=record)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
     tag = choice.tag
-    get = f"{tag} is here" if choice.is_here else f"get it: {choice.command}"
+    where = "" if choice.platform == record.own else f" on a machine of {choice.platform}"
+    get = f"{tag} is here" if choice.is_here else f"get it{where}: {choice.command}"
     left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
         prefix = model.check_prefix(arguments.image_prefix)

@@ -58,6 +58,7 @@ class Explanation:
     reasons: tuple[Reason, ...] = ()
     nearest: tuple[Near, ...] = ()
     follows: tuple[Consequence, ...] = ()
+    cpu: str | None = None  # the cell for the CPU of such a machine
 
     @property
     def message(self) -> str:
@@ -73,6 +74,8 @@ class Explanation:
         if not names:
             return None
         serves = all(near.serves for near in self.nearest)
+        if not serves and self.verdict == "out of scope" and self.cpu:
+            return f"no image is for such a GPU; {self.cpu} runs on the machine's CPU alone"
         return f"use {', or '.join(names)}" if serves else f"nothing here runs on it; the nearest: {', '.join(names)}"
 
     def _name(self, near: Near) -> str:
@@ -114,7 +117,16 @@ def explain(
         verdict=verdict,
         reasons=reasons,
         nearest=nearest(question, matrix, known),
+        cpu=_cpu_cell(question, matrix, known),
     )
+
+
+def _cpu_cell(question: Question, matrix: Matrix, known: Facts) -> str | None:
+    """Of a kind of machine that has the chips that were asked for."""
+    chips = [set(known.sms[sm].platforms) for sm in question.sms if sm in known.sms]
+    having = set.intersection(*chips) if chips else set()
+    wanted = {question.platform} if question.platform else having
+    return next((cell.id for cell in matrix.cells if not cell.sms and wanted & set(cell.platforms)), None)
 
 
 def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[Consequence]:
@@ -122,7 +134,9 @@ def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[C
     for each in (platform,) if platform else cell.platforms:
         yield Consequence(name=f"state on {each}", value=record.describe(cell, each), sources=(str(PROOFS_FILE),))
     if not any(record.has(cell, each) for each in cell.platforms):
-        yield Consequence(name="get it", value=build_command(cell), sources=("images/README.md",))
+        foreign = record.own and record.own not in cell.platforms
+        where = f", on a machine of {' or '.join(cell.platforms)}" if foreign else ""
+        yield Consequence(name="get it", value=f"{build_command(cell)}{where}", sources=("images/README.md",))
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from images import __main__ as command
+from images import render
 
 VERBS = (
     "list", "render", "build", "verify", "gate", "gaps", "sbom", "bake", "ci-matrix", "prune", "explain", "select",
@@ -30,6 +31,13 @@ def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
 def test_render_check_is_quiet_about_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["render", "--check"]) == 0
     assert "images/rendered/llama-cpu/Dockerfile\n" in capsys.readouterr().out
+
+
+def test_what_render_does_not_take_away_has_its_own_hint() -> None:
+    moved, left = "a: differs from what the matrix renders", "b/c: nothing renders it: git rm -r b/c"
+    assert command._mend([moved]) == f"{render.RENDER_COMMAND}, then commit what it wrote"
+    assert command._mend([left, "d: no cell of the matrix is called that: git rm -r d"]) == "git rm -r b/c d"
+    assert command._mend([moved, left]) == f"{render.RENDER_COMMAND}, then commit what it wrote; git rm -r b/c"
 
 
 def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,11 +109,25 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
     ("names", "driver", "cell", "left", "why"),
     [
         (("RTX 3090", "RTX 5090"), "570.124", "llama-cu128-sm120", "RTX 3090 (SM 86)", "sm_120a does not run on it"),
-        (("RTX 3090", "RTX 5090"), "550.54.15", "llama-cu124-sm86", "RTX 5090 (SM 120)", "sm_86 does not run on it"),
+        (
+            ("RTX 3090", "RTX 5090"),
+            "550.54.15",
+            "llama-cu124-sm86",
+            "RTX 5090 (SM 120)",
+            "needs driver 570.26, here is 550.54.15",
+        ),
         (("RTX 2080 Ti", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "RTX 2080 Ti (SM 75)", "sm_86 does not run"),
         (("A100", "H100"), "580.65.06", "llama-cu130-sm90", "A100 (SM 80)", "sm_90 does not run on it"),
         (("A100 80GB", "A100 80GB", "H100"), "580.65.06", "llama-cu130-sm80", "H100 (SM 90)", "sm_80 does not run"),
         (("P40", "RTX 3090"), "550.54.15", "llama-cu124-sm86", "P40 (SM 61)", "Pascal, and the matrix begins at SM 75"),
+        (
+            ("B300", "RTX 3090"),
+            "570.124.06",
+            "llama-cu128-sm86",
+            "B300 (SM 103)",
+            "needs driver 575.51.03, here is 570",
+        ),
+        (("V100", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "V100 (SM 70)", "CUDA 12 can make code for SM 70"),
         (("GT 710", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "GT 710 (SM 35)", "it is of Kepler"),
         (("B200", "B300"), "570.124.06", "llama-cu128-sm100", "B300 (SM 103)", "needs driver 575.51.03, here is 570"),
     ],
@@ -158,7 +172,8 @@ def test_a_card_without_figures_is_not_the_weak_one(names: tuple[str, str]) -> N
 
 def test_nothing_is_said_of_memory_that_decides_nothing() -> None:
     assert "not known" not in select.choose(LOADED, _machine("B100", "B100", driver="580.65.06")).why
-    assert "not known" not in select.choose(LOADED, _machine("B100", "P40", driver="580.65.06")).why
+    for old in ("P40", "V100"):
+        assert "not known" not in select.choose(LOADED, _machine("B100", old, driver="580.65.06")).why
 
 
 @pytest.mark.parametrize(
@@ -547,6 +562,12 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.thorough
+def test_an_image_for_another_kind_of_machine_is_built_there(capsys: pytest.CaptureFixture[str]) -> None:
+    (other,) = {AMD, ARM} - {command._platform_here()}
+    assert command.main(["select", "--platform", other, "--sm", "90", "--driver", "580.65.06"]) == 0
+    assert f"\nget it on a machine of {other}: python3 -m images build" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--driver", "580.65.06", "--gpu", "GT 710", "--gpu", "RTX 3090", "--platform", "linux/amd64"]
     assert command.main(["select", *words]) == 0
