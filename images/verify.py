@@ -24,6 +24,7 @@ from appliance.image_facts import (
 from images import (
     build,
     compat,
+    configured,
     cpu_kernels,
     cublas_jit,
     debian,
@@ -103,6 +104,7 @@ class ImageSnapshot:
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
     recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
     environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
+    configured: Mapping[str, object] = field(default_factory=dict)  # what `docker run` takes from it, by the Dockerfile
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -171,6 +173,7 @@ def gather(
         asked=debian.asked(dockerfile).get("runtime", ""),
         build_id=packages.build_id_of(root, cell, platform, found.labels),
         recipe=_recipe_of(root, found.labels),
+        configured=configured.given(dockerfile),
         environment=environment.given(
             dockerfile,
             _environment_of(engine, packages.stood_on(cell, found.labels)[0]),
@@ -481,6 +484,11 @@ def check_files(snapshot: ImageSnapshot) -> Check:
     return _none_of("files as the build left them", found)
 
 
+def check_links(snapshot: ImageSnapshot) -> Check:
+    """No manifest has links: those of the engine are held to their names."""
+    return _none_of("no link of the engine leads astray", integrity.astray(snapshot.tree))
+
+
 def check_recipe(snapshot: ImageSnapshot) -> Check:
     """Those that no manifest lists, since a model image adds them to its cell."""
     found = model.foreign(snapshot.tree, snapshot.labels, snapshot.recipe)
@@ -509,24 +517,16 @@ def check_volume(snapshot: ImageSnapshot) -> Check:
 
 
 def check_user(snapshot: ImageSnapshot) -> Check:
-    user = str(snapshot.config.get("User") or "root")
-    return Check(name="user is not root", ok=user.partition(":")[0] not in ("0", "root"), detail=user)
+    """Docker takes `+0` and `00` for root, and behind a colon any group: only the Dockerfile's own word will do."""
+    user, wanted = str(snapshot.config.get("User") or "root"), snapshot.configured.get("User")
+    detail = user if user == wanted else f"{user!r}, expected {wanted!r}"
+    return Check(name="user is not root", ok=user == wanted and wanted not in ("0", "root"), detail=detail)
 
 
 def check_run_line(snapshot: ImageSnapshot) -> Check:
-    """What `docker run` relies on: entry point, health check, port, stop signal."""
-    config = snapshot.config
-    expected: dict[str, object] = {
-        "Entrypoint": ["/usr/bin/tini", "--", "appliance"],
-        "Cmd": ["serve"],
-        "StopSignal": "SIGTERM",
-        "ExposedPorts": {"11435/tcp": {}},
-    }
-    wrong = [f"{name}: {config.get(name)}" for name, value in expected.items() if config.get(name) != value]
-    health = (config.get("Healthcheck") or {}).get("Test")
-    if health != ["CMD", "appliance", "health"]:
-        wrong.append(f"Healthcheck: {health}")
-    return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as promised")
+    """What `docker run` relies on: entry point, health check and its times, ports, volumes, stop signal, no more."""
+    wrong = configured.differing(snapshot.config, snapshot.configured)
+    return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as the Dockerfile says")
 
 
 def check_byte_code(snapshot: ImageSnapshot) -> Check:
@@ -591,6 +591,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_image_facts,
     check_tree,
     check_files,
+    check_links,
     check_recipe,
     check_preload,
     check_accounts,
