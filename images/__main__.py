@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TextIO, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
@@ -73,6 +73,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 WEIGHTS = ROOT / ".make/models"
 EVERYTHING = "*"
+BRING_BACK = "git checkout "
 NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
@@ -81,12 +82,15 @@ OF_REPRODUCE = (
     *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked"),
     *("--source", "--url", "--vendor"),
 )
+# Of an address, name and password; ROOT@TIMESTAMP of a snapshot archive has none.
+USERINFO = re.compile(r"(?<=://)[^/\s@]+@(?!\d{4})")
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell says of a program that SIGINT or SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     is_json = "--json" in words
+    _open_streams()
     try:
         arguments = _parser().parse_args(words)
         code = int(arguments.verb(arguments))
@@ -105,15 +109,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(failure, is_json=is_json)
 
 
+def _open_streams() -> None:
+    """`images list >&-`: Python has no stream then, and prints for a missing stderr go to stdout."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+
+
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
 def _fail(error: FatalError, *, is_json: bool) -> int:
-    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed."""
-    if is_json:
-        said = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(said), file=sys.stderr)
-        return error.exit_code
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed. No address
+    keeps the password in it.
+    """
+    message, hint = (USERINFO.sub("…@", text) if text else None for text in (error.message, error.hint))
+    said = json.dumps({"error": message, "hint": hint, "exit_code": error.exit_code})
+    lines = [said] if is_json else [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
+    try:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    except OSError:  # a full disk under stderr: the exit code says it alone
+        sys.stderr = _nowhere()
     return error.exit_code
 
 
@@ -206,7 +222,7 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
-            lines += drift.orphans(ROOT, files) + _unnamed(loaded)
+            lines += drift.orphans(ROOT, files) + _unnamed(loaded) + _ungated(loaded)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
             raise VerificationError(message, hint=_mend(lines))
@@ -220,8 +236,17 @@ def _render(arguments: argparse.Namespace) -> int:
 def _mend(lines: Sequence[str]) -> str:
     """`render` writes, and takes nothing away."""
     left = [line.rpartition(drift.TAKE_AWAY)[2] for line in lines if drift.TAKE_AWAY in line]
-    writes = [f"{render.RENDER_COMMAND}, then commit what it wrote"] if len(left) < len(lines) else []
-    return "; ".join([*writes, *([f"{drift.TAKE_AWAY}{' '.join(left)}"] if left else [])])
+    lost = [line.rpartition(BRING_BACK)[2] for line in lines if BRING_BACK in line]
+    writes = [f"{render.RENDER_COMMAND}, then commit what it wrote"] if len(left) + len(lost) < len(lines) else []
+    named = {drift.TAKE_AWAY: left, BRING_BACK: lost}
+    return "; ".join([*writes, *(f"{command}{' '.join(paths)}" for command, paths in named.items() if paths)])
+
+
+def _ungated(loaded: Matrix) -> list[str]:
+    """A report on wheels that is gone would have `verify` take every kernel without machine code for a fault."""
+    wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
+    paths = [wheel_gaps.path_for(cell, sm) for cell in wheels for sm in cell.sms]
+    return [f"{path}: missing: {BRING_BACK}{path}" for path in paths if not (ROOT / path).is_file()]
 
 
 def _unnamed(loaded: Matrix) -> list[str]:
