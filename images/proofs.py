@@ -39,6 +39,7 @@ TELLING = (
 )  # checks whose words are worth keeping
 LONGEST_DETAIL = 200
 DIRTY = "+dirty"
+SUBSTITUTED = "substituted toolkit: "
 
 State = Literal["proven", "substitute toolkit", "built", "built of another tree", "rendered"]
 
@@ -62,14 +63,20 @@ class Proof(Row):
     toolkit: Text | None = None
 
     @property
+    def substitute(self) -> str | None:
+        """What stood for the toolkit; rows had it among what was run, before it had a field."""
+        told = (each.removeprefix(SUBSTITUTED) for each in self.ran if each.startswith(SUBSTITUTED))
+        return self.toolkit or next(told, None)
+
+    @property
     def state(self) -> State:
         """Another compiler's code proves that the Dockerfile works, and nothing of the cell's own kernels."""
-        return "substitute toolkit" if self.toolkit else "proven"
+        return "substitute toolkit" if self.substitute else "proven"
 
     def __str__(self) -> str:
         commit = self.commit or f"a commit that is {NOT_KNOWN}"
         base = f" on {self.base} in place of the pinned base" if self.base else ""
-        toolkit = f" with {self.toolkit} in place of the cell's own toolkit" if self.toolkit else ""
+        toolkit = f" with {self.substitute} in place of the cell's own toolkit" if self.substitute else ""
         return f"{self.state} on {self.date}, built of {commit}{base}{toolkit}{self._took()}: {'; '.join(self.ran)}"
 
     def _took(self) -> str:
@@ -114,9 +121,9 @@ def record(root: Path, cells: Iterable[Cell], proof: Proof) -> None:
     one is of a substitute toolkit.
     """
     known = dict(load(root, cells))
-    if proof.toolkit and is_proven(known, cell=proof.cell, platform=proof.platform):
+    if proof.substitute and is_proven(known, cell=proof.cell, platform=proof.platform):
         message = (
-            f"{PROOFS_FILE} has a proof of {proof.cell} with its own toolkit, and this image is of {proof.toolkit}"
+            f"{PROOFS_FILE} has a proof of {proof.cell} with its own toolkit, and this image is of {proof.substitute}"
         )
         raise VerificationError(message, hint="take that row out first, if it is no longer true")
     known[proof.cell, proof.platform] = proof

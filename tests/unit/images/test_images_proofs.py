@@ -182,6 +182,8 @@ def test_a_substitute_toolkit_proves_no_cell(cell: Cell) -> None:
     assert record.state(cell, amd) == "substitute toolkit"
     assert record.describe(cell, amd).startswith("substitute toolkit on 2026-11-22, built of")
     assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", amd): row}
+    older = _proof(cell).model_copy(update={"ran": ("verify, 28 checks", "substituted toolkit: Debian's nvcc")})
+    assert (older.state, older.substitute) == ("substitute toolkit", "Debian's nvcc")
     assert "toolkit:" not in proofs.dump([_proof(cell)]).removeprefix(proofs.HEADER)
 
 
