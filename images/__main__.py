@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TextIO, get_args
 
 from appliance.image_facts import Recipe, WeightsFormat
 from images import (
@@ -60,6 +60,7 @@ from images import (
     snapshot,
     space,
     substitute,
+    timing,
     verify,
     wheel_gaps,
 )
@@ -72,6 +73,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS: tuple[matrix.Platform, ...] = get_args(matrix.Platform)
 WEIGHTS = ROOT / ".make/models"
 EVERYTHING = "*"
+BRING_BACK = "git checkout "
 NOT_MET = "  of the newest Debian packages: the lock was not met"
 EXIT_CODES = "exit codes: 0 done, 2 usage, 10 the matrix cannot be, 60 not built, 61 not what it must be"
 
@@ -80,12 +82,15 @@ OF_REPRODUCE = (
     *("--against", "--base", "--toolkit-image", "--epoch", "--debian-mirror", "--index-url", "--wheels", "--locked"),
     *("--source", "--url", "--vendor"),
 )
+# Of an address, name and password; ROOT@TIMESTAMP of a snapshot archive has none.
+USERINFO = re.compile(r"(?<=://)[^/\s@]+@(?!\d{4})")
 INTERRUPTED, BROKEN_PIPE = 130, 141  # as a shell says of a program that SIGINT or SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     is_json = "--json" in words
+    _open_streams()
     try:
         arguments = _parser().parse_args(words)
         code = int(arguments.verb(arguments))
@@ -104,15 +109,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(failure, is_json=is_json)
 
 
+def _open_streams() -> None:
+    """`images list >&-`: Python has no stream then, and prints for a missing stderr go to stdout."""
+    sys.stdout = sys.stdout or _nowhere()
+    sys.stderr = sys.stderr or _nowhere()
+
+
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+
+
 def _fail(error: FatalError, *, is_json: bool) -> int:
-    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed."""
-    if is_json:
-        said = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(said), file=sys.stderr)
-        return error.exit_code
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
+    """On stderr, as data where data was asked for: stdout may hold the answer of a verb that then failed. No address
+    keeps the password in it.
+    """
+    message, hint = (USERINFO.sub("…@", text) if text else None for text in (error.message, error.hint))
+    said = json.dumps({"error": message, "hint": hint, "exit_code": error.exit_code})
+    lines = [said] if is_json else [f"error: {message}", *([f"hint: {hint}"] if hint else [])]
+    try:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    except OSError:  # a full disk under stderr: the exit code says it alone
+        sys.stderr = _nowhere()
     return error.exit_code
 
 
@@ -153,16 +170,43 @@ def _in_one_line(states: Mapping[matrix.Platform, proofs.State]) -> str:
 
 def _record_of(loaded: Matrix) -> proofs.Record:
     own = f"linux/{docker.ARCHITECTURES.get(platform.machine(), platform.machine())}"
-    return proofs.Record(proofs=proofs.load(ROOT, loaded.cells), here=_built_here(), own=own)
+    return proofs.Record(proofs=proofs.load(ROOT, loaded.cells), here=_built_here(loaded, own), own=own)
 
 
-def _built_here() -> frozenset[str]:
-    """Tags of cells in this machine's engine; none where there is no engine, which is no fault of who lists cells."""
-    words = ("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
-    asked = docker.capture(words, cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
+def _built_here(loaded: Matrix, own: str) -> dict[str, proofs.Here]:
+    """Images of cells in this machine's engine, by tag; none where there is no engine, which is no fault of who lists
+    cells.
+    """
+    cells = {cell.tag: cell for cell in loaded.cells}
+    listed = _ask_docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}", proofs.REPOSITORY)
+    tags = [tag for tag in listed if tag in cells]
+    # One line an image, and what docker says of a tag that went meanwhile is none.
+    form = "{{.Id}} {{json .RepoTags}} {{json .Config.Labels}}"
+    told = _ask_docker("image", "inspect", "--format", form, *tags) if tags else ()
+    found = (docker.parse_inspected(line) for line in told)
+    return {
+        tag: proofs.Here(digest=image.id, is_current=_is_current(cells[tag], own, image))
+        for image in found
+        if image
+        for tag in image.tags
+        if tag in tags
+    }
+
+
+def _is_current(cell: Cell, own: str, image: docker.Image) -> bool:
+    """Whether this tree gives its build id. A lock that cannot be read gives none, which other verbs say."""
+    try:
+        wanted = packages.build_id_of(ROOT, cell, own, image.labels)
+    except MatrixError:
+        return False
+    return image.labels.get(build.BUILD_ID_LABEL) == wanted
+
+
+def _ask_docker(*words: str) -> tuple[str, ...]:
+    asked = docker.capture(("docker", *words), cwd=ROOT, timeout_s=docker.QUICK_TIMEOUT_S)
     if asked.code == docker.TIMED_OUT:
         print(f"which images are here is not known: {asked.lines[0]}", file=sys.stderr)
-    return frozenset(asked.lines) if asked.code == 0 else frozenset()
+    return asked.lines if asked.code == 0 else ()
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -178,15 +222,31 @@ def _render(arguments: argparse.Namespace) -> int:
     if arguments.check:
         lines = drift.drift(ROOT, files)
         if arguments.only == EVERYTHING:
-            lines += drift.orphans(ROOT, files) + _unnamed(loaded)
+            lines += drift.orphans(ROOT, files) + _unnamed(loaded) + _ungated(loaded)
         if lines:
             message = f"rendered files are not what the matrix says: {'; '.join(lines)}"
-            raise VerificationError(message, hint=f"{render.RENDER_COMMAND}, then commit what it wrote")
+            raise VerificationError(message, hint=_mend(lines))
     elif not arguments.dry_run:
         drift.write(ROOT, files)
     paths = [path.as_posix() for path in files]
     _say(arguments, paths, paths)
     return 0
+
+
+def _mend(lines: Sequence[str]) -> str:
+    """`render` writes, and takes nothing away."""
+    left = [line.rpartition(drift.TAKE_AWAY)[2] for line in lines if drift.TAKE_AWAY in line]
+    lost = [line.rpartition(BRING_BACK)[2] for line in lines if BRING_BACK in line]
+    writes = [f"{render.RENDER_COMMAND}, then commit what it wrote"] if len(left) + len(lost) < len(lines) else []
+    named = {drift.TAKE_AWAY: left, BRING_BACK: lost}
+    return "; ".join([*writes, *(f"{command}{' '.join(paths)}" for command, paths in named.items() if paths)])
+
+
+def _ungated(loaded: Matrix) -> list[str]:
+    """A report on wheels that is gone would have `verify` take every kernel without machine code for a fault."""
+    wheels = [cell for cell in loaded.cells if not cell.engine.is_compiled]
+    paths = [wheel_gaps.path_for(cell, sm) for cell in wheels for sm in cell.sms]
+    return [f"{path}: missing: {BRING_BACK}{path}" for path in paths if not (ROOT / path).is_file()]
 
 
 def _unnamed(loaded: Matrix) -> list[str]:
@@ -229,6 +289,7 @@ def _build(arguments: argparse.Namespace) -> int:
     )
     engine = docker.Engine()
     if arguments.dry_run:
+        options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
         jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
         rows = [
             {"cell": job.cell.id, "build_id": job.build_id, "command": list(build.buildx_argv(job))} for job in jobs
@@ -238,8 +299,7 @@ def _build(arguments: argparse.Namespace) -> int:
     build.refuse_platform(cells, engine.platform)
     for cell in cells:
         addresses.refuse_narrow(cell, addresses.here())
-    if options.toolkit_image == substitute.WORD:
-        options = replace(options, toolkit_image=substitute.make(ROOT, loaded, cells, options, engine))
+    options = _with_toolkit(options, loaded, cells, engine, is_dry=False)
     results = [_build_cell(cell, options, engine, archives, name) for cell in cells]
     if models:
         results = [
@@ -248,6 +308,16 @@ def _build(arguments: argparse.Namespace) -> int:
         ]
     _say(arguments, results, [_build_line(result) for result in results])
     return 0
+
+
+def _with_toolkit(
+    options: build.Options, loaded: Matrix, cells: Sequence[Cell], engine: docker.Engine, *, is_dry: bool
+) -> build.Options:
+    """With an image's name in the place of `substitute`; it is made unless this is dry."""
+    if options.toolkit_image != substitute.WORD:
+        return options
+    name = substitute.find(cells, engine) if is_dry else substitute.make(ROOT, loaded, cells, options, engine)
+    return replace(options, toolkit_image=name)
 
 
 def _publisher(arguments: argparse.Namespace, loaded: Matrix) -> Publisher:
@@ -450,6 +520,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     engine = docker.Engine()
     build.refuse_platform(cells, engine.platform, done="verified")
     verify.refuse_absent(cells, engine, image=arguments.image)
+    if arguments.record:
+        _refuse_dirty(cells, engine, image=arguments.image)
     checks = {
         cell.id: verify.verify(
             ROOT,
@@ -483,6 +555,7 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
     if found is None:
         message = f"image is gone since it was verified, and was not recorded: {image}"
         raise VerificationError(message, hint=f"python -m images build --only {cell.id}")
+    proofs.refuse_dirty(cell, found.labels.get(proofs.REVISION_LABEL))
     known = proofs.platform_of(cell, engine.platform)
     proof = proofs.of_checks(
         cell,
@@ -492,10 +565,19 @@ def _record(cell: Cell, checks: Sequence[verify.Check], engine: docker.Engine, *
         commit=found.labels.get(proofs.REVISION_LABEL),
         today=datetime.now(UTC).date(),
         machine=_machine_words(_machine_here(known)),
-        toolkit=found.labels.get(build.TOOLKIT_OVERRIDE_LABEL),
+        took=timing.load(ROOT / build.ARCHIVES, found.labels.get(build.BUILD_ID_LABEL, ""), found.id),
+        base=build.other_base(found.labels),
+        toolkit=build.other_toolkit(cell, found.labels),
     )
     proofs.record(ROOT, matrix.load(ROOT).cells, proof)
     _progress(cell, f"recorded in {proofs.PROOFS_FILE}: {proof}")
+
+
+def _refuse_dirty(cells: Sequence[Cell], engine: docker.Engine, *, image: str | None) -> None:
+    """Before minutes of checks, and not after them."""
+    for cell in cells:
+        found = engine.image(image or cell.tag)
+        proofs.refuse_dirty(cell, found.labels.get(proofs.REVISION_LABEL) if found else None)
 
 
 def _machine_words(here: select.Machine) -> str:
@@ -549,11 +631,13 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     )
     engine = docker.Engine()
     if arguments.dry_run:
+        options = _with_toolkit(options, loaded, cells, engine, is_dry=True)
         jobs = [_dry(_plan(cell, options, engine, _platform_here()), archives) for cell in cells]
         commands = [list(reproduce.uncached_argv(job, ())) for job in jobs]
         _say(arguments, commands, [shlex.join(command) for command in commands])
         return 0
     build.refuse_platform(cells, engine.platform, done="reproduced")
+    options = _with_toolkit(options, loaded, cells, engine, is_dry=False)
     jobs = [_plan(cell, options, engine, _platform_of(engine)) for cell in cells]
     if arguments.against:
         return _reproduce_against(arguments, jobs, engine, archives)
@@ -891,10 +975,12 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _select(arguments: argparse.Namespace) -> int:
     loaded = _load_all()
-    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=_record_of(loaded))
+    record = _record_of(loaded)
+    choice = select.choose(loaded, _machine(arguments), engine=arguments.engine, record=record)
     rest = "\n".join(f"  {loser.cell:<20} {loser.why}" for loser in choice.runners_up)
     tag = choice.tag
-    get = f"{tag} is here" if choice.is_here else f"get it: {choice.command}"
+    where = "" if choice.platform == record.own else f" on a machine of {choice.platform}"
+    get = f"{tag} is here" if choice.is_here else f"get it{where}: {choice.command}"
     left = "".join(f"left out: {each.gpu}: {each.why}\n" for each in choice.left_out)
     if arguments.alias:
         prefix = model.check_prefix(arguments.image_prefix)

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from images import debian, docker, oci, render
+from images import debian, docker, oci, render, timing
 from images.drift import drift
 from images.errors import ArchiveError, BuildError, MatrixError, UsageError, VerificationError
 from images.integrity import MANIFEST
@@ -123,6 +124,7 @@ class Job:
     files_sha256: str | None = None  # None: not known before its steps have run
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests of the files that it was planned with
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
+    kept_stages: tuple[str, ...] = ()  # of which the builder had kept a step when they were sealed
 
     @property
     def dockerfile(self) -> Path:
@@ -234,7 +236,7 @@ def seal(root: Path, job: Job) -> Job:
         if finished.code != 0:
             raise explain_failure(job.cell, finished.lines)
         sha256 = hashlib.sha256((out / Path(MANIFEST).name).read_bytes()).hexdigest()
-    return replace(job, files_sha256=sha256, no_cache=False)
+    return replace(job, files_sha256=sha256, no_cache=False, kept_stages=finished.kept_stages)
 
 
 def moment_labels(job: Job) -> dict[str, str]:
@@ -254,6 +256,7 @@ def moment_labels(job: Job) -> dict[str, str]:
         labels[REPRODUCIBLE_LABEL] = "no"
     if job.toolkit:
         labels[TOOLKIT_OVERRIDE_LABEL] = f"{job.toolkit.override} {job.toolkit.identity}"
+        labels[render.TOOLKIT_SOURCE_LABEL] = labels[TOOLKIT_OVERRIDE_LABEL]  # not the one that the Dockerfile names
     if job.base.override:
         labels["org.opencontainers.image.base.name"] = job.base.override
         labels["org.opencontainers.image.base.digest"] = job.base.identity
@@ -261,8 +264,11 @@ def moment_labels(job: Job) -> dict[str, str]:
 
 
 def build(root: Path, job: Job, engine: docker.Engine) -> Built:
-    """Runs the build and loads the result. BuildError in words; the archive is gone either way."""
+    """Runs the build, loads the result and keeps how long that took. BuildError in words; the archive is gone either
+    way.
+    """
     refuse_engine(job, engine)
+    began_s = time.monotonic()
     job.archive.parent.mkdir(parents=True, exist_ok=True)
     try:
         sealed = seal(root, job)
@@ -275,6 +281,9 @@ def build(root: Path, job: Job, engine: docker.Engine) -> Built:
         engine.load(job.archive)
     finally:
         job.archive.unlink(missing_ok=True)
+    kept = sealed.kept_stages if sealed.files_sha256 else finished.kept_stages
+    took = timing.Took(digest=digest, seconds=round(time.monotonic() - began_s), kept=kept)
+    timing.save(job.archive.parent, job.build_id, took)
     return Built(cell=job.cell.id, tag=job.tag, build_id=job.build_id, digest=digest, is_reused=False)
 
 
@@ -387,6 +396,22 @@ def choose_toolkit(cell: Cell, wanted: str | None, engine: docker.Engine) -> Bas
         raise BuildError(message, hint=f"docker pull {wanted}")
     name = image.labels.get(TOOLKIT_LABEL, wanted)  # one that was made here says what it is
     return BaseChoice(identity=image.id, context=f"docker-image://{wanted}", override=name)
+
+
+def other_toolkit(cell: Cell, labels: Mapping[str, str]) -> str | None:
+    """What an image says of the toolkit that stood for the matrix's: name and digest. None for the same digest under
+    another name, and where nothing stood for it.
+    """
+    said = labels.get(TOOLKIT_OVERRIDE_LABEL)
+    pinned = cell.toolkit.image.digest if cell.toolkit and cell.toolkit.image else None
+    return None if said is None or said.rpartition(" ")[2] == pinned else said
+
+
+def other_base(labels: Mapping[str, str]) -> str | None:
+    """The image that a build stood on instead of the pinned one: name and digest."""
+    if labels.get(BASE_OVERRIDE_LABEL, render.NONE) == render.NONE:
+        return None
+    return " ".join(labels.get(f"org.opencontainers.image.base.{part}", "?") for part in ("name", "digest"))
 
 
 def _toolkit_context(job: Job) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from images import compat, gpus, render, select
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
-from images.proofs import Record
+from images.proofs import Record, State
 
 PAGE = Path("docs/cards.md")
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
@@ -81,9 +81,13 @@ def _rows(matrix: Matrix, sm: str, platform: Platform, record: Record) -> Iterat
         machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),), driver=driver)
         choice = select.choose(matrix, machine, record=record)
         if choice.cell != last:
-            proven = "yes" if choice.state == "proven" else "no"
-            yield f"| {sm} | {platform.partition('/')[2]} | {driver} or newer | `{choice.cell}` | {proven} |"
+            yield f"| {sm} | {platform.partition('/')[2]} | {driver} or newer | `{choice.cell}` | {_proven(choice.state)} |"
         last = choice.cell
+
+
+def _proven(state: State) -> str:
+    """A build with a substitute toolkit is neither."""
+    return {"proven": "yes", "substitute toolkit": "no, built with a substitute toolkit"}.get(state, "no")
 
 
 def _version(text: str) -> tuple[int, ...]:

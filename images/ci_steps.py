@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from images import rows
 from images.errors import MatrixError
 
 WORKFLOWS = Path(".github/workflows")
@@ -41,9 +40,17 @@ class Step:
 
 
 def load(root: Path) -> tuple[Step, ...]:
-    """Of all workflows, in their order. MatrixError for a shell that is not bash."""
+    """Of all workflows, in their order. MatrixError for a file that cannot be read, and a shell that is not bash."""
     files = sorted((root / WORKFLOWS).glob("*.yml"))
-    return tuple(step for file in files for step in parse(file.stem, yaml.safe_load(file.read_text("utf-8"))))
+    return tuple(step for file in files for step in parse(file.stem, _document(file.relative_to(root), root)))
+
+
+def _document(path: Path, root: Path) -> Mapping[str, Any]:
+    document = rows.load(path, root=root)
+    if not isinstance(document, dict) or not isinstance(document.get("jobs"), dict):
+        message = f"{path} cannot be read: it names no jobs"
+        raise MatrixError(message)
+    return document
 
 
 def parse(workflow: str, document: Mapping[str, Any]) -> Iterator[Step]:

@@ -188,12 +188,17 @@ UNTOLD_WORDS = frozenset(
 )
 
 
+BRANDS = re.compile(r"(nvidia|geforce|quadro|tesla|titan|grid|jetson)(?=[a-z\d])")
+
+
 def plain_name(name: str) -> str:
     """A GPU's name without the words that some write and some do not. A Jetson's driver says `Orin (nvgpu)`.
 
-    Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`; `80G` is the same.
+    Letters and digits are parted, so `rtx4090` is `RTX 4090` and `80GB` is `80 GB`; `80G` is the same. So are the
+    brands: `GeForceRTX3060`.
     """
-    words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<!\w)(\d+)g\b", r"\1gb", name.casefold()))
+    parted = BRANDS.sub(r"\1 ", name.casefold())
+    words = re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<!\w)(\d+)g\b", r"\1gb", parted))
     return " ".join("mobile" if word == "laptop" else word for word in words if word not in UNTOLD_WORDS)
 
 

@@ -91,7 +91,9 @@ def _gpu(entry: object, key: str, source: str, known: Facts | None) -> Gpu:
         if sm is None:
             raise _refused(source, f"{key}: {error.message}") from error
         found = Gpu(name=str(name), sm=str(sm))
-    told = mib / MIB_PER_GIB if isinstance(mib, int | float) and mib > 0 else found.memory_gib
+    if mib is not None and (isinstance(mib, bool) or not isinstance(mib, int | float) or not mib > 0):
+        raise _refused(source, f"{key}.vram_total_mib: it is no amount of memory in MiB: {mib!r:.60}")
+    told = found.memory_gib if mib is None else mib / MIB_PER_GIB
     return replace(found, sm=str(sm or found.sm), memory_gib=told)
 
 

@@ -6,7 +6,9 @@ are started here too, so that there is one place to look for what runs on the us
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,15 +38,21 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
 TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
+# Of BuildKit's plain progress: a step with its number and stage, and one that it did not run again.
+STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] ")
+KEPT_STEP = re.compile(r"^#(\d+) CACHED$")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A program that ended. `lines` are its last lines, both streams together, oldest first."""
+    """A program that ended. `lines` are its last lines, both streams together, oldest first; `kept_stages` those of a
+    build of which the builder had kept a step.
+    """
 
     code: int
     lines: tuple[str, ...]
+    kept_stages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,17 @@ class Image:
     @property
     def labels(self) -> Mapping[str, str]:
         return self.config.get("Labels") or {}
+
+
+def parse_inspected(line: str) -> Image | None:
+    """Of `docker image inspect` in the form `Id RepoTags Labels`, the latter two as JSON; None for another line."""
+    digest, _, rest = line.partition(" ")
+    try:
+        tags, end = json.JSONDecoder().raw_decode(rest)
+        labels = json.loads(rest[end:])
+    except ValueError:
+        return None
+    return Image(id=digest, tags=tuple(tags or ()), digests=(), config={"Labels": labels})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +111,17 @@ class _NotStartedError(BuildError):
 def stream(argv: tuple[str, ...], *, cwd: Path) -> Finished:
     """Runs a program and copies what it says to stderr as it comes: stdout stays data."""
     kept: deque[str] = deque(maxlen=KEPT_LINES)
+    stages: dict[str, str] = {}
+    done: list[str] = []
     with _started(argv, cwd, stderr=subprocess.STDOUT) as process:
         for line in process.stdout or ():
             sys.stderr.write(line)
             kept.append(line.rstrip("\n"))
-        return Finished(code=process.wait(), lines=tuple(kept))
+            if step := STEP.match(line):
+                stages[step[1]] = step[2]
+            elif (step := KEPT_STEP.match(line)) and step[1] in stages:
+                done.append(stages[step[1]])
+        return Finished(code=process.wait(), lines=tuple(kept), kept_stages=tuple(dict.fromkeys(done)))
 
 
 def capture(argv: tuple[str, ...], *, cwd: Path, timeout_s: float | None = None) -> Finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+TAKE_AWAY = "git rm -r "
 RENDERED = Path("images/rendered")  # a cell's folder there holds rendered files and nothing else
 
 
@@ -12,7 +13,7 @@ def orphans(root: Path, files: Mapping[Path, str]) -> list[str]:
     """A line for each folder of a cell that is none any more; `files` are those of all cells."""
     folders = {path.parent for path in files if RENDERED in path.parents}
     found = {path.relative_to(root) for path in (root / RENDERED).glob("*")} if (root / RENDERED).is_dir() else set()
-    return [f"{path}: no cell of the matrix is called that: git rm -r {path}" for path in sorted(found - folders)]
+    return [f"{path}: no cell of the matrix is called that: {TAKE_AWAY}{path}" for path in sorted(found - folders)]
 
 
 def unnamed(root: Path, named: Mapping[Path, Collection[str]], *, is_folder: bool = False) -> list[str]:
@@ -23,7 +24,7 @@ def unnamed(root: Path, named: Mapping[Path, Collection[str]], *, is_folder: boo
         for path in (root / folder).glob("*")
         if path.is_dir() is is_folder and path.name not in names
     )
-    return [f"{path}: nothing of the matrix is called that: git rm -r {path}" for path in found]
+    return [f"{path}: nothing of the matrix is called that: {TAKE_AWAY}{path}" for path in found]
 
 
 def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
@@ -31,7 +32,7 @@ def drift(root: Path, files: Mapping[Path, str]) -> list[str]:
     lines = [f"{path}: {state}" for path, text in files.items() if (state := _state(root / path, text))]
     folders = {path.parent for path in files if RENDERED in path.parents}
     strays = {path.relative_to(root) for folder in folders for path in (root / folder).glob("*")} - set(files)
-    return lines + [f"{path}: nothing renders it" for path in sorted(strays)]
+    return lines + [f"{path}: nothing renders it: {TAKE_AWAY}{path}" for path in sorted(strays)]
 
 
 def write(root: Path, files: Mapping[Path, str]) -> None:

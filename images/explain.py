@@ -17,6 +17,7 @@ from images.compat import Facts, Release, Sm
 from images.errors import UsageError, near_miss
 from images.matrix import MATRIX_FILE, Base, Cell, Matrix, Platform, SmForm, Toolkit
 from images.proofs import PROOFS_FILE, Record
+from images.select import build_command
 
 CELL_ID = re.compile(r"^(?P<engine>[a-z][a-z0-9]*)-(?:cpu|cu(?P<cuda>[1-9]\d{2})(?P<sms>(?:-sm[1-9]\d{1,2})*))$")
 NEAREST = 2
@@ -57,6 +58,7 @@ class Explanation:
     reasons: tuple[Reason, ...] = ()
     nearest: tuple[Near, ...] = ()
     follows: tuple[Consequence, ...] = ()
+    cpu: str | None = None  # the cell for the CPU of such a machine
 
     @property
     def message(self) -> str:
@@ -72,6 +74,8 @@ class Explanation:
         if not names:
             return None
         serves = all(near.serves for near in self.nearest)
+        if not serves and self.verdict == "out of scope" and self.cpu:
+            return f"no image is for such a GPU; {self.cpu} runs on the machine's CPU alone"
         return f"use {', or '.join(names)}" if serves else f"nothing here runs on it; the nearest: {', '.join(names)}"
 
     def _name(self, near: Near) -> str:
@@ -113,13 +117,26 @@ def explain(
         verdict=verdict,
         reasons=reasons,
         nearest=nearest(question, matrix, known),
+        cpu=_cpu_cell(question, matrix, known),
     )
+
+
+def _cpu_cell(question: Question, matrix: Matrix, known: Facts) -> str | None:
+    """Of a kind of machine that has the chips that were asked for."""
+    chips = [set(known.sms[sm].platforms) for sm in question.sms if sm in known.sms]
+    having = set.intersection(*chips) if chips else set()
+    wanted = {question.platform} if question.platform else having
+    return next((cell.id for cell in matrix.cells if not cell.sms and wanted & set(cell.platforms)), None)
 
 
 def _states(cell: Cell, platform: Platform | None, record: Record) -> Iterator[Consequence]:
     """Proven, built or rendered, for each platform that was asked for."""
     for each in (platform,) if platform else cell.platforms:
         yield Consequence(name=f"state on {each}", value=record.describe(cell, each), sources=(str(PROOFS_FILE),))
+    if not any(record.has(cell, each) for each in cell.platforms):
+        foreign = record.own and record.own not in cell.platforms
+        where = f", on a machine of {' or '.join(cell.platforms)}" if foreign else ""
+        yield Consequence(name="get it", value=f"{build_command(cell)}{where}", sources=("images/README.md",))
 
 
 def nearest(question: Question, matrix: Matrix, known: Facts) -> tuple[Near, ...]:

@@ -23,17 +23,27 @@ FACTS_NAME = "images/facts/gpus.yaml"  # as a person sees it
 ASK_SM = "give its SM, which nvidia-smi --query-gpu=compute_cap --format=csv says: --sm NN"
 SHORTEST_PART = 3  # of a name that stands for the whole: `3090` and `Orin` do, and `40` does not
 LONGEST_LIST = 8  # names in a hint
+VGPU = re.compile(r"-(\d+)[ABCQ]$")  # a share of NVIDIA's vGPU, with its GB
 MIG_PROFILE = re.compile(r"^\d+g\.(\d+)gb")
 
 Figure = Annotated[float, Field(gt=0, strict=True)]
 Number = Annotated[str, Field(pattern=r"^\d{2,3}$")]
 
 
+Products = dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
+
+
+class _Published(Row):
+    source: Source
+    products: Products
+
+
 class _File(Row):
     source: Source
     names_source: Source
     names: dict[Number, tuple[str, ...]]
-    products: dict[Number, dict[str, tuple[Figure, Figure] | tuple[()]]]
+    products: Products
+    published: tuple[_Published, ...]
     older: dict[Number, tuple[str, ...]]
 
 
@@ -73,7 +83,13 @@ def products() -> Mapping[str, Gpu]:
     """Every product of the committed facts by its plain name. MatrixError when they cannot be."""
     file = _file()
     older = [Gpu(name=name, sm=sm) for sm, names in file.older.items() for name in names]
-    newer = [_product(name, sm, figures) for sm, listed in file.products.items() for name, figures in listed.items()]
+    tables = (file.products, *(each.products for each in file.published))  # of one name the last counts
+    newer = [
+        _product(name, sm, figures)
+        for table in tables
+        for sm, listed in table.items()
+        for name, figures in listed.items()
+    ]
     return {compat.plain_name(each.name): each for each in (*older, *newer)}
 
 
@@ -82,6 +98,10 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
     whole, _, part = name.partition(" MIG ")
     rows = _rows(known or compat.facts())
     wanted = compat.plain_name(whole)
+    if wanted not in rows and (share := VGPU.search(whole)):
+        # The brand ended before Ada, so its RTX 6000 and 8000 are Turing's.
+        gpu = parse_gpu(re.sub(r"(?i)\bGRID (?=RTX)", "Quadro ", whole[: share.start()]), known)
+        return replace(gpu, name=name, memory_gib=float(share[1]))
     own = driver_names().get(wanted)
     if own:
         rows = {key: row for key, row in rows.items() if row.sm == own}
@@ -96,9 +116,18 @@ def parse_gpu(name: str, known: Facts | None = None) -> Gpu:
         more = f" and {len(which) - LONGEST_LIST} more" if len(which) > LONGEST_LIST else ""
         message = f"several GPUs are called that: {name}"
         raise UsageError(message, hint=f"say which: {', '.join(which[:LONGEST_LIST])}{more}")
+    if of_driver := _driver_sms(wanted):
+        return Gpu(name=name, sm=of_driver)
     message = f"no GPU of {FACTS_NAME} is called that: {name}"
     near = ", ".join(rows[key].name for key in difflib.get_close_matches(wanted, rows))
     raise UsageError(message, hint=f"perhaps you meant {near}; else {ASK_SM}" if near else ASK_SM)
+
+
+def _driver_sms(wanted: str) -> str | None:
+    """The one chip of the driver's names that have its words: `RTX PRO 500` is said of laptops and boards alone."""
+    words = set(wanted.split())
+    sms = {sm for name, sm in driver_names().items() if len(words) > 1 and words <= set(name.split())}
+    return sms.pop() if len(sms) == 1 else None
 
 
 def parse_sm(text: str, known: Facts | None = None) -> Gpu:

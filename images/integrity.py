@@ -18,6 +18,7 @@ MANIFEST = "opt/appliance/files.sha256"
 LINE = re.compile(r"^(\\?)([0-9a-f]{64})  /(.+)$", re.MULTILINE)
 # Written after the manifest: the build's identity, and what a model image adds to its cell.
 LATER = tuple(path.lstrip("/") for path in (IMAGE_FACTS_PATH, RECIPE_PATH))
+ENGINES = "opt/"
 WEIGHTS = f"{BAKED_MODELS_PATH.lstrip('/')}/"
 # The engine mounts its own over these while a build runs, so nothing can be said of them.
 MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
@@ -68,6 +69,27 @@ def _added(tree: Tree, written: Mapping[str, str], layer: int) -> Iterator[str]:
         is_new = path not in written if entry.kind == "file" else entry.kind != "folder" and entry.layer > layer
         if is_new and path not in (*LATER, *MOUNTED, MANIFEST) and not path.startswith(WEIGHTS):
             yield f"added: {path}"
+
+
+def astray(tree: Tree) -> list[str]:
+    """A line for each link below /opt, or to it, that leads to another name than its own. A library's link leads to a
+    longer version beside it, `lib64` to `lib`; one from elsewhere has the name of what it leads to.
+    """
+    return sorted(f"{path} -> {entry.target}" for path, entry in tree.files.items() if _is_astray(tree, path, entry))
+
+
+def _is_astray(tree: Tree, path: str, entry: Entry) -> bool:
+    folder, _, name = path.rpartition("/")
+    is_inside = path.startswith(ENGINES)
+    if entry.kind != "link" or path.startswith(WEIGHTS) or not (is_inside or entry.target.startswith(f"/{ENGINES}")):
+        return False
+    found = tree.files.get(f"{folder}/{entry.target}" if is_inside else entry.target.lstrip("/"))
+    if found is None:
+        return True
+    if not is_inside:
+        return found.path.rpartition("/")[2] != name
+    is_longer, is_lib64 = entry.target.startswith(f"{name}."), found.kind == "folder" and name.startswith(entry.target)
+    return "/" in entry.target or not (is_longer or is_lib64)
 
 
 def preloaded(tree: Tree, environment: Sequence[str]) -> list[str]:

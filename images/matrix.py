@@ -444,7 +444,9 @@ def select(cells: Iterable[Cell], pattern: str) -> tuple[Cell, ...]:
     if not chosen:
         ids = [cell.id for cell in known]
         message = f"no cell matches: {pattern}"
-        raise UsageError(message, hint=near_miss(pattern, ids) or f"the cells are {', '.join(ids)}")
+        begun = [each for each in ids if each.startswith(pattern)]
+        near = f"--only '{pattern}*' is {', '.join(begun)}" if begun else near_miss(pattern, ids)
+        raise UsageError(message, hint=near or f"the cells are {', '.join(ids)}")
     return chosen
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from images import asked, build, debian, docker, index, installed, mirror, snapshot
+from images import asked, build, debian, docker, index, installed, mirror, render, snapshot
 from images.build import BUILD_ID_LABEL, REPRODUCIBLE_LABEL, Job
 from images.errors import ArchiveError, BuildError
 from images.matrix import Base, Cell
@@ -186,6 +186,19 @@ def lock_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) ->
         return load(root, labels.get(BUILD_ID_LABEL, ""))
     known = next((each for each in cell.platforms if each == platform), None)
     return debian.load(root, cell.base, known) if known else None
+
+
+def stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
+    """Base and toolkit image that a build says it stood on, by their digests; None: the matrix's toolkit."""
+    is_other = build.other_base(labels) is not None
+    base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
+    return base or render.NONE, labels.get(build.TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
+
+
+def build_id_of(root: Path, cell: Cell, platform: str, labels: Mapping[str, str]) -> str:
+    """What this tree gives an image on the base, with the toolkit and of the packages that its labels name."""
+    base, toolkit = stood_on(cell, labels)
+    return build.build_id_of(root, cell, base, toolkit, lock=lock_of(root, cell, platform, labels))
 
 
 def find_temporary(root: Path, job: Job, engine: docker.Engine, archives: Archives) -> Job | None:

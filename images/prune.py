@@ -1,8 +1,8 @@
 """Gives back what builds left behind, and touches nothing that could be somebody else's.
 
-Ours are: images without a name that carry our label, the archives below .make, temporary locks there whose image is
-gone, and, when asked for, records of
-the builder's cache whose instruction stands in a rendered Dockerfile or names a path that only our images have.
+Ours are: images without a name that carry our label, the archives below .make, temporary locks and times there whose
+image is gone, and, when asked for, records of the builder's cache whose instruction stands in a rendered Dockerfile or
+names a path that only our images have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from images import bake, build, docker, packages
+from images import bake, build, docker, packages, timing
 from images.engines import ENGINES
 
 LABEL = "io.appliance.cell"
@@ -38,7 +38,7 @@ class Leftover:
 
 def prune(root: Path, engine: docker.Engine, *, with_cache: bool, is_dry: bool) -> list[Leftover]:
     """What was found, and whether it is gone; a dry run only finds."""
-    found = [*_archives(root, is_dry=is_dry), *_images(engine, is_dry=is_dry), *_locks(root, engine, is_dry=is_dry)]
+    found = [*_archives(root, is_dry=is_dry), *_images(engine, is_dry=is_dry), *_of_builds(root, engine, is_dry=is_dry)]
     return found + (_cache(root, engine, is_dry=is_dry) if with_cache else [])
 
 
@@ -67,10 +67,12 @@ def _archives(root: Path, *, is_dry: bool) -> Iterator[Leftover]:
         yield Leftover(what=path.relative_to(root).as_posix(), size_bytes=size_bytes, is_gone=not is_dry)
 
 
-def _locks(root: Path, engine: docker.Engine, *, is_dry: bool) -> Iterator[Leftover]:
-    """A younger one may be of a build that runs now."""
+def _of_builds(root: Path, engine: docker.Engine, *, is_dry: bool) -> Iterator[Leftover]:
+    """Temporary locks, and how long builds took. A younger one may be of a build that runs now."""
     before_s = time.time() - ARCHIVE_AGE_S
-    for path in sorted((root / build.ARCHIVES).glob(packages.path_for("*").name)):
+    folder = root / build.ARCHIVES
+    named = (packages.path_for("*").name, timing.path_for(folder, "*").name)
+    for path in sorted(path for name in named for path in folder.glob(name)):
         build_id = path.name.partition(".")[0]
         if path.stat().st_mtime > before_s or engine.images_labelled({build.BUILD_ID_LABEL: build_id}):
             continue

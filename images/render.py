@@ -52,6 +52,7 @@ NVIDIA_LICENSE = "LicenseRef-NVIDIA-CUDA-EULA"
 CPU_JIT = "TorchInductor"  # with g++; what torch.compile writes for a CPU is C++
 OWN_LICENSE = "Apache-2.0"
 GIVEN_WHEELS = "given-wheels"  # an empty stage, which `build --wheels` puts a folder in the place of
+TOOLKIT_SOURCE_LABEL = "io.appliance.cuda.toolkit"
 NONE = "none"  # the label of a fact that this cell does not have; an absent label would read as "not known"
 
 
@@ -244,7 +245,7 @@ def static_labels(cell: Cell) -> dict[str, str]:
         "io.appliance.cell": cell.id,
         "io.appliance.cuda": cell.target.cuda or NONE,
         "io.appliance.cuda.gencode": cell.gencode or NONE,
-        "io.appliance.cuda.toolkit": _toolkit_source(cell),
+        TOOLKIT_SOURCE_LABEL: _toolkit_source(cell),
         "io.appliance.sm": ", ".join(cell.sms) or NONE,
         "io.appliance.driver.floor.ptx": floors.ptx if floors else NONE,
         "io.appliance.driver.floor.sass": floors.sass if floors else NONE,

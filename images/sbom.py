@@ -30,7 +30,7 @@ from spdx_tools.spdx.model.spdx_no_assertion import SpdxNoAssertion
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 from spdx_tools.spdx.writer.json.json_writer import write_document_to_stream
 
-from images import debian, docker, packages
+from images import build, debian, docker, packages
 from images.build import ARCHIVES, BUILD_ID_LABEL, REPRODUCIBLE_LABEL
 from images.errors import BuildError, VerificationError
 from images.matrix import LOCKS, Cell, Engine, Toolkit
@@ -66,6 +66,7 @@ REQUIREMENT = re.compile(r"^[a-z0-9][a-z0-9._-]*==\S+(?: \\\n +--hash=sha256:[0-
 HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==([^\s\\;]+)", re.MULTILINE)
 NVCC = "nvidia-cuda-nvcc"
+OTHER_NVCC = re.compile(r"\bnvcc (\d[\d.]*\d)")  # in what a toolkit's image says of itself
 DEBIAN_TOOLKIT = "nvidia-cuda-toolkit"
 # Libraries leave their wheel on the way into the image, and with it the folder that would name them.
 WHEEL_OF_LIBRARY = {
@@ -160,11 +161,12 @@ def write(root: Path, cell: Cell, engine: docker.Engine, *, image: str, out: Pat
     locks = {path.stem: path.read_text("utf-8") for path in sorted((root / LOCKS).glob("*.txt"))}
     lock = packages.lock_of(root, cell, found.platform, found.labels)
     hashes = Hashes.of(lock, locks.values())
+    other = build.other_toolkit(cell, found.labels)
     components = [
         *contents(tree, hashes),
         appliance(tree, found),
-        *cuda_libraries(tree, cell, locks, hashes),
-        *made_from(cell, dockerfile, locks, tree, hashes),
+        *cuda_libraries(tree, cell, locks, hashes, other=other),
+        *made_from(cell, dockerfile, locks, tree, hashes, other=other),
     ]
     save(out, dump(document(cell, found, components)))
 
@@ -297,8 +299,12 @@ def parse_metadata(text: str) -> Component:
     )
 
 
-def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str], hashes: Hashes | None = None) -> list[Component]:
-    """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's."""
+def cuda_libraries(
+    tree: Tree, cell: Cell, locks: Mapping[str, str], hashes: Hashes | None = None, *, other: str | None = None
+) -> list[Component]:
+    """NVIDIA's libraries below /opt, by the wheels that they are from, or else by their own names and the toolkit's.
+    `other`: what stood for the cell's toolkit.
+    """
     known = hashes or Hashes()
     # Several names of one library are links to the longest of them.
     files = {
@@ -310,8 +316,9 @@ def cuda_libraries(tree: Tree, cell: Cell, locks: Mapping[str, str], hashes: Has
         sorted(set(files) & set(WHEEL_OF_LIBRARY)) if cell.engine.is_compiled else []
     )  # a wheel's folder names itself
     toolkit = cell.toolkit
-    if toolkit is None:
-        return [_library(name, None, "no toolkit of this cell brings it", files[name]) for name in found]
+    if toolkit is None or other:
+        why = other or "no toolkit of this cell brings it"
+        return [_library(name, None, why, files[name]) for name in found]
     pins = pins_of(locks.get(toolkit.lock, "")) if toolkit.lock else {}
     wheels = {WHEEL_OF_LIBRARY[name]: files[name] for name in found if WHEEL_OF_LIBRARY[name] in pins}
     rest = [name for name in found if WHEEL_OF_LIBRARY[name] not in pins]
@@ -339,17 +346,25 @@ def _digest_of(file: Entry) -> str:
 
 
 def made_from(
-    cell: Cell, dockerfile: str, locks: Mapping[str, str], tree: Tree | None = None, hashes: Hashes | None = None
+    cell: Cell,
+    dockerfile: str,
+    locks: Mapping[str, str],
+    tree: Tree | None = None,
+    hashes: Hashes | None = None,
+    *,
+    other: str | None = None,
 ) -> Iterator[Component]:
-    """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told."""
+    """The engine, the file that it was built from, and for a CUDA cell its compiler with what that was told. `other`:
+    what stood for the cell's toolkit.
+    """
     engine = cell.engine
-    build = f" b{engine.build}" if engine.build is not None else ""
+    number = f" b{engine.build}" if engine.build is not None else ""
     patched = f"patched by {', '.join(engine.patches)}" if engine.patches else ""
     binary = tree.files.get(engine.files.binary.lstrip("/")) if tree else None
     yield Component(
         kind="engine",
         name=engine.title,
-        version=f"{engine.version}{build}",
+        version=f"{engine.version}{number}",
         purl=f"pkg:github/{engine.files.repository}@{engine.commit or engine.version}",
         license=_expression(engine.license),
         said=engine.license,
@@ -357,7 +372,8 @@ def made_from(
     )
     yield source_of(cell)
     if cell.toolkit:
-        yield compiler(cell.toolkit, dockerfile, locks, hashes)
+        found = compiler(cell.toolkit, dockerfile, locks, hashes)
+        yield _other_compiler(found, other) if other else found
 
 
 def source_of(cell: Cell) -> Component:
@@ -400,6 +416,18 @@ def compiler(toolkit: Toolkit, dockerfile: str, locks: Mapping[str, str], hashes
         purl=_purl("pypi", NVCC, version) if NVCC in pins else _purl("generic", "nvcc", version),
         sha256=admitted[0] if len(admitted) == 1 else None,
         comment=f"{told}; {toolkit.source}{files}",
+    )
+
+
+def _other_compiler(pinned: Component, other: str) -> Component:
+    """nvcc of an image that stood for the toolkit's: of the version that its name says, if it says one."""
+    version = OTHER_NVCC.search(other)
+    return replace(
+        pinned,
+        version=version[1] if version else None,
+        purl=_purl("generic", "nvcc", version[1] if version else None),
+        sha256=None,
+        comment=f"{(pinned.comment or '').partition(';')[0]}; {other}",
     )
 
 

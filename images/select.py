@@ -3,7 +3,8 @@
 A cell serves a GPU when its machine code runs there and the driver is not older than what that GPU needs of it. Of the
 cells that serve the most memory times bandwidth, the one of the nearest chip and of that chip alone wins; of its
 toolkits one that was proven, then one not newer than the driver's own CUDA, then the newest. So a proof moves no
-GPU to another chip's code.
+GPU to another chip's code. Where the memory of a GPU is not known, the newest chip counts most: an unknown card is
+not a weak one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from images.compat import Facts
 from images.errors import MatrixError, UsageError, near_miss
 from images.gpus import Gpu
 from images.matrix import Cell, Matrix, Platform, Scope
-from images.proofs import Proofs, Record, State
+from images.proofs import Proofs, Record, State, is_proven
 
 DEFAULT_ENGINE = "llama"  # serves GGUF, runs everywhere; who has safetensors asks for the other by name
 FIRST_SM = 75  # of the matrix; said to those who have an older GPU
@@ -53,7 +54,8 @@ class Choice:
     state: State
     proof: str  # the same in words
     is_here: bool
-    command: str  # what makes the tag exist on this machine
+    platform: Platform  # of the machine that it is for, and that builds it
+    command: str  # what makes the tag exist there
     left_out: tuple[LeftOut, ...]
     runners_up: tuple[Loser, ...]
 
@@ -97,8 +99,9 @@ def choose(
         state=record.state(best.cell, machine.platform),
         proof=record.describe(best.cell, machine.platform),
         is_here=record.has(best.cell, machine.platform),
+        platform=machine.platform,
         command=build_command(best.cell),
-        left_out=tuple(_left_out(best, machine, known)),
+        left_out=tuple(_left_out(best, matrix, machine, known)),
         runners_up=tuple(losers),
     )
 
@@ -166,27 +169,43 @@ def _driver(cell: Cell, gpu: Gpu, known: Facts) -> str:
     return compat.required_driver(cell, known, sm=sm) or "0"
 
 
-Rank = tuple[bool, float, float, int, int, int, bool, bool, tuple[int, ...]]
+Rank = tuple[bool, tuple[float, float], int, int, int, bool, bool, tuple[int, ...]]
 
 
 def _rank(fit: _Fit, machine: Machine, known: Facts, proofs: Proofs) -> Rank:
     """What can be built, then what serves most, then what fits the chips best; of its toolkits first the proven."""
     cell = fit.cell
-    memory_gib, chips = sum(gpu.memory_gib or 0.0 for gpu in fit.served), sum(int(gpu.sm) for gpu in fit.served)
-    # One GPU without figures makes the product of all meaningless; memory is what a machine says of each.
-    is_told = all(gpu.worth for gpu in machine.gpus if gpu.sm not in known.older)
-    worth = sum(gpu.worth or 0.0 for gpu in fit.served) if is_told else memory_gib
     return (
         not cell.unresolved,
-        worth,
-        memory_gib,
-        chips,
+        _worth(fit, machine),
+        sum(int(gpu.sm) for gpu in fit.served),
         -sum(_distance(cell, gpu, machine, known) for gpu in fit.served),
         -len(cell.sms) if cell.engine.is_compiled else 0,
-        (cell.id, machine.platform) in proofs,
+        is_proven(proofs, cell=cell.id, platform=machine.platform),
         _is_of_the_driver(fit, machine, known),
         compat.numbers(cell.target.cuda or "0"),
     )
+
+
+def _worth(fit: _Fit, machine: Machine) -> tuple[float, float]:
+    """Memory times bandwidth of what it serves, then memory; memory alone where a bandwidth is not known; where even
+    that is not, the newest chip and then how many GPUs. One GPU without a figure makes sums of the others meaningless.
+    """
+    if _untold(machine):
+        return max((float(gpu.sm) for gpu in fit.served), default=0.0), float(len(fit.served))
+    memory_gib = sum(gpu.memory_gib or 0.0 for gpu in fit.served)
+    is_told = all(gpu.worth for gpu in _counting(machine))
+    return sum(gpu.worth or 0.0 for gpu in fit.served) if is_told else memory_gib, memory_gib
+
+
+def _untold(machine: Machine) -> list[Gpu]:
+    """GPUs of which nobody says how much memory they have, and that an image could serve."""
+    return [gpu for gpu in _counting(machine) if gpu.memory_gib is None]
+
+
+def _counting(machine: Machine) -> list[Gpu]:
+    """Those of a generation that the matrix has: an old display card decides nothing."""
+    return [gpu for gpu in machine.gpus if int(gpu.sm) >= FIRST_SM]
 
 
 def _is_of_the_driver(fit: _Fit, machine: Machine, known: Facts) -> bool:
@@ -214,7 +233,8 @@ def _beaten(fit: _Fit, best: _Fit, machine: Machine, known: Facts, proofs: Proof
         return f"does not serve {gpus.describe(missing)}: {_unserved(cell, missing[0], machine, known)}"
     if cell.forms != winner.forms:
         return f"runs too, but is compiled for SM {', '.join(cell.sms)}"
-    if (cell.id, machine.platform) not in proofs and (winner.id, machine.platform) in proofs:
+    proven = [is_proven(proofs, cell=each.id, platform=machine.platform) for each in (cell, winner)]
+    if proven == [False, True]:
         return "runs too, and was never proven"
     if not _is_of_the_driver(fit, machine, known) and _is_of_the_driver(best, machine, known):
         return f"runs too, with a CUDA newer than the driver's own: {cell.target.cuda}"
@@ -233,17 +253,36 @@ def _praise(best: _Fit, machine: Machine, known: Facts) -> str:
     )
     used = [form.form for form in cell.sm_forms if any(compat.runs_on(form.form, gpu.sm, known) for gpu in best.served)]
     code = ", sm_".join(dict.fromkeys(used))
-    return f"its code for sm_{code} runs on {gpus.describe(best.served)}; {driver} {required}"
+    runs = f"its code for sm_{code} runs on {gpus.describe(best.served)}"
+    return f"{runs}; {driver} {required}{_guess(best, machine)}"
 
 
-def _left_out(best: _Fit, machine: Machine, known: Facts) -> list[LeftOut]:
+def _guess(best: _Fit, machine: Machine) -> str:
+    """What decided between GPUs, where that was not their memory."""
+    untold = _untold(machine)
+    if not untold or not any(gpu not in best.served for gpu in _counting(machine)):
+        return ""
+    return (
+        f"; the memory of {gpus.describe(untold)} is not known, so the newest chip decides: "
+        "--machine FILE tells it (vram_total_mib)"
+    )
+
+
+def _left_out(best: _Fit, matrix: Matrix, machine: Machine, known: Facts) -> list[LeftOut]:
     left = dict.fromkeys(gpu for gpu in machine.gpus if gpu not in best.served)
-    served_not = [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, machine, known)) for gpu in left]
+    served_not = [LeftOut(gpu=str(gpu), why=_why_left_out(best.cell, gpu, matrix, machine, known)) for gpu in left]
     return [*served_not, *machine.unknown]
 
 
-def _why_left_out(cell: Cell, gpu: Gpu, machine: Machine, known: Facts) -> str:
-    return _too_old(gpu, known) or _unserved(cell, gpu, machine, known) or ""
+def _why_left_out(cell: Cell, gpu: Gpu, matrix: Matrix, machine: Machine, known: Facts) -> str:
+    """What keeps every image from it before what keeps this one."""
+    willing = [each for each in matrix.cells if _runs(each, gpu, machine, known)]
+    if not willing:
+        return _why_never(matrix, gpu, machine, known) or _unserved(cell, gpu, machine, known) or ""
+    floor = min((_driver(each, gpu, known) for each in willing), key=compat.numbers)
+    if machine.driver and compat.numbers(machine.driver) < compat.numbers(floor):
+        return f"needs driver {floor}, here is {machine.driver}"
+    return _unserved(cell, gpu, machine, known) or ""
 
 
 def _too_old(gpu: Gpu, known: Facts) -> str | None:
@@ -259,7 +298,8 @@ def _nothing_fits(matrix: Matrix, machine: Machine, known: Facts) -> MatrixError
     willing = [fit for fit in (_fit(cell, with_any_driver, known) for cell in matrix.cells) if fit]
     if willing:
         return _driver_too_old(where, willing, machine, known)
-    whys = list(dict.fromkeys(filter(None, (_why_never(matrix, gpu, machine, known) for gpu in machine.gpus))))
+    never = {str(gpu): _why_never(matrix, gpu, machine, known) for gpu in machine.gpus}
+    whys = [f"{gpu}: {why}" for gpu, why in never.items() if why]
     message = f"{where}: {'; '.join(whys)}" if whys else where
     # Where the matrix decided against this kind of machine, another kind is no help to who has this one.
     elsewhere = None if whys else _elsewhere(matrix, machine, known)
@@ -280,7 +320,7 @@ def _driver_too_old(where: str, willing: list[_Fit], machine: Machine, known: Fa
 def _why_never(matrix: Matrix, gpu: Gpu, machine: Machine, known: Facts) -> str | None:
     """The generation, or the decision of the matrix that is about this chip and this kind of machine."""
     if why := _too_old(gpu, known):
-        return f"{gpu}: {why}"
+        return why
     engines = {cell.engine.name for cell in matrix.cells}
     for scope in matrix.out_of_scope:
         if (
@@ -289,7 +329,7 @@ def _why_never(matrix: Matrix, gpu: Gpu, machine: Machine, known: Facts) -> str 
             and _is_about(scope, machine, engines)
             and _is_all(scope, matrix, gpu, machine)
         ):
-            return f"{gpu}: {scope.why}"
+            return scope.why
     return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from images import build, compat, docker
 from images.build import BUILD_ID_LABEL, Options
-from images.errors import UsageError
+from images.errors import BuildError, UsageError
 from images.matrix import LOCKS, Cell, Matrix
 
 WORD = "substitute"
@@ -36,6 +36,16 @@ def refuse(cell: Cell) -> None:
     if cell.platforms and "linux/amd64" not in cell.platforms:
         message = f"--toolkit-image {WORD} is for linux/amd64: {cell.id}"
         raise UsageError(message)
+
+
+def find(cells: Iterable[Cell], engine: docker.Engine) -> str:
+    """The name of the image that was made earlier, for who makes nothing. UsageError, BuildError."""
+    for cell in cells:
+        refuse(cell)
+    if engine.image(TAG) is None:
+        message = f"the toolkit that --toolkit-image {WORD} stands for was not made here yet: {TAG}"
+        raise BuildError(message, hint="the same command without --dry-run makes it first")
+    return TAG
 
 
 def dockerfile(root: Path, loaded: Matrix) -> tuple[Cell, str]:
@@ -62,7 +72,8 @@ def make(root: Path, loaded: Matrix, cells: Iterable[Cell], options: Options, en
     variant.write_text(text, "utf-8")
     Path(f"{variant}.dockerignore").write_text(f"*\n!{LOCK.parent}\n!images/patches\n", "utf-8")
     try:
-        plan = build.plan_job(root, cell, replace(options, tag=TAG, toolkit_image=None), base)
+        own = replace(options, tag=TAG, toolkit_image=None, no_cache=False)
+        plan = build.plan_job(root, cell, own, base)
         build.build(root, replace(plan, build_id=wanted, variant=variant, archive=folder / "toolkit.oci.tar"), engine)
     finally:
         variant.unlink()

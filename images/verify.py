@@ -24,6 +24,7 @@ from appliance.image_facts import (
 from images import (
     build,
     compat,
+    configured,
     cpu_kernels,
     cublas_jit,
     debian,
@@ -103,6 +104,7 @@ class ImageSnapshot:
     build_id: str = ""  # that this tree would give the image, on its base and of its packages
     recipe: recipe.RecipeRow | None = None  # of this tree, that the image's label names
     environment: Mapping[str, str] = field(default_factory=dict)  # that base and Dockerfile give it
+    configured: Mapping[str, object] = field(default_factory=dict)  # what `docker run` takes from it, by the Dockerfile
 
     @property
     def engine_files(self) -> EngineFiles:
@@ -156,7 +158,6 @@ def gather(
         kernels = _judge_kernels(root, cell, platform, tree, cuobjdump) if cell.target.cuda else ()
     lock = packages.lock_of(root, cell, platform, found.labels)
     dockerfile = (root / cell.folder / "Dockerfile").read_text("utf-8")
-    base, toolkit = _stood_on(cell, found.labels)
     return ImageSnapshot(
         cell=cell,
         platform=platform,
@@ -170,11 +171,12 @@ def gather(
         cpu_kernels=_execute_variants(root, cell, platform, engine, image),
         debian=lock,
         asked=debian.asked(dockerfile).get("runtime", ""),
-        build_id=build.build_id_of(root, cell, base, toolkit, lock=lock),
+        build_id=packages.build_id_of(root, cell, platform, found.labels),
         recipe=_recipe_of(root, found.labels),
+        configured=configured.given(dockerfile),
         environment=environment.given(
             dockerfile,
-            _environment_of(engine, base),
+            _environment_of(engine, packages.stood_on(cell, found.labels)[0]),
             {"APPLIANCE_BUILD_ID": found.labels.get(BUILD_ID_LABEL, "")},
         ),
     )
@@ -183,13 +185,6 @@ def gather(
 def _compile(cell: Cell, engine: docker.Engine, image: str) -> docker.Finished | None:
     libraries = compat.jit_libraries(cell)
     return cublas_jit.query(engine, image, libraries[0], cell.forms) if libraries else None
-
-
-def _stood_on(cell: Cell, labels: Mapping[str, str]) -> tuple[str, str | None]:
-    """Base and toolkit image that a build says it stood on, by their digests; None: the matrix's toolkit."""
-    is_other = labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE
-    base = labels.get("org.opencontainers.image.base.digest") if is_other else cell.base.digest
-    return base or render.NONE, labels.get(TOOLKIT_OVERRIDE_LABEL, "").rpartition(" ")[2] or None
 
 
 def _recipe_of(root: Path, labels: Mapping[str, str]) -> recipe.RecipeRow | None:
@@ -412,6 +407,8 @@ def check_labels(snapshot: ImageSnapshot) -> Check:
     if labels.get(BASE_OVERRIDE_LABEL, render.NONE) != render.NONE:
         # The build names the base that it really used.
         expected = {name: value for name, value in expected.items() if ".base." not in name}
+    if TOOLKIT_OVERRIDE_LABEL in labels:  # likewise the toolkit
+        expected = {**expected, render.TOOLKIT_SOURCE_LABEL: labels[TOOLKIT_OVERRIDE_LABEL]}
     wrong = [f"{name}: {labels.get(name)}" for name, value in expected.items() if labels.get(name) != value]
     created = labels.get("org.opencontainers.image.created", "")
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", created):
@@ -487,6 +484,11 @@ def check_files(snapshot: ImageSnapshot) -> Check:
     return _none_of("files as the build left them", found)
 
 
+def check_links(snapshot: ImageSnapshot) -> Check:
+    """No manifest has links: those of the engine are held to their names."""
+    return _none_of("no link of the engine leads astray", integrity.astray(snapshot.tree))
+
+
 def check_recipe(snapshot: ImageSnapshot) -> Check:
     """Those that no manifest lists, since a model image adds them to its cell."""
     found = model.foreign(snapshot.tree, snapshot.labels, snapshot.recipe)
@@ -515,24 +517,16 @@ def check_volume(snapshot: ImageSnapshot) -> Check:
 
 
 def check_user(snapshot: ImageSnapshot) -> Check:
-    user = str(snapshot.config.get("User") or "root")
-    return Check(name="user is not root", ok=user.partition(":")[0] not in ("0", "root"), detail=user)
+    """Docker takes `+0` and `00` for root, and behind a colon any group: only the Dockerfile's own word will do."""
+    user, wanted = str(snapshot.config.get("User") or "root"), snapshot.configured.get("User")
+    detail = user if user == wanted else f"{user!r}, expected {wanted!r}"
+    return Check(name="user is not root", ok=user == wanted and wanted not in ("0", "root"), detail=detail)
 
 
 def check_run_line(snapshot: ImageSnapshot) -> Check:
-    """What `docker run` relies on: entry point, health check, port, stop signal."""
-    config = snapshot.config
-    expected: dict[str, object] = {
-        "Entrypoint": ["/usr/bin/tini", "--", "appliance"],
-        "Cmd": ["serve"],
-        "StopSignal": "SIGTERM",
-        "ExposedPorts": {"11435/tcp": {}},
-    }
-    wrong = [f"{name}: {config.get(name)}" for name, value in expected.items() if config.get(name) != value]
-    health = (config.get("Healthcheck") or {}).get("Test")
-    if health != ["CMD", "appliance", "health"]:
-        wrong.append(f"Healthcheck: {health}")
-    return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as promised")
+    """What `docker run` relies on: entry point, health check and its times, ports, volumes, stop signal, no more."""
+    wrong = configured.differing(snapshot.config, snapshot.configured)
+    return Check(name="run line", ok=not wrong, detail="; ".join(wrong) or "as the Dockerfile says")
 
 
 def check_byte_code(snapshot: ImageSnapshot) -> Check:
@@ -597,6 +591,7 @@ CHECKS: tuple[Callable[[ImageSnapshot], Check], ...] = (
     check_image_facts,
     check_tree,
     check_files,
+    check_links,
     check_recipe,
     check_preload,
     check_accounts,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from images import build, matrix, oci, render, reproduce
+from images import build, matrix, oci, render, reproduce, timing
 from images.docker import Engine
 from images.errors import BuildError
 
@@ -129,7 +129,11 @@ def test_a_tree_that_is_edited_while_it_is_built_makes_no_image(
         copy(ROOT / path, tmp_path / path)
     engine = Loading()
     planned = replace(job, inputs=build.digests_of(tmp_path, job.cell))
-    assert build.build(tmp_path, planned, engine).build_id == job.build_id
+    built = build.build(tmp_path, planned, engine)
+    assert built.build_id == job.build_id
+    took = timing.load(job.archive.parent, job.build_id, built.digest)
+    assert took
+    assert 0 <= took.seconds < 60
     edited = tmp_path / "appliance/errors.py"
     monkeypatch.setenv("FAKE_EDITS", f"{run + len(log())} {edited}")
     with pytest.raises(BuildError, match=r"the tree was edited meanwhile: appliance/errors\.py") as failed:

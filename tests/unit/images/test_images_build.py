@@ -67,10 +67,17 @@ def test_another_toolkit_image_replaces_the_literal_from_and_is_recorded(job: bu
     assert value == "docker-image://cuda:mine"
     assert key in (project / cell.folder / "Dockerfile").read_text("utf-8")
     assert f"io.appliance.toolkit-override=cuda:mine {LOCAL}" in argv
-    assert "io.appliance.toolkit-override" not in build.moment_labels(job)
+    assert f"io.appliance.cuda.toolkit=cuda:mine {LOCAL}" in argv
+    assert not {"io.appliance.toolkit-override", "io.appliance.cuda.toolkit"} & set(build.moment_labels(job))
 
 
 @pytest.mark.thorough
+def test_another_base_is_told_by_the_labels(job: build.Job) -> None:
+    base = build.BaseChoice(identity=LOCAL, override="debian:bookworm-slim")
+    assert build.other_base(build.moment_labels(replace(job, base=base))) == f"debian:bookworm-slim {LOCAL}"
+    assert build.other_base(build.moment_labels(job)) is None
+
+
 def test_another_toolkit_image_is_another_build(project: Path) -> None:
     cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
     base, toolkit = build.BaseChoice(identity=LOCAL), build.BaseChoice(identity=LOCAL, override="cuda:mine")

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from images import __main__ as command
-from images import ci, debian, drift, matrix, space
+from images import ci, ci_steps, debian, drift, matrix, space
+from images.errors import MatrixError
 from images.matrix import Cell, Platform, Target
 
 PROGRAMS = Path(sys.executable).parent
@@ -219,3 +220,11 @@ def _lint(argv: tuple[str, ...], files: list[Path]) -> subprocess.CompletedProce
 def _hadolint(project: Path, dockerfile: str) -> subprocess.CompletedProcess[str]:
     words = [str(PROGRAMS / "hadolint"), "--config", str(project / ".hadolint.yaml"), "-"]
     return subprocess.run(words, input=dockerfile, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("text", "said"), [("[" * 3000, "nested too deeply"), ("a: 1", "it names no jobs")])
+def test_a_workflow_that_cannot_be_read_is_refused_in_words(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / ci_steps.WORKFLOWS).mkdir(parents=True)
+    (tmp_path / ci_steps.WORKFLOWS / "x.yml").write_text(text)
+    with pytest.raises(MatrixError, match=said):
+        ci_steps.load(tmp_path)

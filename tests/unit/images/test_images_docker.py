@@ -13,6 +13,14 @@ from images import docker, smi
 from images.errors import BuildError, MatrixError
 
 
+def test_stages_that_the_builder_had_done_are_told(tmp_path: Path) -> None:
+    """By the step's number: CACHED stands on a line of its own."""
+    said = ["#7 [compile 3/4] COPY a b", "#8 [linux/amd64 compile-cuda 1/2] RUN x", "#8 CACHED", "#7 DONE 2.0s"]
+    said += ["#9 [source 2/2] RUN y", "#9 CACHED", "#10 CACHED", "#11 [compile-cuda 2/2] RUN z", "#11 CACHED"]
+    done = docker.stream(("printf", r"%s\n", *said), cwd=tmp_path)
+    assert done.kept_stages == ("compile-cuda", "source")
+
+
 def test_what_a_program_says_is_copied_to_stderr_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     done = docker.stream((sys.executable, "-u", "-c", script), cwd=tmp_path)

@@ -10,7 +10,7 @@ from images import __main__ as command
 from images import compat, explain, matrix
 from images.errors import UsageError
 from images.matrix import Matrix, Platform
-from images.proofs import Record
+from images.proofs import Here, Record
 
 PLATFORMS: tuple[Platform, ...] = ("linux/amd64", "linux/arm64")
 
@@ -98,7 +98,7 @@ def test_two_chips_are_asked_for_together(loaded: Matrix) -> None:
 
 def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
     def states(*here: str, platform: Platform | None = None) -> dict[str, str]:
-        record = Record(here=frozenset(here), own="linux/amd64")
+        record = Record(here={tag: Here(digest="sha256:1", is_current=True) for tag in here}, own="linux/amd64")
         found = explain.explain("llama-cpu", loaded, record=record, platform=platform).follows
         return {each.name: each.value for each in found if each.name.startswith("state on ")}
 
@@ -113,7 +113,12 @@ def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
 @pytest.mark.parametrize(
     ("cell_id", "verdict", "said", "hint"),
     [
-        ("llama-cu124-sm87", "out of scope", "Jetson's CUDA 12 belongs to JetPack 6", "nothing here runs on it"),
+        (
+            "llama-cu124-sm87",
+            "out of scope",
+            "Jetson's CUDA 12 belongs to JetPack 6",
+            "no image is for such a GPU; llama-cpu runs on the",
+        ),
         ("llama-cu129-sm90", "out of scope", "12.9 is here for the chips that 12.8 lacks", "llama-cu128-sm90"),
         ("llama-cu132-sm90", "out of scope", "the matrix has no toolkit of that release", "llama-cu130-sm90"),
         ("llama-cu119-sm90", "impossible", "CUDA 11.9 is unknown, known are 12.4", "llama-cu124-sm90"),
@@ -123,7 +128,7 @@ def test_it_says_what_was_proven_and_what_is_here(loaded: Matrix) -> None:
         ("vllm-cu134-sm90", "impossible", "wheels of vLLM 0.33.0 are made with CUDA 13.0", "vllm-cu130 with"),
         ("llama-cu130", "impossible", "is compiled here, for the chips that the id names", "use llama-cu130-sm"),
         ("llama-cu133-sm90", "out of scope", "CUDA 13.3 could make it", "llama-cu134-sm90"),
-        ("vllm-cu130-sm87", "out of scope", "kernels for Orin, but torch's", "nothing here runs on it"),
+        ("vllm-cu130-sm87", "out of scope", "kernels for Orin, but torch's", "no image is for such a GPU"),
     ],
 )
 def test_each_no_is_told_apart(loaded: Matrix, cell_id: str, verdict: str, said: str, hint: str) -> None:
@@ -180,4 +185,5 @@ def test_the_command_is_content_with_a_cell(capsys: pytest.CaptureFixture[str]) 
     assert command.main(["explain", "llama-cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama-cpu: exists\nstate on linux/amd64: proven on 2026-")
-    assert "\n    images/proven.yaml\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out
+    assert "\n    images/proven.yaml\n" in out
+    assert "\ntag: appliance:llama-cpu\n    build_matrix.yaml\n" in out

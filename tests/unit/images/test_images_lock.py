@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
+import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -12,6 +15,29 @@ from images.errors import BuildError, MatrixError
 
 HASH = "sha256:" + "0" * 64
 GOOD = f"yarl==1.0 \\\n    --hash={HASH} \\\n    --hash={HASH}\n    # via -r images/locks/appliance.in\n"
+
+
+def test_every_package_that_the_build_half_imports_is_named(project: Path) -> None:
+    """In the extra `images` and in the developer's lock: what comes with another package may leave with it."""
+    imported = {
+        name.partition(".")[0]
+        for file in (project / "images").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        for name in _modules(node)
+    }
+    foreign = imported - sys.stdlib_module_names - {"appliance", "images"}
+    names = {"yaml": "pyyaml", "elftools": "pyelftools", "debian": "python-debian", "packageurl": "packageurl-python"}
+    wanted = {names.get(each, each.replace("_", "-")) for each in foreign}
+    written = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]
+    assert wanted <= {*written["optional-dependencies"]["images"]}
+    listed = [(project / "images/locks" / f"{name}.in").read_text("utf-8").split() for name in ("dev", "appliance")]
+    assert wanted <= {*listed[0], *listed[1]}
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [each.name for each in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 def test_committed_locks_are_hashed_and_name_no_machine(project: Path) -> None:

@@ -6,12 +6,15 @@ import io
 import json
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from images import __main__ as command
+from images import docker, matrix, render
 
 VERBS = (
     "list", "render", "build", "verify", "gate", "gaps", "sbom", "bake", "ci-matrix", "prune", "explain", "select",
@@ -30,6 +33,53 @@ def test_list_prints_cells_as_data(capsys: pytest.CaptureFixture[str]) -> None:
 def test_render_check_is_quiet_about_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["render", "--check"]) == 0
     assert "images/rendered/llama-cpu/Dockerfile\n" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("words", "code"), [("list --only llama-cpu >&-", 0), ("lst 2>/dev/full", 2), ("lst 2>&-", 2), ("lst >&- 2>&-", 2)]
+)
+def test_streams_that_nobody_reads_change_no_exit_code(words: str, code: int, project: Path) -> None:
+    done = docker.capture(("sh", "-c", f"'{sys.executable}' -m images {words}"), cwd=project)
+    assert (done.code, [line for line in done.lines if "Traceback" in line]) == (code, [])
+
+
+@pytest.mark.parametrize("words", ["build --indexurl https://u:secret@host/simple", "build --only https://secret@host"])
+def test_no_error_repeats_a_password(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), ("--json",)):
+        assert command.main([*words.split(), *more]) == 2
+        said = capsys.readouterr().err
+        assert "secret" not in said
+        assert "host" in said
+    snapshot = "http://snapshot.example@20260718T020000Z"
+    assert command.USERINFO.sub("", snapshot) == snapshot
+
+
+def test_the_beginning_of_an_id_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["list", "--only", "llama-cu130"]) == 2
+    said = capsys.readouterr().err
+    assert "--only 'llama-cu130*' is llama-cu130-sm75, " in said
+    assert "vllm" not in said
+
+
+def test_a_report_on_wheels_that_is_gone_is_drift(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = matrix.load(project)
+    assert command._ungated(loaded) == []
+    shutil.copytree(project / "images/gaps", tmp_path / "images/gaps")
+    (tmp_path / "images/gaps/vllm-cu130-sm90.yaml").unlink()
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    path = "images/gaps/vllm-cu130-sm90.yaml"
+    assert command._ungated(loaded) == [f"{path}: missing: git checkout {path}"]
+    assert command._mend(command._ungated(loaded)) == f"git checkout {path}"
+
+
+def test_what_render_does_not_take_away_has_its_own_hint() -> None:
+    moved, left = "a: differs from what the matrix renders", "b/c: nothing renders it: git rm -r b/c"
+    assert command._mend([moved]) == f"{render.RENDER_COMMAND}, then commit what it wrote"
+    assert command._mend([left, "d: no cell of the matrix is called that: git rm -r d"]) == "git rm -r b/c d"
+    assert command._mend([moved, left]) == f"{render.RENDER_COMMAND}, then commit what it wrote; git rm -r b/c"
 
 
 def test_one_file_for_several_bills_of_materials_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

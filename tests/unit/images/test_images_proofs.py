@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from datetime import date
 from pathlib import Path
@@ -13,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import docker, explain, matrix, proofs, render, select, verify
-from images.errors import MatrixError
+from images import docker, explain, matrix, packages, proofs, render, select, timing, verify
+from images.errors import MatrixError, VerificationError
 from images.gpus import Gpu
 from images.matrix import Cell, Platform
 from images.proofs import Proof, Record
@@ -25,6 +26,7 @@ PLATFORMS: dict[str, tuple[Platform, ...]] = {
     "llama-cu130-sm90": ("linux/amd64", "linux/arm64"),
 }
 DIGEST = f"sha256:{'a' * 64}"
+NEW = proofs.Here(digest=DIGEST, is_current=True)
 SAID = {"size": "852 MiB of 1100 MiB", "kernels run natively": "k" * 500, "user is not root": "appliance"}
 
 
@@ -79,6 +81,7 @@ def test_what_is_not_known_stays_not_known() -> None:
         ("linux/amd64", "linux/arm64", "no cell of the matrix is llama-cpu on linux/arm64"),
         ("date: 2026-11-21", "day: 2026-11-21", "unknown key: proofs.0.day"),
         ("commit: null", "commit: main", "proofs.0.commit: String should match pattern"),
+        ("commit: null", f"commit: {'f' * 40}+dirty", "proofs.0.commit: String should match pattern"),
         ("size_mib: null", "size_mib: true", "proofs.0.size_mib: Input should be a valid integer: True"),
         ("ran: [x]", "ran: []", "proofs.0.ran: Tuple should have at least 1 item"),
     ],
@@ -103,14 +106,97 @@ def test_no_file_at_all_is_said(tmp_path: Path, cell: Cell) -> None:
 
 def test_proven_built_or_rendered_is_of_a_platform(cell: Cell) -> None:
     amd, arm = cell.platforms
-    here = Record(here=frozenset({"appliance:llama-cpu"}), own=amd)
+    here = Record(here={"appliance:llama-cpu": NEW}, own=amd)
     proven = Record(proofs={("llama-cpu", amd): _proof(cell)}, here=here.here, own=amd)
     assert [proven.state(cell, each) for each in (amd, arm)] == ["proven", "rendered"]
     assert [here.state(cell, each) for each in (amd, arm)] == ["built", "rendered"]
-    assert Record(here=frozenset({"appliance:llama-cu130-sm90"}), own=amd).state(cell, amd) == "rendered"
+    assert Record(here={"appliance:llama-cu130-sm90": NEW}, own=amd).state(cell, amd) == "rendered"
     assert Record().describe(cell, amd) == "rendered, never built"
-    assert proven.describe(cell, amd).endswith("; appliance:llama-cpu is here")
     assert not proven.has(cell, arm)
+
+
+@pytest.mark.parametrize(
+    ("written", "here", "said"),
+    [
+        (DIGEST, proofs.Here(digest=DIGEST, is_current=True), "is here: the image of that record, of this tree"),
+        (f"{DIGEST[:15]}…aaaa", proofs.Here(digest=DIGEST, is_current=True), "the image of that record, of this tree"),
+        (f"{DIGEST[:15]}…bbbb", proofs.Here(digest=DIGEST, is_current=True), f"another image, {DIGEST}, of this tree"),
+        (None, proofs.Here(digest=DIGEST, is_current=True), f"another image, {DIGEST}, of this tree"),
+        (DIGEST, proofs.Here(digest=DIGEST, is_current=False), "record, of another tree, and `build` makes a new one"),
+        (DIGEST, proofs.Here(digest="sha256:1", is_current=False), "another image, sha256:1, of another tree, and `bu"),
+    ],
+)
+def test_which_image_is_here_is_told(cell: Cell, written: str | None, here: proofs.Here, said: str) -> None:
+    row = _proof(cell).model_copy(update={"digest": written})
+    record = Record(proofs={("llama-cpu", "linux/amd64"): row}, here={cell.tag: here}, own="linux/amd64")
+    assert f"; {cell.tag} is here: " in record.describe(cell, "linux/amd64")
+    assert said in record.describe(cell, "linux/amd64")
+    assert record.has(cell, "linux/amd64") is here.is_current
+    unproven = Record(here={cell.tag: here}, own="linux/amd64")
+    assert unproven.describe(cell, "linux/amd64").startswith("built, " if here.is_current else "built of another tree,")
+
+
+def test_what_is_here_of_another_tree_is_fetched_by_a_build(cell: Cell) -> None:
+    old = Record(here={cell.tag: proofs.Here(digest=DIGEST, is_current=False)}, own="linux/amd64")
+    choice = select.choose(LOADED, select.Machine(platform="linux/amd64"), record=old)
+    assert (choice.state, choice.is_here) == ("built of another tree", False)
+    told = {each.name: each.value for each in explain.explain(cell.id, LOADED, record=old).follows}
+    assert told["get it"] == "python3 -m images build --only llama-cpu --base auto"
+
+
+def test_how_long_a_build_took_and_what_stood_for_the_pinned_is_written(cell: Cell, tmp_path: Path) -> None:
+    row = proofs.of_checks(
+        cell,
+        "linux/amd64",
+        SAID,
+        digest=DIGEST,
+        commit="f" * 40,
+        today=date(2026, 11, 22),
+        machine="2 CPUs, no GPU",
+        took=timing.Took(digest=DIGEST, seconds=2214, kept=("base", "compile")),
+        base=f"debian:bookworm-slim {DIGEST}",
+    )
+    assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", "linux/amd64"): row}
+    assert row.state == "proven"
+    assert (
+        f" on debian:bookworm-slim {DIGEST} in place of the pinned base in 37 min (base, compile done before)"
+        in str(row)
+    )
+
+
+def test_the_time_kept_is_of_that_image_and_of_its_fullest_build(tmp_path: Path) -> None:
+    first = timing.Took(digest=DIGEST, seconds=2214, kept=("base",))
+    timing.save(tmp_path, "b1", first)
+    timing.save(tmp_path, "b1", timing.Took(digest=DIGEST, seconds=9, kept=("base", "compile")))
+    assert timing.load(tmp_path, "b1", DIGEST) == first
+    assert timing.load(tmp_path, "b1", "sha256:other") is None
+    assert timing.load(tmp_path, "b2", DIGEST) is None
+    timing.save(tmp_path, "b1", timing.Took(digest="sha256:other", seconds=9, kept=("base", "compile")))
+    assert timing.load(tmp_path, "b1", DIGEST) is None
+
+
+def test_a_substitute_toolkit_proves_no_cell(cell: Cell) -> None:
+    amd = cell.platforms[0]
+    row = _proof(cell).model_copy(update={"toolkit": f"Debian's nvcc {DIGEST}"})
+    record = Record(proofs={("llama-cpu", amd): row}, here={cell.tag: NEW}, own=amd)
+    assert record.state(cell, amd) == "substitute toolkit"
+    assert record.describe(cell, amd).startswith("substitute toolkit on 2026-11-22, built of")
+    assert proofs.parse(yaml.safe_load(proofs.dump([row])), PLATFORMS) == {("llama-cpu", amd): row}
+    older = _proof(cell).model_copy(update={"ran": ("verify, 28 checks", "substituted toolkit: Debian's nvcc")})
+    assert (older.state, older.substitute) == ("substitute toolkit", "Debian's nvcc")
+    assert "toolkit:" not in proofs.dump([_proof(cell)]).removeprefix(proofs.HEADER)
+
+
+def test_a_substitute_toolkit_takes_no_proofs_place(project: Path, tmp_path: Path, cell: Cell) -> None:
+    cells = matrix.load(project).cells
+    (tmp_path / "images").mkdir()
+    (tmp_path / proofs.PROOFS_FILE).write_text(proofs.dump([_proof(cell)]), "utf-8")
+    other = _proof(cell).model_copy(update={"toolkit": f"Debian's nvcc {DIGEST}"})
+    with pytest.raises(VerificationError, match="has a proof of llama-cpu with its own toolkit"):
+        proofs.record(tmp_path, cells, other)
+    (tmp_path / proofs.PROOFS_FILE).write_text(proofs.dump([other]), "utf-8")
+    proofs.record(tmp_path, cells, _proof(cell))
+    assert proofs.load(tmp_path, cells)["llama-cpu", "linux/amd64"].state == "proven"
 
 
 @given(data=st.data())
@@ -120,7 +206,8 @@ def test_list_explain_and_select_agree(data: st.DataObject) -> None:
     proven = data.draw(st.sets(st.sampled_from(pairs)))
     here = data.draw(st.sets(st.sampled_from([cell.tag for cell in LOADED.cells])))
     own = data.draw(st.sampled_from(get_args(Platform)))
-    record = Record(proofs={pair: _proof(LOADED.cells[0]) for pair in proven}, here=frozenset(here), own=own)
+    images = {tag: proofs.Here(digest=DIGEST, is_current=data.draw(st.booleans())) for tag in here}
+    record = Record(proofs={pair: _proof(LOADED.cells[0]) for pair in proven}, here=images, own=own)
     sm, platform = data.draw(st.sampled_from([("90", own), ("103", own), (None, own)]))
     machine = select.Machine(platform=platform, gpus=(Gpu(name=f"SM {sm}", sm=sm),) if sm else ())
     choice = select.choose(LOADED, machine, record=record)
@@ -142,19 +229,30 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _has_image(programs: Path, tag: str) -> None:
-    (programs / "docker").write_text(f"#!/bin/sh\necho {tag}\n")
+def _has_image(programs: Path, tag: str, labels: dict[str, str] | None = None) -> None:
+    inspected = f"{DIGEST} {json.dumps([tag])} {json.dumps(labels)}"
+    text = f"#!/bin/sh\ncase \"$2\" in ls) echo {tag} ;; *) echo '{inspected}'; echo No such image: x >&2 ;; esac\n"
+    (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
 
 
 def test_the_list_says_it_of_every_cell(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _has_image(programs, "appliance:llama-cu124-sm75")
+    tree = matrix.select(LOADED.cells, "llama-cu124-sm75")[0]
+    wanted = packages.build_id_of(command.ROOT, tree, "linux/amd64", {})
+    _has_image(programs, "appliance:llama-cu124-sm75", {"io.appliance.build-id": wanted})
     assert command.main(["list"]) == 0
     rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
     assert rows["llama-cu130-sm75"] == "proven"
     assert rows["llama-cpu"] == rows["llama-cu130-sm90"] == "amd64"  # proven; arm64 rendered
     assert rows["llama-cu124-sm75"] == "built"
     assert rows["llama-cu134-sm120"] == "rendered"
+
+
+def test_an_image_of_another_tree_is_none_of_this(programs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for labels in (None, {"io.appliance.build-id": "b" * 32}):
+        _has_image(programs, "appliance:llama-cu124-sm75", labels)
+        assert command.main(["list", "--only", "llama-cu124-sm75"]) == 0
+        assert "built of another tree" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("programs")
@@ -185,6 +283,18 @@ def test_what_was_verified_is_recorded(
     assert (proof.digest, proof.commit, proof.size_mib) == (DIGEST, "f" * 40, 852)
     assert str(proof.machine).endswith("CPUs, no GPU")
     assert "recorded in images/proven.yaml: proven on " in capsys.readouterr().err
+
+
+def test_an_image_of_an_edited_tree_is_not_recorded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is said before its checks."""
+    labels = {"Labels": {proofs.REVISION_LABEL: f"{'f' * 40}+dirty"}}
+    image = docker.Image(id=DIGEST, tags=(), digests=(), platform="linux/amd64", config=labels)
+    monkeypatch.setattr(Engine, "image", lambda *_: image)
+    monkeypatch.setattr(docker, "Engine", Engine)
+    monkeypatch.setattr(verify, "verify", lambda *_, **__: pytest.fail("it was checked"))
+    assert command.main(["verify", "--only", cell.id, "--record"]) == 61
+    with pytest.raises(VerificationError, match=r"cannot be recorded: .*\+dirty"):
+        command._record(cell, [], Engine(), image="x:1")
 
 
 def test_a_reproduction_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_drift_names_missing_different_and_stray_files(tmp_path: Path) -> None:
     assert lines == [
         "images/rendered/x/Dockerfile: differs from what the matrix renders",
         "images/rendered/x/image_facts.json: missing",
-        "images/rendered/x/stray: nothing renders it",
+        "images/rendered/x/stray: nothing renders it: git rm -r images/rendered/x/stray",
     ]
 
 

@@ -285,6 +285,25 @@ def test_cuda_libraries_are_traced_to_their_wheel_or_toolkit(cell: Cell) -> None
     assert {each.comment for each in stray} == {"no toolkit of this cell brings it"}
 
 
+def test_a_toolkit_that_stood_for_the_cells_is_named(project: Path) -> None:
+    """And the pinned one nowhere: it made nothing of this image."""
+    cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm90")[0]
+    dockerfile = (project / cell.folder / "Dockerfile").read_text("utf-8")
+    other = f"Debian's nvcc 12.4.131 and headers sha256:{'3' * 64}"
+    libraries = _tree({"opt/llama/libcudart.so.12": "", "opt/llama/libcublas.so.12": ""})
+    found = [*sbom.cuda_libraries(libraries, cell, {}, other=other), *sbom.made_from(cell, dockerfile, {}, other=other)]
+    nvcc = next(each for each in found if each.name == "nvcc")
+    assert (nvcc.version, nvcc.purl) == ("12.4.131", "pkg:generic/nvcc@12.4.131")
+    assert nvcc.comment == f"-gencode arch=compute_90,code=sm_90; {other}"
+    assert {(each.version, each.comment) for each in found if each.kind == "cuda"} == {(None, other)}
+    assert cell.toolkit
+    assert cell.toolkit.source not in str(found)
+    mine = next(
+        each for each in sbom.made_from(cell, dockerfile, {}, other="cuda:mine sha256:3") if each.name == "nvcc"
+    )
+    assert (mine.version, mine.comment) == (None, "-gencode arch=compute_90,code=sm_90; cuda:mine sha256:3")
+
+
 def test_an_image_without_a_package_list_is_refused() -> None:
     with pytest.raises(VerificationError, match="no list of Debian packages"):
         list(sbom.contents(_tree({"etc/passwd": ""})))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from images import __main__ as command
-from images import compat, gpus, matrix, select
+from images import cards, compat, gpus, matrix, select
 from images.errors import MatrixError, UsageError
 from images.gpus import Gpu
 from images.matrix import Matrix, Platform
@@ -109,11 +109,25 @@ def test_the_right_cell(names: tuple[str, ...], driver: str | None, platform: Pl
     ("names", "driver", "cell", "left", "why"),
     [
         (("RTX 3090", "RTX 5090"), "570.124", "llama-cu128-sm120", "RTX 3090 (SM 86)", "sm_120a does not run on it"),
-        (("RTX 3090", "RTX 5090"), "550.54.15", "llama-cu124-sm86", "RTX 5090 (SM 120)", "sm_86 does not run on it"),
+        (
+            ("RTX 3090", "RTX 5090"),
+            "550.54.15",
+            "llama-cu124-sm86",
+            "RTX 5090 (SM 120)",
+            "needs driver 570.26, here is 550.54.15",
+        ),
         (("RTX 2080 Ti", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "RTX 2080 Ti (SM 75)", "sm_86 does not run"),
         (("A100", "H100"), "580.65.06", "llama-cu130-sm90", "A100 (SM 80)", "sm_90 does not run on it"),
         (("A100 80GB", "A100 80GB", "H100"), "580.65.06", "llama-cu130-sm80", "H100 (SM 90)", "sm_80 does not run"),
         (("P40", "RTX 3090"), "550.54.15", "llama-cu124-sm86", "P40 (SM 61)", "Pascal, and the matrix begins at SM 75"),
+        (
+            ("B300", "RTX 3090"),
+            "570.124.06",
+            "llama-cu128-sm86",
+            "B300 (SM 103)",
+            "needs driver 575.51.03, here is 570",
+        ),
+        (("V100", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "V100 (SM 70)", "CUDA 12 can make code for SM 70"),
         (("GT 710", "RTX 3090"), "580.65.06", "llama-cu130-sm86", "GT 710 (SM 35)", "it is of Kepler"),
         (("B200", "B300"), "570.124.06", "llama-cu128-sm100", "B300 (SM 103)", "needs driver 575.51.03, here is 570"),
     ],
@@ -136,6 +150,71 @@ def test_memory_counts_where_bandwidth_is_not_known() -> None:
         choice = select.choose(LOADED, Machine(platform=AMD, gpus=pair, driver="580.65.06"))
         assert choice.cell == "llama-cu130-sm90"
         assert [each.gpu for each in choice.left_out] == ["NVIDIA X (SM 86)"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("B200", "RTX 3090"),
+        ("H20", "RTX 3090"),
+        ("GH200 480GB", "RTX 4090"),
+        ("B100", "RTX 3090"),  # no figures at all
+        ("RTX PRO 3000 Blackwell Generation Laptop GPU", "RTX 2080"),
+    ],
+)
+def test_a_card_without_figures_is_not_the_weak_one(names: tuple[str, str]) -> None:
+    for order in (names, names[::-1]):
+        choice = select.choose(LOADED, _machine(*order, driver="580.65.06"))
+        assert [each.gpu for each in choice.left_out] == [str(gpus.parse_gpu(names[1]))]
+        is_guess = gpus.parse_gpu(names[0]).memory_gib is None
+        assert ("is not known, so the newest chip decides" in choice.why) is is_guess
+
+
+def test_nothing_is_said_of_memory_that_decides_nothing() -> None:
+    assert "not known" not in select.choose(LOADED, _machine("B100", "B100", driver="580.65.06")).why
+    for old in ("P40", "V100"):
+        assert "not known" not in select.choose(LOADED, _machine("B100", old, driver="580.65.06")).why
+
+
+@pytest.mark.parametrize(
+    ("name", "sm", "memory_gib"),
+    [
+        ("RTX PRO 500", "120", None),
+        ("RTX PRO 500 Blackwell", "120", None),
+        ("GeForceRTX3060", "86", 8),
+        ("NVIDIAGeForceRTX3060Ti", "86", 8),
+        ("QuadroRTX6000", "75", 24),
+        ("GRID RTX6000-4Q", "75", 4),
+        ("GRID A100-10C", "80", 10),
+        ("NVIDIA A40-8Q", "86", 8),
+        ("NVIDIA RTX6000-Ada-16Q", "89", 16),
+    ],
+)
+def test_names_run_together_shares_and_names_of_the_driver_alone(name: str, sm: str, memory_gib: float | None) -> None:
+    gpu = gpus.parse_gpu(name)
+    assert (gpu.name, gpu.sm, gpu.memory_gib) == (name, sm, memory_gib)
+
+
+def test_a_share_of_one_of_several_gpus_is_refused_with_these() -> None:
+    with pytest.raises(UsageError, match="several GPUs are called that: RTX6000"):
+        gpus.parse_gpu("RTX6000-4Q")
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("NVIDIA H100 80GB HBM3", (80, 3350)),
+        ("Tesla A100", (40, 1555)),
+        ("A100", (40, 1555)),
+        ("NVIDIA B200", (180, 8000)),
+        ("NVIDIA H20", (96, 4000)),
+        ("T1200", (4, 160)),
+        ("NVIDIA A800 40GB Active", (40, 1560)),
+    ],
+)
+def test_figures_of_names_that_one_data_set_lacks(name: str, figures: tuple[float, float]) -> None:
+    gpu = gpus.parse_gpu(name)
+    assert (gpu.memory_gib, gpu.bandwidth_gb_s) == figures
 
 
 def test_it_says_what_was_proven() -> None:
@@ -195,6 +274,19 @@ def test_runners_up_say_why_they_lost() -> None:
     mixed = select.choose(LOADED, _machine("RTX 3090", "RTX 5090", driver="580.65.06")).runners_up
     why = {loser.cell: loser.why for loser in mixed}
     assert why["llama-cu130-sm120"] == "does not serve RTX 3090 (SM 86): its code for sm_120a does not run on it"
+
+
+def test_a_build_with_a_substitute_toolkit_counts_as_rendered() -> None:
+    """It is another compiler's code, and no reason to pass the driver's own CUDA over."""
+    row = PROVEN.model_copy(update={"cell": "llama-cu128-sm90", "toolkit": "Debian's nvcc sha256:0"})
+    record = Record(proofs={(row.cell, row.platform): row})
+    choice = select.choose(LOADED, _machine("H100", driver="580.65.06"), record=record)
+    assert choice.cell == "llama-cu130-sm90"
+    assert "never proven" not in " ".join(loser.why for loser in choice.runners_up)
+    choice = select.choose(LOADED, _machine("H100", driver="570.124.06"), record=record)
+    assert (choice.cell, choice.state) == ("llama-cu128-sm90", "substitute toolkit")
+    page = cards.page(LOADED, record)
+    assert "`llama-cu128-sm90` | no, built with a substitute toolkit |" in page
 
 
 def test_a_proven_cell_of_two_chips_takes_no_machine_of_one() -> None:
@@ -410,7 +502,7 @@ def test_the_two_files_of_names_agree() -> None:
         assert products[key].sm == listed[key]
     known = compat.facts()
     assert {gpu.sm for gpu in products.values()} <= known.sms.keys() | known.older.keys()
-    assert all(gpu.worth is not None for gpu in products.values() if int(gpu.sm) >= 75 and gpu.sm not in ("100", "103"))
+    assert all(gpu.worth is not None for gpu in products.values() if int(gpu.sm) >= 75)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -470,6 +562,12 @@ def test_the_command_prints_the_tag_alone(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.thorough
+def test_an_image_for_another_kind_of_machine_is_built_there(capsys: pytest.CaptureFixture[str]) -> None:
+    (other,) = {AMD, ARM} - {command._platform_here()}
+    assert command.main(["select", "--platform", other, "--sm", "90", "--driver", "580.65.06"]) == 0
+    assert f"\nget it on a machine of {other}: python3 -m images build" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--driver", "580.65.06", "--gpu", "GT 710", "--gpu", "RTX 3090", "--platform", "linux/amd64"]
     assert command.main(["select", *words]) == 0

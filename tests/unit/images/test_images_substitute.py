@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from images import __main__ as command
 from images import build, debian, docker, matrix, proofs, substitute
-from images.errors import UsageError
+from images.errors import BuildError, UsageError
 
 MADE = "sha256:" + "3" * 64
 
@@ -54,6 +55,39 @@ class Having(docker.Engine):
         return docker.Image(id=MADE, tags=(reference,), digests=(), config={"Labels": labels})
 
 
+@pytest.mark.parametrize("words", [["build", "--only"], ["verify", "--reproduce"]])
+def test_a_dry_run_takes_what_was_made_earlier(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(docker, "Engine", Having)
+    more = ["--toolkit-image", "substitute", "--base", "auto", "--dry-run"]
+    assert command.main([*words, "llama-cu128-sm86", *more]) == 0
+    assert f"=docker-image://{substitute.TAG}" in capsys.readouterr().out
+    for cell_id, said in (("llama-cu129-sm103", "for CUDA 12.8 alone"), ("llama-cu128-sm120", "no target sm_120a")):
+        assert command.main([*words, cell_id, *more]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(Having, "image", lambda *_: None)
+    assert command.main([*words, "llama-cu128-sm86", *more]) == 60
+    said = capsys.readouterr().err
+    assert f"was not made here yet: {substitute.TAG}" in said
+    assert "without --dry-run makes it first" in said
+
+
+@pytest.mark.parametrize("words", [["build", "--only"], ["verify", "--reproduce"]])
+def test_it_is_made_for_builds_and_reproductions(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docker, "Engine", Having)
+    monkeypatch.setattr(Having, "platform", "linux/amd64")
+    made: list[str] = []
+
+    def make(*given: object) -> str:
+        made.append("enough")
+        raise BuildError(made[0])
+
+    monkeypatch.setattr(substitute, "make", make)
+    argv = [*words, "llama-cu128-sm86", "--toolkit-image", "substitute", "--base", "auto"]
+    assert (command.main(argv), made) == (60, ["enough"])
+
+
 def test_label_and_proof_say_what_it_is(project: Path) -> None:
     cell = matrix.select(matrix.load(project).cells, "llama-cu128-sm86")[0]
     chosen = build.choose_toolkit(cell, substitute.TAG, Having())
@@ -73,4 +107,12 @@ def test_label_and_proof_say_what_it_is(project: Path) -> None:
         machine="a machine",
         toolkit=f"{chosen.override} {MADE}",
     )
-    assert proof.ran[-1] == f"substituted toolkit: Debian's nvcc 12.4.131 {MADE}"
+    assert str(proof).startswith(
+        f"substitute toolkit on 2026-11-22, built of {'a' * 40} with Debian's nvcc 12.4.131 {MADE} in place of the"
+    )
+
+    pinned = cell.toolkit and cell.toolkit.image and cell.toolkit.image.digest
+    said = {"io.appliance.toolkit-override": f"cuda:mine {MADE}"}
+    assert build.other_toolkit(cell, said) == f"cuda:mine {MADE}"
+    assert build.other_toolkit(cell, {"io.appliance.toolkit-override": f"mirror/cuda:12.8.1 {pinned}"}) is None
+    assert build.other_toolkit(cell, {}) is None

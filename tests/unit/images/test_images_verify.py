@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 
 from appliance.image_facts import CpuVariant, EngineFacts, ImageFacts, dump_facts, dump_recipe, parse_image_facts
-from images import cpu_kernels, debian, docker, environment, gate, integrity, matrix, model, recipe, render, verify
+from images import (
+    configured,
+    cpu_kernels,
+    debian,
+    docker,
+    environment,
+    gate,
+    integrity,
+    matrix,
+    model,
+    recipe,
+    render,
+    verify,
+)
 from images.errors import BuildError, VerificationError
 from images.matrix import Cell
 from images.tree import Entry, Tree
@@ -38,13 +51,17 @@ def sound(cell: Cell) -> ImageSnapshot:
         asked="tini",
         build_id=BUILD_ID,
         environment=_environment(cell),
+        configured=configured.given(_dockerfile(cell)),
         cpu_kernels=_executed("ok"),
     )
 
 
+def _dockerfile(cell: Cell) -> str:
+    return render.render(cell, render.load_template(PROJECT, cell))[cell.folder / "Dockerfile"]
+
+
 def _environment(cell: Cell) -> dict[str, str]:
-    dockerfile = render.render(cell, render.load_template(PROJECT, cell))[cell.folder / "Dockerfile"]
-    return environment.given(dockerfile, (), {"APPLIANCE_BUILD_ID": BUILD_ID})
+    return environment.given(_dockerfile(cell), (), {"APPLIANCE_BUILD_ID": BUILD_ID})
 
 
 def _executed(status: cpu_kernels.Status) -> cpu_kernels.Report:
@@ -74,8 +91,45 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {check for check, *_ in FAULTS} == set(verify.CHECKS)
 
 
+def test_links_of_a_sound_image_are_in_order(sound: ImageSnapshot) -> None:
+    """Those of an engine's libraries, and of the compiler that cuBLAS opens; Debian's are not judged."""
+    for name in ("libllama.so.0.5.0", "libnvrtc.so.13"):
+        sound.tree.files[f"opt/llama/{name}"] = _entry(f"opt/llama/{name}")
+    _file("opt/vllm/lib/nvidia/cu13/lib", kind="folder")(sound)
+    for path, target in {
+        "opt/llama/libllama.so": "libllama.so.0",
+        "opt/llama/libllama.so.0": "libllama.so.0.5.0",
+        "usr/lib/x86_64-linux-gnu/libnvrtc.so.13": "/opt/llama/libnvrtc.so.13",
+        "opt/vllm/lib/nvidia/cu13/lib64": "lib",
+        "usr/bin/python3": "python3.11",
+    }.items():
+        _link(path, target)(sound)
+    assert verify.check_links(sound).ok
+
+
+def test_every_dockerfile_says_what_is_expected_of_its_image() -> None:
+    for cell in matrix.load(PROJECT).cells:
+        found = configured.given(_dockerfile(cell))
+        assert (found["User"], found["WorkingDir"], found["Volumes"]) == ("appliance", "/data", {"/data": {}})
+        assert found["Healthcheck"] == {
+            "Test": ["CMD", "appliance", "health"],
+            "Interval": 30 * 10**9,
+            "Timeout": 5 * 10**9,
+            "StartPeriod": 1800 * 10**9,
+            "StartInterval": 5 * 10**9,
+            "Retries": 3,
+        }
+
+
 def test_an_overridden_base_may_name_itself(sound: ImageSnapshot) -> None:
     labels = {**sound.labels, "io.appliance.base-override": "x", "org.opencontainers.image.base.digest": "sha256:1"}
+    assert verify.check_labels(_config_with(sound, Labels=labels)).ok
+
+
+def test_an_overridden_toolkit_is_named_and_not_the_pinned_one(sound: ImageSnapshot) -> None:
+    labels = {**sound.labels, "io.appliance.toolkit-override": "x sha256:1"}
+    assert "io.appliance.cuda.toolkit" in verify.check_labels(_config_with(sound, Labels=labels)).detail
+    labels["io.appliance.cuda.toolkit"] = "x sha256:1"
     assert verify.check_labels(_config_with(sound, Labels=labels)).ok
 
 
@@ -184,6 +238,10 @@ def _file(path: str, **values: Any) -> Fault:
         return snapshot
 
     return plant
+
+
+def _link(path: str, target: str) -> Fault:
+    return _file(path, kind="link", target=target)
 
 
 def _without(path: str) -> Fault:
@@ -495,6 +553,24 @@ FAULTS: list[tuple[Callable[[ImageSnapshot], Check], Fault, str]] = [
     (verify.check_volume, lambda e: _config_with(e, Volumes=None), "not a volume"),
     (verify.check_user, lambda e: _config_with(e, User=""), "root"),
     (verify.check_user, lambda e: _config_with(e, User="0:0"), "0:0"),
+    (verify.check_user, lambda e: _config_with(e, User="00"), "'00', expected 'appliance'"),
+    (verify.check_user, lambda e: _config_with(e, User="+0"), "'+0'"),
+    (verify.check_user, lambda e: _config_with(e, User=" root"), "' root'"),
+    (verify.check_user, lambda e: _config_with(e, User="appliance:shadow"), "'appliance:shadow'"),
+    (verify.check_run_line, lambda e: _config_with(e, Volumes={"/data": {}, "/opt": {}}), "'/opt'"),
+    (verify.check_run_line, lambda e: _config_with(e, OnBuild=["RUN x"]), "OnBuild: ['RUN x'], expected None"),
+    (verify.check_run_line, lambda e: _config_with(e, Shell=["/bin/x"]), "Shell: ['/bin/x']"),
+    (verify.check_run_line, lambda e: _config_with(e, WorkingDir="/opt"), "WorkingDir: '/opt', expected '/data'"),
+    (verify.check_run_line, lambda e: _config_with(e, StopTimeout=1), "StopTimeout: 1, expected None"),
+    (
+        verify.check_run_line,
+        lambda e: _config_with(e, Healthcheck={**e.config["Healthcheck"], "Interval": 10**12}),
+        "'Interval': 1000000000000",
+    ),
+    (verify.check_links, _link("opt/llama/libllama.so.0", "libevil.so.0.5.0"), "libllama.so.0 -> libevil.so.0.5.0"),
+    (verify.check_links, _link("opt/llama/libllama.so.0", "/tmp/libllama.so.0"), "libllama.so.0 -> /tmp/"),
+    (verify.check_links, _link("opt/llama/libllama.so.0", "libllama.so.0.9"), "libllama.so.0 -> libllama.so.0.9"),
+    (verify.check_links, _link("usr/lib/x/libnvrtc.so.13", "/opt/llama/llama-server"), "-> /opt/llama/llama-server"),
     (verify.check_run_line, lambda e: _config_with(e, Entrypoint=["appliance"]), "Entrypoint: ['appliance']"),
     (verify.check_run_line, lambda e: _config_with(e, Healthcheck=None), "Healthcheck: None"),
     (verify.check_run_line, lambda e: _config_with(e, StopSignal="SIGKILL"), "SIGKILL"),
@@ -597,5 +673,14 @@ def _config(cell: Cell) -> dict[str, Any]:
         "Cmd": ["serve"],
         "StopSignal": "SIGTERM",
         "ExposedPorts": {"11435/tcp": {}},
-        "Healthcheck": {"Test": ["CMD", "appliance", "health"], "Interval": 1},
+        "WorkingDir": "/data",
+        "ArgsEscaped": True,
+        "Healthcheck": {
+            "Test": ["CMD", "appliance", "health"],
+            "Interval": 30 * 10**9,
+            "Timeout": 5 * 10**9,
+            "StartPeriod": 1800 * 10**9,
+            "StartInterval": 5 * 10**9,
+            "Retries": 3,
+        },
     }

@@ -1,0 +1,41 @@
+"""How long the build of an image took, for `verify --record`: .make/images/<build id>.took.json.
+
+A step that the builder had kept takes no time, so the stages with such steps are named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    digest: str  # of the image
+    seconds: int  # of all steps after the check of its packages, the export and the loading
+    kept: tuple[str, ...]  # stages of which the builder had kept a step
+
+
+_TOOK = TypeAdapter(Took)
+
+
+def path_for(folder: Path, build_id: str) -> Path:
+    return folder / f"{build_id}.took.json"
+
+
+def save(folder: Path, build_id: str, took: Took) -> None:
+    """Of two builds that gave one image the one counts that found less of it done."""
+    known = load(folder, build_id, took.digest)
+    if known is None or len(took.kept) < len(known.kept):
+        path_for(folder, build_id).write_bytes(_TOOK.dump_json(took))
+
+
+def load(folder: Path, build_id: str, digest: str) -> Took | None:
+    """None for an image that was built elsewhere, or before this was kept."""
+    try:
+        took = _TOOK.validate_json(path_for(folder, build_id).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return took if took.digest == digest else None
