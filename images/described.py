@@ -81,6 +81,8 @@ def _gpu(entry: object, key: str, source: str, known: Facts | None) -> Gpu:
     """By its number where that is told, else by its name; memory as the file says it."""
     row = _mapping(entry, source, key)
     name, sm, mib = row.get("name"), row.get("sm"), row.get("vram_total_mib")
+    if name is not None and not str(name).isprintable():
+        raise _refused(source, f"{key}.name: it holds control characters: {name!r:.80}")
     if not (name or sm):
         raise _refused(source, f"{key}: neither name nor sm is told")
     if sm is not None and not (str(sm).isascii() and str(sm).isdecimal()):
@@ -111,4 +113,5 @@ def _mapping(value: object, source: str, key: str) -> Mapping[str, Any]:
 
 
 def _refused(source: str, words: str) -> MatrixError:
-    return MatrixError(f"machine file {source}: {words}", hint="`appliance probe --json` writes such a file")
+    shown = source if source.isprintable() else ascii(source)  # nothing of it may steer the terminal
+    return MatrixError(f"machine file {shown}: {words}", hint="`appliance probe --json` writes such a file")

@@ -104,6 +104,7 @@ def test_a_name_alone_tells_the_chip() -> None:
         (HAND % "{name: RTX 5090, vram_total_mib: -1}", "gpus.gpus[0].vram_total_mib: it is no amount of memory"),
         (HAND % "{name: RTX 5090, vram_total_mib: .nan}", "gpus.gpus[0].vram_total_mib: it is no amount of memory"),
         (HAND % "{name: A, sm: x}", "gpus.gpus[0].sm: it is no compute capability"),
+        (HAND % '{name: "\\e[2JRTX 4090", sm: "89"}', "gpus.gpus[0].name: it holds control characters"),
         ("[" * 9000 + "]" * 9000, "recursion"),
     ],
 )
@@ -121,6 +122,13 @@ def test_no_file_is_10_and_two_descriptions_are_2(tmp_path: Path, capsys: pytest
     assert command.main(["select", "--machine", missing]) == 10
     assert f"machine file {missing}: it cannot be read: No such file" in capsys.readouterr().err
     assert command.main(["select", "--machine", missing, "--gpu", "RTX 4090"]) == 2
+
+
+def test_no_name_of_a_file_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["select", "--machine", f"{tmp_path}/\x1b[31mm.json"]) == 10
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "x1b[31mm.json" in said
 
 
 def test_what_is_too_large_is_not_read_on(tmp_path: Path) -> None:
