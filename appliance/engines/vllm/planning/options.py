@@ -60,12 +60,24 @@ def base_options(facts: Facts) -> list[Option]:
 
 
 def around(facts: Facts, best: Estimate) -> Iterator[Option]:
-    """The best and its neighbours for measuring: each layout, tokens of a step, graphs, types of the cache."""
+    """The best and its neighbours for measuring: each layout, tokens of a step, graphs, types of the cache; and other
+    blocks of the best. Sequences are no neighbour: one client's figures do not move, and fewer make others wait."""
     for base in (best.option, *(each for each in base_options(facts) if each.layout != best.option.layout)):
         for tokens in _tokens_around(facts, base):
             for mode in _modes_around(facts, base):
                 for kv_type in facts.kv_types:
                     yield replace(base, tokens=tokens, graph_mode=mode, kv_type=kv_type)
+    for block_size in _blocks_around(facts):
+        yield replace(best.option, block_size=block_size)
+
+
+def _blocks_around(facts: Facts) -> tuple[int, ...]:
+    """Half and twice the engine's own, which all backends of plain attention take in sixteens; latent attention has the
+    sizes of its kernels, and linear attention raises them."""
+    own, attends = facts.chip.block_size, set(facts.shape.kinds) <= {"full", "sliding"}
+    if facts.pins.block_size or not attends:
+        return ()
+    return tuple(size for size in (own // 2, 2 * own) if size % 16 == 0 and size <= 128)
 
 
 def _tokens_around(facts: Facts, base: Option) -> tuple[int, ...]:

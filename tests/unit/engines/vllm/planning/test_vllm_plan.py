@@ -606,6 +606,16 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(words: str) -> None:
     assert words.split()[0] in error.message
 
 
+def test_measuring_tries_other_blocks_of_plain_attention_alone() -> None:
+    def asked(machine: str, model: str, **flags: Any) -> set[int | None]:
+        return {launch(plan).asked_block_size for plan in space(machine, model, **flags).all()}
+
+    assert asked(ADA, "qwen3-8b-fp8") == {None, 32}
+    assert asked(CPU, "smollm2-135m") == {None, 64}
+    assert asked(ADA, "qwen3-8b-fp8", engine_arg="--block-size 64") == {64}
+    assert asked(TURINGS, "qwen3.6-27b-awq") == {None}, "linear attention raises them"
+
+
 def test_no_more_stages_than_layers_are_tried() -> None:
     shape = shape_of(folder_model("smollm2-135m"))
     two = replace(shape, kinds=shape.kinds[:2])
