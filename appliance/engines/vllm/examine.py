@@ -21,6 +21,7 @@ _SHOWN = {
     "kv_cache": "KV cache",
     "placement": "placement",
     "kv_heads": "KV heads",
+    "links": "links of ranks",
     "shm": "shared memory of ranks",
     "reserve": "reserve",
     "speculation": "speculation",

@@ -104,7 +104,8 @@ def compile_key(plan: Plan) -> str:
     cold compilation of 24 to 166 s.
 
     What moves it was seen on vLLM 0.32 with `VllmConfig.compute_hash`: context, sequences, tokens of a step, type and
-    block of the cache, speculative decoding. Not utilization, bytes of the cache, prefix caching, seed or name.
+    block of the cache, speculative decoding. Not utilization, bytes of the cache, prefix caching, seed or name. Of what
+    the user passes through nobody knows; it counts as if it did.
     """
     return hashlib.sha256(json.dumps(compile_parts(plan), sort_keys=True).encode()).hexdigest()[:10]
 
@@ -127,4 +128,6 @@ def compile_parts(plan: Plan) -> dict[str, object]:
         "overrides": launch.hf_overrides,
         "text_only": launch.is_text_only,
         "speculation": speculation,
+        **({"engine_args": list(launch.engine_args)} if launch.engine_args else {}),
+        **({"variables": own} if (own := [each for each in launch.variables if each[0].startswith("VLLM_")]) else {}),
     }

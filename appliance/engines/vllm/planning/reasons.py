@@ -11,9 +11,17 @@ from appliance.engines.vllm.planning.kv import NULL_BLOCKS, kv_heads_of_rank
 from appliance.engines.vllm.planning.launch import EAGER
 from appliance.engines.vllm.planning.memory import MIB
 from appliance.engines.vllm.planning.options import has_shared_memory
-from appliance.engines.vllm.planning.parallel import RANKS_MAX, are_uneven, shm_needed_mib, tensor_sizes, why_not_tensor
+from appliance.engines.vllm.planning.parallel import (
+    RANKS_MAX,
+    are_linked,
+    are_uneven,
+    shm_needed_mib,
+    tensor_sizes,
+    why_not_tensor,
+)
 from appliance.engines.vllm.planning.rope import rope_words
 from appliance.engines.vllm.planning.shape import Shape
+from appliance.engines.vllm.planning.speculation import offers_of
 from appliance.engines.vllm.planning.stages import reserve_on
 from appliance.engines.vllm.planning.variables import variable_choices
 from appliance.plan.choice import Choice
@@ -31,6 +39,7 @@ def choices_of(estimate: Estimate, compile_key: str) -> tuple[Choice, ...]:
         seqs(estimate),
         tokens(estimate),
         graphs(estimate),
+        *_speculation(facts),
         *_prefix_cache(facts),
         *_text_only(facts),
         *_foreign_code(facts),
@@ -99,6 +108,7 @@ def _layout(estimate: Estimate) -> Iterator[Choice]:
             source="model",
         )
     if layout.ranks > 1:
+        yield _links(estimate)
         yield _shared_memory(facts, layout.ranks)
         yield from _uneven(estimate)
     elif len(facts.cards) > 1 and not has_shared_memory(facts, 2):
@@ -107,6 +117,16 @@ def _layout(estimate: Estimate) -> Iterator[Choice]:
         yield Choice(name="shm", value=f"{there} MiB", reason=why, source="probe", is_refusal=True)
     if layout.pipeline > 1:
         yield _stages(estimate)
+
+
+def _links(estimate: Estimate) -> Choice:
+    if are_linked(estimate.option.own_cards):
+        return Choice(name="links", value="NVLink", reason="each GPU is linked with another of them", source="probe")
+    why = (
+        "no NVLink from each to another: what ranks exchange goes over PCIe, from GPU to GPU where the driver lets it "
+        "(P2P), else through the host's memory"
+    )
+    return Choice(name="links", value="PCIe", reason=why, source="probe")
 
 
 def _stages(estimate: Estimate) -> Choice:
@@ -279,6 +299,14 @@ def graphs(estimate: Estimate) -> Choice:
     sizes = estimate.graph_sizes
     why = f"{len(sizes)} sizes up to {sizes[-1]} tokens" if sizes else "no graphs are captured"
     return Choice(name="graph_mode", value=mode, reason=why, source=source)
+
+
+def _speculation(facts: Facts) -> Iterator[Choice]:
+    """Of a plan that drafts nothing; one that does says so in its place."""
+    offers = offers_of(facts)
+    if offers:
+        why = f"until it is measured: {', '.join(f'{offer.kind} ({offer.reason})' for offer in offers)}"
+        yield Choice(name="speculation", value="off", reason=why, source=facts.settings.sources["speculation"])
 
 
 def _prefix_cache(facts: Facts) -> Iterator[Choice]:

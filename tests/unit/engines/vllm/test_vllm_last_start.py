@@ -88,5 +88,7 @@ def test_doctor_tells_what_computes_and_what_is_compiled(tmp_path: Path) -> None
     old = {result.name: result.words for result in ENGINE.examine(install, best(TURINGS))}
     assert "TRITON_ATTN" in old["attention"]
     assert {"placement", "reserve", "shared memory of ranks"} <= old.keys()
+    assert (old["links of ranks"] or "").startswith(("PCIe: no NVLink", "NVLink: "))
+    assert (old["speculation"] or "").startswith("off: until it is measured: ngram (")
     cpu = {result.name: result.words for result in ENGINE.examine(install, best(CPU, "smollm2-135m"))}
     assert cpu["compile cache"].endswith("this plan is eager and compiles nothing")

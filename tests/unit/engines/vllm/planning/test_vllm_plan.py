@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.vllm.planning.engine_args import read_pins
-from appliance.engines.vllm.planning.launch import compile_key
+from appliance.engines.vllm.planning.launch import compile_key, compile_parts
 from appliance.engines.vllm.planning.memory import MIB, graph_sizes
 from appliance.engines.vllm.planning.parallel import layouts, split_layers
 from appliance.engines.vllm.planning.shape import shape_of
@@ -575,6 +575,22 @@ def test_what_moves_the_compile_key() -> None:
     later = space(SERVER, "qwen3-30b-a3b").now(first, replace_allocated(first.placement.shares[0].memory.kv - 100))
     assert isinstance(later, Plan)
     assert compile_key(later) == compile_key(first), "bytes of the cache are no part of it"
+
+
+def test_what_the_user_passes_through_moves_the_compile_key_and_is_named() -> None:
+    plain = best(ADA)
+    argued = best(ADA, engine_arg="--enforce-eager --max-logprobs 5")
+    told = best(ADA, environment={"VLLM_USE_AOT_COMPILE": "1"})
+    assert len({compile_key(plan) for plan in (plain, argued, told)}) == 3
+    assert compile_parts(argued)["engine_args"] == ["--max-logprobs", "5"]
+    assert compile_parts(told)["variables"] == [("VLLM_USE_AOT_COMPILE", "1")]
+
+
+@pytest.mark.parametrize(("peers", "said"), [(((1,), (0,)), "NVLink"), (((), ()), "PCIe")])
+def test_links_between_ranks_are_said(peers: tuple[tuple[int, ...], ...], said: str) -> None:
+    plan = best(cards(TURINGS, *({"nvlink_peers": each} for each in peers)), "qwen3.6-27b-awq")
+    assert launch(plan).tensor_parallel == 2
+    assert next(choice.value for choice in plan.choices if choice.name == "links") == said
 
 
 @pytest.mark.thorough
