@@ -57,12 +57,12 @@ def check_method(model: Model, shape: Shape, engine: EngineFacts) -> None:
 def quantization_choice(shape: Shape, chip: Chip) -> Choice | None:
     """Raises NoKernelError (20) for weights that no kernel of the chip multiplies with."""
     method = shape.quantization.name
-    if method is None or chip.sm is None:
+    if method is None:
         return None
-    found = weights_kernel(method, chip.sm)
+    found = weights_kernel(method, chip.sm) if chip.sm is not None else None
     rows, group = shape.quantization.rows, shape.quantization.group
     group_words = f", blocks of {rows} × {group}" if rows else f", groups of {group}" if group else ""
-    if found is None:
+    if found is None or chip.sm is None:
         why = f"nobody looked up which kernels vLLM has for it on {chip.name}: it says so at its start"
         return Choice(name="quantization", value=method, reason=why + group_words, source="model")
     if chip.sm < found.least_sm:

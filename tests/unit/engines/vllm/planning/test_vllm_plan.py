@@ -45,6 +45,8 @@ from tests.unit.engines.vllm.planning.vllm_spaces import (
     with_cards,
 )
 
+AWQ = {**folder_model("smollm2-135m").config, "quantization_config": {"quant_method": "awq", "bits": 4}}
+
 
 def refused(kind: type[FatalError], *args: Any, **flags: Any) -> FatalError:
     with pytest.raises(kind) as caught:
@@ -584,6 +586,11 @@ def test_what_the_user_passes_through_moves_the_compile_key_and_is_named() -> No
     assert len({compile_key(plan) for plan in (plain, argued, told)}) == 3
     assert compile_parts(argued)["engine_args"] == ["--max-logprobs", "5"]
     assert compile_parts(told)["variables"] == [("VLLM_USE_AOT_COMPILE", "1")]
+
+
+def test_quantized_weights_on_the_cpu_are_said_to_be_the_engines_business() -> None:
+    found = reason(best(CPU, replace(folder_model("smollm2-135m"), config=AWQ)), "quantization")
+    assert found.startswith("nobody looked up which kernels vLLM has for it on the CPU")
 
 
 @pytest.mark.parametrize(("peers", "said"), [(((1,), (0,)), "NVLink"), (((), ()), "PCIe")])
