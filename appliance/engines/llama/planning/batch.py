@@ -76,7 +76,7 @@ def with_batch(
             continue
         if _pays(found, context_plan, _saved(found, context_plan, job, resources, settings), has_bar=bar is not None):
             usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
-            return replace(found, usual=usual)
+            return replace(found, usual=usual, usual_knees=context_plan.knees)
     return context_plan
 
 

@@ -72,6 +72,7 @@ class ContextPlan:
     limits: Mapping[str, float] = field(default_factory=dict)  # of a job near empty, as `Placed.cost`, by type
     ideal: tuple[Costs, ...] = ()  # what speeds half full are measured by
     usual: Candidate | None = None  # what the default ubatch would have, where another is taken
+    usual_knees: Mapping[str, int] = field(default_factory=dict)  # `knees` with that ubatch: its buffer is smaller
     is_explicit: bool = False
     full: float = 0.0  # decode with the whole context in the cache, tokens a second
     minds_full: bool = False  # the aim asks for that speed
