@@ -435,7 +435,7 @@ def ubatch(settings: Settings, size: int, words: str) -> Choice:
 
 
 def batch_price(context_plan: ContextPlan) -> str:
-    """What a larger ubatch than the default costs of the context, its exactness and decode."""
+    """What another ubatch than the default costs, or brings: context, its exactness and decode."""
     usual = context_plan.usual
     if usual is None:
         return ""

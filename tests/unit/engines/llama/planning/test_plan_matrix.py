@@ -63,7 +63,7 @@ def test_the_grid_says_what_the_lines_say() -> None:
 # Of the review, S3: f16 was kept although layers had to leave the GPUs for it.
 S3: list[tuple[str, str, Mapping[str, str]]] = [
     ("H100", "llama-3.3-70b", {"kv_type": "f16", "ctx_size": "131072"}),
-    ("3060", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "48128"}),
+    ("3060", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "48128", "ubatch": "512"}),
     ("T4", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "78848"}),
     ("5090", "qwen3-30b-a3b-2507", {"kv_type": "f16", "ctx_size": "152576"}),
     ("4090", "qwen3-30b-a3b-2507", {"kv_type": "f16", "ctx_size": "80128"}),
@@ -135,13 +135,13 @@ def test_a_knee_is_measured_too_where_a_larger_ubatch_is_predicted(
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", some([name for name, _ in MODELS]))
 def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
-    """But for those below what any mode serves."""
+    """With llama.cpp's own ubatch, and but for those below what any mode serves."""
     for cell in (cell for cell in CELLS if cell.model == name):
-        knees = {plan.kv_type: plan.context for plan in cell.knees() if plan.context >= SMALLEST_CONTEXT}
+        usual = replace(cell, flags={"ubatch": str(UBATCH)})
+        knees = {plan.kv_type: plan.context for plan in usual.knees() if plan.context >= SMALLEST_CONTEXT}
         found = widest(cell.space().all() if knees else ())
-        assert {kind: found.get(kind, 0) // CONTEXT_STEP for kind in knees} == {
-            kind: context // CONTEXT_STEP for kind, context in knees.items()
-        }, cell.name
+        missing = {kind: at for kind, at in knees.items() if found.get(kind, 0) // CONTEXT_STEP < at // CONTEXT_STEP}
+        assert missing == {}, cell.name
 
 
 def widest(plans: Iterable[Plan]) -> dict[str, int]:
