@@ -122,6 +122,19 @@ def _workload(value: str) -> str:
     return value
 
 
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # Linux: NAME_MAX, and PATH_MAX less its NUL
+
+
+def _path(value: str) -> Path:
+    """What the kernel would not even look up is refused here: pathlib raises ENAMETOOLONG where a file is missing."""
+    path = Path(value)
+    sizes = [len(os.fsencode(part)) for part in path.parts]
+    if len(os.fsencode(path)) > _PATH_BYTES or max(sizes, default=0) > _NAME_BYTES:
+        message = f"is longer than a path can be ({_PATH_BYTES:,} bytes, {_NAME_BYTES} in each name)"
+        raise ValueError(message)
+    return path
+
+
 def parse_folders(value: str) -> tuple[Path, ...]:
     """Absolute paths with commas; `none` is no folder."""
     words = [] if value.strip() == "none" else [word.strip() for word in value.split(",")]
@@ -276,7 +289,7 @@ class Settings:
         "model to serve: a file on the volume, a rung of the image's recipe (qwen:8b-q4), org/repo[:QUANT], or a URL",
         "MODEL",
     )
-    data_dir: Path = _setting(Path, Path("/data"), "the volume", "DIR")
+    data_dir: Path = _setting(_path, Path("/data"), "the volume", "DIR")
     model_dirs: str | None = _setting(
         _folders,
         None,
@@ -385,7 +398,7 @@ class Settings:
         "TYPE",
     )
     chat_template_file: Path | None = _setting(
-        Path, None, "Jinja template of the chat instead of the model's own", "FILE"
+        _path, None, "Jinja template of the chat instead of the model's own", "FILE"
     )
     reasoning_format: str = _setting(
         _one_of("auto", "none", "deepseek", "deepseek-legacy"),
@@ -432,7 +445,7 @@ class Settings:
         _switch, False, "fetch nothing: serve what is on the volume, or end (also HF_HUB_OFFLINE=1)", "on|off"
     )
     hf_cache: Path | None = _setting(
-        Path,
+        _path,
         None,
         "a mounted Hugging Face cache to read models from and never write "
         "(default: HF_HUB_CACHE, or ~/.cache/huggingface/hub where it is mounted)",
@@ -440,10 +453,10 @@ class Settings:
     )
     log: str = _setting(_one_of("auto", "text", "json"), "auto", "text on a terminal, JSON lines otherwise", "FORMAT")
     engine_dir: Path | None = _setting(
-        Path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
+        _path, None, "where the engine's binaries are (default: the engine's folder in /opt)", "DIR"
     )
-    facts_dir: Path = _setting(Path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
-    runtime_dir: Path = _setting(Path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
+    facts_dir: Path = _setting(_path, Path("/opt/appliance"), "where the facts of the image are", "DIR")
+    runtime_dir: Path = _setting(_path, Path("/tmp"), "where the engine's socket is made", "DIR")  # noqa: S108
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     usual_model_dirs: tuple[Path, ...] = field(default=(), compare=False)  # for `model_dirs`; most are not there
     # Variables of this process that are not ours: an engine looks among them for its own, and names what it leaves out.

@@ -239,12 +239,13 @@ class _Reader:
         elif kind is Cpu and "isa" not in given:
             given["isa"] = []
             self.assumed.append("cpu.isa: planned with kernels that run on every CPU")
-        elif kind is Memory and isinstance(total := given.get("total_mib"), int):
-            if "available_mib" not in given:
+        elif kind is Memory and "total_mib" in given and "available_mib" not in given:
+            total = given["total_mib"]
+            given["available_mib"] = total  # where that is no number it is refused by its own name
+            if isinstance(total, int):
                 given["available_mib"] = max(0, total - SYSTEM_MIB)
-                self.assumed.append(
-                    f"memory.available_mib: taken as {given['available_mib']:,}, all but {SYSTEM_MIB:,}"
-                )
+                words = f"memory.available_mib: taken as {given['available_mib']:,}, all but {SYSTEM_MIB:,}"
+                self.assumed.append(words)
         elif kind is GpuHolder:
             given.setdefault("pid", 0)
         elif kind is Gpu:

@@ -26,10 +26,17 @@ def check_named(settings: Settings) -> None:
         _read_template(settings.chat_template_file, settings.sources["chat_template_file"])
 
 
-def with_beside(model: Model, settings: Settings) -> Model:
-    """The model as it is asked for. Raises ConfigError (10) for a file that is not there, ModelUnreadableError (30) for
-    one that is of another model."""
+def with_beside(model: Model, settings: Settings, *, is_here: bool = True) -> Model:
+    """The model as it is asked for; of one that is not here header or shape are known. Raises ConfigError (10) for a
+    file that is not there, ModelUnreadableError (30) for one that is of another model."""
     model = _with_projector(model, settings)
+    if settings.lora and not is_here:
+        message = (
+            f"setting lora cannot be planned: {settings.lora[0]} ({settings.sources['lora']}): no file of {model.title}"
+        )
+        raise ConfigError(
+            message, hint="an adapter is held to the matrices of the model's file: fetch it, or take --lora out"
+        )
     model = replace(model, adapters=_adapters(model, settings))
     if settings.pooling != "auto":
         _check_pooling(model, settings)

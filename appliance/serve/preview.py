@@ -13,6 +13,7 @@ from appliance.model.published import PublishedShape, find_shape
 from appliance.plan import Plan
 from appliance.probe import Hardware
 from appliance.profile import Picked, Profile, ProfileStatus, ProfileStore, pick
+from appliance.serve.beside import with_beside
 from appliance.serve.candidates import Chosen, Offered, choose_located, choose_rung, choose_with_kept, settle
 from appliance.serve.forecast import without_profile
 from appliance.serve.inputs import (
@@ -143,8 +144,8 @@ def _of_shape(contents: Contents, shape: PublishedShape, machine: Machine) -> Pr
 
 
 def _predicted(contents: Contents, machine: Machine, model: Model) -> Preview:
-    """Of a model that no profile can be of, since it is not here."""
-    inputs = inputs_of(contents, machine, model)
+    """Of a model that no profile can be of, since it is not here; files named beside it may be."""
+    inputs = inputs_of(contents, machine, with_beside(model, contents.settings, is_here=False))
     start = without_profile(contents.engine, machine.install, inputs)
     space = start.space()
     return Preview(plan=space.predicted, start=start, space=space)

@@ -90,7 +90,7 @@ class Cell:
         """Raises what the planner raises."""
         space = self.space()
         plan = space.best
-        rivals = (*self._knees(), *self._larger_batches(plan))
+        rivals = (*self.knees(), *self._larger_batches(plan))
         return Judged(
             plan=plan,
             model=self.of,
@@ -112,7 +112,7 @@ class Cell:
         image, engine = facts_for(machine(self.machine))
         return plan_inputs(resolve_settings(self.flags, {}), image, engine, machine(self.machine), self.of)
 
-    def _knees(self) -> Iterator[Plan]:
+    def knees(self) -> Iterator[Plan]:
         """The largest context with every layer on the GPUs, for each type of the cache."""
         for kv_type in KNEE_TYPES if machine(self.machine).gpus.gpus else ():
             small = self._best(kv_type=kv_type, ctx_size=str(min(SMALL, self.of.native_context)))

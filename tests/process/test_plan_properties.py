@@ -9,9 +9,8 @@ from dataclasses import fields, replace
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from appliance.engines.llama.planning.batch import LONG_PROMPTS
+from appliance.engines.llama.planning.batch import CLEARLY_FASTER, LONG_PROMPTS
 from appliance.engines.llama.planning.context import AS_FAST
-from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.placement import EVEN_FOR
 from appliance.engines.llama.planning.space import Space
 from appliance.engines.llama.planning.tensor_mode import CLEARLY as TENSOR_CLEARLY
@@ -37,8 +36,9 @@ from tests.random_machines import (
 
 SOME, MANY = examples(60), 1000
 LONG_IN = LONG_PROMPTS["chat"]
-# Faster than that, and a rounder cache is taken for it; an even split may cost a little beside it.
-CLEARLY = (1 + EVEN_FOR) / AS_FAST
+# Faster than that, and another ubatch or a rounder cache is taken for it; an even split may cost a little beside it.
+CLEARLY = (1 + EVEN_FOR) / CLEARLY_FASTER
+CLEARLY_ROUNDED = (1 + EVEN_FOR) / AS_FAST
 SLACK = 1.02  # a split that is as fast as chance allows is taken where it is even
 WIDE_MOE = layer_of(dense_mib=1500, expert_mib=2500, k_elements=1024, v_elements=1024)
 MODES = ("speed", "balanced", "context")
@@ -75,18 +75,19 @@ def small_machine(total_mib: int = 8000) -> Hardware:
     ),
     stacked([layer_of(dense_mib=150, expert_mib=800, k_elements=1024, v_elements=1024)] * 12, 131072, experts=8),
 )
+@example(  # with a ubatch of 512 a layer more lies on a slower card
+    with_gpus(
+        small_machine(128000), [gpu(at, free_mib=12000, gb_s=gb_s) for at, gb_s in enumerate((200.0, 200.0, 936.0))]
+    ),
+    stacked([layer_of(dense_mib=600, expert_mib=2500, k_elements=1024, v_elements=1024)] * 4, 131072, experts=8),
+)
 def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardware: Hardware, model: Model) -> None:
-    """Of the same ubatch, and of whole layers."""
+    """Whatever its ubatch. Of split mode tensor `clearly` says what counts."""
     found = planned(hardware, model)
     assume(found is not None)
     assert found is not None
     space, best = found
-    others = [plan for plan in space.all() if plan.placement.split_mode != TENSOR]
-    assert beating(space, best, [other for other in others if ubatch_of(other) == ubatch_of(best)]) == []
-
-
-def ubatch_of(plan: Plan) -> int:
-    return launch_of(plan).ubatch
+    assert beating(space, best, space.all()) == []
 
 
 def test_no_plan_beats_one_that_copies_weights() -> None:
@@ -124,15 +125,14 @@ def test_what_one_card_costs_is_not_told_of_another() -> None:
 
 def beating(space: Space, best: Plan, others: Sequence[Plan]) -> list[str]:
     """What has as much context, is clearly faster near empty, and no slower with half of the context, nor with the long
-    prompt that a ubatch is chosen by. Of split mode tensor, which is experimental, only what a prediction may rely on,
-    and by more than it asks for."""
+    prompt that a ubatch is chosen by."""
     half = best.context / 2
     near, deep, long = job_s(space, best), job_s(space, best, half), job_s(space, best, tokens_in=LONG_IN)
     return [
         plan.key
         for plan in others
         if plan.context >= best.context
-        and near > clearly(plan) * job_s(space, plan)
+        and near > clearly(best, plan) * job_s(space, plan)
         and deep > job_s(space, plan, half)
         and long >= job_s(space, plan, tokens_in=LONG_IN)
     ]
@@ -148,10 +148,12 @@ def relied_on_s(space: Space, plan: Plan, tokens_in: int) -> float:
     return job_s(space, plan, tokens_in=tokens_in) * (TENSOR_CLEARLY if plan.placement.split_mode == TENSOR else 1.0)
 
 
-def clearly(plan: Plan) -> float:
-    """How many times as fast another has to be, to have been the better prediction."""
+def clearly(best: Plan, plan: Plan) -> float:
+    """How many times as fast another has to be, to have been the better prediction. Split mode tensor is experimental,
+    and its constants are fitted to three figures, of two cards with good links: with others it is measured, and not
+    predicted."""
     if plan.placement.split_mode != TENSOR:
-        return CLEARLY
+        return CLEARLY if plan.kv_type == best.kv_type else CLEARLY_ROUNDED
     return TENSOR_CLEARLY if has_good_links(plan.placement) else float("inf")
 
 

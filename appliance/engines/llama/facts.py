@@ -92,7 +92,7 @@ def parse_flags(usage: str) -> tuple[str, ...]:
         if not line.startswith("-") or line.startswith("-----"):
             continue
         head = re.split(r"\s{2,}(?![\s-])", line, maxsplit=1)[0]
-        flags.update(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9-]*)", head))
+        flags.update(re.findall(r"(?:^|[\s,])(--?[A-Za-z][A-Za-z0-9.-]*)", head))
     if not flags:
         message = "engine's --help lists no flags"
         raise EngineArgumentsError(message, hint="its format has changed; see appliance/engines/llama/facts.py")

@@ -22,6 +22,7 @@ from tests.golden import plan_schema
 from tests.golden.machines import MACHINES
 from tests.json_schema import problems
 from tests.shapes import SMALL, write_gguf
+from tests.shapes.beside import write_adapter, write_projector
 
 SCHEMA = json.loads(plan_schema.PATH.read_text())
 BY_HAND = """
@@ -134,6 +135,42 @@ def test_what_cannot_be_planned_is_said(
     assert said.code == code, said.err
     assert message in said.err
     assert f"hint: {hint}" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--mmproj", "/nope.gguf"), 10, "setting mmproj names no file: '/nope.gguf' (flag --mmproj)"),
+        (("--mmproj", "text.gguf"), 30, "text.gguf"),
+        (("--mmproj", "other.gguf"), 30, "gives vectors of 64 values, and qwen2.5-vl-7b"),
+        (("--pooling", "rank"), 10, "model has no head that scores"),
+        (("--lora", "nope.gguf"), 10, "setting lora names no file: 'nope.gguf'"),
+        (("--lora", "adapter.gguf"), 10, "setting lora cannot be planned: adapter.gguf (flag --lora): no file of"),
+        (("--chat-template-file", "/nope"), 10, "setting chat_template_file cannot be read: '/nope'"),
+        (("--draft-model", "nope.gguf"), 10, "no model of that name is on the volume: nope.gguf"),
+    ],
+)
+def test_what_is_named_beside_a_shape_is_looked_at_as_beside_a_file(
+    image: Image, words: tuple[str, ...], code: int, message: str
+) -> None:
+    models = image.root / "data/models"
+    models.mkdir(parents=True)
+    write_projector(models / "other.gguf", 64)
+    write_gguf(models / "text.gguf", SMALL["gqa"])
+    write_adapter(models / "adapter.gguf", {"blk.0.attn_q.weight": (64, 64)})
+    said = image.plan("--machine", image.machine("2x4090"), "--model", "qwen2.5-vl-7b", *words)
+    assert said.code == code, said.err
+    assert message in said.err
+
+
+def test_a_projector_beside_a_shape_is_counted(image: Image, tmp_path: Path) -> None:
+    path = write_projector(tmp_path / "mmproj.gguf", 3584)
+    request = ("--machine", image.machine("2x4090"), "--model", "qwen2.5-vl-7b", "--json")
+    without = image.plan(*request).document["plan"]
+    said = image.plan(*request, "--mmproj", str(path))
+    assert said.code == 0, said.err
+    (share,), (before,) = said.document["plan"]["placement"]["shares"], without["placement"]["shares"]
+    assert share["memory"]["overhead"] >= 512 > before["memory"]["overhead"]
 
 
 def test_an_image_that_could_not_start_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

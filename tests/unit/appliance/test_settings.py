@@ -152,3 +152,12 @@ def test_any_value_is_taken_or_refused_in_words(name: str, value: str) -> None:
 def test_any_file_is_taken_or_refused_in_words(text: str) -> None:
     error = refusal({}, text)
     assert error is None or "appliance.yaml" in error.message
+
+
+@pytest.mark.parametrize("text", ["/tmp/" + 5000 * "A", "/tmp" + 1300 * "/deep", "/tmp/" + 128 * "é"])
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.metavar == "DIR"])
+def test_a_path_that_no_kernel_looks_up_is_refused_where_it_is_given(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings({name: text}, {})
+    assert f"setting {name} is longer than a path can be (4,095 bytes, 255 in each name): '/tmp" in caught.value.message
+    assert caught.value.message.endswith(f"(flag {SETTINGS[name].flag})")

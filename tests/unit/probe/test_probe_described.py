@@ -102,6 +102,9 @@ REFUSED: list[tuple[str, str]] = [
     (SMALLEST.replace("8}", "0}"), "cpu.logical: it is 0"),
     (SMALLEST.replace("8}", "8, physical: 9}"), "cpu.physical: 9 is more than cpu.logical, 8"),
     (SMALLEST.replace("8}", "8, quota: .nan}"), "cpu.quota: no machine has that much: nan"),
+    (SMALLEST.replace("16000}", "1e400}"), "memory.total_mib: expected `int`, got `str`"),  # as YAML reads it
+    (SMALLEST.replace("16000}", ".nan}"), "memory.total_mib: no machine has that much: nan"),
+    ('{"cpu": {"logical": 8}, "memory": {"total_mib": 1e400}}', "memory.total_mib: no machine has that much: inf"),
     (SMALLEST.replace("16000}", "1" + "0" * 40 + "}"), "memory.total_mib: no machine has that much"),
     (SMALLEST.replace("16000}", "16000, available_mib: 16001}"), "available_mib: 16,001 is more than memory.total_mib"),
     (SMALLEST + "gpus: [1]", "gpus: holds keys of its own"),

@@ -3,8 +3,9 @@
 Weights in host memory are copied to the GPU once for every ubatch of a prompt, from pinned memory about twice as fast
 as from mapped. A larger ubatch takes room for its buffers, so some experts more leave the GPU. Where everything is on
 one GPU it hands each expert more tokens at once, for memory that is left; no figure is known beyond 2,048. All are
-priced by a job with a long prompt of the workload: with a short one nothing is gained. None below the default is
-predicted: for the few MiB that it saves, plans of better machines were worse.
+priced by a job with a long prompt of the workload: with a short one nothing is gained. One below the default is taken
+where the room that it leaves makes a short chat clearly faster, and a long prompt no slower: by that rule a better
+machine is never worse at both.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from appliance.engines.llama.planning.context import (
     ContextPlan,
     ContextRequest,
     choose_context,
+    same_context,
 )
 from appliance.engines.llama.planning.job_time import job_ms, placement_costs, speed_of
-from appliance.engines.llama.planning.memory import UBATCH
-from appliance.engines.llama.planning.placement import PlacementJob, Resources, place
+from appliance.engines.llama.planning.memory import UBATCH, padded
+from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.roofline import DEPTH
-from appliance.plan import CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
+from appliance.plan import CHAT_TOKENS_IN, CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
 from appliance.settings import Settings, parse_jobs
 
 BATCH = 2048
+SMALLER = 256  # where the default's buffer pushes layers off a faster card
+CLEARLY_FASTER = 0.98  # of a chat's time: measuring could not tell less from chance
 UBATCHES_GPU = (512, 1024, 2048, 4096)  # host weights are copied once a batch: twice the batch, half the copies
 # Tokens of the prompt that a ubatch is priced by: a chat with a file in it, an agent's history, a long document.
 LONG_PROMPTS: Mapping[str, int] = {"chat": 4096, "agent": 8192, "document": 16384}
@@ -76,8 +80,47 @@ def with_batch(
             continue
         if _pays(found, context_plan, _saved(found, context_plan, job, resources, settings), has_bar=bar is not None):
             usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
-            return replace(found, usual=usual)
+            return replace(found, usual=usual, usual_knees=context_plan.knees)
     return context_plan
+
+
+def with_smaller(
+    context_plan: ContextPlan, job: PlacementJob, resources: Resources, request: ContextRequest, settings: Settings
+) -> ContextPlan:
+    """At least the same context with a ubatch below the default, where the room that it leaves on faster cards makes a
+    short chat clearly faster and one with a long prompt no slower."""
+    placement = context_plan.placed.placement
+    if settings.ubatch or job.model.reads_whole or not placement.shares or is_unbeatable(placement, resources.devices):
+        return context_plan
+    small = replace(job, ubatch=SMALLER)
+    at = replace(small, context=padded(context_plan.context))
+    wins = partial(_wins, small, before=context_plan, resources=resources, settings=settings)
+    placed = {kind: place(replace(at, kv_type=kind), resources) for kind in request.kinds}
+    if not any(each and wins(kind, each) for kind, each in placed.items()):
+        return context_plan  # before more is computed
+    found = same_context(small, resources, request, context_plan, wins)
+    if found is None:
+        return context_plan
+    usual = Candidate(kv_type=context_plan.kv_type, context=context_plan.context, placed=context_plan.placed)
+    return replace(found, usual=usual)
+
+
+def _wins(
+    job: PlacementJob, kind: str, placed: Placed, *, before: ContextPlan, resources: Resources, settings: Settings
+) -> bool:
+    if placed.cost > CLEARLY_FASTER * before.placed.cost:
+        return False
+    here = (replace(job, kv_type=kind), placed.placement)
+    there = (replace(job, kv_type=before.kv_type, ubatch=before.ubatch), before.placed.placement)
+
+    def taken_ms(job: PlacementJob, placement: Placement, tokens: int) -> float:
+        return job_ms(
+            placement_costs(job, resources, placement, is_pinned=resources.is_pinned), DEPTH, tokens_in=tokens
+        )
+
+    chat, long = CHAT_TOKENS_IN, long_prompt(settings)
+    is_faster = taken_ms(*here, chat) <= CLEARLY_FASTER * taken_ms(*there, chat)
+    return is_faster and taken_ms(*here, long) <= taken_ms(*there, long)
 
 
 def _saved(
@@ -215,6 +258,8 @@ def ubatch_words(
     if not placement.shares or (placement.is_whole and job.ubatch == UBATCH):
         return ""
     tokens = long_prompt(settings)
+    if job.ubatch < UBATCH:
+        return "its smaller buffer leaves room on faster cards"
     if job.ubatch == UBATCH:
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)

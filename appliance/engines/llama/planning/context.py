@@ -72,6 +72,7 @@ class ContextPlan:
     limits: Mapping[str, float] = field(default_factory=dict)  # of a job near empty, as `Placed.cost`, by type
     ideal: tuple[Costs, ...] = ()  # what speeds half full are measured by
     usual: Candidate | None = None  # what the default ubatch would have, where another is taken
+    usual_knees: Mapping[str, int] = field(default_factory=dict)  # `knees` with that ubatch: its buffer is smaller
     is_explicit: bool = False
     full: float = 0.0  # decode with the whole context in the cache, tokens a second
     minds_full: bool = False  # the aim asks for that speed
@@ -94,10 +95,30 @@ def choose_context(
     at = _Asked(job, resources, request, like)
     if not at.fast:
         return None
-    found = list(at.explicit() if request.is_explicit else _candidates(at, request))
+    found = list(at.of(request.tokens) if request.is_explicit else _candidates(at, request))
     chosen, before = _best(found, at)
-    if chosen is None:
+    return _planned(at, job, request, chosen, before) if chosen else None
+
+
+def same_context(
+    job: PlacementJob,
+    resources: Resources,
+    request: ContextRequest,
+    like: ContextPlan,
+    wins: Callable[[str, Placed], bool],
+) -> ContextPlan | None:
+    """The context of `like` with another ubatch, and where none is asked for as much more as takes no speed; None where
+    it does not win."""
+    at = _Asked(job, resources, request, like)
+    chosen, before = _best(list(at.of(like.context)), at)
+    if chosen is None or not wins(chosen.kv_type, chosen.placed):
         return None
+    return _planned(at, job, request, chosen if request.is_explicit else at.grown(chosen), before)
+
+
+def _planned(
+    at: _Asked, job: PlacementJob, request: ContextRequest, chosen: Candidate, before: Candidate | None
+) -> ContextPlan:
     of_kinds = (at.candidate(kind, chosen.context) for kind in request.kinds if kind != chosen.kv_type)
     others = {other.kv_type: other for other in of_kinds if other}
     next_tokens = 0 if request.is_explicit else at.next_tokens(chosen)
@@ -291,9 +312,20 @@ class _Asked:
         placed = self(kind, tokens)
         return placed is not None and not (placed.placement.cpu_layers or not placed.placement.shares)
 
-    def explicit(self) -> Iterator[Candidate]:
-        tokens = self._request.tokens
+    def of(self, tokens: int) -> Iterator[Candidate]:
+        """Each type of the cache with that context."""
         yield from (found for kind in self._request.kinds if (found := self.candidate(kind, tokens)))
+
+    def grown(self, found: Candidate) -> Candidate:
+        """The largest context of its type that is as fast near empty, and that the aim pays for."""
+
+        def is_free(tokens: int) -> bool:
+            placed = self(found.kv_type, tokens)
+            is_as_fast = placed is not None and placed.cost * CHANCE <= found.placed.cost
+            return is_as_fast and self._is_paid(found.kv_type, tokens)
+
+        tokens = min(self._most(is_free), self._request.tokens)
+        return (self.candidate(found.kv_type, tokens) if tokens > found.context else None) or found
 
     def is_better(self, new: Candidate, old: Candidate) -> bool:
         """Exactness wins ties: a type is given up for a rounder one that carries 1.5 times as much, or a tenth more and

@@ -15,6 +15,7 @@ from appliance.engines.llama.planning.batch import (
     predicted_speed,
     ubatch_words,
     with_batch,
+    with_smaller,
 )
 from appliance.engines.llama.planning.context import BY_CONTEXT, Aim, ContextPlan, ContextRequest, choose_context
 from appliance.engines.llama.planning.extras import extra_choices, extras_of
@@ -53,6 +54,7 @@ def context_for(inputs: PlanInputs, aim: Aim) -> ContextPlan:
         raise refusal(inputs, request.kinds[0], request.tokens)
     at_least = partial(_context_of_the_mode_before, inputs, aim, request)
     context_plan = with_batch(context_plan, inputs.job, inputs.resources, request, inputs.settings, at_least=at_least)
+    context_plan = with_smaller(context_plan, inputs.job, inputs.resources, request, inputs.settings)
     if context_plan.reads_along and context_plan.context < request.tokens:
         context_plan = _not_less(context_plan, inputs, aim)
     if request.is_explicit:

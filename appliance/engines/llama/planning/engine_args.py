@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -40,8 +41,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "model": (
         "-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr", "--hf-repo", "-hff", "--hf-file",
         "-hft", "--hf-token", "--models-dir", "--models-preset", "--models-max", "--models-autoload",
-        "--no-models-autoload", "-cl", "--cache-list", "--gpt-oss-20b-default", "--gpt-oss-120b-default",
-        "--vision-gemma-4b-default", "--vision-gemma-12b-default",
+        "--no-models-autoload", "-cl", "--cache-list",
     ),
     "numa": ("--numa",),
     "n_cpu_moe": ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
@@ -97,6 +97,18 @@ NOT_COUNTED = frozenset({
 })  # fmt: skip
 OWNED: Mapping[str, str] = MappingProxyType({flag: name for name, flags in _SETTINGS.items() for flag in flags})
 UNOFFERED: Mapping[str, str] = MappingProxyType({flag: why for why, flags in _REASONS.items() for flag in flags})
+# `--gpt-oss-20b-default`, `--fim-qwen-7b-spec`: a model by name, fetched, with context, batch and port of its own.
+_PRESET = re.compile(r"--.+-(default|spec)")
+# Flags that a setting replaces where it is given, and that are the user's own without it.
+_BESIDE: Mapping[str, str] = MappingProxyType({"--chat-template": "chat_template_file"})
+
+
+def owner_of(flag: str, settings: Settings) -> str | None:
+    """The setting that stands for a flag; None where the flag is the user's to give."""
+    beside = _BESIDE.get(flag)
+    if beside is not None and getattr(settings, beside) is not None:
+        return beside
+    return OWNED.get(flag, "model" if _PRESET.fullmatch(flag) else None)
 
 
 def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
@@ -108,8 +120,7 @@ def check_engine_args(settings: Settings, engine: EngineFacts) -> None:
             message = f"setting engine_arg holds a flag that this engine has not: {flag} ({source})"
             hint = f"perhaps you meant {' or '.join(near)}" if near else f"it is build {engine.build} of llama.cpp"
             raise ConfigError(message, hint=hint)
-        if flag in OWNED:
-            name = OWNED[flag]
+        if name := owner_of(flag, settings):
             message = f"setting engine_arg holds a flag that the setting {name} stands for: {flag} ({source})"
             raise ConfigError(message, hint=f"use {SETTINGS[name].flag} {SETTINGS[name].metavar}")
         if flag in UNOFFERED:

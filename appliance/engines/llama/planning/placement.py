@@ -89,7 +89,7 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
             away = last if job.cpu_expert_layers is None else choices[-1]
             of_team.append(_Search(sizes, resources, devices, away, is_pipeline, table, may_use_cpu=True).best())
         found += [placed for placed in of_team if placed]
-        if len(devices) == 1 and found and _is_unbeatable(found[0].placement, resources.devices):
+        if len(devices) == 1 and found and is_unbeatable(found[0].placement, resources.devices):
             return found[0]
     # Without a GPU the two numbers fix nothing.
     if not resources.devices or (job.gpu_layers in (None, 0) and job.cpu_expert_layers in (None, 0)):
@@ -98,7 +98,7 @@ def place(job: PlacementJob, resources: Resources) -> Placed | None:
     return min(found, key=lambda placed: placed.cost, default=None)
 
 
-def _is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
+def is_unbeatable(placement: Placement, devices: tuple[Device, ...]) -> bool:
     """Everything on the fastest card."""
     return placement.is_whole and [share.gpu.id for share in placement.shares] == [devices[0].id]
 

@@ -77,7 +77,8 @@ def _bound(context_plan: ContextPlan, native: str) -> str:
     gpus = f"GPU{'s' * (len(context_plan.placed.placement.shares) > 1)}"
     where = {"leave the GPUs": f"everything on the {gpus}", "take attention off the GPUs": f"attention on the {gpus}"}
     if context_plan.bound in where:
-        return f"the most at {context_plan.kv_type} with {where[context_plan.bound]}{native}"
+        ubatch = f" and a ubatch of {context_plan.ubatch}" if context_plan.usual else ""
+        return f"the most at {context_plan.kv_type} with {where[context_plan.bound]}{ubatch}{native}"
     if context_plan.bound == AS_WHOLE:
         return f"as many as whole layers are given{native}"
     if context_plan.bound == NO_FIT:
@@ -434,7 +435,7 @@ def ubatch(settings: Settings, size: int, words: str) -> Choice:
 
 
 def batch_price(context_plan: ContextPlan) -> str:
-    """What a larger ubatch than the default costs of the context, its exactness and decode."""
+    """What another ubatch than the default costs, or brings: context, its exactness and decode."""
     usual = context_plan.usual
     if usual is None:
         return ""

@@ -47,7 +47,7 @@ class Variations:
 
     def all(self) -> Iterator[Plan]:
         """Thousands where there are GPUs; not all of them fit."""
-        for placed in self._placements():
+        for placed in (*self._placements(), *self._usual_knees()):
             yield from self.around(placed)
 
     def _placements(self) -> Iterator[Plan]:
@@ -63,6 +63,17 @@ class Variations:
                     for each in (placed, *self._more_experts(context_plan, ubatch, placed), *in_parallel):
                         if each:
                             yield self.at(each, context_plan, ubatch=ubatch)
+
+    def _usual_knees(self) -> Iterator[Plan]:
+        """The largest contexts with everything on GPUs, where the buffer of a larger ubatch takes their room."""
+        if self._inputs.settings.ctx_size:
+            return
+        for kv_type, knee in self._context_plan.usual_knees.items():
+            context = min(knee, self._inputs.native)
+            if context >= self._least:
+                context_plan = replace(self._context_plan, kv_type=kv_type, context=context)
+                if placed := _again(self._inputs, context_plan, ubatch=UBATCH):
+                    yield self.at(placed, context_plan, ubatch=UBATCH)
 
     def _ubatches(self) -> tuple[int, ...]:
         settings, model = self._inputs.settings, self._inputs.model
@@ -92,13 +103,18 @@ class Variations:
             return ()
         has_gpu = bool(self._inputs.resources.devices)
         widest = self._widest(kv_type, largest) if has_gpu else largest
-        least = min(self._inputs.native, SMALLEST_CONTEXT, best.context)  # no mode serves less
+        least = self._least
         if not has_gpu:
             return (widest,) if widest >= least else ()
         below = (SMALLEST_CONTEXT << at for at in range(12))
         of_best = {best.context} if widest >= best.context else set()
         sizes = {widest, largest, *of_best, *({knee} if knee else ()), *(size for size in below if size < widest)}
         return tuple(sorted((size for size in sizes if size >= least), reverse=True))
+
+    @property
+    def _least(self) -> int:
+        """No mode serves less."""
+        return min(self._inputs.native, SMALLEST_CONTEXT, self._best.context)
 
     def _widest(self, kv_type: str, carried: int) -> int:
         """The largest context that can be placed at all, whatever it costs, found by halving."""

@@ -7,12 +7,16 @@ import pytest
 from appliance.engines.llama.planning.batch import LONG_PROMPTS
 from appliance.engines.llama.planning.job_time import job_ms
 from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import padded
 from appliance.engines.llama.planning.space import Space
+from appliance.model import Model
 from appliance.plan import Plan
+from appliance.probe import Hardware
 from appliance.settings import resolve_settings
-from tests.builders import facts, model
+from tests.builders import facts, machine, model
 from tests.fakes.machines import hardware_of
 from tests.golden.matrix import MODELS, Cell
+from tests.random_machines import gpu, job_s, layer_of, space_of, stacked, with_gpus
 from tests.unit.engines.llama.planning.test_plan_context import reason, sized
 
 
@@ -154,3 +158,40 @@ def test_a_mapped_file_takes_its_room_in_shared_memory_beside_the_weights() -> N
     mapped, past = (space("gb10", load_mode=mode, ctx_size="8192").best for mode in ("mmap", "auto"))
     (of_mapped,), (of_past,) = mapped.placement.shares, past.placement.shares
     assert of_mapped.memory.total <= of_mapped.gpu.free_mib < of_past.gpu.free_mib - 60_000
+
+
+def cards(*sizes: tuple[int, float]) -> Hardware:
+    """By free MiB and GB/s."""
+    found = [gpu(at, free_mib=mib, gb_s=gb_s) for at, (mib, gb_s) in enumerate(sizes)]
+    return with_gpus(machine(total_mib=64000, logical=16, physical=8), found)
+
+
+SMALL_MOE = layer_of(dense_mib=600, expert_mib=200, k_elements=1024)
+ROOM = [  # with 512 a layer more lies on a slower card
+    (cards((6000, 200.0), (4000, 600.0)), stacked([layer_of(dense_mib=600, expert_mib=200)] * 2, 40960, experts=8)),
+    (cards((12000, 600.0), (12000, 360.0)), stacked([SMALL_MOE] * 5, 131072, experts=64)),
+]
+
+
+@pytest.mark.parametrize(("hardware", "mixture"), ROOM)
+def test_a_smaller_buffer_that_keeps_layers_on_the_faster_card_is_taken(hardware: Hardware, mixture: Model) -> None:
+    here, usual = space_of(hardware, mixture), space_of(hardware, mixture, ubatch="512")
+    found, before = here.best, usual.best
+    assert (launch_of(found).ubatch, len(found.placement.shares), len(before.placement.shares)) == (256, 1, 2)
+    assert found.context >= before.context
+    for tokens in (512, 4096):
+        assert job_s(here, found, tokens_in=tokens) < 0.9 * job_s(usual, before, tokens_in=tokens)
+    words = f"its smaller buffer leaves room on faster cards; 512 would hold {before.context:,} at f16 and decode "
+    assert words in reason(found, "ubatch")
+
+
+def test_context_that_a_smaller_ubatch_leaves_for_nothing_is_taken_too() -> None:
+    found = space_of(*ROOM[1]).best
+    assert found.context == 131072 > space_of(*ROOM[1], ubatch="512").best.context
+    asked = space_of(*ROOM[1], ctx_size="100000").best
+    assert (launch_of(asked).ubatch, padded(asked.context)) == (256, padded(100000))
+
+
+def test_what_is_on_the_fastest_card_alone_keeps_the_usual_ubatch() -> None:
+    hardware = cards((24000, 600.0), (12000, 360.0))
+    assert launch_of(space_of(hardware, ROOM[1][1]).best).ubatch == 512

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engines.llama import server
-from appliance.engines.llama.planning.engine_args import OWNED, UNOFFERED
+from appliance.engines.llama.planning.engine_args import OWNED, UNOFFERED, owner_of
 from appliance.engines.llama.planning.launch import launch_of
 from appliance.engines.llama.planning.memory import MIB
 from appliance.engines.llama.planning.refine import Projection, refine
@@ -108,6 +108,32 @@ def test_what_is_unknown_or_decided_by_the_plan_is_refused(words: str, said: str
     assert hint in (error.hint or "")
 
 
+PRESETS = [flag for flag in ENGINE.flags if flag.endswith(("-default", "-spec"))]
+
+
+def test_the_engine_lists_its_presets() -> None:
+    assert len(PRESETS) == 12
+    assert "--fim-qwen-1.5b-default" in PRESETS
+
+
+@pytest.mark.parametrize("flag", [*PRESETS, "--some-model-of-next-year-default"])
+def test_a_preset_would_serve_another_model_than_the_planned_one(flag: str) -> None:
+    name = "speculation" if flag == "--spec-default" else "model"
+    engine = replace(ENGINE, flags=tuple({*ENGINE.flags, flag}))
+    with pytest.raises(ConfigError) as caught:
+        Space(resolve_settings({"engine_arg": f"--top-k 1 {flag}"}, {}), IMAGE, engine, machine(), SMALL)
+    assert f"the setting {name} stands for: {flag}" in caught.value.message
+
+
+def test_one_template_is_given_once(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    assert "--chat-template" in argv(space(engine_arg="--chat-template chatml").best)
+    with pytest.raises(ConfigError) as caught:
+        space(engine_arg="--chat-template chatml", chat_template_file=str(template))
+    assert "the setting chat_template_file stands for: --chat-template (flag --engine-arg)" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -145,6 +171,7 @@ def test_no_text_brings_a_flag_of_the_plan_to_the_engine(text: str) -> None:
         return
     passed = launch_of(plan).extras.engine_args
     assert not {word for word in passed if is_flag(word)} & {*OWNED, *UNOFFERED}
+    assert not [word for word in passed if is_flag(word) and owner_of(word, resolve_settings({}, {}))]
     assert all(word in ENGINE.flags for word in passed if is_flag(word))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from appliance.plan import Plan
+from appliance.engines.llama.planning.launch import launch_of
+from appliance.engines.llama.planning.memory import UBATCH
+from appliance.plan import CONTEXT_STEP, SMALLEST_CONTEXT, Plan
 from tests.builders import some
 from tests.golden import letters, matrix
 from tests.golden.letters import Judged, is_on_gpus
@@ -61,7 +63,7 @@ def test_the_grid_says_what_the_lines_say() -> None:
 # Of the review, S3: f16 was kept although layers had to leave the GPUs for it.
 S3: list[tuple[str, str, Mapping[str, str]]] = [
     ("H100", "llama-3.3-70b", {"kv_type": "f16", "ctx_size": "131072"}),
-    ("3060", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "48128"}),
+    ("3060", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "48128", "ubatch": "512"}),
     ("T4", "llama-3.1-8b", {"kv_type": "f16", "ctx_size": "78848"}),
     ("5090", "qwen3-30b-a3b-2507", {"kv_type": "f16", "ctx_size": "152576"}),
     ("4090", "qwen3-30b-a3b-2507", {"kv_type": "f16", "ctx_size": "80128"}),
@@ -105,6 +107,50 @@ def test_k_is_a_little_more_context_for_much_of_the_speed(machine: str, name: st
     knee = next(rival for rival in found.rivals if rival.kv_type == flags["kv_type"])
     assert letters.past_the_knee(with_plan(found, knee)) is None
     assert letters.past_the_knee(with_plan(found, replace(found.plan, context=2 * knee.context))) is None
+
+
+# Knees that only llama.cpp's own ubatch has: a larger one is predicted, and its buffer takes their room.
+NARROW = [
+    ("3060", "gpt-oss-20b", {"q8_0": 13056}),
+    ("2x4090", "qwen3-next-80b-a3b", {"q8_0": 10240}),
+    ("MIG20", "qwen3-30b-a3b", {"f16": 13824, "q8_0": 25088}),
+    ("MIG20", "qwen3-30b-a3b-2507", {"f16": 13824, "q8_0": 25088}),
+    ("4090", "qwen3-30b-a3b-2507", {"f16": 62464, "q8_0": 112384}),
+    ("3090d", "qwen3-30b-a3b", {"f16": 27392}),
+    ("3090d", "qwen3-30b-a3b-2507", {"f16": 27392, "q8_0": 49408}),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("machine", "name", "knees"), some(NARROW))
+def test_a_knee_is_measured_too_where_a_larger_ubatch_is_predicted(
+    machine: str, name: str, knees: Mapping[str, int]
+) -> None:
+    space = Cell(machine=machine, model=name, quantization=dict(MODELS)[name]).space()
+    usual = [plan for plan in space.all() if plan.placement.is_whole and launch_of(plan).ubatch == UBATCH]
+    assert launch_of(space.best).ubatch > UBATCH
+    assert {kind: tokens for kind, tokens in widest(usual).items() if kind in knees} == knees
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", some([name for name, _ in MODELS]))
+def test_every_knee_of_the_matrix_is_among_the_plans(name: str) -> None:
+    """With llama.cpp's own ubatch, and but for those below what any mode serves."""
+    for cell in (cell for cell in CELLS if cell.model == name):
+        usual = replace(cell, flags={"ubatch": str(UBATCH)})
+        knees = {plan.kv_type: plan.context for plan in usual.knees() if plan.context >= SMALLEST_CONTEXT}
+        found = widest(cell.space().all() if knees else ())
+        missing = {kind: at for kind, at in knees.items() if found.get(kind, 0) // CONTEXT_STEP < at // CONTEXT_STEP}
+        assert missing == {}, cell.name
+
+
+def widest(plans: Iterable[Plan]) -> dict[str, int]:
+    """By type of the cache, the most tokens with everything on GPUs."""
+    found: dict[str, int] = {}
+    for plan in plans:
+        if plan.placement.is_whole:
+            found[plan.kv_type] = max(found.get(plan.kv_type, 0), plan.context)
+    return found
 
 
 # S5: attention and a large cache in host memory.
