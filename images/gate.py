@@ -324,9 +324,22 @@ def query_library(tool: Path, file: Path, *, name: str | None = None) -> Library
     if SHARED.search(path):
         _refuse_no_library(file, path)
     if TOOLKIT.match(Path(path).name):
-        return Library(path=path, targets=_dump(tool, ("--list-elf",), file, parse_listing) or {})
+        return Library(path=path, targets=_targets(tool, file, path))
     elements = _dump(tool, ("-symbols", "-ptx"), file, parse_elements) or []
     return join(path, elements, read_units(file, path))
+
+
+def _targets(tool: Path, file: Path, path: str) -> dict[str, int]:
+    """Cubins by target. From the file's headers where cuobjdump reads none: that of CUDA 13 takes code for chips before
+    SM 75, which cuBLAS 12.4 has, for no ELF. Headers write `90` for `90a`.
+    """
+    try:
+        return _dump(tool, ("--list-elf",), file, parse_listing) or {}
+    except VerificationError:
+        numbers = [number for unit in read_units(file, path) for kind, number in unit if kind == "elf"]
+        if not numbers:
+            raise
+        return {str(number): numbers.count(number) for number in sorted(set(numbers))}
 
 
 def _refuse_no_library(file: Path, path: str) -> None:

@@ -329,6 +329,20 @@ def test_a_tool_that_fails_is_quoted(tmp_path: Path) -> None:
         gate.query_library(tool, tmp_path / "x.so")
 
 
+def test_a_toolkit_that_the_tool_reads_no_more_is_listed_by_its_headers(tmp_path: Path) -> None:
+    """cuBLAS 12.4 with cuobjdump 13: it has code for SM 50."""
+    tool, file = tmp_path / "cuobjdump", tmp_path / "x.so"
+    _write_tool(tool, "echo 'cuobjdump fatal   : Invalid ELF in x' >&2; exit 1")
+    whole = _elf({".nv_fatbin": _fatbin((2, 50), (2, 90), (1, 90)) + _fatbin((2, 90)), ".text": b"x" * 64})
+    file.write_bytes(whole)
+    assert gate.query_library(tool, file, name="libcublas.so.12").targets == {"50": 1, "90": 2}
+    with pytest.raises(VerificationError, match="Invalid ELF"):
+        gate.query_library(tool, file, name="libggml-cuda.so")
+    file.write_bytes(whole[:-300])
+    with pytest.raises(VerificationError, match="is cut off at|is no shared library"):
+        gate.query_library(tool, file, name="libcublas.so.12")
+
+
 def test_a_file_without_gpu_code_is_no_failure(tmp_path: Path) -> None:
     tool = tmp_path / "cuobjdump"
     _write_tool(tool, "echo \"cuobjdump info    : File 'x' does not contain device code\" >&2; exit 255")
