@@ -43,12 +43,13 @@ def test_half_of_the_results_are_held_out_by_a_rule_and_each_names_its_source() 
 
 @pytest.mark.thorough
 def test_results_that_were_never_fitted_are_predicted(compared: list[Compared]) -> None:
-    """Of cards and of unequal cores the worst is within half; a model of 135 M on two threads is not (README)."""
-    held = [row for row in compared if row.result.held_out]
+    """Those that others published; a model of 135 M on two threads of a virtual machine is not (README)."""
+    published = [row for row in compared if not row.result.is_own]
+    held = [row for row in published if row.result.held_out]
+    assert len(held) > 90
     assert statistics.median(abs(row.error) for row in held) < AIM_MEDIAN
-    beside_a_card = [row for row in held if "gpu" in DATA.machines[row.result.machine]]
-    assert len(beside_a_card) > 70
-    assert max(abs(row.error) for row in beside_a_card) < AIM_WORST
+    assert max(abs(row.error) for row in published) < AIM_WORST
+    assert {row.result.machine for row in compared if row.result.is_own} == {"xeon-2", "xeon-2-amx"}
 
 
 @pytest.mark.thorough
@@ -157,6 +158,8 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.count("ggml-org/llama.cpp/discussions/15013") == 2
     assert printed.endswith(": met\n")
+    assert main(["--only", "xeon-2|*"]) == 0
+    assert "measured here        2 results: median error" in capsys.readouterr().out
 
 
 def test_a_missed_aim_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
