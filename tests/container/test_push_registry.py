@@ -81,13 +81,19 @@ def pushed(root: Path, job: build.Job, built: build.Built, host: str) -> push.Pu
     return push.push(root, job, built, docker.Engine(), name=f"{host}/team/appliance")
 
 
+def kept(job: build.Job) -> list[str]:
+    """Beside the image that went: its bill of materials, and how long it took, by its build id."""
+    names = (path.name for path in job.archive.parent.iterdir())
+    return sorted(name.removeprefix(f"{job.build_id}.") for name in names)
+
+
 def test_what_is_pushed_is_what_was_built_with_both_attestations(
     root: Path, job: build.Job, built: build.Built, pushed: push.Pushed, host: str
 ) -> None:
     assert pushed.manifest == built.digest
     assert pushed.reference.startswith(f"{host}/team/appliance:llama-cpu-amd64@sha256:")
     assert _left_behind(host) == []
-    assert [path.name for path in job.archive.parent.iterdir()] == ["llama-cpu.spdx.json"]
+    assert kept(job) == ["llama-cpu.spdx.json", "took.json"]
     index = manifest(host, "team/appliance", pushed.reference.rpartition("@")[2]).json()
     assert index["manifests"][0]["digest"] == built.digest
     bill = json.loads((root / sbom.path_for(job.cell)).read_text("utf-8"))
@@ -135,7 +141,7 @@ def test_a_fresh_build_is_compared_with_what_was_published(
     later = replace(job, origin=replace(job.origin, epoch_s=job.origin.epoch_s + 1))
     other = reproduce.against(root, later, docker.Engine(), there)
     assert (other.is_same, other.second, other.difference) == (False, built.digest, None)
-    assert [path.name for path in job.archive.parent.iterdir()] == ["llama-cpu.spdx.json"]
+    assert kept(job) == ["llama-cpu.spdx.json", "took.json"]
 
 
 def test_nothing_published_under_that_digest_is_exit_60(root: Path, host: str) -> None:
