@@ -34,6 +34,14 @@ BUILD_ID = "b" * 32
 CODE = b"\xa7\r\r\n\x01\x00\x00\x00" + b"h" * 8
 TIMED_CODE = b"\xa7\r\r\n\x00\x00\x00\x00" + b"t" * 8
 CERTIFICATE = b"MIIBcompany"
+HEALTH = {
+    "Test": ["CMD", "appliance", "health"],
+    "Interval": 30 * 10**9,  # nanoseconds, as the engine tells them
+    "Timeout": 5 * 10**9,
+    "StartPeriod": 1800 * 10**9,
+    "StartInterval": 5 * 10**9,
+    "Retries": 3,
+}
 
 
 @pytest.fixture
@@ -111,14 +119,7 @@ def test_every_dockerfile_says_what_is_expected_of_its_image() -> None:
     for cell in matrix.load(PROJECT).cells:
         found = configured.given(_dockerfile(cell))
         assert (found["User"], found["WorkingDir"], found["Volumes"]) == ("appliance", "/data", {"/data": {}})
-        assert found["Healthcheck"] == {
-            "Test": ["CMD", "appliance", "health"],
-            "Interval": 30 * 10**9,
-            "Timeout": 5 * 10**9,
-            "StartPeriod": 1800 * 10**9,
-            "StartInterval": 5 * 10**9,
-            "Retries": 3,
-        }
+        assert found["Healthcheck"] == HEALTH
 
 
 def test_an_overridden_base_may_name_itself(sound: ImageSnapshot) -> None:
@@ -675,12 +676,5 @@ def _config(cell: Cell) -> dict[str, Any]:
         "ExposedPorts": {"11435/tcp": {}},
         "WorkingDir": "/data",
         "ArgsEscaped": True,
-        "Healthcheck": {
-            "Test": ["CMD", "appliance", "health"],
-            "Interval": 30 * 10**9,
-            "Timeout": 5 * 10**9,
-            "StartPeriod": 1800 * 10**9,
-            "StartInterval": 5 * 10**9,
-            "Retries": 3,
-        },
+        "Healthcheck": HEALTH,
     }
