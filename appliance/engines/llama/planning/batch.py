@@ -40,8 +40,8 @@ PINNED = ("none", "dio", "mlock")  # ways to load after which weights in host me
 WORTH_A_BATCH = 0.97  # of the job's time, or the smaller ubatch stays
 CONTEXT_KEPT = 0.9  # of the context, where everything is on a GPU
 # What a larger ubatch may take, by the share of a long job's time that it saves: of the context twice that share; of a
-# short chat's time, which gains nothing, half of it in mode `speed`. Other modes have a bar for that.
-CONTEXT_FOR, CHAT_FOR = 2.0, 0.5
+# short chat's time, which gains nothing, as much, and half of it in mode `speed`.
+CONTEXT_FOR, CHAT_FOR, CHAT_FOR_IN_SPEED = 2.0, 1.0, 0.5
 HALF = 0.5  # of the context at least stays in mode `speed`; elsewhere what stays is still worth its name
 
 
@@ -139,7 +139,7 @@ def _saved(
 def _pays(found: ContextPlan, before: ContextPlan, saved: float, *, has_bar: bool) -> bool:
     if 1 - found.context / before.context > CONTEXT_FOR * saved:
         return False
-    return has_bar or found.placed.cost / before.placed.cost - 1 <= CHAT_FOR * saved
+    return found.placed.cost / before.placed.cost - 1 <= (CHAT_FOR if has_bar else CHAT_FOR_IN_SPEED) * saved
 
 
 def _is_enough(found: ContextPlan, before: ContextPlan, at_least: Callable[[], int], *, least: float) -> bool:
