@@ -124,7 +124,7 @@ class Job:
     files_sha256: str | None = None  # None: not known before its steps have run
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests of the files that it was planned with
     is_locked: bool = True  # False: `lock` is a temporary one, of what the archive had when the build began
-    kept_stages: tuple[str, ...] = ()  # of which the builder had kept a step when they were sealed
+    kept_stages: tuple[str, ...] = ()  # of which the builder had kept a RUN when they were sealed
 
     @property
     def dockerfile(self) -> Path:

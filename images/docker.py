@@ -38,8 +38,9 @@ GRACE_S = 5.0  # from SIGTERM to SIGKILL
 HTTP_CONFLICT = 409
 TIMED_OUT, NOT_STARTED, NOT_FOUND = 124, 126, 127
 LOCAL_ENGINE = "http+docker://"  # docker-py's name for a unix socket
-# Of BuildKit's plain progress: a step with its number and stage, and one that it did not run again.
-STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] ")
+# Of BuildKit's plain progress: a command with its number and stage, and a step that it did not run again. What is only
+# copied takes no time to speak of, and cells share it.
+STEP = re.compile(r"^#(\d+) \[(?:linux/\w+ )?([\w.-]+) +\d+/\d+\] RUN\b")
 KEPT_STEP = re.compile(r"^#(\d+) CACHED$")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -47,7 +48,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 @dataclass(frozen=True, kw_only=True)
 class Finished:
     """A program that ended. `lines` are its last lines, both streams together, oldest first; `kept_stages` those of a
-    build of which the builder had kept a step.
+    build of which the builder had kept a command's result.
     """
 
     code: int

@@ -1,6 +1,6 @@
 """How long the build of an image took, for `verify --record`: .make/images/<build id>.took.json.
 
-A step that the builder had kept takes no time, so the stages with such steps are named.
+A command whose result the builder had kept takes no time, so the stages with such commands are named.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 class Took:
     digest: str  # of the image
     seconds: int  # of all steps after the check of its packages, the export and the loading
-    kept: tuple[str, ...]  # stages of which the builder had kept a step
+    kept: tuple[str, ...]  # stages of which the builder had kept a RUN
 
 
 _TOOK = TypeAdapter(Took)

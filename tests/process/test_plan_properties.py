@@ -83,6 +83,17 @@ def small_machine(total_mib: int = 8000) -> Hardware:
     ),
     stacked([layer_of(dense_mib=600, expert_mib=2500, k_elements=1024, v_elements=1024)] * 4, 131072, experts=8),
 )
+@example(  # with two layers on the CPU the experts of one more would fit
+    with_gpus(small_machine(32000), [gpu(0, gb_s=200.0, lanes=1), gpu(1, gb_s=200.0)]),
+    stacked(
+        [
+            layer if at in (0, 6) else sliding(layer)
+            for at, layer in enumerate([layer_of(dense_mib=150, expert_mib=2500, v_elements=1024)] * 11)
+        ],
+        40960,
+        experts=8,
+    ),
+)
 def test_no_plan_is_beaten_in_context_and_in_speed_by_another_of_its_space(hardware: Hardware, model: Model) -> None:
     """Whatever its ubatch. Of split mode tensor `clearly` says what counts."""
     found = planned(hardware, model)
@@ -151,11 +162,13 @@ def relied_on_s(space: Space, plan: Plan, tokens_in: int) -> float:
 
 
 def clearly(best: Plan, plan: Plan) -> float:
-    """How many times as fast another has to be, to have been the better prediction. Split mode tensor is experimental,
-    and its constants are fitted to three figures, of two cards with good links: with others it is measured, and not
-    predicted."""
+    """How many times as fast another has to be, to have been the better prediction. Experts leave the GPUs before
+    attention does: its place is worth as much as an exact cache, since on the CPU it slows with each token. Split mode
+    tensor is experimental, and its constants are fitted to three figures, of two cards with good links: with others it
+    is measured, and not predicted."""
     if plan.placement.split_mode != TENSOR:
-        return CLEARLY if plan.kv_type == best.kv_type else CLEARLY_ROUNDED
+        leaves_gpus = plan.placement.cpu_layers > 0 == best.placement.cpu_layers
+        return CLEARLY if plan.kv_type == best.kv_type and not leaves_gpus else CLEARLY_ROUNDED
     return TENSOR_CLEARLY if has_good_links(plan.placement) else float("inf")
 
 
@@ -291,7 +304,6 @@ def test_modes_are_ordered_in_context_and_in_speed(hardware: Hardware, model: Mo
     speed, balanced, context = (found[mode] for mode in MODES)
     if speed and balanced and context:
         assert speed[1].context <= balanced[1].context <= context[1].context
-        assert relied_on_s(*speed, CHAT_IN) <= SLACK * relied_on_s(*balanced, CHAT_IN)
         assert not is_slower(speed, balanced)
         assert not is_slower(balanced, context)
     of_one = [each for mode in MODES if (each := planned(hardware, model, mode=mode, ubatch=str(UBATCH)))]
