@@ -104,12 +104,13 @@ class MemoryWatch:
 
     async def _keep(self, peak: MemoryPeak) -> None:
         served = self._served
-        cards = (f"{card.peak_mib:,} MiB of {card.device}, {card.ready_mib:,} as it was ready" for card in peak.cards)
-        served.report.info("memory_seen", f"the engine has held {'; '.join(cards)}", is_whole=peak.is_whole)
         try:
             await asyncio.to_thread(served.store.keep_peak, served.key, peak)
         except VolumeError as error:  # serving goes on; the next start assumes what this one did
             served.report.warning("memory_not_kept", error.message)
+            return
+        cards = (f"{card.peak_mib:,} MiB of {card.device}, {card.ready_mib:,} as it was ready" for card in peak.cards)
+        served.report.info("memory_seen", f"the engine has held {'; '.join(cards)}", is_whole=peak.is_whole)
 
 
 def _in_order(ids: list[str], gpus: tuple[Gpu, ...]) -> list[Gpu]:

@@ -44,8 +44,13 @@ def resized(reserve: Reserve, beyond_mib: float, *, is_whole: bool) -> Reserve:
 
 
 def corrected(memory: RankMemory, beyond_mib: float) -> RankMemory:
-    """Activations are the widest guess of an estimate: less was held of them, if less was held of all."""
-    return replace(memory, activation=max(0.0, memory.activation + min(0.0, beyond_mib)))
+    """Less was held of what the estimate assumes, the widest guess first, where less was held of all."""
+    less_mib, parts = max(0.0, -beyond_mib), {}
+    for name in ("activation", "vision", "graphs"):
+        assumed_mib: float = getattr(memory, name)
+        parts[name] = max(0.0, assumed_mib - less_mib)
+        less_mib -= assumed_mib - parts[name]
+    return replace(memory, **parts)
 
 
 def _is_of(peak: MemoryPeak, facts: Facts, option: Option) -> bool:
