@@ -74,8 +74,9 @@ class MemoryWatch:
                 await asyncio.sleep(self._every_s)
 
     async def _look(self, engine: Watched) -> None:
-        held = await asyncio.to_thread(self._query_held, engine)
+        # In this order: memory that was looked at before the work was done would stand for all of it.
         is_whole = await self._served.start.engine.has_peaked(engine.plan, engine.socket_path)
+        held = await asyncio.to_thread(self._query_held, engine)
         if held is None or engine is not self._engine:  # another took its place meanwhile
             return
         self.peak = _risen(engine, self.peak, held, is_whole=is_whole)
