@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from appliance.engines.llama.planning.extras import extras_of
 from appliance.engines.llama.planning.host import caches, spare_beside, unified_mib
-from appliance.engines.llama.planning.inputs import PlanInputs
+from appliance.engines.llama.planning.inputs import SPARE_SHARE, PlanInputs
 from appliance.engines.llama.planning.launch import NODE, launch_of
 from appliance.engines.llama.planning.numa import Numa
 from appliance.engines.llama.planning.slots import idle_slots_stay
@@ -29,7 +29,8 @@ def plan_now(inputs: PlanInputs, measured: Plan) -> Plan | str:
     fitted = with_caches(inputs, there)
     if fitted is None:
         need, free = there.memory.total - there.memory.cache - there.memory.checkpoints, there.usable_mib
-        return f"it needs {need:,.0f} MiB of host memory without caches, and {free:,.0f} are usable"
+        of_all = f"{free:,.0f} are usable, of which {SPARE_SHARE:.0%} stay free"
+        return f"it needs {need:,.0f} MiB of host memory without caches, and {of_all}"
     return fitted
 
 
