@@ -83,6 +83,10 @@ def small_machine(total_mib: int = 8000) -> Hardware:
     ),
     stacked([layer_of(dense_mib=600, expert_mib=2500, k_elements=1024, v_elements=1024)] * 4, 131072, experts=8),
 )
+@example(  # split mode tensor has room with a ubatch of 256
+    with_gpus(small_machine(), [gpu(at, free_mib=4000, gb_s=200.0) for at in range(2)]),
+    stacked([layer_of(dense_mib=20, expert_mib=800, k_elements=1024, v_elements=1024)] * 6, 4096, experts=8),
+)
 @example(  # with two layers on the CPU the experts of one more would fit
     with_gpus(small_machine(32000), [gpu(0, gb_s=200.0, lanes=1), gpu(1, gb_s=200.0)]),
     stacked(

@@ -27,6 +27,7 @@ from appliance.engines.llama.planning.job_time import job_ms, placement_costs, s
 from appliance.engines.llama.planning.memory import UBATCH, padded
 from appliance.engines.llama.planning.placement import Placed, PlacementJob, Resources, is_unbeatable, place
 from appliance.engines.llama.planning.roofline import DEPTH
+from appliance.engines.llama.planning.tensor_mode import TENSOR
 from appliance.plan import CHAT_TOKENS_IN, CONTEXT_WORTH, SMALLEST_CONTEXT, Costs, Device, Placement, Speed
 from appliance.settings import Settings, parse_jobs
 
@@ -257,9 +258,9 @@ def ubatch_words(
     """What a ubatch is taken for; empty where it decides nothing."""
     if not placement.shares or (placement.is_whole and job.ubatch == UBATCH):
         return ""
-    tokens = long_prompt(settings)
+    tokens, is_tensor = long_prompt(settings), placement.split_mode == TENSOR
     if job.ubatch < UBATCH:
-        return "its smaller buffer leaves room on faster cards"
+        return f"its smaller buffer leaves room {'for split mode tensor' if is_tensor else 'on faster cards'}"
     if job.ubatch == UBATCH:
         return f"llama.cpp's default: a larger one would push more off the GPU than a prompt of {tokens:,} tokens gains"
     costs = long_costs(job, resources, placement, tokens, is_pinned=is_pinned)

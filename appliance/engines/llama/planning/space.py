@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from appliance.engines.engine import Reduced
-from appliance.engines.llama.planning.batch import PINNED
+from appliance.engines.llama.planning.batch import PINNED, SMALLER
 from appliance.engines.llama.planning.context import AS_WHOLE, NO_FIT, ContextPlan, choose_context, enough_of
 from appliance.engines.llama.planning.decide import aim_of, context_for, predicted, wanted_context
 from appliance.engines.llama.planning.inputs import (
@@ -276,15 +276,17 @@ def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
     """
     if inputs.model.architecture not in TRUSTED or "f16" not in offered_kinds(inputs):
         return None
-    for placed in tensor_placements(inputs, replace(found, kv_type="f16"), ubatch=inputs.job.ubatch):
-        if has_good_links(placed.placement) and placed.cost * CLEARLY <= found.placed.cost:
-            return _tensor_plan(inputs, found, placed)
+    sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
+    for ubatch in sizes:  # the smaller one where only its buffer leaves room
+        for placed in tensor_placements(inputs, replace(found, kv_type="f16"), ubatch=ubatch):
+            if has_good_links(placed.placement) and placed.cost * CLEARLY <= found.placed.cost:
+                return _tensor_plan(inputs, found, placed, ubatch)
     return None
 
 
-def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed) -> ContextPlan:
+def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed, ubatch: int) -> ContextPlan:
     """What was compared to find the context were whole layers: no figure of theirs is told of this placement."""
-    job = replace(inputs.job, context=padded(found.context), kv_type="f16")
+    job = replace(inputs.job, context=padded(found.context), kv_type="f16", ubatch=ubatch)
     more = replace(job, context=padded(found.context + CONTEXT_STEP))
     costs = placement_costs(job, inputs.resources, placed.placement)
     return ContextPlan(
@@ -292,7 +294,7 @@ def _tensor_plan(inputs: PlanInputs, found: ContextPlan, placed: Placed) -> Cont
         context=found.context,
         placed=placed,
         carried={"f16": found.context},
-        ubatch=job.ubatch,
+        ubatch=ubatch,
         bound=AS_WHOLE if place_same(more, inputs.resources, placed.placement, inputs.engine.split_modes) else NO_FIT,
         half_full=1000 / costs.decode_ms(found.context / 2),
         is_explicit=found.is_explicit,
