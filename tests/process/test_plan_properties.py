@@ -213,6 +213,18 @@ def test_a_faster_card_of_two_takes_no_speed_away_that_a_prediction_may_rely_on(
     assert not is_worse(*after, before), (before[1].key, after[1].key)
 
 
+def test_a_third_card_with_a_slow_link_takes_no_pair_apart() -> None:
+    """Found with this property: the first two by bandwidth were the only pair for split mode tensor."""
+    two = with_gpus(small_machine(), [gpu(at, gb_s=360.0) for at in range(2)])
+    model = stacked([layer_of(dense_mib=600, k_elements=1024, v_elements=1024)] * 9, 131072)
+    third = gpu(0, free_mib=6000, gb_s=936.0, lanes=4)
+    before, after = planned(two, model), planned(improved(two, "another", third), model)
+    assert before is not None
+    assert after is not None
+    assert after[1].placement.split_mode == TENSOR
+    assert not is_worse(*after, before), (before[1].key, after[1].key)
+
+
 def test_a_fourth_card_takes_no_context_away() -> None:
     """Found with this property: a ubatch of 256 left more context on two of three, and was not taken with a fourth."""
     full = layer_of(dense_mib=20, k_elements=1024, v_elements=1024)

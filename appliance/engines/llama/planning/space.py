@@ -278,9 +278,11 @@ def _in_parallel(inputs: PlanInputs, found: ContextPlan) -> ContextPlan | None:
         return None
     sizes = (inputs.job.ubatch,) if inputs.settings.ubatch or inputs.model.reads_whole else (inputs.job.ubatch, SMALLER)
     for ubatch in sizes:  # the smaller one where only its buffer leaves room
-        for placed in tensor_placements(inputs, replace(found, kv_type="f16"), ubatch=ubatch):
-            if has_good_links(placed.placement) and placed.cost * CLEARLY <= found.placed.cost:
-                return _tensor_plan(inputs, found, placed, ubatch)
+        all_placed = tensor_placements(inputs, replace(found, kv_type="f16"), ubatch=ubatch)
+        trusted = [placed for placed in all_placed if has_good_links(placed.placement)]
+        best = min(trusted, key=lambda placed: placed.cost, default=None)
+        if best and best.cost * CLEARLY <= found.placed.cost:
+            return _tensor_plan(inputs, found, best, ubatch)
     return None
 
 

@@ -9,6 +9,7 @@ steps). NVLink serves neither. A quantized cache is not taken: it may fail an as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -62,10 +63,21 @@ def why_not(model: Model, split_modes: Sequence[str], kv_type: str = "f16") -> s
 
 
 def teams(devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
-    """The first two cards, the first three, and so on. Slices see no other, and unified memory is one card's."""
+    """The first two cards, the first three, and so on; then all other pairs with good links, of which a faster card
+    with a worse one must not rob a prediction. Slices see no other, and unified memory is one card's."""
     usable = [d for d in devices if not d.is_slice and not d.is_unified and d.pinned_gb_s >= SLOWEST_LINK_GB_S]
     for count in range(2, len(usable) + 1):
         yield tuple(usable[:count])
+    alike = {_figures(usable[:2])}
+    for pair in itertools.combinations([d for d in usable if d.pinned_gb_s >= GOOD_LINK_GB_S], 2):
+        if _figures(pair) not in alike:
+            alike.add(_figures(pair))
+            yield pair
+
+
+def _figures(devices: Sequence[Device]) -> tuple[object, ...]:
+    """By which pairs differ."""
+    return tuple((d.free_mib, d.bandwidth_gb_s, d.pinned_gb_s, d.layer_us, d.tflops) for d in devices)
 
 
 def parts_of(devices: Sequence[Device]) -> tuple[tuple[int, ...], ...]:
