@@ -10,7 +10,6 @@ from appliance.plan.kernels import Kernels, RuledOut
 from appliance.plan.kv_check import KvCheck
 from appliance.plan.kv_pair import k_and_v
 from appliance.plan.launch import PREDICTED, KnobEffect, Launch
-from appliance.plan.memory_peak import CardPeak, MemoryPeak
 from appliance.plan.plan import (
     CHAT_TOKENS_IN,
     CHAT_TOKENS_OUT,
@@ -57,7 +56,6 @@ __all__ = [
     "SPEED_KEPT",
     "UNMEASURED",
     "Allocated",
-    "CardPeak",
     "Choice",
     "Compilation",
     "Costs",
@@ -70,7 +68,6 @@ __all__ = [
     "KvCheck",
     "Launch",
     "Memory",
-    "MemoryPeak",
     "Offer",
     "Placement",
     "Plan",

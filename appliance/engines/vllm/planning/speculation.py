@@ -42,7 +42,9 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
     if estimate is None:
         message = f"model does not fit with {speculation.describe()}: its GPUs are not there"
         raise ModelDoesNotFitError(message, hint="use --speculation off")
-    found = with_drafts(estimate, speculation)
+    option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
+    facts = estimate.facts.speculating(speculation)
+    found = Estimate(facts=facts, option=option)
     if found.kv.longest(found.blocks, plan.context) < plan.context:
         message = (
             f"model does not fit with {speculation.describe()}: {plan.context:,} tokens need "
@@ -60,11 +62,6 @@ def applied(plan: Plan, speculation: Speculation, choice: Choice | None, estimat
     )
     changed = replace(changed, speculation=speculation, placement=replace(plan.placement, shares=shares))
     return with_choice(changed, choice)
-
-
-def with_drafts(estimate: Estimate, speculation: Speculation) -> Estimate:
-    option = replace(estimate.option, drafted=speculation.tokens, has_draft_layers=speculation.kind == "mtp")
-    return Estimate(facts=estimate.facts.speculating(speculation), option=option)
 
 
 def _with_drafts(share: GpuAllocation, found: Estimate, rank: int) -> GpuAllocation:
